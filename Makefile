@@ -1,0 +1,52 @@
+# make pretrain   set up and train a small GPT with activation swap on CPU
+# make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
+# make lint, make doctor, make clean
+#
+# PYTHON=python3.12       the interpreter to make the environment with (3.10, 3.11 or 3.12)
+# TORCH="torch==2.6.0"    another torch than the one in requirements-cpu.txt
+# VENV=/some/folder       where the environment goes; VENV= installs nothing and takes PYTHON as it is
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+DEVICE ?= cpu
+TESTS ?= tests
+PYTEST_ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON)
+ENVIRONMENT := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
+else
+RUN := $(abspath $(VENV))/bin/python
+ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
+endif
+
+.PHONY: help pretrain test lint doctor clean environment
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile | head -n 8
+
+# Phony: the script itself sees whether setup.cfg, pyproject.toml, the pins or TORCH have changed.
+environment:
+ifneq ($(strip $(VENV)),)
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" .ci/environment
+endif
+
+pretrain: environment
+	$(ENVIRONMENT) PYTHON="$(RUN)" DEVICE=$(DEVICE) examples/pretrain_gpt_swap.sh
+
+# One pytest: tests/conftest.py puts the fast tests first.
+test: environment
+	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 $(PYTEST_ARGS) $(TESTS)
+
+lint: environment
+	$(ENVIRONMENT) $(RUN) -m ruff check .
+
+doctor: environment
+	$(ENVIRONMENT) $(RUN) -m mindspeed_mem doctor
+
+# Only the default environment: one that VENV names may hold other people's packages.
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,13 @@
+"""Train models that do not fit in device memory, at nearly the speed of those that do.
+
+Start a Megatron pretrain script with ``import mindspeed_mem.megatron_adaptor``; this package alone changes nothing.
+"""
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+# The patches live in a top-level folder of the checkout and inside the package of an installed wheel: with this line
+# `mindspeed_mem.patches` is the same name in both.
+if not (Path(__file__).parent / "patches").is_dir():
+    __path__.append(str(Path(__file__).parent.parent))

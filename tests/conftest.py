@@ -1,0 +1,37 @@
+"""What every test gets: one thread, a fixed seed, fast tests first, and no GPU tests without a GPU."""
+
+import os
+import random
+
+# Before torch: several ranks of a test share few cores, and its thread pool reads this once.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy
+import pytest
+import torch
+
+FOLDERS = ("unit", "patches", "memory", "asynchrony", "numerics", "distributed", "examples")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Tests neither depend on their order nor on the clock."""
+    random.seed(1234)
+    numpy.random.seed(1234)
+    torch.manual_seed(1234)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    items.sort(key=_cost)
+
+
+def _cost(item):
+    """Sort key: quick folders first, and in each folder what is marked slow or distributed last."""
+    folder = next((FOLDERS.index(part) for part in reversed(item.path.parts) if part in FOLDERS), len(FOLDERS))
+    slow = item.get_closest_marker("slow") is not None
+    distributed = item.get_closest_marker("distributed") is not None
+    return slow, distributed, folder
