@@ -1,0 +1,234 @@
+"""The floors of the house, read from the source: imports go down only, and files stay small."""
+
+import ast
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FLOORS = {
+    "device": 0,
+    "patching": 0,
+    "plan": 1,
+    "activation": 2,
+    "schedule": 2,
+    "chunk": 2,
+    "optimizer_parallel": 2,
+    "parallel": 2,
+    "report": 3,
+    "adaptive": 3,
+    "features": 4,
+    "patches": 5,
+    "megatron_adaptor": 6,
+    "__main__": 6,
+}
+TOP = 6
+# What a script may build on, besides the adaptor: the rooms, not how they are wired into Megatron.
+NOT_FOR_SCRIPTS = {"patching", "features", "patches", "__main__"}
+HOSTS = {"megatron", "mindspeed", "transformer_engine"}
+MAX_LINES = 400
+MAX_MEDIAN = 200
+
+
+def problems(root: Path) -> list[str]:
+    """All violations in the tree at `root`, as lines "file:line: what is wrong"."""
+    files = {folder: sorted((root / folder).rglob("*.py")) for folder in ("mindspeed_mem", "patches")}
+    scripts = [path for folder in ("examples", "benchmarks") for path in sorted((root / folder).rglob("*.py"))]
+    found = []
+    for path in files["mindspeed_mem"] + files["patches"] + scripts:
+        place = path.relative_to(root)
+        for line, target, inside_function in _imports(path, root):
+            wrong = _wrong_import(place, target, inside_function)
+            if wrong:
+                found.append(f"{place}:{line}: {wrong}")
+    return list(dict.fromkeys(found)) + _too_large(root, files["mindspeed_mem"] + files["patches"], scripts)
+
+
+def _too_large(root: Path, library: list[Path], scripts: list[Path]) -> list[str]:
+    tests = sorted((root / "tests").rglob("*.py"))
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in library + scripts + tests}
+    found = [f"{p.relative_to(root)}:1: {n} lines, at most {MAX_LINES}" for p, n in lines.items() if n > MAX_LINES]
+    median = statistics.median(lines[path] for path in library) if library else 0
+    if median > MAX_MEDIAN:
+        found.append(f"mindspeed_mem, patches: the median file has {median:g} lines, at most {MAX_MEDIAN}")
+    return found
+
+
+def _wrong_import(place: Path, target: str, inside_function: bool) -> str | None:
+    """What is wrong with the file at `place` (relative to the root) importing the module `target`, or None."""
+    top = target.partition(".")[0]
+    if top == "torch_npu" and place.as_posix() != "mindspeed_mem/device/npu.py":
+        return "only mindspeed_mem/device/npu.py may import torch_npu"
+    if top in {"patches", "tests", "examples", "benchmarks"}:
+        return f"imports {target}; patches are mindspeed_mem.patches, the other folders are nobody's library"
+    if top in HOSTS and place.parts[0] == "mindspeed_mem":
+        return f"mindspeed_mem does not import {top}; what needs it belongs in patches"
+    if top in HOSTS and place.parts[0] == "patches" and not inside_function:
+        return f"imports {target} at module level; patch files are imported before it, so only inside functions"
+    if top != "mindspeed_mem" or target == "mindspeed_mem":
+        return None
+    room = target.split(".")[1]
+    if room not in FLOORS:
+        return f"imports {target}, which has no floor"
+    if place.parts[0] in {"examples", "benchmarks"}:
+        return f"a script does not import mindspeed_mem.{room}" if room in NOT_FOR_SCRIPTS else None
+    return _wrong_floor(place, room)
+
+
+def _wrong_floor(place: Path, room: str) -> str | None:
+    """What is wrong with a file of the library importing something of the room `room`, or None."""
+    if place.as_posix() == "mindspeed_mem/__init__.py":
+        return f"mindspeed_mem itself imports no room, but imports {room}"
+    own = "patches" if place.parts[0] == "patches" else place.with_suffix("").parts[1]
+    if own not in FLOORS:
+        return f"the room {own} has no floor"
+    if own == room == "patches":
+        return "patch files do not import each other"
+    if room == "patches" and FLOORS[own] != TOP:
+        return "only megatron_adaptor and __main__ import mindspeed_mem.patches"
+    if own == room or FLOORS[room] < FLOORS[own] or FLOORS[room] == FLOORS[own] == TOP:
+        return None
+    return f"{own} (floor {FLOORS[own]}) imports {room} (floor {FLOORS[room]}); imports go down only"
+
+
+def _imports(path: Path, root: Path):
+    """Yields (line, module imported, whether inside a function) of each import in the file, as absolute names."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    place = path.relative_to(root).with_suffix("")
+    package = ("mindspeed_mem", *place.parts) if place.parts[0] == "patches" else place.parts
+    package = package[:-1]
+    for node, inside_function in _walk(tree, False):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, name.name, inside_function
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            base = base if node.level else node.module
+            for name in node.names:
+                # `from mindspeed_mem import plan` names a room, `from mindspeed_mem import __version__` does not.
+                if base == "mindspeed_mem" and not _is_module(root, name.name):
+                    yield node.lineno, base, inside_function
+                else:
+                    yield node.lineno, f"{base}.{name.name}", inside_function
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value, inside_function
+
+
+def _is_module(root: Path, name: str) -> bool:
+    folders = (root / "mindspeed_mem", root)
+    return name in FLOORS or any((f / name).is_dir() or (f / f"{name}.py").is_file() for f in folders)
+
+
+def _walk(node: ast.AST, inside_function: bool):
+    """All nodes below `node` that are executed, each with whether a function delays that."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            yield from _walk(ast.Module(child.orelse, []), inside_function)
+            continue
+        yield child, inside_function
+        delayed = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from _walk(child, inside_function or delayed)
+
+
+def test_the_tree_keeps_its_floors():
+    assert list((ROOT / "mindspeed_mem").rglob("*.py")), f"no source below {ROOT}"
+    found = problems(ROOT)
+    assert not found, "\n".join(found)
+
+
+# A made-up tree that keeps every rule, the allowed edge cases included.
+GOOD = {
+    "mindspeed_mem/__init__.py": "from pathlib import Path\n",
+    "mindspeed_mem/__main__.py": "from mindspeed_mem import megatron_adaptor, patches\n",
+    "mindspeed_mem/megatron_adaptor.py": "import mindspeed_mem.patches.torch_cpu\n"
+    "from mindspeed_mem import __version__\n",
+    "mindspeed_mem/features.py": "from mindspeed_mem.plan import MemoryPlan\n",
+    "mindspeed_mem/device/__init__.py": "from .npu import Npu\n",
+    "mindspeed_mem/device/npu.py": "def load():\n    import torch_npu\n",
+    "mindspeed_mem/plan/__init__.py": "from mindspeed_mem.plan.config import load\n",
+    "mindspeed_mem/plan/config.py": "import yaml\n",
+    "mindspeed_mem/activation/engine.py": "from ..device import get_backend\nfrom mindspeed_mem import plan\n",
+    "mindspeed_mem/chunk/engine.py": "import torch\n",
+    "patches/__init__.py": "",
+    "patches/torch_cpu.py": "import torch\nfrom mindspeed_mem.patching import around\n",
+    "patches/schedules.py": "def patch():\n    from megatron.core import parallel_state\n",
+    "examples/pretrain.py": "import mindspeed_mem.megatron_adaptor\nimport megatron.core\n"
+    "from mindspeed_mem.plan import load_memory_config\n",
+}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Writes the good tree with some files replaced or added; returns its root."""
+
+    def write(changes=()):
+        for name, text in {**GOOD, **dict(changes)}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+def test_a_good_tree_has_no_problem(tree):
+    assert problems(tree()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("mindspeed_mem/plan/x.py", "from mindspeed_mem.activation import engine", "imports go down only"),
+        ("mindspeed_mem/plan/x.py", "from ..activation.engine import Engine", "imports go down only"),
+        ("mindspeed_mem/plan/x.py", "from .. import activation", "imports go down only"),
+        ("mindspeed_mem/plan/x.py", "def f():\n    import mindspeed_mem.report", "imports go down only"),
+        ("mindspeed_mem/device/x.py", "import mindspeed_mem.patching", "imports go down only"),
+        ("mindspeed_mem/activation/x.py", "import mindspeed_mem.chunk.engine", "imports go down only"),
+        ("mindspeed_mem/chunk/x.py", "from mindspeed_mem import activation", "imports go down only"),
+        ("mindspeed_mem/features.py", "from mindspeed_mem import megatron_adaptor", "imports go down only"),
+        ("mindspeed_mem/features.py", "from mindspeed_mem.patches import torch_cpu", "only megatron_adaptor and"),
+        ("mindspeed_mem/__init__.py", "from mindspeed_mem import plan", "imports no room"),
+        ("mindspeed_mem/plan/x.py", "import mindspeed_mem.tests.unit", "has no floor"),
+        ("mindspeed_mem/attic.py", "import mindspeed_mem.plan", "attic has no floor"),
+        ("mindspeed_mem/activation/x.py", "import megatron.core", "does not import megatron"),
+        ("mindspeed_mem/activation/x.py", "def f():\n    from megatron import core", "does not import megatron"),
+        ("mindspeed_mem/megatron_adaptor.py", "import mindspeed.megatron_adaptor", "does not import mindspeed"),
+        ("mindspeed_mem/report/x.py", "m = __import__('transformer_engine')", "does not import transformer_engine"),
+        ("mindspeed_mem/report/x.py", "import importlib as i\ni.import_module('megatron.core')", "does not import"),
+        ("mindspeed_mem/device/cuda.py", "import torch_npu", "only mindspeed_mem/device/npu.py"),
+        ("patches/x.py", "def f():\n    import torch_npu.npu", "only mindspeed_mem/device/npu.py"),
+        ("patches/x.py", "import mindspeed_mem.patches.schedules", "do not import each other"),
+        ("patches/x.py", "from . import schedules", "do not import each other"),
+        ("patches/x.py", "from .schedules import patch", "do not import each other"),
+        ("patches/x.py", "from mindspeed_mem import megatron_adaptor", "imports go down only"),
+        ("patches/x.py", "from megatron.core import tensor_parallel", "only inside functions"),
+        ("patches/x.py", "try:\n    import megatron.core\nexcept ImportError:\n    pass", "only inside functions"),
+        ("patches/x.py", "class A:\n    import mindspeed", "only inside functions"),
+        ("mindspeed_mem/plan/x.py", "import patches.schedules", "patches are mindspeed_mem.patches"),
+        ("mindspeed_mem/plan/x.py", "from tests.unit import something", "nobody's library"),
+        ("examples/x.py", "from mindspeed_mem.patches import schedules", "a script does not import"),
+        ("examples/x.py", "import mindspeed_mem.features", "a script does not import"),
+        ("mindspeed_mem/plan/x.py", "a = 1\n" * 401, "401 lines, at most 400"),
+        ("tests/unit/test_x.py", "a = 1\n" * 401, "401 lines, at most 400"),
+    ],
+)
+def test_each_rule_is_caught(tree, name, text, expected):
+    found = problems(tree({name: text}))
+    assert len(found) == 1, found
+    assert found[0].startswith(name) and expected in found[0]
+
+
+def test_many_large_files_are_caught_by_their_median(tree):
+    found = problems(tree({f"mindspeed_mem/plan/part{i}.py": "a = 1\n" * 300 for i in range(20)}))
+    assert found == ["mindspeed_mem, patches: the median file has 300 lines, at most 200"]
+
+
+def test_imports_for_type_checkers_are_free(tree):
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron.core import ModelParallelConfig\n"
+    assert problems(tree({"patches/x.py": text})) == []
+    found = problems(tree({"patches/x.py": text + "else:\n    import megatron\n"}))
+    assert len(found) == 1 and found[0].startswith("patches/x.py:5: ")
