@@ -1,0 +1,165 @@
+"""What CUDA and NPU have in common: torch's device module of the one or the other does the work."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import warnings
+from types import ModuleType
+
+import torch
+
+from mindspeed_mem.device.base import Backend, Event, Stream, check_copy
+
+_PENDING_STALLS = 256  # event pairs kept before those that have happened are added up
+
+
+class NativeEvent(Event):
+    """A recorded device event. When nobody refers to it any more, the native event goes back to its pool.
+
+    That is safe while a stream still waits for it: such a wait means the point recorded before, not a later one.
+    """
+
+    __slots__ = ("native", "_pool")
+
+    def __init__(self, native: object, pool: collections.deque) -> None:
+        self.native, self._pool = native, pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.native)
+
+
+class AcceleratorBackend(Backend):
+    """A device with real streams. `module` is torch.cuda or torch.npu, `type` its device type."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._events: dict[object, collections.deque] = {}  # native events ready for use, by device
+        self._timing: collections.deque = collections.deque()
+        self._stalls: collections.deque = collections.deque()
+        self._stalled = 0.0
+        self._lock = threading.Lock()
+        self._told_unpinned = False
+
+    @property
+    def device(self) -> torch.device:
+        """The current device, with its index."""
+        return torch.device(self.type, self._module.current_device())
+
+    # ---- streams and events
+
+    def current_stream(self) -> Stream:
+        return Stream(self._module.current_stream(), f"{self.type} current", side=False)
+
+    def new_stream(self, name: str) -> Stream:
+        return Stream(self._module.Stream(), name, side=True)
+
+    def record(self, stream: Stream) -> Event:
+        # An event belongs to the device it was first recorded on.
+        pool = self._events.setdefault(stream.native.device, collections.deque())
+        try:
+            native = pool.pop()
+        except IndexError:
+            native = self._module.Event()
+        native.record(stream.native)
+        return NativeEvent(native, pool)
+
+    def wait(self, stream: Stream, event: Event, reason: str) -> None:
+        if stream.side:
+            stream.native.wait_event(event.native)
+        else:
+            self.timed_wait(stream, event, reason)
+
+    def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
+        if event.native.query():
+            stream.native.wait_event(event.native)
+            return
+        begin, end = self._timing_event(), self._timing_event()
+        begin.record(stream.native)
+        stream.native.wait_event(event.native)
+        end.record(stream.native)
+        self._stalls.append((begin, end))
+        if len(self._stalls) > _PENDING_STALLS:
+            self._add_up()
+
+    def done(self, event: Event) -> bool:
+        return event.native.query()
+
+    def synchronize(self, event: Event | None = None) -> None:
+        if event is None:
+            self._module.synchronize()
+        else:
+            event.native.synchronize()
+
+    def stall_seconds(self) -> float:
+        self._add_up()
+        return self._stalled
+
+    def _timing_event(self) -> object:
+        try:
+            return self._timing.pop()
+        except IndexError:
+            return self._module.Event(enable_timing=True)
+
+    def _add_up(self) -> None:
+        with self._lock:
+            while self._stalls and self._stalls[0][1].query():
+                begin, end = self._stalls.popleft()
+                self._stalled += begin.elapsed_time(end) / 1000.0
+                self._timing.extend((begin, end))
+
+    # ---- memory
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def host_empty(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            if not self._told_unpinned:
+                self._told_unpinned = True
+                warnings.warn(
+                    f"{self.type}: host memory cannot be pinned ({error}); copies will be slow and will not overlap "
+                    "with computation. Raise the locked-memory limit (ulimit -l) or lower the host budget.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        check_copy(target, source)
+        with self._module.stream(stream.native):
+            target.data.copy_(source.data, non_blocking=True)  # .data: a version counter of its own
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.type
+
+    def allocated(self) -> int | None:
+        return self._module.memory_allocated()
+
+    def peak(self) -> int | None:
+        return self._module.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        self._module.reset_peak_memory_stats()
+
+    def limit(self) -> int | None:
+        return self._module.get_device_properties(self._module.current_device()).total_memory
+
+    def is_out_of_memory(self, exc: BaseException) -> bool:
+        return isinstance(exc, torch.OutOfMemoryError)
+
+    # ---- the rest
+
+    def rng_state(self) -> torch.Tensor:
+        return self._module.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state)
+
+    def describe(self) -> dict[str, object]:
+        return super().describe() | {
+            "device": self._module.get_device_name(self._module.current_device()),
+            "count": self._module.device_count(),
+        }

@@ -1,0 +1,162 @@
+"""What every device offers to the rest of the package: streams, events, copies, host buffers, memory figures."""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+
+
+class DeviceError(ValueError):
+    """A device was asked for that cannot be had; the message says what is there and what to do."""
+
+
+class Stream:
+    """An ordered queue of device work. Two are equal when they stand for the same native stream.
+
+    `side` is False for the stream that the model computes on, True for one made by `Backend.new_stream`.
+    """
+
+    __slots__ = ("native", "name", "side")
+
+    def __init__(self, native: object, name: str, side: bool) -> None:
+        self.native, self.name, self.side = native, name, side
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and (self.native is other.native or self.native == other.native)
+
+    def __hash__(self) -> int:
+        return hash(self.native)
+
+    def __repr__(self) -> str:
+        return f"Stream({self.name!r})"
+
+
+class Event:
+    """A point in a stream: it has happened once all work submitted before it is done."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Backend(abc.ABC):
+    """One device type. Tensors given to `copy` are one-dimensional uint8; sizes are in bytes, times in seconds."""
+
+    type: str
+
+    @property
+    def name(self) -> str:
+        """The name that `get_backend` knows this backend by."""
+        return self.type
+
+    # ---- streams and events
+
+    @abc.abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that work of this thread goes to now; read live, so do not keep it."""
+
+    @abc.abstractmethod
+    def new_stream(self, name: str) -> Stream:
+        """A side stream; `name` is for messages and traces."""
+
+    @abc.abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """An event after all work submitted to `stream` so far."""
+
+    @abc.abstractmethod
+    def wait(self, stream: Stream, event: Event, reason: str) -> None:
+        """Let later work of `stream` start only when `event` has happened; the host goes on.
+
+        `reason` is a short constant label; the simulated device can leave out all waits of one reason. Where `stream`
+        is no side stream, the time it stands still counts in `stall_seconds`.
+        """
+
+    def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
+        """`wait` whose stand-still counts in `stall_seconds` whatever the stream is."""
+        self.wait(stream, event, reason)
+
+    @abc.abstractmethod
+    def done(self, event: Event) -> bool:
+        """Whether `event` has happened, as far as the host can tell without waiting."""
+
+    @abc.abstractmethod
+    def synchronize(self, event: Event | None = None) -> None:
+        """Let the host wait for `event`, or for everything on the device."""
+
+    # ---- memory
+
+    @abc.abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] on the device, uninitialised, allocated on the current stream through the dispatcher.
+
+        A side stream may write to it only after waiting for the current stream as it is when this returns: the memory
+        may have belonged to a tensor that work in flight still uses. Raises the device's out-of-memory error.
+        """
+
+    @abc.abstractmethod
+    def host_empty(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] on the host, uninitialised, exactly this size, pinned where that exists.
+
+        It must outlive every copy that uses it: nothing else keeps it from being unmapped.
+        """
+
+    @abc.abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Copy uint8[n] to uint8[n] on `stream`, in either direction, without waiting.
+
+        Neither version counter changes, the GIL is released meanwhile, and both tensors must be kept until the copy
+        is done. Raises ValueError when the sizes differ.
+        """
+
+    @abc.abstractmethod
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in this device's memory."""
+
+    @abc.abstractmethod
+    def allocated(self) -> int | None:
+        """Bytes of device memory in tensors now; None where nobody counts."""
+
+    @abc.abstractmethod
+    def peak(self) -> int | None:
+        """The most `allocated` has been since `reset_peak`; None where nobody counts."""
+
+    @abc.abstractmethod
+    def reset_peak(self) -> None:
+        """Let `peak` start again from `allocated`."""
+
+    @abc.abstractmethod
+    def limit(self) -> int | None:
+        """Bytes of memory the device has; None where it has no limit of its own."""
+
+    @abc.abstractmethod
+    def is_out_of_memory(self, exc: BaseException) -> bool:
+        """Whether `exc` says that an allocation on this device did not fit."""
+
+    # ---- the rest
+
+    @abc.abstractmethod
+    def rng_state(self) -> torch.Tensor:
+        """State of the device's default random generator (uint8, on the host)."""
+
+    @abc.abstractmethod
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Put back what `rng_state` returned."""
+
+    @abc.abstractmethod
+    def stall_seconds(self) -> float:
+        """Seconds that computation has stood still for copies so far; stands still in progress are left out."""
+
+    def describe(self) -> dict[str, object]:
+        """A few plain values for a report: type, device name, memory, versions."""
+        return {"type": self.type, "torch": torch.__version__, "memory_bytes": self.limit()}
+
+
+def check_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Refuse what `Backend.copy` cannot do; a silent broadcast or conversion would corrupt an activation."""
+    for name, tensor in (("target", target), ("source", source)):
+        if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+            raise ValueError(
+                f"copy {name}: got {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                "give a one-dimensional torch.uint8 tensor (a view of the storage's bytes)"
+            )
+    if target.numel() != source.numel():
+        raise ValueError(f"copy: target has {target.numel()} bytes, source {source.numel()}; they must be equal")

@@ -1,0 +1,96 @@
+"""The host as a device: copies happen at once, streams and events are formalities, host buffers are numpy's."""
+
+from __future__ import annotations
+
+import platform
+import time
+
+import numpy
+import torch
+
+from mindspeed_mem.device.base import Backend, Event, Stream, check_copy
+from mindspeed_mem.device.ledger import Ledger
+
+_STREAM = Stream("cpu", "cpu", side=False)
+_DONE = Event()
+
+
+class CpuBackend(Backend):
+    """Device memory is what an attached `Ledger` counts; host buffers come from numpy and so stay outside it."""
+
+    type = "cpu"
+
+    def __init__(self) -> None:
+        self._copy_seconds = 0.0
+        self.ledger: Ledger | None = None
+
+    def attach_ledger(self, ledger: Ledger | None) -> None:
+        """Answer `allocated` and `peak` from `ledger` from now on; None detaches it."""
+        self.ledger = ledger
+
+    def current_stream(self) -> Stream:
+        return _STREAM
+
+    def new_stream(self, name: str) -> Stream:
+        return Stream(object(), name, side=True)
+
+    def record(self, stream: Stream) -> Event:
+        return _DONE
+
+    def wait(self, stream: Stream, event: Event, reason: str) -> None:
+        pass
+
+    def done(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self, event: Event | None = None) -> None:
+        pass
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def host_empty(self, nbytes: int) -> torch.Tensor:
+        return torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        check_copy(target, source)
+        begin = time.perf_counter()
+        target.data.copy_(source.data)  # .data: a version counter of its own; tensor.copy_: releases the GIL
+        self._copy_seconds += time.perf_counter() - begin
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def allocated(self) -> int | None:
+        return None if self.ledger is None else self.ledger.allocated
+
+    def peak(self) -> int | None:
+        return None if self.ledger is None else self.ledger.peak
+
+    def reset_peak(self) -> None:
+        if self.ledger is not None:
+            self.ledger.reset_peak()
+
+    def limit(self) -> int | None:
+        return None
+
+    def is_out_of_memory(self, exc: BaseException) -> bool:
+        # torch's own CPU allocator raises a plain RuntimeError; an allocator with a limit raises the real type.
+        return isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or (
+            isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
+        )
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def stall_seconds(self) -> float:
+        return self._copy_seconds
+
+    def describe(self) -> dict[str, object]:
+        return super().describe() | {
+            "device": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+        }

@@ -1,0 +1,73 @@
+"""NVIDIA (and ROCm) GPUs through torch.cuda; host buffers are plain pages registered with the driver."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+import numpy
+import torch
+
+from mindspeed_mem.device.accelerator import AcceleratorBackend
+
+
+def why_absent() -> str | None:
+    """Why no GPU can be used here; None when one can."""
+    # torch.cuda may be replaced by host stand-ins on a CPU run, so its answer alone counts for nothing.
+    if not torch.backends.cuda.is_built() or not (torch.version.cuda or torch.version.hip):
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch.cuda finds no GPU (see nvidia-smi and CUDA_VISIBLE_DEVICES)"
+    return None
+
+
+class CudaBackend(AcceleratorBackend):
+    """The current GPU of this process."""
+
+    type = "cuda"
+
+    def __init__(self) -> None:
+        super().__init__(torch.cuda)
+
+    def host_empty(self, nbytes: int) -> torch.Tensor:
+        # torch's pinned allocator rounds up to a power of two, which nearly doubles the host memory of some sizes.
+        buffer = _registered(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+        return super().host_empty(nbytes) if buffer is None else buffer
+
+    def describe(self) -> dict[str, object]:
+        return super().describe() | {"cuda": torch.version.cuda or torch.version.hip}
+
+
+def _registered(nbytes: int) -> torch.Tensor | None:
+    """uint8[nbytes] in pages of its own, pinned by registration; None when the driver refuses."""
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"host buffer of {nbytes} bytes: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin: registering is several times faster
+    if hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)  # a forked data loader must not copy pinned pages
+    array = numpy.frombuffer(pages, dtype=numpy.uint8)
+    address = array.ctypes.data
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
+        _forget_error()
+        return None
+    # The tensor's storage holds the array, the array its pages: at the array's end they are still mapped.
+    weakref.finalize(array, _unregister, runtime, address, os.getpid()).atexit = False
+    return torch.from_numpy(array)
+
+
+def _forget_error() -> None:
+    """The runtime remembers a refused call and blames the next kernel for it; let a kernel of no account take that."""
+    try:
+        torch.empty(1, device="cuda").fill_(0)
+    except RuntimeError:
+        pass
+
+
+def _unregister(runtime: object, address: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child inherits the finalizer but not the registration
+        runtime.cudaHostUnregister(address)

@@ -1,0 +1,85 @@
+"""Counts the bytes of tensors on a device without an allocator that would, exactly and by storage."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Ledger:
+    """Bytes of the storages seen and still alive. A storage counts once, however many tensors view it.
+
+    A storage's Python object lives as long as its memory, even when only autograd holds it, so that weak references
+    to it tell exactly when the memory is freed.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = 0
+        self.peak = 0
+        self._seen: weakref.WeakSet = weakref.WeakSet()
+        self._lock = threading.RLock()  # finalizers run wherever the last reference dies, within `see` too
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """Count `storage` until it is freed; seeing it again changes nothing."""
+        if storage in self._seen:
+            return
+        nbytes = storage.nbytes()
+        with self._lock:
+            self._seen.add(storage)
+            self.allocated += nbytes
+            self.peak = max(self.peak, self.allocated)
+        weakref.finalize(storage, self._freed, nbytes).atexit = False
+
+    def ignore(self, storage: torch.UntypedStorage) -> None:
+        """Never count `storage`: it stands for memory elsewhere."""
+        self._seen.add(storage)
+
+    def reset_peak(self) -> None:
+        """Let `peak` start again from `allocated`."""
+        with self._lock:
+            self.peak = self.allocated
+
+    @contextmanager
+    def watch(self) -> Iterator[Ledger]:
+        """Count every CPU storage that an operator makes inside; parameters and other inputs made before stay out."""
+        with _Watch(self):
+            yield self
+
+    def _freed(self, nbytes: int) -> None:
+        with self._lock:
+            self.allocated -= nbytes
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # without this, torch.compile (Megatron's jit_fuser) would give up under the mode
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if not op.is_view:
+            inputs = {id(s) for s in storages((args, kwargs))}
+            for storage in storages(result):
+                if id(storage) not in inputs:
+                    self._ledger.see(storage)
+        return result
+
+
+def storages(tree: object) -> Iterator[torch.UntypedStorage]:
+    """The storages of the plain CPU tensors in `tree`, with repeats; subclasses without a storage are passed over."""
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.layout == torch.strided:
+            try:
+                yield leaf.untyped_storage()
+            except NotImplementedError:
+                continue

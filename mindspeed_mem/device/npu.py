@@ -1,0 +1,45 @@
+"""Ascend NPUs through torch_npu's public API (torch.npu).
+
+Not run on hardware: this file was written against torch_npu's documented interface, which mirrors torch.cuda's, and is
+tested with a stand-in module only. Treat the first run on an NPU as its first run.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_mem.device.accelerator import AcceleratorBackend
+
+
+def why_absent() -> str | None:
+    """Why no NPU can be used here; None when one can."""
+    try:
+        import torch_npu  # noqa: F401  (importing it is what makes torch.npu exist)
+    except ModuleNotFoundError as error:
+        if error.name == "torch_npu":
+            return "torch_npu is not installed"
+        return f"torch_npu cannot be imported ({error})"
+    except (ImportError, OSError, RuntimeError) as error:  # a CANN toolkit that is missing or does not match
+        return f"torch_npu cannot be imported ({error})"
+    if not torch.npu.is_available():
+        return "torch_npu finds no NPU (see npu-smi info)"
+    return None
+
+
+class NpuBackend(AcceleratorBackend):
+    """The current NPU of this process."""
+
+    type = "npu"
+
+    def __init__(self) -> None:
+        import torch_npu
+
+        super().__init__(torch.npu)
+        self._version = torch_npu.__version__
+
+    def is_out_of_memory(self, exc: BaseException) -> bool:
+        # Older torch_npu raises a plain RuntimeError, so the type alone does not tell.
+        return super().is_out_of_memory(exc) or (isinstance(exc, RuntimeError) and "NPU out of memory" in str(exc))
+
+    def describe(self) -> dict[str, object]:
+        return super().describe() | {"torch_npu": self._version}

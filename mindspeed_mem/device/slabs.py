@@ -1,0 +1,143 @@
+"""Host buffers of exact sizes, recycled, under a budget."""
+
+from __future__ import annotations
+
+import collections
+import threading
+
+import torch
+
+from mindspeed_mem.device.base import Backend, Event
+
+
+class Slab:
+    """A host buffer that has been lent out.
+
+    `buffer` is uint8[nbytes]. `ready` is an event that whoever writes to the buffer must wait for first, None when
+    there is nothing to wait for: an earlier copy may still read it.
+    """
+
+    __slots__ = ("buffer", "nbytes", "ready")
+
+    def __init__(self, buffer: torch.Tensor, nbytes: int) -> None:
+        self.buffer, self.nbytes = buffer, nbytes
+        self.ready: Event | None = None
+
+
+class HostSlabs:
+    """A pool of host buffers that together never hold more than `limit_bytes` (None: no limit).
+
+    Sizes are exact, because activations come in few sizes and rounding up would waste pinned memory. Buffers come
+    back in the order they were given back, so that the copies that use them have had the longest time to finish.
+    """
+
+    def __init__(self, backend: Backend, limit_bytes: int | None = None) -> None:
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ValueError(f"host budget: got {limit_bytes} bytes; give 0 or more, or None for no limit")
+        self._backend, self.limit_bytes = backend, limit_bytes
+        self._idle: dict[int, collections.deque[Slab]] = {}
+        self._lent: dict[int, Slab] = {}  # by id; strong, so that a slab lost by its user is not freed under a copy
+        self._lock = threading.RLock()  # backward runs on other threads; garbage collection may give back within take
+        self._held = self._in_use = self._peak = self._allocations = 0
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all buffers, lent and idle."""
+        return self._held
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the buffers lent out."""
+        return self._in_use
+
+    @property
+    def peak_in_use(self) -> int:
+        """The most `bytes_in_use` has been."""
+        return self._peak
+
+    @property
+    def allocations(self) -> int:
+        """How many buffers were freshly allocated; constant in a steady state."""
+        return self._allocations
+
+    def take(self, nbytes: int) -> Slab | None:
+        """A slab of exactly `nbytes`, or None when the budget has no room for it.
+
+        An idle slab of this size is reused, and its `ready` event must be waited for before writing. Otherwise a fresh
+        one is allocated; where the budget requires it, idle slabs of other sizes are freed first, largest first.
+        """
+        if nbytes < 0:
+            raise ValueError(f"host slab: got {nbytes} bytes; give 0 or more")
+        with self._lock:
+            idle = self._idle.get(nbytes)
+            if idle:
+                slab = idle.popleft()
+            elif self._make_room(nbytes):
+                slab = self._allocate(nbytes)
+            else:
+                return None
+            self._lent[id(slab)] = slab
+            self._in_use += nbytes
+            self._peak = max(self._peak, self._in_use)
+        if slab.ready is not None and self._backend.done(slab.ready):
+            slab.ready = None
+        return slab
+
+    def give(self, slab: Slab, event: Event | None = None) -> None:
+        """Take `slab` back; `event` is after the last copy that uses it, None when all of them are known to be done.
+
+        Raises ValueError when the slab is not lent out by this pool (given back twice, say).
+        """
+        with self._lock:
+            if self._lent.pop(id(slab), None) is None:
+                raise ValueError(
+                    f"host slab of {slab.nbytes} bytes is not lent out by this pool; give each slab back once, "
+                    "to the pool it came from"
+                )
+            slab.ready = event
+            self._in_use -= slab.nbytes
+            self._idle.setdefault(slab.nbytes, collections.deque()).append(slab)
+
+    def clear(self) -> int:
+        """Free all idle slabs, waiting for copies that still use them; returns the bytes freed."""
+        freed = 0
+        with self._lock:
+            while size := self._largest_idle():
+                freed += self._free_one(size)
+            self._idle.clear()
+        return freed
+
+    def _allocate(self, nbytes: int) -> Slab:
+        self._held += nbytes  # before allocating: a re-entrant take must see the budget as spent
+        try:
+            buffer = self._backend.host_empty(nbytes)
+        except BaseException:
+            self._held -= nbytes
+            raise
+        self._allocations += 1
+        return Slab(buffer, nbytes)
+
+    def _make_room(self, nbytes: int) -> bool:
+        if self.limit_bytes is None:
+            return True
+        if self._in_use + nbytes > self.limit_bytes:
+            return False  # freeing every idle slab would not do: keep them
+        while self._held + nbytes > self.limit_bytes:
+            size = self._largest_idle()
+            if not size:
+                return False
+            self._free_one(size)
+        return True
+
+    def _largest_idle(self) -> int:
+        return max((size for size, idle in self._idle.items() if idle), default=0)
+
+    def _free_one(self, size: int) -> int:
+        slab = self._idle[size].popleft()
+        if slab.ready is not None and not self._backend.done(slab.ready):
+            self._backend.synchronize(slab.ready)  # unmapping pinned memory under a running copy is fatal
+        slab.buffer = None
+        self._held -= size
+        if not self._idle[size]:
+            del self._idle[size]
+        return size
