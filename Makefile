@@ -3,7 +3,7 @@
 # make lint, make doctor, make clean
 #
 # PYTHON=python3.12       the interpreter to make the environment with (3.10, 3.11 or 3.12)
-# TORCH="torch==2.6.0"    another torch than the one in requirements-cpu.txt
+# TORCH="torch==2.6.0"    another torch than the one in requirements-cpu.txt (export it, or give it in every call)
 # VENV=/some/folder       where the environment goes; VENV= installs nothing and takes PYTHON as it is
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ endif
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile | head -n 8
+	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
 
 # Phony: the script itself sees whether setup.cfg, pyproject.toml, the pins or TORCH have changed.
 environment:
