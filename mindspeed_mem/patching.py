@@ -19,17 +19,29 @@ import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 
 logger = logging.getLogger(__name__)
 
 _MISSING = object()
+# Shared by unrelated names (there is one True): only the symbol itself is rebound, never its "copies".
+_INTERNED = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
+# What decorates a function where it is defined, as against a pack that patched it later.
+_DECORATORS = {"torch", "contextlib", "functools", "typing_extensions", "mindspeed_mem"}
 
 
 class PatchError(RuntimeError):
     """A patch cannot be applied or undone as declared; the message names the symbol and the reason."""
+
+
+class _Move(NamedTuple):
+    """Wherever a module binds ``old``, it shall bind ``new``; ``home`` declared the patch and keeps what it holds."""
+
+    old: Any
+    new: Any
+    home: str
 
 
 @dataclass(eq=False)
@@ -45,94 +57,114 @@ class Patch:
     """Hashes (`source_hash`) of the upstream sources this patch was written against; empty: not checked."""
     optional: bool = False
     """A missing symbol gives the status ``absent`` instead of an error."""
+    create: bool = False
+    """A missing symbol is created (for ``kind="replace"``); undoing removes it again."""
     status: str = "declared"
-    """``declared``, ``waiting`` (module not imported yet), ``applied``, ``absent`` or ``undone``."""
+    """``declared``, ``waiting`` (module not imported yet), ``applied``, ``absent``, ``undone`` or ``FAILED``."""
     notes: list[str] = field(default_factory=list)
     declared_by: str = ""
 
+    _bound_to: Any = None  # the class, for a patch made by `Registry.apply_method`
     _owner: Any = None
     _name: str = ""
     _found: Any = None
     _ours: Any = None
-    _inherited: bool = False
+    _added: bool = False  # the owner itself had no such attribute: it was inherited or missing
 
     @property
     def module(self) -> str:
         return self.target.partition(":")[0]
 
-    def resolve(self) -> tuple[Any, str, Any]:
-        """The owner (module or class), the attribute's name and its raw value now.
-
-        Resolved through ``sys.modules``: ``megatron.core.distributed.finalize_model_grads`` taken as an attribute is a
-        function of that name, not the module.
-        """
-        if self._owner is not None:
-            return self._owner, self._name, _raw(self._owner, self._name)
-        return wrapt.resolve_path(sys.modules[self.module], self.target.partition(":")[2])
-
-    def install(self) -> tuple[Any, Any] | None:
-        """Patch the owner; return (old, new) when copies in other modules have to follow."""
+    def install(self) -> _Move | None:
+        """Patch the owner; return what copies in other modules have to follow."""
         if self.status != "waiting":
             return None
         self.notes.clear()
         try:
-            owner, name, found = self.resolve()
+            owner, name, found = self._resolve()
         except AttributeError as error:
-            if not self.optional:
+            if self.create and "." not in self.target.partition(":")[2]:
+                owner, name, found = sys.modules[self.module], self.target.partition(":")[2], _MISSING
+            elif self.optional:
+                self.status = "absent"
+                return None
+            else:
                 raise PatchError(f"{self.target} does not exist in the installed version") from error
-            self.status = "absent"
-            return None
-        self._owner, self._name, self._found = owner, name, found
-        self._inherited = isinstance(owner, type) and name not in vars(owner)
-        self._ours = self._build(found)
-        setattr(owner, name, self._ours)
+        ours = self._build(owner, found)
+        self._added = found is _MISSING or (isinstance(owner, type) and name not in vars(owner))
+        setattr(owner, name, ours)
+        self._owner, self._name, self._found, self._ours = owner, name, found, ours
         self.status = "applied"
         logger.debug("patched %s", self.target)
-        return (found, self._ours) if isinstance(owner, ModuleType) else None
+        return self._move(found, ours)
 
-    def uninstall(self) -> tuple[Any, Any] | None:
-        """Restore the owner; return (old, new) for the copies. Refuses when another wrapper is on top."""
+    def uninstall(self) -> _Move | None:
+        """Restore the owner; return what copies have to follow. Refuses when another wrapper is on top."""
         if self.status != "applied":
-            self.status = "undone"
+            self.status = "undone" if self.status != "declared" else "declared"
             return None
-        owner, name = self._owner, self._name
-        now = self.resolve()[2]
+        now = _raw(self._owner, self._name)
         if now is not self._ours:
             raise PatchError(f"{self.target}: {_origin(now)} patched on top of it, so this patch cannot be undone")
-        if self._inherited:
-            delattr(owner, name)
+        if self._added:
+            delattr(self._owner, self._name)
         else:
-            setattr(owner, name, self._found)
-        self.status = "undone"
-        return (self._ours, self._found) if isinstance(owner, ModuleType) else None
+            setattr(self._owner, self._name, self._found)
+        move = self._move(self._ours, self._found)
+        self.status, self._owner, self._found, self._ours = "undone", None, None, None
+        return move
 
     def verify(self) -> str:
         """The status, and for an applied patch who sits on top of it, or to whom it was lost."""
         if self.status != "applied":
             return self.status
-        try:
-            now = self.resolve()[2]
-        except AttributeError:
+        now = _raw(self._owner, self._name)
+        if now is _MISSING:
             return "LOST: the symbol is gone"
         if now is self._ours:
             return "applied"
-        link, seen = now, 0
-        while link is not None and seen < 100:
-            if link is self._ours or link is getattr(self._ours, "__func__", _MISSING):
+        link, ours = now, (self._ours, getattr(self._ours, "__func__", _MISSING))
+        for _ in range(100):
+            if any(link is one for one in ours):
                 return f"applied, beneath {_origin(now)}"
-            link, seen = getattr(link, "__wrapped__", None), seen + 1
+            link = getattr(link, "__wrapped__", None)
         return f"LOST to {_origin(now)}"
 
-    def _build(self, found: Any) -> Any:
+    def _resolve(self) -> tuple[Any, str, Any]:
+        """The owner (module or class), the attribute's name and its raw value now.
+
+        Resolved through ``sys.modules``: ``megatron.core.distributed.finalize_model_grads`` taken as an attribute is a
+        function of that name, not the module.
+        """
+        path = self.target.partition(":")[2]
+        if self._bound_to is None:
+            return wrapt.resolve_path(sys.modules[self.module], path)
+        name = path.rpartition(".")[2]
+        found = _raw(self._bound_to, name)
+        if found is _MISSING:
+            raise AttributeError(name)
+        return self._bound_to, name, found
+
+    def _move(self, old: Any, new: Any) -> _Move | None:
+        shared = isinstance(old, _INTERNED) or old is _MISSING or new is _MISSING
+        return _Move(old, new, self.declared_by) if isinstance(self._owner, ModuleType) and not shared else None
+
+    def _build(self, owner: Any, found: Any) -> Any:
         if self.kind == "replace":
             return self.function
         original = getattr(found, "__func__", found)
-        self._check(original)
+        if inspect.isclass(original) or not callable(original):
+            raise PatchError(f"{self.target} is not a function but {original!r}: replace() can take its place")
+        self._check(owner, original)
         ours = _around(self.function, original)
         return type(found)(ours) if isinstance(found, (staticmethod, classmethod)) else ours
 
-    def _check(self, original: Callable) -> None:
+    def _check(self, owner: Any, original: Callable) -> None:
         """Hard: the parameters our function names lead upstream's. Soft: upstream's source is a known one."""
+        package = self.module.partition(".")[0]
+        origin = _origin(original)
+        if "." in origin and origin.partition(".")[0] not in {package, *_DECORATORS}:
+            self.notes.append(f"on top of {origin}")
         try:
             theirs = list(inspect.signature(original).parameters.values())
         except (TypeError, ValueError):  # C functions have none
@@ -143,18 +175,13 @@ class Patch:
         if not variadic and named != [p.name for p in theirs][: len(named)]:
             raise PatchError(
                 f"{self.target} no longer begins with ({', '.join(named)}): found "
-                f"({', '.join(p.name for p in theirs)}). Use a supported version of {self.module.partition('.')[0]}"
+                f"({', '.join(p.name for p in theirs)}). Use a supported version of {package}"
             )
-        if self._owner is None or isinstance(self._owner, ModuleType):
-            if _origin(original) != self.module and not _origin(original).startswith("mindspeed_mem.patches"):
-                self.notes.append(f"on top of {_origin(original)}")
         if self.upstream:
             hashed = source_hash(inspect.unwrap(original))
             if hashed not in self.upstream:
                 self.notes.append(f"drifted: upstream source is {hashed}")
-                logger.warning(
-                    "%s: upstream's source (%s) is not one this patch was written against", self.target, hashed
-                )
+                logger.warning("%s: not written against upstream's present source (%s)", self.target, hashed)
 
 
 class Registry:
@@ -163,8 +190,10 @@ class Registry:
     def __init__(self) -> None:
         self.patches: list[Patch] = []
         self._applied: list[Patch] = []  # in the order of application: undone backwards
+        self._unverified = False
 
     def declare(self, patch: Patch) -> Patch:
+        """Add a patch; one declared before (same target, file, kind and function) is returned instead."""
         key = (patch.target, patch.declared_by, patch.kind)
         for known in self.patches:
             if key == (known.target, known.declared_by, known.kind) and known.function is patch.function:
@@ -177,88 +206,123 @@ class Registry:
         wanted = None if modules is None else set(modules)
         return [p for p in self.patches if wanted is None or p.declared_by in wanted]
 
-    def apply(self, modules: Iterable[str] | None = None) -> None:
+    def apply(self, modules: Iterable[str] | None = None, *, keep_going: bool = False) -> None:
         """Apply what these patch modules declare; what is applied already stays as it is.
 
         Raises PatchError when a symbol is missing or its signature changed; then nothing of this call stays applied.
+        With ``keep_going`` such a patch gets the status ``FAILED`` and a note instead, and the others are applied.
         """
-        self._apply([p for p in self.of(modules) if p.status in ("declared", "undone", "absent")])
+        self._apply([p for p in self.of(modules) if p.status not in ("waiting", "applied")], keep_going)
 
     def apply_method(self, owner: type, name: str, function: Callable, declared_by: str) -> Patch:
         """Go around a method of a class only known at run time. Idempotent per class, method and function."""
         target = f"{owner.__module__}:{owner.__qualname__}.{name}"
         for known in self.patches:
-            if known.target == target and known.function is function and known._owner is owner:
+            if known.target == target and known.function is function and known._bound_to is owner:
                 break
         else:
-            known = Patch(target, function, declared_by=declared_by)
-            known._owner, known._name = owner, name
+            known = Patch(target, function, declared_by=declared_by, _bound_to=owner)
             self.patches.append(known)
-        self._apply([known] if known.status in ("declared", "undone") else [])
+        self._apply([known] if known.status != "applied" else [])
         return known
-
-    def _apply(self, patches: list[Patch]) -> None:
-        late: dict[str, list[Patch]] = {}
-        now = []
-        for patch in patches:
-            patch.status = "waiting"
-            if patch.module in sys.modules or patch._owner is not None:
-                now.append(patch)
-            else:
-                late.setdefault(patch.module, []).append(patch)
-        try:
-            self._install(now)
-        except PatchError:
-            self._undo(patches)
-            raise
-        for module, waiting in late.items():
-            wrapt.register_post_import_hook(functools.partial(self._imported, waiting), module)
-
-    def _imported(self, waiting: list[Patch], module: ModuleType) -> None:
-        self._install(waiting)
-
-    def _install(self, patches: list[Patch]) -> None:
-        moved: list[tuple[Any, Any]] = []
-        try:
-            for patch in patches:
-                was = patch.status
-                pair = patch.install()
-                if was == "waiting" and patch.status == "applied":
-                    self._applied.append(patch)
-                if pair:
-                    moved.append(pair)
-        finally:
-            _rebind_copies(moved)
 
     def undo(self, modules: Iterable[str] | None = None) -> None:
         """Undo what these patch modules applied (``None``: everything), last applied first.
 
         Raises PatchError, naming the culprit, when another pack has patched on top; the rest is undone all the same.
         """
-        self._undo(self.of(modules))
-
-    def _undo(self, patches: list[Patch]) -> None:
-        wanted = set(map(id, patches))
-        refused, moved = [], []
-        for patch in reversed([p for p in self._applied if id(p) in wanted]):
-            try:
-                pair = patch.uninstall()
-            except PatchError as error:
-                refused.append(str(error))
-                continue
-            self._applied.remove(patch)
-            if pair:
-                moved.append(pair)
-        _rebind_copies(moved)
-        for patch in patches:
-            if patch.status != "applied":
-                patch.status = "undone" if patch.status != "declared" else "declared"
+        refused = self._undo(self.of(modules))
         if refused:
             raise PatchError("; ".join(refused))
+
+    def lift(self, keep: Iterable[str] = ()) -> list[Patch]:
+        """Take all applied patches off for a moment, but for those declared by ``keep``; `put_back` takes the result.
+
+        For another pack that removes and applies its patches again: it would drop what it finds on top of its own.
+        """
+        kept = set(keep)
+        lifted = [p for p in self._applied if p.declared_by not in kept]
+        for refusal in self._undo(lifted):
+            logger.warning(refusal)
+        return [p for p in lifted if p.status != "applied"]
+
+    def put_back(self, lifted: list[Patch]) -> None:
+        """Apply again, on top, what `lift` took off."""
+        self._apply([p for p in lifted if p.status != "applied"])
 
     def verify(self, modules: Iterable[str] | None = None) -> dict[Patch, str]:
         """Each patch's status, from looking at what a call through its target reaches now."""
         return {p: p.verify() for p in self.of(modules)}
+
+    def verify_once(self, log: logging.Logger = logger) -> list[str]:
+        """Log an error for each applied patch that calls no longer reach; returns these lines.
+
+        For the end of the first training step, when everybody has patched. Later calls cost nothing and return [],
+        until something is applied anew.
+        """
+        if not self._unverified:
+            return []
+        self._unverified = False
+        lost = [f"{p.target} ({p.declared_by}): {s}" for p, s in self.verify().items() if s.startswith("LOST")]
+        for line in lost:
+            log.error("a patch takes no effect: %s. Import mindspeed_mem.megatron_adaptor after that package", line)
+        return lost
+
+    def _apply(self, patches: list[Patch], keep_going: bool = False) -> None:
+        for patch in patches:
+            patch.status = "waiting"
+        self._install([p for p in patches if p._bound_to or p.module in sys.modules], patches, keep_going)
+        late: dict[str, list[Patch]] = {}
+        for patch in patches:
+            if patch.status == "waiting":
+                late.setdefault(patch.module, []).append(patch)
+        for module, group in late.items():
+            wrapt.register_post_import_hook(functools.partial(self._imported, group, keep_going), module)
+
+    def _imported(self, group: list[Patch], keep_going: bool, module: ModuleType) -> None:
+        self._install(group, group, keep_going)
+
+    def _install(self, patches: list[Patch], undo_on_failure: list[Patch], keep_going: bool) -> None:
+        moves: list[_Move] = []
+        failure = None
+        for patch in patches:
+            was = patch.status
+            try:
+                move = patch.install()
+            except PatchError as error:
+                patch.status, failure = "FAILED", error
+                patch.notes.append(str(error))
+                if not keep_going:
+                    break
+                continue
+            if was == "waiting" and patch.status == "applied":
+                self._applied.append(patch)
+                self._unverified = True
+            if move:
+                moves.append(move)
+        _rebind_copies(moves)
+        if failure is not None and not keep_going:
+            self._undo([p for p in undo_on_failure if p.status != "FAILED"])
+            raise failure
+
+    def _undo(self, patches: list[Patch]) -> list[str]:
+        """Undo in the order opposite to application; return why some could not be."""
+        wanted = set(map(id, patches))
+        refused, moves = [], []
+        for patch in reversed([p for p in self._applied if id(p) in wanted]):
+            try:
+                move = patch.uninstall()
+            except PatchError as error:
+                refused.append(str(error))
+                continue
+            self._applied.remove(patch)
+            if move:
+                moves.append(move)
+        _rebind_copies(moves)
+        for patch in patches:
+            if patch.status != "applied":
+                patch.uninstall()
+        return refused
 
 
 REGISTRY = Registry()
@@ -280,9 +344,12 @@ def around(target: str, *, upstream: str = "", optional: bool = False) -> Callab
     return declare
 
 
-def replace(target: str, value: Any, *, declared_by: str, optional: bool = False) -> None:
-    """Declare that ``target`` becomes ``value`` (a class, an object or a function that does not call the original)."""
-    REGISTRY.declare(Patch(target, value, "replace", optional=optional, declared_by=declared_by))
+def replace(target: str, value: Any, *, declared_by: str, optional: bool = False, create: bool = False) -> None:
+    """Declare that ``target`` becomes ``value`` (a class, an object or a function that does not call the original).
+
+    ``create``: a module-level name that is missing is created, and removed by undoing.
+    """
+    REGISTRY.declare(Patch(target, value, "replace", optional=optional, create=create, declared_by=declared_by))
 
 
 def source_hash(function: Callable) -> str:
@@ -303,25 +370,29 @@ def _around(function: Callable, original: Callable) -> Callable:
 
 
 def _raw(owner: Any, name: str) -> Any:
-    """The value as stored (a descriptor stays one), looked up along the MRO for classes."""
+    """The value as stored (a descriptor stays one), looked up along the MRO for classes; _MISSING if there is none."""
     for holder in owner.__mro__ if isinstance(owner, type) else (owner,):
         if name in vars(holder):
             return vars(holder)[name]
-    return getattr(owner, name)
+    return getattr(owner, name, _MISSING)
 
 
-def _rebind_copies(moved: list[tuple[Any, Any]]) -> None:
+def _rebind_copies(moves: list[_Move]) -> None:
     """One pass over all modules: wherever an old object is bound, under any name, put the new one."""
-    if not moved:
+    if not moves:
         return
-    new_of = {id(old): (old, new) for old, new in moved}
+    by_old = {id(move.old): move for move in moves}
     for module in list(sys.modules.values()):
         if type(module) is not ModuleType:  # lazy modules import on attribute access
             continue
         for key, value in list(vars(module).items()):
-            pair = new_of.get(id(value))
-            if pair is not None and pair[0] is value and not key.startswith("__"):
-                setattr(module, key, pair[1])
+            if id(value) not in by_old or key.startswith("__"):
+                continue
+            new = value
+            while id(new) in by_old and by_old[id(new)].home != module.__name__:  # several patches of one symbol
+                new = by_old[id(new)].new
+            if new is not value:
+                setattr(module, key, new)
 
 
 def _origin(function: Any) -> str:
