@@ -1,0 +1,343 @@
+"""The engine: executes a memory plan on the activations that operators save for backward.
+
+Regions say which operator of which layer runs; a saved-tensor hook turns what autograd keeps into handles on records,
+one per storage; frames say when each record leaves and comes back; the mover copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.census import Census
+from mindspeed_mem.activation.frame import OUTSIDE, Frame
+from mindspeed_mem.activation.ledger import LEDGER
+from mindspeed_mem.activation.mover import Mover
+from mindspeed_mem.activation.order import BACKWARD, FORWARD, RecordedOrder
+from mindspeed_mem.activation.pinned import PinnedWatch
+from mindspeed_mem.activation.records import COPYING, HOST, KEPT, LOADED, Handle, Record
+from mindspeed_mem.device.slabs import HostSlabs
+from mindspeed_mem.plan import MemoryConfig, MemoryPlan, resolve
+
+if TYPE_CHECKING:
+    from mindspeed_mem.device import Backend
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One per process. ``census`` (instead of a plan) only watches: every operator through handles, all kept."""
+
+    def __init__(self, config: MemoryConfig, backend: Backend, host_limit_bytes: int | None, watch_only: bool = False):
+        self.config, self.backend, self.watch_only = config, backend, watch_only
+        self.mover = Mover(backend, HostSlabs(backend, host_limit_bytes))
+        self._stalled_before = backend.stall_seconds()
+        self.order, self.pinned, self.census = RecordedOrder(), PinnedWatch(), Census() if watch_only else None
+        self.plan: MemoryPlan | None = None
+        self.num_layers = 0
+        self.moved_by_operator: Counter[tuple[int, str]] = Counter()
+        self._covered: set[int] | None = None  # None: all layers
+        self._stack: list[tuple[int, str, bool]] = []  # (layer, operator, is a marker) now running, innermost last
+        self._frame: Frame | None = None
+        self._scheduled = False  # a schedule says when micro-batches begin and end
+        self._frames: weakref.WeakValueDictionary[tuple[int | None, int], Frame] = weakref.WeakValueDictionary()
+        self._of_output: dict[int, tuple[tuple[int | None, int], Any]] = {}
+        self._next: Frame | None = None  # whose backward follows the running pass
+        self._operators_of_chunk: dict[int, int] = {}
+
+    # ---- the plan
+    def resolve(self, gather: Callable[[Any], list] | None = None) -> None:
+        """Fix the plan from the tagged layers, once. ``gather`` collects an object from all ranks.
+
+        Raises MemoryConfigError on every rank alike: layers out of range, patterns that match nothing anywhere.
+        """
+        if self.plan is not None:
+            return
+        mine = (regions.tagged_layers(), self.num_layers)
+        everyone = gather(mine) if gather is not None else [mine]
+        layers: dict[int, set[str]] = {}
+        for tree, _ in everyone:
+            for index, paths in tree.items():
+                layers.setdefault(index, set()).update(paths)
+        self.num_layers = max([n for _, n in everyone] + [index + 1 for index in layers])
+        self.plan = resolve(self.config, layers, self.num_layers)
+        if not self.watch_only:
+            touched = self.plan.layers_touched()
+            self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
+        for line in self.plan.log_lines():
+            logger.info(line)
+
+    # ---- regions
+    def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
+        """Run a tagged module's forward as an operator."""
+        layer, path = module.__dict__[regions.TAG]
+        if self._stack:
+            return self._run_operator(layer, path, original, module, args, kwargs)
+        if path or not regions.may_save():
+            return original(module, *args, **kwargs)
+        self._enter_layer(layer, args, kwargs)
+        if self._covered is not None and layer not in self._covered:
+            return self._run_operator(layer, path, original, module, args, kwargs)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return self._run_operator(layer, path, original, module, args, kwargs)
+
+    def _run_operator(self, layer: int, path: str, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
+        stack = self._stack
+        depth = len(stack)
+        if depth and stack[-1][:2] == (layer, path):  # a subclass calling super, or a marker of the same name
+            return original(module, *args, **kwargs)
+        self._start(layer, path, False)
+        try:
+            result = original(module, *args, **kwargs)
+        except BaseException:
+            del stack[depth:]
+            raise
+        self._stop(depth)
+        return result
+
+    def mark_start(self, name: str) -> None:
+        """Inline operator ``name`` starts inside the running module."""
+        if self._stack:
+            layer, parent, _ = self._stack[-1]
+            path = regions.inline_path(parent, name)
+            self._start(layer, path, True)
+
+    def mark_stop(self, name: str) -> None:
+        stack = self._stack
+        if stack and stack[-1][2] and stack[-1][1].rpartition(".")[2] == regions.inline_path("", name):
+            self._stop(len(stack) - 1)
+
+    def _start(self, layer: int, path: str, marker: bool) -> None:
+        frame = self._frame
+        frame.count += 1
+        self._stack.append((layer, path, marker))
+        frame.switch(layer, path, frame.count)
+        if self._next is not None and not frame.forward_done:
+            total = self._operators_of_chunk.get(frame.key[1], 0)
+            if total >= frame.count:
+                self._next.backward_reaches(self._next.count + total - frame.count + 1)
+
+    def _stop(self, depth: int) -> None:
+        """The region above ``depth`` ends: what it produced is complete, and some releases are due."""
+        frame = self._frame
+        del self._stack[depth:]
+        layer, path, _ = self._stack[-1] if self._stack else OUTSIDE_REGION
+        frame.switch(layer, path, frame.count)
+        frame.copy_fresh()
+        frame.release_due(frame.count)
+
+    def _enter_layer(self, layer: int, args: tuple, kwargs: dict) -> None:
+        frame = self._frame
+        if frame is None or (not self._scheduled and layer <= frame.last_layer):
+            frame = self._new_frame((None, 0))
+        frame.last_layer = layer
+        if self.plan is None:
+            self.resolve()
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                if type(tensor) is torch.Tensor and tensor.grad_fn is None:
+                    # masks, tables, what a stage received: others hold them, so moving them would free nothing
+                    tensor.untyped_storage()._mem_outside = True
+
+    def _new_frame(self, key: tuple[int | None, int]) -> Frame:
+        if self._frame is not None and not self._scheduled:
+            self._frame.finish_forward()
+        self._frame = self._frames[key] = Frame(self.mover, key)
+        return self._frame
+
+    # ---- passes of a schedule
+    def begin_schedule(self, key: tuple) -> None:
+        """A schedule call begins; ``key`` is what its order depends on."""
+        self._abandon()
+        self._scheduled = True
+        self.order.begin(key)
+
+    def end_schedule(self, completed: bool) -> None:
+        self.order.end(completed)
+        self._abandon()
+        self._scheduled = False
+
+    def _abandon(self) -> None:
+        self._stack.clear()
+        self._frame = self._next = None
+        self._of_output.clear()
+
+    def begin_forward(self, micro_batch: int | None, chunk: int) -> None:
+        """The forward of one micro-batch through one model chunk begins on this rank."""
+        self._new_frame((micro_batch, chunk))
+        self._expect(self.order.advance((FORWARD, micro_batch, chunk)))
+
+    def end_forward(self, output: Any) -> None:
+        """It has ended, the loss included; ``output`` is what the schedule will hand to `begin_backward`."""
+        frame, self._frame = self._frame, None
+        if frame is None:
+            return
+        frame.finish_forward()
+        self._operators_of_chunk[frame.key[1]] = frame.count
+        self._of_output[id(_first(output))] = frame.key, _first(output)
+        for ref in frame.moved:
+            record = ref()
+            if record is not None:
+                self.moved_by_operator[record.layer, record.op] += record.nbytes
+                self.pinned.check(record, output)
+        if self.census is not None:
+            self.census.finish(frame.key[1])
+
+    def begin_backward(self, output: Any) -> None:
+        """The backward of the pass that returned ``output`` begins."""
+        key, _ = self._of_output.pop(id(_first(output)), (None, None))
+        if key is None:
+            return
+        self._frame = frame = self._frames.get(key)
+        self._expect(self.order.advance((BACKWARD, *key)))
+        if frame is not None:
+            frame.backward_reaches(frame.count + 1)
+
+    def end_backward(self) -> None:
+        self._frame = None
+
+    def _expect(self, coming: tuple | None) -> None:
+        self._next = None
+        if coming is not None and coming[0] == BACKWARD:
+            frame = self._frames.get(coming[1:])
+            if frame is not None and frame.forward_done:
+                self._next = frame
+
+    # ---- the hook
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
+            return tensor
+        frame = self._frame
+        number = frame.count
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not self.backend.owns(tensor):
+            return tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            return Handle(tensor, None, number)
+        storage = tensor.untyped_storage()
+        ref = getattr(storage, "_mem_record", None)
+        record = ref() if ref is not None else None
+        if record is not None and record.state != KEPT and record.version != tensor._version:
+            # its content changed since it was copied: what was copied stays with the earlier handles
+            self.mover.cancel(record)
+            record = record if record.state == KEPT else None
+        if record is None:
+            record = self._new_record(tensor, storage, frame)
+            if record is None:
+                return Handle(tensor, None, number)
+        layer, op, _ = self._stack[-1]
+        record.savers.add((layer, op))
+        if record.fixed:
+            return Handle(tensor, None, number)
+        handle = Handle(tensor, record, number)
+        record.handles.append(weakref.ref(handle))
+        record.last_use = max(record.last_use, number)
+        frame.saved_by(number)
+        if record.state in (HOST, LOADED):
+            handle.let_go()
+        elif record.state == KEPT and not self.watch_only:
+            distance = self._distance(record, layer, op)
+            if distance is not None:
+                frame.select(record, distance)
+        return handle
+
+    def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage, frame: Frame) -> Record | None:
+        if not storage.nbytes() or getattr(storage, "_mem_static", False):
+            return None
+        outside = getattr(storage, "_mem_outside", False)
+        owner = OUTSIDE if outside else frame.owner_of(tensor)
+        token = LEDGER.enter(storage, owner is not OUTSIDE)
+        fixed = outside or getattr(storage, "_mem_managed", False)
+        record = Record(self.mover, frame, owner, storage, token, tensor._version, fixed)
+        storage._mem_record = weakref.ref(record)
+        if self.census is not None:
+            self.census.add(record, tensor)
+        return record
+
+    def _distance(self, record: Record, layer: int, op: str) -> int | None:
+        """How far ahead this storage is moved: by its producer's entry, else by that of the operator saving it now."""
+        if record.layer >= 0:
+            swap = self._decision(record.layer, record.op)
+            if swap is not None and swap.activations != "saved":
+                return swap.distance
+        swap = self._decision(layer, op)
+        return swap.distance if swap is not None and swap.activations != "produced" else None
+
+    def _decision(self, layer: int, op: str):
+        return self.plan.decision(layer, op) if 0 <= layer < self.num_layers else None
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if type(kept) is not Handle:
+            return kept
+        kept.check_version()
+        record = kept.record
+        if record is None:
+            return kept.view()
+        frame = record.frame
+        if self._frame is None and not frame.forward_done:
+            frame.finish_forward()  # no schedule told us
+        frame.backward_reaches(kept.number)
+        if self._next is not None and self._frame is frame:
+            self._next.backward_reaches(self._next.count + kept.number)
+        if kept.layout is not None:
+            self.mover.await_load(record)
+        return kept.view()
+
+    # ---- figures
+    def report(self) -> dict[str, Any]:
+        """Bytes, counts and seconds of this rank so far, plain data."""
+        slabs = self.mover.slabs
+        return {
+            "bytes_out": self.mover.bytes_out,
+            "bytes_in": self.mover.bytes_in,
+            "copies_out": self.mover.copies_out,
+            "copies_in": self.mover.copies_in,
+            "peak_bytes": LEDGER.held.peak,
+            "peak_owned_bytes": LEDGER.owned.peak,
+            "peak_bytes_without": LEDGER.without.peak,
+            "held_bytes": LEDGER.held.now,
+            "stall_seconds": self.backend.stall_seconds() - self._stalled_before,
+            "host_peak_bytes": slabs.peak_in_use,
+            "host_allocations": slabs.allocations,
+            "stayed_bytes": self.mover.stayed_bytes,
+            "moved_by_operator": [
+                {"layer": layer, "op": op, "bytes": n} for (layer, op), n in sorted(self.moved_by_operator.items())
+            ],
+            "pinned": self.pinned.rows(),
+        }
+
+
+OUTSIDE_REGION = (-1, "", False)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, (list, tuple)) else output
+
+
+_engine: Engine | None = None
+
+
+def start(
+    config: MemoryConfig, backend: Backend, host_limit_bytes: int | None = None, watch_only: bool = False
+) -> Engine:
+    """Make this process's engine, replacing an earlier one (whose handles stay valid)."""
+    global _engine
+    _engine = Engine(config, backend, host_limit_bytes, watch_only)
+    return _engine
+
+
+def current() -> Engine | None:
+    return _engine
+
+
+def stop() -> None:
+    """No engine from now on; handles that autograd still holds stay valid."""
+    global _engine
+    _engine = None

@@ -1,0 +1,165 @@
+"""Copies between device and host, and the order they need.
+
+| later work | waits for | because |
+|---|---|---|
+| a copy out | compute so far | the activation must be written |
+| a copy out | the slab's last copy | a recycled host buffer may still be read by a copy in |
+| compute, at the release point | the copy out | the released memory is handed to whoever allocates next on compute |
+| a copy in | compute so far | its device buffer may have a previous user on compute |
+| compute, at unpack | the copy in | the bytes must be there |
+| compute, when a record dies early | its copies | both ends are freed while a copy may run |
+
+A copy in need not wait for the copy out: the release did (compute), and the copy in waits for compute.
+The host thread never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from mindspeed_mem.activation.ledger import LEDGER
+from mindspeed_mem.activation.records import COPYING, HOST, KEPT, LOADED, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mindspeed_mem.device import Backend
+    from mindspeed_mem.device.slabs import HostSlabs
+
+logger = logging.getLogger(__name__)
+
+OUT_AFTER_COMPUTE = "copy out after compute"
+OUT_AFTER_SLAB = "copy out after the slab's last copy"
+RELEASE_AFTER_OUT = "release after copy out"
+IN_AFTER_COMPUTE = "copy in after compute"
+COMPUTE_AFTER_IN = "compute after copy in"
+RETIRE_AFTER_COPIES = "retire after copies"
+WAITS = (
+    OUT_AFTER_COMPUTE,
+    OUT_AFTER_SLAB,
+    RELEASE_AFTER_OUT,
+    IN_AFTER_COMPUTE,
+    COMPUTE_AFTER_IN,
+    RETIRE_AFTER_COPIES,
+)
+
+
+class Mover:
+    """Moves records on two side streams of one backend, through recycled host slabs."""
+
+    def __init__(self, backend: Backend, slabs: HostSlabs):
+        self.backend, self.slabs = backend, slabs
+        self.out_stream, self.in_stream = backend.new_stream("copy out"), backend.new_stream("copy in")
+        self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
+        self.bytes_on_host = self.stayed_bytes = 0
+        self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
+        self._warned_full = False
+
+    def copy_out(self, records: Iterable[Record]) -> None:
+        """Start copying out; what finds no room on the host stays on the device, with one warning."""
+        with self._lock:
+            ready = None
+            for record in records:
+                source = record.whole()
+                if source is None or source.untyped_storage().nbytes() != record.nbytes:
+                    record.state = KEPT  # emptied by whoever manages it (an output that will be recomputed)
+                    continue
+                slab = self.slabs.take(record.nbytes)
+                if slab is None:
+                    self._stays(record)
+                    continue
+                if ready is None:
+                    ready = self.backend.record(self.backend.current_stream())
+                    self.backend.wait(self.out_stream, ready, OUT_AFTER_COMPUTE)
+                if slab.ready is not None:
+                    self.backend.wait(self.out_stream, slab.ready, OUT_AFTER_SLAB)
+                self.backend.copy(slab.buffer, source, self.out_stream)
+                record.slab, record.source, record.state = slab, source, COPYING
+                record.out_event = self.backend.record(self.out_stream)
+                self.bytes_out += record.nbytes
+                self.copies_out += 1
+                self.bytes_on_host += record.nbytes
+
+    def release(self, record: Record) -> bool:
+        """Drop the device memory of a copied record; False when it must stay."""
+        with self._lock:
+            if record.state != COPYING:
+                return False
+            storage = record.storage()
+            if storage is None or storage.nbytes() != record.nbytes:
+                self.cancel(record)
+                return False
+            del storage
+            self.backend.wait(self.backend.current_stream(), record.out_event, RELEASE_AFTER_OUT)
+            record.source = None
+            record.drop_device()
+            return True
+
+    def cancel(self, record: Record) -> None:
+        """Keep a record on the device after all."""
+        with self._lock:
+            if record.state == COPYING:
+                self._give_back(record, record.out_event)
+                record.source, record.state = None, KEPT
+
+    def load(self, records: Iterable[Record]) -> None:
+        """Start copying back what is on the host; idempotent."""
+        with self._lock:
+            wanted = [record for record in records if record.state == HOST]
+            if not wanted:
+                return
+            for record in wanted:
+                record.buffer = self.backend.empty(record.nbytes)
+                LEDGER.enter_copy(record.buffer.untyped_storage(), record.number > 0)
+            # after the allocations: the buffers' previous users are on compute
+            ready = self.backend.record(self.backend.current_stream())
+            self.backend.wait(self.in_stream, ready, IN_AFTER_COMPUTE)
+            for record in wanted:
+                self.backend.copy(record.buffer, record.slab.buffer, self.in_stream)
+                record.in_event = self.backend.record(self.in_stream)
+                record.state = LOADED
+                self._give_back(record, record.in_event)
+                self.bytes_in += record.nbytes
+                self.copies_in += 1
+
+    def await_load(self, record: Record) -> None:
+        """Compute waits for the record's copy in, starting it when nobody has."""
+        if record.state == HOST:
+            self.load((record,))
+        self.backend.wait(self.backend.current_stream(), record.in_event, COMPUTE_AFTER_IN)
+
+    def retire(self, record: Record) -> None:
+        """The last handle of a moved record is gone: its slab goes back, and its copies are waited for by compute."""
+        with self._lock:
+            current = self.backend.current_stream()
+            if record.state == COPYING:
+                self.backend.wait(current, record.out_event, RETIRE_AFTER_COPIES)
+                self._give_back(record, record.out_event)
+            elif record.state == HOST:
+                self._give_back(record, record.out_event)
+                LEDGER.forget_moved(record.nbytes)
+            else:
+                if not self.backend.done(record.in_event):
+                    self.backend.wait(current, record.in_event, RETIRE_AFTER_COPIES)
+                LEDGER.forget_moved(record.nbytes)
+
+    def _give_back(self, record: Record, event) -> None:
+        self.slabs.give(record.slab, event)
+        record.slab = None
+        self.bytes_on_host -= record.nbytes
+
+    def _stays(self, record: Record) -> None:
+        record.state = KEPT
+        self.stayed_bytes += record.nbytes
+        if not self._warned_full:
+            self._warned_full = True
+            logger.warning(
+                "the host budget of %d bytes is used up (--swap-host-memory-gib): %s of layer %d (%d bytes) and what "
+                "follows stays on the device; raise the budget or select less",
+                self.slabs.limit_bytes,
+                record.op,
+                record.layer,
+                record.nbytes,
+            )

@@ -1,0 +1,138 @@
+"""What the saved-tensor hook keeps: a handle per saved tensor, a record per storage.
+
+A handle holds ``tensor.detach()``, never the tensor: keeping an output would build a cycle through its graph that is
+never collected. When the device memory is released, the alias stays with empty data: it still shares the version
+counter, so a change in place after saving is found at unpack, as autograd does without hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.frame import Frame
+    from mindspeed_mem.activation.ledger import Token
+    from mindspeed_mem.activation.mover import Mover
+
+# States of a record. KEPT: stays on the device. DEVICE: selected, not copied yet. COPYING: copy out under way or done,
+# device memory still held. HOST: device memory released. LOADED: copied back (perhaps still in flight).
+KEPT, DEVICE, COPYING, HOST, LOADED = "kept", "device", "copying", "host", "loaded"
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    key = dtype, device
+    if key not in _EMPTY:
+        _EMPTY[key] = torch.empty(0, dtype=dtype, device=device)
+    return _EMPTY[key]
+
+
+class Record:
+    """One storage that backward needs. Handles hold it; it dies with the last of them."""
+
+    __slots__ = (
+        "mover",
+        "frame",
+        "layer",
+        "op",
+        "number",
+        "last_use",
+        "distance",
+        "nbytes",
+        "state",
+        "storage",
+        "token",
+        "handles",
+        "savers",
+        "version",
+        "fixed",
+        "slab",
+        "source",
+        "out_event",
+        "buffer",
+        "in_event",
+        "__weakref__",
+    )
+
+    def __init__(
+        self,
+        mover: Mover,
+        frame: Frame,
+        owner: tuple[int, str, int],
+        storage: torch.UntypedStorage,
+        token: Token,
+        version: int,
+        fixed: bool,
+    ):
+        self.mover, self.frame = mover, frame
+        self.layer, self.op, self.number = owner
+        self.last_use, self.distance = self.number, 0
+        self.nbytes, self.state = token.nbytes, KEPT
+        self.storage, self.token = weakref.ref(storage), token
+        self.handles: list[weakref.ref[Handle]] = []
+        self.savers: set[tuple[int, str]] = set()
+        self.version, self.fixed = version, fixed
+        self.slab = self.source = self.out_event = self.buffer = self.in_event = None
+
+    def live_handles(self) -> list[Handle]:
+        return [handle for ref in self.handles if (handle := ref()) is not None]
+
+    def whole(self) -> torch.Tensor | None:
+        """The storage as uint8 [nbytes], or None when nobody holds it any more."""
+        storage = self.storage()
+        if storage is None:
+            return None
+        return _view(storage, torch.uint8, (self.nbytes,), (1,), 0)
+
+    def drop_device(self) -> None:
+        """Let go of the device memory; the handles keep their layouts."""
+        self.token.moved = True
+        for handle in self.live_handles():
+            handle.let_go()
+        self.token = None
+        self.state = HOST
+
+    def __del__(self) -> None:
+        if self.state in (COPYING, HOST, LOADED):
+            self.mover.retire(self)
+
+
+class Handle:
+    """One saved tensor: what autograd keeps instead of it."""
+
+    __slots__ = ("alias", "version", "record", "number", "layout", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor, record: Record | None, number: int):
+        self.alias, self.version = tensor.detach(), tensor._version
+        self.record, self.number = record, number
+        self.layout = None
+
+    def let_go(self) -> None:
+        alias = self.alias
+        self.layout = alias.dtype, alias.size(), alias.stride(), alias.storage_offset()
+        alias.data = _empty(alias.dtype, alias.device)
+
+    def check_version(self) -> None:
+        """Raise as autograd would: a hook switches its own check off."""
+        found = self.alias._version
+        if found != self.version:
+            where = f" by {self.record.op} of layer {self.record.layer}" if self.record is not None else ""
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor produced{where} is at version {found}; expected version {self.version} instead"
+            )
+
+    def view(self) -> torch.Tensor:
+        """The saved tensor with its own dtype, size, stride and offset, from wherever its bytes are on the device."""
+        if self.layout is None:
+            return self.alias
+        dtype, size, stride, offset = self.layout
+        return _view(self.record.buffer.untyped_storage(), dtype, size, stride, offset)
+
+
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, size, stride, offset: int) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

@@ -1,0 +1,24 @@
+"""Storages the engine must leave alone: parameters and buffers, and what somebody else empties and refills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def mark_static(models: Iterable[nn.Module]) -> None:
+    """Parameters and buffers of these models are never moved, whatever view of them is saved."""
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.layout is torch.strided:
+                tensor.untyped_storage()._mem_static = True
+
+
+def mark_managed(outputs: Any) -> None:
+    """These outputs' storages are emptied and refilled in place by their producer: they are never moved."""
+    for tensor in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
+        if isinstance(tensor, torch.Tensor):
+            tensor.untyped_storage()._mem_managed = True

@@ -1,0 +1,36 @@
+"""megatron.core.utils: the range markers that Megatron calls around its inline operators name them.
+
+Why here: ``nvtx_range_push/pop`` are called unconditionally and by suffix (``rotary_pos_emb``, ``activation``,
+``self_attn_bda``, ...); the markers themselves stay Megatron's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.patching import around
+
+
+def _forward(original, msg, suffix):
+    """Call the marker. With ranges enabled it names the range after its caller, which must not be this file."""
+    if msg is None and original.__globals__.get("_nvtx_enabled"):
+        caller = sys._getframe(3)  # _forward, range_push or range_pop, the registry's wrapper, the caller
+        msg = f"{caller.f_globals.get('__name__')}.{caller.f_code.co_name}"
+    return original(msg, suffix)
+
+
+@around("megatron.core.utils:nvtx_range_push")
+def range_push(original, msg=None, suffix=None):
+    engine = engines.current()
+    if engine is not None and msg is None and suffix is not None:
+        engine.mark_start(suffix)
+    return _forward(original, msg, suffix)
+
+
+@around("megatron.core.utils:nvtx_range_pop")
+def range_pop(original, msg=None, suffix=None):
+    engine = engines.current()
+    if engine is not None and msg is None and suffix is not None:
+        engine.mark_stop(suffix)
+    return _forward(original, msg, suffix)

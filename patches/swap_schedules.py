@@ -1,0 +1,69 @@
+"""megatron.core.pipeline_parallel.schedules: tell the engine which micro-batch and chunk runs, and in which direction.
+
+Why here: all schedules (none, 1F1B, interleaved) call the module globals ``forward_step`` and ``backward_step``; the
+loops themselves stay Megatron's. A micro-batch's backward is found by the output tensor its forward returned.
+The three schedule functions are wrapped only to know where a step begins and ends, an exception included.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.static import mark_static
+from mindspeed_mem.patching import around
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
+
+
+def _gather(mine):
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [mine]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _schedule(original, **kwargs):
+    engine = engines.current()
+    if engine is None:
+        return original(**kwargs)
+    models = kwargs["model"]
+    if engine.plan is None:
+        mark_static(models if isinstance(models, (list, tuple)) else [models])
+        engine.resolve(_gather)
+    engine.begin_schedule((original.__name__, kwargs.get("num_microbatches"), kwargs.get("forward_only", False)))
+    completed = False
+    try:
+        result = original(**kwargs)
+        completed = True
+        return result
+    finally:
+        engine.end_schedule(completed)
+
+
+for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
+    around(_SCHEDULES + "forward_backward_" + _name)(_schedule)
+
+
+@around(_SCHEDULES + "forward_step")
+def forward_step(original, *args, **kwargs):
+    engine = engines.current()
+    if engine is None:
+        return original(*args, **kwargs)
+    engine.begin_forward(kwargs.get("current_microbatch"), kwargs.get("vp_stage") or 0)
+    result = original(*args, **kwargs)
+    engine.end_forward(result[0])
+    return result
+
+
+@around(_SCHEDULES + "backward_step")
+def backward_step(original, input_tensor, output_tensor, *args, **kwargs):
+    engine = engines.current()
+    if engine is None:
+        return original(input_tensor, output_tensor, *args, **kwargs)
+    engine.begin_backward(output_tensor)
+    try:
+        return original(input_tensor, output_tensor, *args, **kwargs)
+    finally:
+        engine.end_backward()
