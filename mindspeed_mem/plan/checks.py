@@ -1,0 +1,144 @@
+"""Reading untrusted values: every check records its problem and goes on, so that one run reports all of them."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from mindspeed_mem.plan.operators import pattern_error
+
+Layers = Literal[True] | tuple[int, ...]
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxlist = _short.maxtuple = _short.maxdict = 8
+
+
+class MemoryConfigError(ValueError):
+    """The memory configuration cannot be used; `problems` holds one line for each reason."""
+
+    def __init__(self, problems: Sequence[str], source: str = "memory configuration"):
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n  ".join([f"{source}: {count}", *self.problems]))
+
+
+def given(value: Any) -> str:
+    """A value as an error message shows it: on one line, shortened, with its type where that is in doubt."""
+    text = _short.repr(value)
+    return text if isinstance(value, bool | list | tuple | dict | None) else f"{text} ({type(value).__name__})"
+
+
+def suggestion(name: Any, known: Collection[str], cutoff: float = 0.6) -> str | None:
+    """The known name that `name` was probably meant to be."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff) if isinstance(name, str) else []
+    return near[0] if near else None
+
+
+def as_ranges(numbers: Collection[int]) -> str:
+    """``{0, 1, 2, 5}`` as ``0-2, 5``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+class Checker:
+    """Collects problems; each method returns a usable value, or None after recording what was wrong."""
+
+    def __init__(self, num_layers: int | None = None):
+        self.num_layers = num_layers
+        self.problems: list[str] = []
+
+    def problem(self, path: str, text: str) -> None:
+        self.problems.append(f"{path}: {text}")
+
+    def wrong(self, path: str, value: Any, allowed: str) -> None:
+        self.problem(path, f"got {given(value)}; allowed: {allowed}")
+
+    def section(self, value: Any, path: str, known: Sequence[str], required: Sequence[str] = ()) -> dict[str, Any]:
+        """A mapping with known keys only; without the keys that are wrong."""
+        if not isinstance(value, Mapping):
+            self.wrong(path, value, f"a mapping with the keys {', '.join(known)}")
+            return {}
+        meant = set()
+        for key in value:
+            if key not in known:
+                near = suggestion(key, known)
+                meant.add(near)
+                hint = f"did you mean {near!r}? " if near else ""
+                self.problem(f"{path}.{key}", f"unknown key; {hint}allowed: {', '.join(known)}")
+        for key in required:
+            if key not in value and key not in meant:  # a misspelled key is one mistake, not two
+                self.problem(f"{path}.{key}", f"missing; {path} needs {', '.join(required)}")
+        return {key: value[key] for key in known if key in value}
+
+    def boolean(self, value: Any, path: str) -> bool | None:
+        if isinstance(value, bool):
+            return value
+        self.wrong(path, value, "True or False")
+        return None
+
+    def positive(self, value: Any, path: str) -> int | None:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        self.wrong(path, value, "an integer of at least 1")
+        return None
+
+    def choice(self, value: Any, path: str, choices: Sequence[str]) -> str | None:
+        if isinstance(value, str) and value in choices:
+            return value
+        near = suggestion(value, choices)
+        self.wrong(path, value, ", ".join(choices) + (f" (did you mean {near!r}?)" if near else ""))
+        return None
+
+    def patterns(self, value: Any, path: str) -> tuple[str, ...] | None:
+        """`op_name`: one pattern, or a list or tuple of patterns."""
+        if isinstance(value, str):
+            named = [(path, value)]
+        elif isinstance(value, list | tuple) and value:
+            named = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        else:
+            self.wrong(path, value, "a string or a list of strings")
+            return None
+        before = len(self.problems)
+        for where, pattern in named:
+            if not isinstance(pattern, str):
+                self.wrong(where, pattern, "a string")
+            elif (error := pattern_error(pattern)) is not None:
+                self.wrong(where, pattern, rf"regular expressions joined by '\.' ({error})")
+        return tuple(pattern for _, pattern in named) if len(self.problems) == before else None
+
+    def layers(self, value: Any, path: str) -> Layers | None:
+        """True, or global layer indices from a list, a tuple, or a list of such lists; each once, in order."""
+        allowed = "True (all layers), a list of layer indices counted from 0, or a list of such lists"
+        if value is True:
+            return True
+        if not isinstance(value, list | tuple):
+            self.wrong(path, value, allowed)
+            return None
+        before, found = len(self.problems), []
+        for index, item in enumerate(value):
+            nested = isinstance(item, list | tuple)
+            for inner, number in enumerate(item if nested else [item]):
+                where = f"{path}[{index}][{inner}]" if nested else f"{path}[{index}]"
+                if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+                    found.append(number)
+                else:
+                    self.wrong(where, number, "a layer index, an integer of at least 0")
+        if self.num_layers is not None and (outside := {n for n in found if n >= self.num_layers}):
+            self.problem(path, out_of_range(outside, self.num_layers))
+        return tuple(dict.fromkeys(found)) if len(self.problems) == before else None
+
+
+def out_of_range(outside: Collection[int], num_layers: int) -> str:
+    plural = "s" if len(outside) > 1 else ""
+    return (
+        f"got layer{plural} {as_ranges(outside)}; "
+        f"allowed: 0 to {num_layers - 1}, since the model has {num_layers} layers counted from 0"
+    )

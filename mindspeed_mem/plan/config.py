@@ -1,0 +1,305 @@
+"""The file behind ``--memory-config``: MindFormers' `swap_config` and `recompute_config`, typed and checked.
+
+Nothing here knows a model; `resolve` in memory_plan.py joins the configuration with a model's operators.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspeed_mem.plan.checks import Checker, Layers, MemoryConfigError, given, suggestion
+from mindspeed_mem.plan.files import MINDFORMERS_SECTIONS, read_yaml
+
+__all__ = [
+    "ACTIVATIONS",
+    "LayerSwap",
+    "MemoryConfig",
+    "MemoryConfigError",
+    "OpSwap",
+    "RecomputeConfig",
+    "SwapConfig",
+    "load_memory_config",
+]
+
+ACTIVATIONS = ("produced", "saved", "both")
+RECOMPUTE_AVAILABLE = False
+"""Whether this version can recompute; until then whatever asks for it is an error."""
+
+_SECTIONS = ("swap_config", "recompute_config")
+_SWAP_KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap", "activations", "swap_recompute_inputs")
+_RECOMPUTE_KEYS = (
+    "recompute",
+    "select_recompute",
+    "select_comm_recompute",
+    "select_recompute_exclude",
+    "select_comm_recompute_exclude",
+)
+_GRAPH_ONLY_KEYS = ("parallel_optimizer_comm_recompute", "mp_comm_recompute", "recompute_slice_activation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSwap:
+    """One entry of `layer_swap`: swap everything in these layers."""
+
+    layers: Layers
+    """True for all, or global layer indices counted from 0."""
+    backward_prefetch: int
+    """Distance in operators, at least 1: release in forward, start of the copy back in backward."""
+    activations: str
+    """``produced``, ``saved`` or ``both``."""
+    entry: str
+    """Where it stands in the file, such as ``swap_config.layer_swap[0]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSwap:
+    """One entry of `op_swap`: swap these operators in these layers."""
+
+    op_name: tuple[str, ...]
+    r"""Patterns, each a path of regular expressions joined by ``\.``."""
+    layers: Layers
+    """True for all, or global layer indices counted from 0."""
+    backward_prefetch: int
+    """Distance in operators, at least 1."""
+    activations: str
+    """``produced``, ``saved`` or ``both``."""
+    entry: str
+    """Where it stands in the file, such as ``swap_config.op_swap[1]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapConfig:
+    """The section `swap_config`."""
+
+    swap: bool = False
+    """False: nothing below has any effect."""
+    default_prefetch: int = 1
+    """Distance of the default policy, which applies if `layer_swap` and `op_swap` are both None."""
+    layer_swap: tuple[LayerSwap, ...] | None = None
+    op_swap: tuple[OpSwap, ...] | None = None
+    activations: str = "produced"
+    """What an entry moves that does not say it: ``produced``, ``saved`` or ``both``."""
+    swap_recompute_inputs: bool = False
+    """Also swap what a recomputed region takes as its input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """The section `recompute_config`, as given; False means off."""
+
+    recompute: Any = False
+    """Bool, layer indices (with swap) or layer counts per pipeline stage (without)."""
+    select_recompute: Any = False
+    """Bool, patterns, or a mapping from pattern to one of the above."""
+    select_comm_recompute: Any = False
+    select_recompute_exclude: Any = False
+    select_comm_recompute_exclude: Any = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """A checked memory configuration."""
+
+    swap: SwapConfig = field(default_factory=SwapConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    notices: tuple[str, ...] = ()
+    """What is configured but has no effect, one line each; to be logged once, on rank 0."""
+    source: str = "memory configuration"
+    """The file, for messages."""
+
+
+def load_memory_config(
+    source: str | os.PathLike[str] | Mapping[str, Any] | None, *, num_layers: int | None = None
+) -> MemoryConfig:
+    """Read and check a memory configuration.
+
+    Args:
+        source: a YAML file, what such a file contains, or None for "everything off".
+        num_layers: the model's layers, over all pipeline stages; None: layer indices are not range-checked here.
+
+    Raises:
+        MemoryConfigError: with all problems, each with its path, what was given and what is allowed.
+    """
+    if source is None:
+        return MemoryConfig()
+    check, notices = Checker(num_layers), []
+    name = "memory configuration"
+    if isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+        content, problems = read_yaml(name, _SECTIONS)
+        check.problems += problems
+    else:
+        content = source
+    if not isinstance(content, Mapping):
+        if not check.problems:
+            check.wrong(name, content, f"a mapping with the keys {', '.join(_SECTIONS)}")
+        raise MemoryConfigError(check.problems, name)
+
+    _check_sections(content, check, notices)
+    swap = _read_swap(content.get("swap_config"), check, notices)
+    recompute = _read_recompute(content.get("recompute_config"), swap.swap, check, notices)
+    if check.problems:
+        raise MemoryConfigError(check.problems, name)
+    return MemoryConfig(swap=swap, recompute=recompute, notices=tuple(notices), source=name)
+
+
+def _check_sections(content: Mapping[Any, Any], check: Checker, notices: list[str]) -> None:
+    """Other sections are errors, except in a MindFormers training file, which may be used as it is."""
+    others = [key for key in content if key not in _SECTIONS]
+    from_mindformers = any(key in MINDFORMERS_SECTIONS for key in others if isinstance(key, str))
+    ignored = []
+    for key in others:
+        near = suggestion(key, _SECTIONS, cutoff=0.8)  # MindFormers has other names that end in _config
+        if key in _SWAP_KEYS:
+            check.problem(str(key), "unknown section; it belongs below swap_config, indented")
+        elif from_mindformers and (near is None or key in MINDFORMERS_SECTIONS):
+            ignored.append(str(key))
+        else:
+            hint = f"did you mean {near!r}? " if near else ""
+            check.problem(str(key), f"unknown section; {hint}allowed: {', '.join(_SECTIONS)}")
+    if ignored:
+        notices.append(
+            f"this is a MindFormers training file: only {' and '.join(_SECTIONS)} are used, "
+            f"ignored: {', '.join(ignored)}"
+        )
+    if "swap_config" not in content and not check.problems:
+        notices.append("there is no swap_config: nothing is swapped")
+
+
+def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
+    path = "swap_config"
+    if section is None:
+        return SwapConfig()
+    found = check.section(section, path, _SWAP_KEYS)
+    values: dict[str, Any] = {}
+    if "swap" in found:
+        values["swap"] = check.boolean(found["swap"], f"{path}.swap")
+    if "default_prefetch" in found:
+        values["default_prefetch"] = check.positive(found["default_prefetch"], f"{path}.default_prefetch")
+    if "activations" in found:
+        values["activations"] = check.choice(found["activations"], f"{path}.activations", ACTIVATIONS)
+    if "swap_recompute_inputs" in found:
+        where = f"{path}.swap_recompute_inputs"
+        values["swap_recompute_inputs"] = check.boolean(found["swap_recompute_inputs"], where)
+    activations = values.get("activations") or "produced"
+    for key in ("layer_swap", "op_swap"):
+        values[key] = _read_entries(found.get(key), f"{path}.{key}", activations, check)
+    config = SwapConfig(**values)
+    if not check.problems:
+        notices += _without_effect(config, found)
+    return config
+
+
+def _without_effect(config: SwapConfig, found: Mapping[str, Any]) -> list[str]:
+    """What is set in `swap_config` but changes nothing."""
+    entries = [entry for key in (config.layer_swap, config.op_swap) if key for entry in key]
+    notices = []
+    if not config.swap:
+        if set_here := [key for key in ("layer_swap", "op_swap") if found.get(key)]:
+            names = " and ".join(f"swap_config.{key}" for key in set_here)
+            notices.append(f"{names} has no effect, since swap_config.swap is not True")
+        return notices
+    if (config.layer_swap, config.op_swap) != (None, None):
+        if config.default_prefetch != 1:
+            notices.append(
+                "swap_config.default_prefetch has no effect, since layer_swap or op_swap is given; "
+                "each of their entries has its own backward_prefetch"
+            )
+        if not entries:
+            notices.append("swap_config.swap is True, but layer_swap and op_swap are empty: nothing is swapped")
+    if config.swap_recompute_inputs and not RECOMPUTE_AVAILABLE:
+        notices.append("swap_config.swap_recompute_inputs has no effect: this version does not recompute")
+    notices += [f"{entry.entry} has no effect: its list of layers is empty" for entry in entries if entry.layers == ()]
+    return notices
+
+
+def _read_entries(value: Any, path: str, default_activations: str, check: Checker) -> tuple[Any, ...] | None:
+    """The entries of `layer_swap` or `op_swap`: None, a list of mappings, or one mapping."""
+    if value is None:
+        return None
+    by_name = path.endswith("op_swap")
+    required = ("op_name", "backward_prefetch", "layers") if by_name else ("backward_prefetch", "layers")
+    if isinstance(value, Mapping):
+        items = [(path, value)]
+    elif isinstance(value, list | tuple):
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        check.wrong(
+            path, value, f"a list of mappings, each with the keys {', '.join(required)}; one such mapping; None"
+        )
+        return ()
+    entries = []
+    for where, item in items:
+        before = len(check.problems)
+        found = check.section(item, where, (*required, "activations"), required)
+        read: dict[str, Any] = {"entry": where, "activations": default_activations}
+        if "op_name" in found:
+            read["op_name"] = check.patterns(found["op_name"], f"{where}.op_name")
+        if "backward_prefetch" in found:
+            read["backward_prefetch"] = check.positive(found["backward_prefetch"], f"{where}.backward_prefetch")
+        if "layers" in found:
+            read["layers"] = check.layers(found["layers"], f"{where}.layers")
+        if "activations" in found:
+            read["activations"] = check.choice(found["activations"], f"{where}.activations", ACTIVATIONS)
+        if len(check.problems) == before:
+            entries.append(OpSwap(**read) if by_name else LayerSwap(**read))
+    _check_distances(entries, check)
+    return tuple(entries)
+
+
+def _check_distances(entries: Sequence[LayerSwap | OpSwap], check: Checker) -> None:
+    """Entries for one operator add up; if one of them takes all layers, all must have its distance."""
+    groups: dict[str, list[LayerSwap | OpSwap]] = {}
+    for entry in entries:
+        for name in dict.fromkeys(entry.op_name) if isinstance(entry, OpSwap) else ("layer_swap",):
+            groups.setdefault(name, []).append(entry)
+    for name, group in groups.items():
+        everywhere = next((entry for entry in group if entry.layers is True), None)
+        for entry in group:
+            if everywhere is not None and entry.backward_prefetch != everywhere.backward_prefetch:
+                check.problem(
+                    f"{entry.entry}.backward_prefetch",
+                    f"got {entry.backward_prefetch}; allowed: {everywhere.backward_prefetch}, since "
+                    f"{everywhere.entry} is for {name!r} as well and says layers: True",
+                )
+
+
+def _is_off(value: Any, zero_is_off: bool) -> bool:
+    """False, None and empty; lists and mappings of these; 0 where numbers count layers rather than name them."""
+    if isinstance(value, Mapping):
+        return all(_is_off(item, zero_is_off) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_off(item, zero_is_off) for item in value)
+    return value is None or value is False or value == "" or (zero_is_off and type(value) is int and value == 0)
+
+
+def _read_recompute(section: Any, with_swap: bool, check: Checker, notices: list[str]) -> RecomputeConfig:
+    path = "recompute_config"
+    if section is None:
+        return RecomputeConfig()
+    found = check.section(section, path, (*_RECOMPUTE_KEYS, *_GRAPH_ONLY_KEYS))
+    values = {}
+    for key in _RECOMPUTE_KEYS:
+        if _is_off(found.get(key), zero_is_off=not with_swap):
+            continue
+        if RECOMPUTE_AVAILABLE:
+            values[key] = found[key]
+        else:
+            check.problem(
+                f"{path}.{key}",
+                f"got {given(found[key])}; recompute is not available in this version, allowed: False "
+                "(for recompute, use Megatron's --recompute-* options)",
+            )
+    unused = []
+    for key in _GRAPH_ONLY_KEYS:
+        value = found.get(key)
+        if not isinstance(value, bool | list | tuple | None):
+            check.wrong(f"{path}.{key}", value, "True or False")
+        elif not _is_off(value, zero_is_off=True):
+            unused.append(key)
+    if unused:
+        notices.append(f"{path}: {', '.join(unused)} has no effect here, it concerns MindSpore's graph compiler")
+    return RecomputeConfig(**values)

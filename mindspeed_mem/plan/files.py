@@ -1,0 +1,71 @@
+"""Reading the YAML file: what can be wrong before its content means anything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import yaml
+
+MINDFORMERS_SECTIONS = frozenset(
+    """
+    auto_trans_ckpt auto_tune autotune_per_step callbacks context do_eval eval_callbacks eval_dataset eval_dataset_task
+    eval_epoch_interval eval_step_interval filepath_prefix init_start_profile layer_decay layer_scale load_checkpoint
+    load_ckpt_async load_ckpt_format lr_scale lr_scale_factor lr_schedule metric micro_batch_interleave_num model
+    moe_config monitor_config only_save_strategy optimizer output_dir parallel parallel_config pretrained_model_dir
+    print_separate_loss processor profile profile_communication profile_memory profile_start_step profile_stop_step
+    remote_save_url remove_redundancy resume_training run_mode runner_config runner_wrapper seed
+    src_strategy_path_or_dir train_dataset train_dataset_task trainer use_legacy use_parallel
+    """.split()
+)
+"""Top-level keys of MindFormers' training files, which say nothing about memory plans."""
+
+
+def read_yaml(name: str, sections: Collection[str]) -> tuple[Any, list[str]]:
+    """The content of a YAML file, or None, and what is wrong with it.
+
+    A key that occurs twice is wrong inside `sections` only: YAML parsers let the last one win, and the rest of a
+    MindFormers file is not ours to judge.
+    """
+    try:
+        with open(name, encoding="utf-8") as file:
+            loader = yaml.SafeLoader(file)
+            try:
+                root = loader.get_single_node()
+                problems = list(_repeated_keys(root, sections))  # first: constructing expands merges in the nodes
+                content = None if root is None else loader.construct_document(root)
+            finally:
+                loader.dispose()
+    except OSError as error:
+        return None, [f"{name}: cannot be read ({error.strerror}); --memory-config needs a YAML file"]
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that is none
+        return None, [f"{name}: is not YAML ({' '.join(str(error).split())})"]
+    return content, problems
+
+
+def _repeated_keys(root: yaml.Node | None, sections: Collection[str]) -> Iterator[str]:
+    entries = root.value if isinstance(root, yaml.MappingNode) else []
+    seen: set[str] = set()
+    for key, value in entries:
+        if key.value in sections:
+            if key.value in seen:
+                yield f"{key.value}: given twice (again in line {key.start_mark.line + 1}); allowed: once"
+            seen.add(key.value)
+            yield from _repeated_below(value, key.value, frozenset())
+
+
+def _repeated_below(node: yaml.Node, path: str, above: frozenset[int]) -> Iterator[str]:
+    if id(node) in above:  # an alias to a node that contains it
+        return
+    above |= {id(node)}
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _repeated_below(item, f"{path}[{index}]", above)
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            where = f"{path}.{key.value}"
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                yield f"{where}: given twice (again in line {key.start_mark.line + 1}); allowed: once"
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else str(id(key)))
+            yield from _repeated_below(value, where, above)

@@ -1,0 +1,169 @@
+"""Names and patterns of operators."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_mem.plan.operators import both_names, match, near_patterns, pattern_error, with_inline
+
+DENSE = (
+    "input_layernorm",
+    "self_attention",
+    "self_attention.linear_qkv",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "pre_mlp_layernorm",
+    "mlp",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+ATTENTION = {op for op in with_inline(DENSE) if op.startswith("self_attention")}
+MLP = {op for op in with_inline(DENSE) if op == "mlp" or op.startswith("mlp.")}
+MOE = (
+    "mlp",
+    "mlp.router",
+    "mlp.experts",
+    "mlp.experts.local_experts.0.linear_fc1",
+    "mlp.experts.local_experts.0.linear_fc2",
+    "mlp.experts.local_experts.1.linear_fc1",
+    "mlp.shared_experts",
+    "mlp.shared_experts.linear_fc1",
+)
+
+
+OPERATORS = with_inline(DENSE)
+
+
+def selected(pattern, operators=OPERATORS):
+    return set().union(*(hit.operators for hit in match(pattern, operators)))
+
+
+def shown(pattern, operators=OPERATORS):
+    return [hit.shown for hit in match(pattern, operators)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "operators"),
+    [
+        ("attention", ATTENTION),
+        ("self_attention", ATTENTION),
+        ("feed_forward", MLP),
+        ("mlp", MLP),
+        (r".*\.flash_attention", {"self_attention.core_attention"}),
+        (r"attention\.flash_attention", {"self_attention.core_attention"}),
+        (r"self_attention\.core_attention", {"self_attention.core_attention"}),
+        (r"self_attention\.core_attention\.flash_attention", {"self_attention.core_attention"}),
+        (r"attention\.wq", {"self_attention.linear_qkv"}),
+        (r"attention\.wk", {"self_attention.linear_qkv"}),
+        (r"attention\.wv", {"self_attention.linear_qkv"}),
+        (r"attention\.w_qkv", {"self_attention.linear_qkv"}),
+        (r"attention\.wo", {"self_attention.linear_proj"}),
+        (r"attention\.w.", {"self_attention.linear_qkv", "self_attention.linear_proj"}),
+        (r"attention\.apply_rotary_emb", {"self_attention.rotary_pos_emb"}),
+        (r"feed_forward\.w1", {"mlp.linear_fc1"}),
+        (r"feed_forward\.w3", {"mlp.linear_fc1"}),
+        (r"feed_forward\.w_gate_hidden", {"mlp.linear_fc1"}),
+        (r"feed_forward\.w2", {"mlp.linear_fc2"}),
+        (r"feed_forward\.w2\.matmul", {"mlp.linear_fc2"}),
+        (r"feed_forward\.mul", {"mlp.activation_func"}),
+        (r"feed_forward\.w1\.activation", {"mlp.activation_func"}),
+        (r"feed_forward\.w1\.activation\.silu", {"mlp.activation_func"}),
+        ("attention_norm", {"input_layernorm"}),
+        ("ffn_norm", {"pre_mlp_layernorm"}),
+        (r"ffn_norm\.norm", {"pre_mlp_layernorm"}),
+        (r".*\.norm", {"input_layernorm", "pre_mlp_layernorm"}),
+        (".*norm", {"input_layernorm", "pre_mlp_layernorm"}),
+        ("attention|mlp", ATTENTION | MLP),
+        (".*", set(with_inline(DENSE))),
+        (r".*\..*", (ATTENTION | MLP) - {"self_attention", "mlp"}),
+        ("attentio", set()),  # in full, not a prefix
+        ("attention.flash_attention", set()),  # a plain dot is the regex dot inside one part
+        (r"core_attention", set()),  # from the layer on
+        (r"\d", set()),
+    ],
+)
+def test_pattern_selects_node_and_everything_below(pattern, operators):
+    assert selected(pattern) == operators
+
+
+def test_plain_dot_is_any_character_within_a_part():
+    assert selected("self.attention") == ATTENTION
+    assert selected(r"mlp\.linear.fc.") == {"mlp.linear_fc1", "mlp.linear_fc2"}
+
+
+def test_names_are_shown_in_the_vocabulary_that_matched():
+    assert shown("attention") == ["attention"]
+    assert shown("self_attention") == ["self_attention"]
+    assert shown(r".*\.flash_attention") == ["attention.flash_attention"]
+    assert shown(r"attention\.w[kv]") == ["attention.wk"]  # one operator, one line
+
+
+def test_megatron_names_are_shown_if_both_match():
+    assert shown(".*attention") == ["self_attention"]
+    assert shown(r".*\.(core|flash)_attention") == ["self_attention.core_attention"]
+    assert shown("attention|mlp") == ["attention", "mlp"]
+
+
+def test_experts_are_ordinary_children():
+    first = "mlp.experts.local_experts.0.linear_fc1"
+    assert selected(r"mlp\.experts\.local_experts\.0\.linear_fc1", MOE) == {first}
+    second = "mlp.experts.local_experts.1.linear_fc1"
+    assert selected(r"feed_forward\.experts\.local_experts\.\d\.w1", MOE) == {first, second}
+    assert selected(r"mlp\.experts\.local_experts\.1", MOE) == {second}
+
+
+def test_inline_operators_are_known_where_their_container_is():
+    assert {"self_attn_bda", "mlp_bda", "mlp.activation_func", "self_attention.rotary_pos_emb"} <= set(
+        with_inline(DENSE)
+    )
+    inside_moe = set(with_inline(MOE)) - set(MOE)
+    assert inside_moe == {
+        "mlp_bda",
+        "mlp.shared_experts.activation_func",
+        "mlp.experts.local_experts.0.activation_func",
+        "mlp.experts.local_experts.1.activation_func",
+    }
+    latent = with_inline(("self_attention", "self_attention.linear_kv_down_proj"))
+    assert "self_attention.rotary_pos_emb" not in latent
+    assert with_inline(()) == ()
+
+
+def test_both_names():
+    assert both_names("self_attention.core_attention") == (
+        "self_attention.core_attention",
+        ("attention.flash_attention",),
+    )
+    assert both_names("mlp.activation_func")[1] == ("feed_forward.mul", "feed_forward.w1.activation")
+    assert both_names("mlp.linear_fc1")[1][:2] == ("feed_forward.w1", "feed_forward.w3")
+    assert both_names("self_attn_bda") == ("self_attn_bda", ())
+
+
+@pytest.mark.parametrize("operator", with_inline(DENSE + MOE))
+def test_every_name_selects_its_own_operator(operator):
+    megatron, others = both_names(operator)
+    for name in (megatron, *others):
+        hits = match(name.replace(".", r"\."), with_inline(DENSE + MOE))
+        assert [hit.node for hit in hits] == [operator]
+
+
+@pytest.mark.parametrize("pattern", ["", r"attention\.", r"\.attention", "a(", r"attention\.[", "*"])
+def test_what_is_no_pattern(pattern):
+    assert pattern_error(pattern) is not None
+
+
+@pytest.mark.parametrize("pattern", [".*", r"attention\.flash_attention", r"(self_)?attention\.w[qkv]"])
+def test_what_is_a_pattern(pattern):
+    assert pattern_error(pattern) is None
+
+
+def test_near_patterns_can_be_pasted():
+    near = near_patterns("attention.flash_atention", DENSE)
+    assert near[0] == r"attention\.flash_attention"
+    assert all(selected(pattern) for pattern in near)
+    assert near_patterns("zzzzzz", DENSE) == []
+
+
+@given(st.lists(st.sampled_from(with_inline(DENSE + MOE)), unique=True, min_size=1))
+def test_selecting_the_whole_layer_selects_each_operator(operators):
+    assert selected(".*", operators) == set(operators)
+    assert selected(".*", set(operators)) == set(operators)
