@@ -142,7 +142,7 @@ class MemoryPlan:
         if not found and rule.layers is not True:
             self._note(rule.path, f"{rule.pattern!r} matches no operator there", layer)
         if found and not gained:
-            for entry, operators in taken.items():
+            for entry, operators in sorted(taken.items()):
                 self._note(rule.path, f"{entry} names {', '.join(sorted(operators))} first", layer)
         return gained
 

@@ -299,6 +299,12 @@ def test_keys_given_twice(tmp_path):
     assert load_memory_config(file).swap.swap is False
 
 
+def test_file_that_contains_itself(tmp_path):
+    file = tmp_path / "plan.yaml"
+    file.write_text("swap_config: &self {swap: *self, op_swap: &list [*list]}\n")
+    assert [line.partition(":")[0] for line in problems_of(file)] == ["swap_config.swap", "swap_config.op_swap[0]"]
+
+
 numbers = st.integers(min_value=0, max_value=99)
 
 
