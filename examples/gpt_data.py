@@ -1,0 +1,96 @@
+"""Which samples an iteration sees: a function of the number of samples consumed so far, and of nothing else."""
+
+import numpy
+import torch
+from gpt_arguments import UsageError
+from gpt_corpus import locked, prepare_corpus
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+
+
+class Samples:
+    """An endless sequence of samples over one epoch of a Megatron dataset: later epochs are shuffled anew.
+
+    So the order does not depend on how many iterations are planned, and a run that is extended goes on as if it had
+    been planned longer from the start.
+    """
+
+    def __init__(self, dataset, seed):
+        self._dataset, self._seed = dataset, seed
+        self._epoch, self._order = 0, None
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, number):
+        epoch, place = divmod(number, len(self._dataset))
+        if epoch and epoch != self._epoch:
+            self._epoch = epoch
+            self._order = numpy.random.RandomState([self._seed, epoch]).permutation(len(self._dataset))
+        return self._dataset[int(self._order[place]) if epoch else place]
+
+
+def build_datasets(args):
+    """(training Samples, validation Samples or None); sets args.padded_vocab_size. Call it before the ranks meet."""
+    prefixes, tokenizer, indices = prepare_corpus(args)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    weights = [float(weight) for weight in args.split.split(",")]
+    weights += [0.0] * (3 - len(weights))
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(prefixes, None),
+        split=",".join(map(str, weights)),
+        path_to_cache=str(indices),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    if not args.eval_iters:
+        config.split_matrix[Split.valid.value] = None
+    config.split_matrix[Split.test.value] = None  # kept apart from training, but nobody reads it here
+    with locked(indices):
+        _check_sizes(prefixes, config)
+        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, (None, None, None), lambda: True, config).build()
+    if args.eval_iters and valid is None:
+        raise UsageError(f"--eval-iters {args.eval_iters}, but --split {args.split} has no weight for validation")
+    return Samples(train, args.seed), valid and Samples(valid, args.seed)
+
+
+def _check_sizes(prefixes, config):
+    """Refuse a split that holds no whole sample: Megatron would fail on it without a word about the cause."""
+    problems = []
+    for prefix in prefixes:
+        dataset = IndexedDataset(prefix)  # a name of its own: the lengths are unmapped when it dies
+        lengths = dataset.sequence_lengths
+        for split in Split:
+            bounds = config.split_matrix[split.value]
+            if bounds is None:
+                continue
+            begin, end = (int(round(bound * len(lengths))) for bound in bounds)
+            tokens = int(lengths[begin:end].sum())
+            if tokens <= config.sequence_length:
+                problems.append(
+                    f"{prefix}: the {split.name} split has {tokens} tokens, a sample needs {config.sequence_length + 1}; "
+                    "give more text, a shorter --seq-length or other weights (--split)"
+                )
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def microbatches(samples, start, args, data_parallel_rank):
+    """Yields the micro-batches of this data-parallel rank for the samples from number `start` on.
+
+    Each is a dict of int64 tensors [micro-batch, sequence] tokens, labels and position_ids and float32 loss_mask.
+    Whatever the layout, the ranks together walk the samples in the same order.
+    """
+    start += data_parallel_rank * args.micro_batch_size
+    while True:
+        batch = [samples[start + i] for i in range(args.micro_batch_size)]
+        yield {key: torch.stack([sample[key] for sample in batch]) for key in batch[0]}
+        start += args.micro_batch_size * args.data_parallel_size

@@ -1,0 +1,137 @@
+"""Train a GPT on megatron.core, with this pack's features by their flags.
+
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --device cpu --pipeline-model-parallel-size 2
+
+`--help` lists all arguments. Without --data-path it trains on the source text of Python's standard library.
+"""
+
+import mindspeed_mem.megatron_adaptor as mem  # isort: skip  first, as in any Megatron script
+
+import os
+import random
+import sys
+import time
+from datetime import timedelta
+
+import numpy
+import torch
+from gpt_arguments import UsageError, make_parser
+from gpt_validation import complete
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from mindspeed_mem.device import get_backend
+
+COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+@record
+def main():
+    try:
+        train(parse())
+    except UsageError as error:
+        fail(error)
+
+
+def parse():
+    """The arguments, complete and checked, with the pack configured by them. Raises UsageError."""
+    parser = make_parser()
+    mem.add_arguments(parser)
+    args = parser.parse_args()
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems = []
+    for check in (lambda: complete(args, args.world_size), lambda: choose_device(args), lambda: mem.configure(args)):
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+            if not isinstance(error, UsageError):
+                break
+    if problems:
+        raise UsageError("\n".join(problems))
+    return args
+
+
+def choose_device(args):
+    args.device = get_backend(args.device).type
+
+
+def train(args):
+    """The whole job."""
+    # Not at the top: what the pack repairs in megatron.core for this device must be known before it is imported.
+    from gpt_checkpoint import find, load
+    from gpt_data import build_datasets
+    from gpt_model import build_model, build_optimizer, model_config
+    from gpt_train import Trainer
+    from megatron.core import parallel_state
+
+    backend = get_backend(args.device)
+    start = find(args)
+    samples = build_datasets(args)
+    device = set_device(args)
+    torch.distributed.init_process_group(
+        COLLECTIVES[args.device], timeout=timedelta(minutes=args.distributed_timeout_minutes)
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+        )
+        set_seed(args)
+        config = model_config(args, device)
+        chunks = build_model(args, config, device)
+        optimizer, schedule = build_optimizer(args, config, chunks)
+        log(f" {sum(p.numel() for c in chunks for p in c.parameters()):,} parameters on rank 0")
+        if start:
+            for remark in load(args, start, chunks, optimizer, schedule, backend):
+                log(f" {remark}")
+            log(f" continuing after iteration {start} of {args.load}")
+        Trainer(args, backend, device, chunks, optimizer, schedule, samples).run(start)
+        mem.report()
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def set_device(args):
+    """This rank's torch.device, made the current one."""
+    if args.device == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.get_device_module(args.device).set_device(index)
+    if args.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would write over every empty tensor
+    return torch.device(args.device, index)
+
+
+def set_seed(args):
+    """As Megatron does: stages differ, data-parallel replicas do not."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def log(text):
+    if torch.distributed.get_rank() == 0:
+        print(text, flush=True)
+
+
+def fail(error):
+    """Say what is wrong once, and exit with status 2."""
+    if os.environ.get("RANK", "0") != "0":
+        # All ranks see the same problem. torchrun ends the others as soon as one has exited: leave rank 0 the time to
+        # speak. A rank that is still here after that has a problem of its own.
+        time.sleep(20)
+    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+if __name__ == "__main__":  # dist_checkpointing starts a process that imports this file again
+    main()
