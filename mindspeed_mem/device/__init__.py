@@ -31,13 +31,12 @@ def get_backend(name: str | None = None) -> Backend:
     if wanted == "auto":
         wanted = next(known for known in _BACKENDS if _why_absent(known) is None)
     said = f"device {wanted!r}" + ("" if wanted == name else f" (from {_VARIABLE})")
-    present = ", ".join(available_backends())
     if wanted not in _BACKENDS:
-        raise DeviceError(f"{said} is unknown; allowed: auto, {', '.join(_BACKENDS)}; present here: {present}")
+        raise DeviceError(f"{said} is unknown; allowed: auto, {', '.join(_BACKENDS)}; present here: {_present()}")
     reason = _why_absent(wanted)
     if reason is not None:
         raise DeviceError(
-            f"{said} is not available: {reason}; present here: {present}; "
+            f"{said} is not available: {reason}; present here: {_present()}; "
             f"choose one of these or auto (--device or {_VARIABLE}), or make {wanted} available"
         )
     return _make(wanted)
@@ -46,6 +45,10 @@ def get_backend(name: str | None = None) -> Backend:
 def available_backends() -> tuple[str, ...]:
     """Names of the devices that `get_backend` can give here, best first."""
     return tuple(name for name in _BACKENDS if _why_absent(name) is None)
+
+
+def _present() -> str:
+    return ", ".join(available_backends())
 
 
 def _why_absent(name: str) -> str | None:

@@ -27,11 +27,11 @@ class Ledger:
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count `storage` until it is freed; seeing it again changes nothing."""
-        if storage in self._seen:
-            return
-        nbytes = storage.nbytes()
         with self._lock:
+            if storage in self._seen:
+                return
             self._seen.add(storage)
+            nbytes = storage.nbytes()
             self.allocated += nbytes
             self.peak = max(self.peak, self.allocated)
         weakref.finalize(storage, self._freed, nbytes).atexit = False

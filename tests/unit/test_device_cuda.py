@@ -1,0 +1,171 @@
+"""The CUDA backend on a real GPU; without one, only how its host buffers are registered, with a stand-in runtime."""
+
+import gc
+import types
+
+import pytest
+import torch
+
+from mindspeed_mem.device import get_backend
+from mindspeed_mem.device.slabs import HostSlabs
+
+MB = 1 << 20
+
+
+class StandInRuntime:
+    """Notes what is registered; `refuse` makes registration fail as a locked-memory limit does."""
+
+    def __init__(self, refuse=False):
+        self.refuse, self.calls, self.registered = refuse, 0, {}
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.calls += 1
+        if not self.refuse:
+            self.registered[address] = nbytes
+        return 2 if self.refuse else 0
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def unplugged(monkeypatch):
+    """A CudaBackend and its runtime, which is a stand-in."""
+    from mindspeed_mem.device.cuda import CudaBackend
+
+    runtime = StandInRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return CudaBackend(), runtime
+
+
+def test_host_buffers_are_exact_aligned_and_registered_while_they_live(unplugged):
+    backend, runtime = unplugged
+    buffer = backend.host_empty(5000)
+    address = buffer.data_ptr()
+    assert runtime.registered == {address: 5000} and address % 4096 == 0
+    assert buffer.dtype == torch.uint8 and buffer.untyped_storage().nbytes() == 5000
+    view = buffer.fill_(9)[10:].view(-1, 10)
+    del buffer
+    gc.collect()
+    assert runtime.registered == {address: 5000}  # a view keeps it
+    assert int(view.sum()) == 9 * 4990
+    del view
+    assert runtime.registered == {}
+    assert backend.host_empty(0).numel() == 0 and runtime.calls == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pinning by torch works here")
+def test_a_refused_registration_falls_back_and_the_error_is_not_left_behind(unplugged, monkeypatch):
+    backend, runtime = unplugged
+    forgotten = []
+    monkeypatch.setattr("mindspeed_mem.device.cuda._forget_error", lambda: forgotten.append(1))
+    runtime.refuse = True
+    with pytest.warns(RuntimeWarning, match="cuda: host memory cannot be pinned"):
+        buffer = backend.host_empty(5000)
+    assert buffer.numel() == 5000 and runtime.calls == len(forgotten) == 1 and runtime.registered == {}
+
+
+@pytest.fixture
+def backend():
+    return get_backend("cuda")
+
+
+@pytest.mark.gpu
+def test_a_round_trip_is_exact_and_asynchronous(backend):
+    compute, out, in_ = backend.current_stream(), backend.new_stream("out"), backend.new_stream("in")
+    assert not compute.side and out.side and out != in_ and compute == backend.current_stream()
+    expected = []
+    slabs = HostSlabs(backend, limit_bytes=200 * MB)
+    for size in (1, 4097, 3 * MB + 1, 64 * MB):
+        source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=backend.device)
+        slab = slabs.take(size)
+        assert slab.buffer.is_pinned() and slab.buffer.numel() == size
+        backend.wait(out, backend.record(compute), "written")
+        backend.copy(slab.buffer, source, out)
+        copied = backend.record(out)
+        backend.wait(compute, copied, "copied out")
+        wanted = source.clone()
+        del source
+        target = backend.empty(size)
+        backend.wait(in_, backend.record(compute), "allocated")
+        backend.copy(target, slab.buffer, in_)
+        back = backend.record(in_)
+        backend.wait(compute, back, "copied in")
+        slabs.give(slab, back)
+        expected.append(torch.equal(target, wanted))
+        assert backend.owns(target) and not backend.owns(slab.buffer)
+    assert expected == [True] * 4
+    backend.synchronize()
+    assert backend.stall_seconds() > 0
+    assert slabs.clear() == sum((1, 4097, 3 * MB + 1, 64 * MB)) and slabs.bytes_held == 0
+
+
+@pytest.mark.gpu
+def test_the_host_goes_on_and_an_event_happens_later(backend):
+    side = backend.new_stream("out")
+    source, host = backend.empty(512 * MB), backend.host_empty(512 * MB)
+    backend.synchronize()
+    for _ in range(4):
+        backend.copy(host, source, side)
+    event = backend.record(side)
+    assert not backend.done(event)
+    before = backend.stall_seconds()
+    backend.wait(backend.current_stream(), event, "x")
+    backend.synchronize(event)
+    assert backend.done(event)
+    backend.synchronize()
+    once = backend.stall_seconds()
+    assert once > before
+    backend.wait(backend.current_stream(), event, "x")
+    backend.synchronize()
+    assert backend.stall_seconds() == once  # nothing to wait for
+
+
+@pytest.mark.gpu
+def test_recycled_events_keep_their_meaning(backend):
+    side = backend.new_stream("out")
+    target, source = backend.empty(64 * MB), backend.host_empty(64 * MB)
+    for value in range(1, 30):
+        source.fill_(value)
+        backend.copy(target, source, side)
+        backend.wait(backend.current_stream(), backend.record(side), "x")
+        total = target[::MB].sum()
+        backend.wait(side, backend.record(backend.current_stream()), "y")
+        assert int(total) == value * 64
+
+
+@pytest.mark.gpu
+def test_memory_figures_versions_and_random_state(backend):
+    backend.reset_peak()
+    before = backend.allocated()
+    buffer = backend.empty(32 * MB)
+    assert backend.allocated() - before >= 32 * MB <= backend.peak()
+    version = buffer._version
+    host = backend.host_empty(32 * MB)
+    backend.copy(buffer, host, backend.current_stream())
+    backend.synchronize()
+    assert buffer._version == version
+    state = backend.rng_state()
+    first = torch.rand(5, device=backend.device)
+    backend.set_rng_state(state)
+    assert torch.equal(torch.rand(5, device=backend.device), first)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        backend.empty(backend.limit() * 2)
+    assert backend.is_out_of_memory(caught.value)
+    assert backend.describe()["memory_bytes"] == backend.limit() > 0
+
+
+@pytest.mark.gpu
+def test_a_host_buffer_of_an_odd_size_costs_no_more_than_its_pages(backend):
+    gc.collect()
+    runtime, registered = torch.cuda.cudart(), []
+    noting = types.SimpleNamespace(
+        cudaHostRegister=lambda a, n, f: registered.append(n) or runtime.cudaHostRegister(a, n, f),
+        cudaHostUnregister=runtime.cudaHostUnregister,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: noting)
+        buffer = backend.host_empty(33 * MB + 5)
+    assert registered == [33 * MB + 5] and buffer.is_pinned()
+    del buffer
