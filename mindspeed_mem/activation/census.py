@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
-from mindspeed_mem.activation.records import Record
-
 
 class Census:
-    """One forward's records per model chunk; later forwards of the chunk replace nothing."""
+    """The storages of one forward per model chunk."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[Record, tuple]] = []
+        self._open: list[dict[str, Any]] = []
+        self._row_of: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._done: dict[int, list[dict[str, Any]]] = {}
 
-    def add(self, record: Record, tensor: torch.Tensor) -> None:
-        self._open.append((record, (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))))
-
-    def finish(self, chunk: int) -> None:
-        """One micro-batch has gone forward through ``chunk``."""
-        rows = [
-            {
-                "layer": record.layer,
-                "op": record.op,
-                "bytes": record.nbytes,
-                "shape": shape,
-                "dtype": dtype,
-                "saved_by": sorted(record.savers),
+    def add(self, layer: int, op: str, tensor: torch.Tensor, storage: torch.UntypedStorage, saver: tuple) -> None:
+        """``saver`` (layer, op) saves a tensor of ``storage``, which ``op`` of ``layer`` produced (-1: from outside)."""
+        row = self._row_of.get(storage)
+        if row is None:
+            row = self._row_of[storage] = {
+                "layer": layer,
+                "op": op,
+                "bytes": storage.nbytes(),
+                "shape": tuple(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "saved_by": set(),
             }
-            for record, (shape, dtype) in self._open
-        ]
+            self._open.append(row)
+        row["saved_by"].add(saver)
+
+    def finish(self, chunk: int) -> bool:
+        """One micro-batch has gone forward through ``chunk``; returns whether that chunk had been counted before."""
+        if not self._open or chunk in self._done:
+            return bool(self._done)
+        self._done[chunk] = [{**row, "saved_by": sorted(row["saved_by"])} for row in self._open]
         self._open.clear()
-        if rows:
-            self._done.setdefault(chunk, rows)
+        self._row_of.clear()
+        return False
 
     def storages(self) -> list[dict[str, Any]]:
         """One dict per storage: producing layer and op (layer -1: from outside), bytes, shape, dtype, who saved it."""

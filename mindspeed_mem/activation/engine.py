@@ -23,7 +23,7 @@ from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.mover import Mover
 from mindspeed_mem.activation.order import BACKWARD, FORWARD, RecordedOrder
 from mindspeed_mem.activation.pinned import PinnedWatch
-from mindspeed_mem.activation.records import COPYING, HOST, KEPT, LOADED, Handle, Record
+from mindspeed_mem.activation.records import HOST, KEEP, KEPT, LOADED, Handle, Record
 from mindspeed_mem.device.slabs import HostSlabs
 from mindspeed_mem.plan import MemoryConfig, MemoryPlan, resolve
 
@@ -45,6 +45,8 @@ class Engine:
         self.num_layers = 0
         self.moved_by_operator: Counter[tuple[int, str]] = Counter()
         self._covered: set[int] | None = None  # None: all layers
+        self._by_producer_only = True  # no entry moves what an operator saves: who produced a storage decides at once
+        self._counting = watch_only  # the census is open
         self._stack: list[tuple[int, str, bool]] = []  # (layer, operator, is a marker) now running, innermost last
         self._frame: Frame | None = None
         self._scheduled = False  # a schedule says when micro-batches begin and end
@@ -71,9 +73,12 @@ class Engine:
         self.plan = resolve(self.config, layers, self.num_layers)
         if not self.watch_only:
             touched = self.plan.layers_touched()
+            self._by_producer_only = not self.plan.selects_by_saver
             self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
         for line in self.plan.log_lines():
             logger.info(line)
+        for notice in self.plan.notices:
+            logger.warning(notice)
 
     # ---- regions
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
@@ -85,7 +90,9 @@ class Engine:
             return original(module, *args, **kwargs)
         self._enter_layer(layer, args, kwargs)
         if self._covered is not None and layer not in self._covered:
-            return self._run_operator(layer, path, original, module, args, kwargs)
+            result = self._run_operator(layer, path, original, module, args, kwargs)
+            self._sign_at(result)
+            return result
         with saved_tensors_hooks(self._pack, self._unpack):
             return self._run_operator(layer, path, original, module, args, kwargs)
 
@@ -102,6 +109,15 @@ class Engine:
             raise
         self._stop(depth)
         return result
+
+    def _sign_at(self, result: Any) -> None:
+        """A layer that runs natively still tells when its backward starts, for what is to be back by then."""
+        output = _first(result)
+        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        if node is not None and self._covered:
+            frame, number = self._frame, self._frame.count
+            frame.saved_by(number)
+            node.register_prehook(lambda _: self._backward_reaches(frame, number))
 
     def mark_start(self, name: str) -> None:
         """Inline operator ``name`` starts inside the running module."""
@@ -145,7 +161,10 @@ class Engine:
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
                 if type(tensor) is torch.Tensor and tensor.grad_fn is None:
                     # masks, tables, what a stage received: others hold them, so moving them would free nothing
-                    tensor.untyped_storage()._mem_outside = True
+                    storage = tensor.untyped_storage()
+                    storage._mem = KEEP
+                    if tensor.requires_grad:
+                        LEDGER.enter(storage, owned=False)
 
     def _new_frame(self, key: tuple[int | None, int]) -> Frame:
         if self._frame is not None and not self._scheduled:
@@ -188,8 +207,8 @@ class Engine:
             if record is not None:
                 self.moved_by_operator[record.layer, record.op] += record.nbytes
                 self.pinned.check(record, output)
-        if self.census is not None:
-            self.census.finish(frame.key[1])
+        if self._counting:
+            self._counting = not self.census.finish(frame.key[1])
 
     def begin_backward(self, output: Any) -> None:
         """The backward of the pass that returned ``output`` begins."""
@@ -215,59 +234,63 @@ class Engine:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
             return tensor
-        frame = self._frame
-        number = frame.count
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not self.backend.owns(tensor):
             return tensor.detach()
-        if tensor.is_conj() or tensor.is_neg():
-            return Handle(tensor, None, number)
+        frame = self._frame
+        number = frame.count
+        frame.saved_by(number)
         storage = tensor.untyped_storage()
-        ref = getattr(storage, "_mem_record", None)
-        record = ref() if ref is not None else None
+        mark = getattr(storage, "_mem", None)
+        if mark is KEEP and not self._counting:
+            return Handle(tensor, None, frame, number)
+        record = mark() if mark is not None and mark is not KEEP else None
         if record is not None and record.state != KEPT and record.version != tensor._version:
-            # its content changed since it was copied: what was copied stays with the earlier handles
-            self.mover.cancel(record)
+            self.mover.cancel(record)  # its content changed: what was copied stays with the earlier handles
             record = record if record.state == KEPT else None
-        if record is None:
-            record = self._new_record(tensor, storage, frame)
-            if record is None:
-                return Handle(tensor, None, number)
         layer, op, _ = self._stack[-1]
-        record.savers.add((layer, op))
-        if record.fixed:
-            return Handle(tensor, None, number)
-        handle = Handle(tensor, record, number)
+        if record is None:
+            record = self._new_record(tensor, storage, frame, mark is KEEP, layer, op)
+            if record is None:
+                return Handle(tensor, None, frame, number)
+        handle = Handle(tensor, record, frame, number)
         record.handles.append(weakref.ref(handle))
         record.last_use = max(record.last_use, number)
-        frame.saved_by(number)
         if record.state in (HOST, LOADED):
             handle.let_go()
-        elif record.state == KEPT and not self.watch_only:
-            distance = self._distance(record, layer, op)
+        elif record.state == KEPT:
+            distance = self._distance(record.layer, record.op, layer, op)
             if distance is not None:
                 frame.select(record, distance)
         return handle
 
-    def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage, frame: Frame) -> Record | None:
-        if not storage.nbytes() or getattr(storage, "_mem_static", False):
+    def _new_record(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, frame: Frame, keep: bool, layer: int, op: str
+    ) -> Record | None:
+        """Look at a storage for the first time; None when nothing in the plan can ever select it."""
+        nbytes = storage.nbytes()
+        if not nbytes or getattr(storage, "_mem_static", False):
+            storage._mem = KEEP
             return None
-        outside = getattr(storage, "_mem_outside", False)
-        owner = OUTSIDE if outside else frame.owner_of(tensor)
+        keep = keep or tensor.is_conj() or tensor.is_neg()
+        owner = OUTSIDE if keep else frame.owner_of(tensor)
         token = LEDGER.enter(storage, owner is not OUTSIDE)
-        fixed = outside or getattr(storage, "_mem_managed", False)
-        record = Record(self.mover, frame, owner, storage, token, tensor._version, fixed)
-        storage._mem_record = weakref.ref(record)
-        if self.census is not None:
-            self.census.add(record, tensor)
+        if self._counting:
+            self.census.add(owner[0], owner[1], tensor, storage, (layer, op))
+        if keep or (self._by_producer_only and self._distance(owner[0], owner[1], layer, op) is None):
+            storage._mem = KEEP
+            return None
+        record = Record(self.mover, frame, owner, storage, token, tensor._version)
+        storage._mem = weakref.ref(record)
         return record
 
-    def _distance(self, record: Record, layer: int, op: str) -> int | None:
-        """How far ahead this storage is moved: by its producer's entry, else by that of the operator saving it now."""
-        if record.layer >= 0:
-            swap = self._decision(record.layer, record.op)
-            if swap is not None and swap.activations != "saved":
-                return swap.distance
+    def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
+        """How far ahead a storage is moved: by its producer's entry, else by that of the operator saving it now."""
         swap = self._decision(layer, op)
+        if swap is not None and swap.activations != "saved":
+            return swap.distance
+        if self._by_producer_only:
+            return None
+        swap = self._decision(saver_layer, saver)
         return swap.distance if swap is not None and swap.activations != "produced" else None
 
     def _decision(self, layer: int, op: str):
@@ -277,18 +300,16 @@ class Engine:
         if type(kept) is not Handle:
             return kept
         kept.check_version()
-        record = kept.record
-        if record is None:
-            return kept.view()
-        frame = record.frame
-        if self._frame is None and not frame.forward_done:
-            frame.finish_forward()  # no schedule told us
-        frame.backward_reaches(kept.number)
-        if self._next is not None and self._frame is frame:
-            self._next.backward_reaches(self._next.count + kept.number)
+        self._backward_reaches(kept.frame, kept.number)
         if kept.layout is not None:
-            self.mover.await_load(record)
+            self.mover.await_load(kept.record)
         return kept.view()
+
+    def _backward_reaches(self, frame: Frame, number: int) -> None:
+        if not frame.forward_done:
+            frame.finish_forward()  # no schedule told us
+        if frame.backward_reaches(number) and self._next is not None and self._frame is frame:
+            self._next.backward_reaches(self._next.count + number)
 
     # ---- figures
     def report(self) -> dict[str, Any]:
@@ -328,9 +349,16 @@ def start(
     config: MemoryConfig, backend: Backend, host_limit_bytes: int | None = None, watch_only: bool = False
 ) -> Engine:
     """Make this process's engine, replacing an earlier one (whose handles stay valid)."""
+    engine = Engine(config, backend, host_limit_bytes, watch_only)
+    use(engine)
+    return engine
+
+
+def use(engine: Engine | None) -> Engine | None:
+    """Make ``engine`` this process's engine from now on; return the earlier one. Not in the middle of a step."""
     global _engine
-    _engine = Engine(config, backend, host_limit_bytes, watch_only)
-    return _engine
+    _engine, earlier = engine, _engine
+    return earlier
 
 
 def current() -> Engine | None:
@@ -339,5 +367,4 @@ def current() -> Engine | None:
 
 def stop() -> None:
     """No engine from now on; handles that autograd still holds stay valid."""
-    global _engine
-    _engine = None
+    use(None)

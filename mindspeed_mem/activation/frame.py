@@ -40,6 +40,7 @@ class Frame:
         self._saving: list[int] = []  # numbers of the operators that saved something, ascending
         self._queue: list[tuple[int, weakref.ref[Record]]] | None = None  # (copy-in time, record), descending
         self._cursor = 0
+        self._reached = 1 << 62  # the lowest operator whose backward has been seen to start
 
     # ---- forward
     def switch(self, layer: int, op: str, number: int) -> None:
@@ -97,14 +98,20 @@ class Frame:
         self.forward_done = True
 
     # ---- backward
-    def backward_reaches(self, number: int) -> None:
-        """Backward of operator ``number`` is about to start; numbers above `count` are operators that run before it."""
+    def backward_reaches(self, number: int) -> bool:
+        """Backward of operator ``number`` is about to start; numbers above `count` are operators that run before it.
+
+        Returns whether that is news.
+        """
+        if number >= self._reached:
+            return False
+        self._reached = number
         if self._queue is None:
             live = [record for ref in self.moved if (record := ref()) is not None and record.state == HOST]
             live.sort(key=lambda r: (r.last_use + r.distance, r.last_use, r.number), reverse=True)
             self._queue = [(record.last_use + record.distance, weakref.ref(record)) for record in live]
         if self._cursor >= len(self._queue):
-            return
+            return True
         if number > self.count + 1:
             below = number - 1
         else:
@@ -115,3 +122,4 @@ class Frame:
             self._cursor += 1
         if self._cursor > start:
             self.mover.load([r for _, ref in self._queue[start : self._cursor] if (r := ref()) is not None])
+        return True

@@ -20,7 +20,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.ledger import LEDGER
-from mindspeed_mem.activation.records import COPYING, HOST, KEPT, LOADED, Record
+from mindspeed_mem.activation.records import COPYING, HOST, KEEP, KEPT, LOADED, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -152,6 +152,8 @@ class Mover:
 
     def _stays(self, record: Record) -> None:
         record.state = KEPT
+        if (storage := record.storage()) is not None:
+            storage._mem = KEEP
         self.stayed_bytes += record.nbytes
         if not self._warned_full:
             self._warned_full = True

@@ -7,6 +7,7 @@ counter, so a change in place after saving is found at unpack, as autograd does 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 # States of a record. KEPT: stays on the device. DEVICE: selected, not copied yet. COPYING: copy out under way or done,
 # device memory still held. HOST: device memory released. LOADED: copied back (perhaps still in flight).
 KEPT, DEVICE, COPYING, HOST, LOADED = "kept", "device", "copying", "host", "loaded"
+
+KEEP = object()
+"""On a storage (as ``_mem``, where a movable one has a weak reference to its record): stays on the device for good."""
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -47,9 +51,7 @@ class Record:
         "storage",
         "token",
         "handles",
-        "savers",
         "version",
-        "fixed",
         "slab",
         "source",
         "out_event",
@@ -66,7 +68,6 @@ class Record:
         storage: torch.UntypedStorage,
         token: Token,
         version: int,
-        fixed: bool,
     ):
         self.mover, self.frame = mover, frame
         self.layer, self.op, self.number = owner
@@ -74,8 +75,7 @@ class Record:
         self.nbytes, self.state = token.nbytes, KEPT
         self.storage, self.token = weakref.ref(storage), token
         self.handles: list[weakref.ref[Handle]] = []
-        self.savers: set[tuple[int, str]] = set()
-        self.version, self.fixed = version, fixed
+        self.version = version
         self.slab = self.source = self.out_event = self.buffer = self.in_event = None
 
     def live_handles(self) -> list[Handle]:
@@ -97,18 +97,18 @@ class Record:
         self.state = HOST
 
     def __del__(self) -> None:
-        if self.state in (COPYING, HOST, LOADED):
+        if self.state in (COPYING, HOST, LOADED) and not sys.is_finalizing():
             self.mover.retire(self)
 
 
 class Handle:
-    """One saved tensor: what autograd keeps instead of it."""
+    """One saved tensor: what autograd keeps instead of it. ``record`` is None when it stays on the device for good."""
 
-    __slots__ = ("alias", "version", "record", "number", "layout", "__weakref__")
+    __slots__ = ("alias", "version", "record", "frame", "number", "layout", "__weakref__")
 
-    def __init__(self, tensor: torch.Tensor, record: Record | None, number: int):
+    def __init__(self, tensor: torch.Tensor, record: Record | None = None, frame: Frame | None = None, number: int = 0):
         self.alias, self.version = tensor.detach(), tensor._version
-        self.record, self.number = record, number
+        self.record, self.frame, self.number = record, frame, number
         self.layout = None
 
     def let_go(self) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mem.activation.records import KEEP
+
 
 def mark_static(models: Iterable[nn.Module]) -> None:
     """Parameters and buffers of these models are never moved, whatever view of them is saved."""
@@ -21,4 +23,4 @@ def mark_managed(outputs: Any) -> None:
     """These outputs' storages are emptied and refilled in place by their producer: they are never moved."""
     for tensor in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
         if isinstance(tensor, torch.Tensor):
-            tensor.untyped_storage()._mem_managed = True
+            tensor.untyped_storage()._mem = KEEP

@@ -88,6 +88,11 @@ class MemoryPlan:
             or (layer not in self._layers and any(r.covers(layer) for r in (*self._op_rules, *self._layer_rules)))
         }
 
+    @property
+    def selects_by_saver(self) -> bool:
+        """Whether any entry moves what an operator saves, whoever produced it (``activations: saved`` or ``both``)."""
+        return any(rule.swap.activations != "produced" for rule in (*self._op_rules, *self._layer_rules))
+
     def log_lines(self) -> list[str]:
         """The decisions as MindFormers logs them, layer by layer."""
         return list(self._log)

@@ -1,0 +1,190 @@
+"""Step time and activation bytes of swap variants and their peers, interleaved in one process.
+
+    python benchmarks/swap.py                       # CPU, small layers
+    python benchmarks/swap.py --device cuda         # 7B-shaped layers, bf16
+    python benchmarks/swap.py --json results.json
+
+Figures are ratios of medians to the same model without the pack (``no pack``: no symbol replaced). The step is forward
+and backward without an optimizer, so that nothing dilutes the ratios. Bytes are measured in a step of their own: on a
+device, what the allocator had at most above the step's start; on the CPU, the ledger's peak of activations kept for
+backward (``save_on_cpu`` keeps its copies in the same memory there, so it has no figure).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
+
+import torch  # noqa: E402
+from gpt import build, make_step, start_one_rank  # noqa: E402
+from timing import interleaved, machine, summary  # noqa: E402
+
+from mindspeed_mem.activation import engine as engines  # noqa: E402
+from mindspeed_mem.activation.ledger import LEDGER  # noqa: E402
+from mindspeed_mem.activation.meter import ActivationMeter  # noqa: E402
+from mindspeed_mem.device import get_backend  # noqa: E402
+from mindspeed_mem.patching import REGISTRY  # noqa: E402
+from mindspeed_mem.plan import load_memory_config  # noqa: E402
+
+SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
+    "cpu": (4, 256, 4, 688, 256, 2, 2, 512),
+    "cuda": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
+    "npu": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
+}
+SWAP_PATCHES = [
+    "mindspeed_mem.patches." + name
+    for name in ("swap_linear", "swap_markers", "swap_recompute", "swap_schedules", "swap_transformer_block")
+]
+
+
+def entry(**more) -> dict:
+    return {"swap_config": {"swap": True, **more}}
+
+
+def variants(prefetch: int, layers: int) -> dict[str, dict | None]:
+    """Name -> memory configuration; None where no engine runs."""
+    everywhere = {"backward_prefetch": prefetch, "layers": True}
+    return {
+        "no pack": None,
+        "nothing selected": entry(layer_swap=[{"backward_prefetch": 1, "layers": []}]),
+        "handles, all kept": {},
+        "swap core attention": entry(default_prefetch=prefetch),
+        "swap core attention, half the layers": entry(
+            op_swap=[
+                {
+                    "op_name": r".*\.core_attention",
+                    "backward_prefetch": prefetch,
+                    "layers": list(range(0, layers, 2)),
+                }
+            ]
+        ),
+        "swap everything": entry(layer_swap=[everywhere]),
+        "save_on_cpu": None,
+        "Megatron full recompute": None,
+    }
+
+
+class Settings:
+    """Puts variants in place and takes them away."""
+
+    def __init__(self, model, backend, prefetch: int, layers: int):
+        self.model, self.backend = model, backend
+        self.config = model.config
+        self.engines = {}
+        for name, plan in variants(prefetch, layers).items():
+            if plan is not None:
+                self.engines[name] = engines.start(load_memory_config(plan), backend, watch_only=not plan)
+                self.engines[name].num_layers = layers
+        engines.stop()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str):
+        engine = self.engines.get(name)
+        if engine is not None:
+            REGISTRY.apply(SWAP_PATCHES)
+            engines.use(engine)
+        elif name == "Megatron full recompute":
+            self.config.recompute_granularity, self.config.recompute_method = "full", "uniform"
+            self.config.recompute_num_layers = 1
+        hooks = contextlib.nullcontext()
+        if name == "save_on_cpu":
+            hooks = torch.autograd.graph.save_on_cpu(pin_memory=self.backend.type != "cpu")
+        try:
+            with hooks:
+                yield
+        finally:
+            engines.stop()
+            REGISTRY.undo(SWAP_PATCHES)
+            self.config.recompute_granularity = self.config.recompute_method = None
+            self.config.recompute_num_layers = None
+
+
+def held_at_peak(name: str, setting, step, backend) -> int | None:
+    """Bytes of one step's activations at their peak."""
+    gc.collect()
+    with setting(name):
+        if backend.type != "cpu":
+            backend.synchronize()
+            backend.reset_peak()
+            before = backend.allocated()
+            step()
+            backend.synchronize()
+            return backend.peak() - before
+        if name == "save_on_cpu":
+            return None
+        with ActivationMeter(backend):
+            LEDGER.reset_peak()
+            step()
+            return LEDGER.held.peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    mem.add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
+    parser.add_argument("--shape", type=int, nargs=8, metavar="N", help="layers hidden heads ffn seq mbs n_mb vocab")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    args = parser.parse_args()
+    backend = get_backend(None if args.device in (None, "auto") else args.device)
+    mem.configure({"device": backend.type, "sdpa_attention": True})
+    shape = args.shape or SHAPES[backend.type]
+    layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape
+    device = start_one_rank(backend.type)
+    if backend.type == "cpu":
+        torch.set_num_threads(1)
+    REGISTRY.apply(SWAP_PATCHES)
+    model = build(device, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
+    REGISTRY.undo(SWAP_PATCHES)
+    step = make_step(model, device, seq, micro_batch, micro_batches, vocab)
+    setting = Settings(model, backend, args.prefetch, layers)
+    names = list(variants(args.prefetch, layers))
+    seconds, losses = interleaved(names, setting, step, args.rounds, backend.synchronize), {}
+    rows = summary(seconds, "no pack")
+    for name in names:
+        rows[name]["peak_bytes"] = held_at_peak(name, setting, step, backend)
+        with setting(name):
+            losses[name] = step()
+        rows[name]["same_losses"] = losses[name] == losses["no pack"]
+        if name in setting.engines:
+            engine = setting.engines[name].report()
+            rows[name] |= {"stall_ms_per_step": 1e3 * engine["stall_seconds"] / (args.rounds + 3)}
+            rows[name] |= {"bytes_out_per_step": engine["bytes_out"] // (args.rounds + 3)}
+    print(table(rows))
+    if args.json:
+        shape_names = ("layers", "hidden", "heads", "ffn", "seq", "micro_batch", "micro_batches", "vocab")
+        args.json.write_text(
+            json.dumps(
+                {
+                    "benchmark": "swap",
+                    "machine": machine(backend.type),
+                    "rounds": args.rounds,
+                    "prefetch": args.prefetch,
+                    "shape": dict(zip(shape_names, shape, strict=True)),
+                    "variants": rows,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+
+
+def table(rows: dict[str, dict]) -> str:
+    lines = [f"{'variant':38} {'median ms':>10} {'ratio':>7} {'peak MiB':>9} {'losses':>7}"]
+    for name, row in rows.items():
+        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
+        same = "equal" if row["same_losses"] else "DIFFER"
+        lines.append(f"{name:38} {row['median_ms']:>10.1f} {row['ratio_of_medians']:>7.3f} {peak:>9} {same:>7}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
