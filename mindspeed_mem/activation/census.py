@@ -17,7 +17,7 @@ class Census:
         self._done: dict[int, list[dict[str, Any]]] = {}
 
     def add(self, layer: int, op: str, tensor: torch.Tensor, storage: torch.UntypedStorage, saver: tuple) -> None:
-        """``saver`` (layer, op) saves a tensor of ``storage``, which ``op`` of ``layer`` produced (-1: from outside)."""
+        """``saver`` (layer, op) saves a tensor of ``storage``, which ``op`` of ``layer`` produced (-1: outside)."""
         row = self._row_of.get(storage)
         if row is None:
             row = self._row_of[storage] = {

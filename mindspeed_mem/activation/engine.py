@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.census import Census
@@ -23,7 +22,7 @@ from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.mover import Mover
 from mindspeed_mem.activation.order import BACKWARD, FORWARD, RecordedOrder
 from mindspeed_mem.activation.pinned import PinnedWatch
-from mindspeed_mem.activation.records import HOST, KEEP, KEPT, LOADED, Handle, Record
+from mindspeed_mem.activation.records import HOST, KEEP, KEPT, LOADED, Handle, Record, movable, native
 from mindspeed_mem.device.slabs import HostSlabs
 from mindspeed_mem.plan import MemoryConfig, MemoryPlan, resolve
 
@@ -39,6 +38,7 @@ class Engine:
     def __init__(self, config: MemoryConfig, backend: Backend, host_limit_bytes: int | None, watch_only: bool = False):
         self.config, self.backend, self.watch_only = config, backend, watch_only
         self.mover = Mover(backend, HostSlabs(backend, host_limit_bytes))
+        self._device_type = "cpu" if backend.type == "simulated" else backend.type
         self._stalled_before = backend.stall_seconds()
         self.order, self.pinned, self.census = RecordedOrder(), PinnedWatch(), Census() if watch_only else None
         self.plan: MemoryPlan | None = None
@@ -232,10 +232,8 @@ class Engine:
 
     # ---- the hook
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
-            return tensor
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not self.backend.owns(tensor):
-            return tensor.detach()
+        if not movable(tensor, self._device_type):
+            return native(tensor)
         frame = self._frame
         number = frame.count
         frame.saved_by(number)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.ledger import LEDGER
-from mindspeed_mem.activation.records import Handle
+from mindspeed_mem.activation.records import Handle, movable, native
 
 
 class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
@@ -19,17 +18,15 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, backend):
-        self._owns = backend.owns
+        self._device_type = "cpu" if backend.type == "simulated" else backend.type
         self._backend = backend
         self._before: dict[str, float] = {}
         super().__init__(self._keep, self._restore)
         self.take()
 
     def _keep(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
-            return tensor
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not self._owns(tensor):
-            return tensor.detach()
+        if not movable(tensor, self._device_type):
+            return native(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes() and not getattr(storage, "_mem_static", False):
             LEDGER.enter(storage, owned=False)

@@ -9,8 +9,8 @@ Pass = tuple[str, int | None, int]  # direction, micro-batch, model chunk
 class RecordedOrder:
     """The order of passes of a schedule call, keyed by what determines it (number of micro-batches, training or not).
 
-    The first call of a kind predicts nothing; a call that departs from the recorded order predicts nothing from there on
-    and is recorded anew.
+    The first call of a kind predicts nothing; a call that departs from the recorded order predicts nothing from there
+    on and is recorded anew.
     """
 
     def __init__(self) -> None:

@@ -60,6 +60,4 @@ def _holder(storage: torch.UntypedStorage, output: Any) -> str:
 
 
 def _is_view(value: Any, storage: torch.UntypedStorage) -> bool:
-    return (
-        isinstance(value, torch.Tensor) and value.layout is torch.strided and value.untyped_storage() is storage
-    )
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.untyped_storage() is storage

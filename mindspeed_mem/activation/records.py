@@ -35,6 +35,19 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return _EMPTY[key]
 
 
+def movable(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether a saved tensor is an ordinary activation on the device: no parameter, subclass or other layout."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != device_type:
+        return False
+    base = tensor._base  # aten's linear saves ``weight.t()``, an ordinary tensor
+    return base is None or type(base) is torch.Tensor
+
+
+def native(tensor: torch.Tensor) -> torch.Tensor:
+    """What a hook hands back for a tensor it leaves alone; an output itself would build a cycle with its graph."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
 class Record:
     """One storage that backward needs. Handles hold it; it dies with the last of them."""
 
