@@ -36,10 +36,6 @@ class Ledger:
             self.peak = max(self.peak, self.allocated)
         weakref.finalize(storage, self._freed, nbytes).atexit = False
 
-    def ignore(self, storage: torch.UntypedStorage) -> None:
-        """Never count `storage`: it stands for memory elsewhere."""
-        self._seen.add(storage)
-
     def reset_peak(self) -> None:
         """Let `peak` start again from `allocated`."""
         with self._lock:

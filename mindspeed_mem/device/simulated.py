@@ -164,9 +164,7 @@ class SimulatedBackend(CpuBackend):
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
         buffer = super().host_empty(nbytes)
-        storage = buffer.untyped_storage()
-        self.ledger.ignore(storage)
-        self._add(storage, Access(nbytes, on_host=True, allocated={}))
+        self._add(buffer.untyped_storage(), Access(nbytes, on_host=True, allocated={}))
         return buffer
 
     def owns(self, tensor: torch.Tensor) -> bool:

@@ -119,6 +119,7 @@ def test_views_and_metadata_of_a_copy_in_flight_are_no_race(backend):
         view = target.view(torch.int32).detach()[1:].t()
         torch.empty_like(view), view.new_empty(3), view.shape, view.is_contiguous()
         torch.empty(0, dtype=torch.float32).set_(target.untyped_storage(), 0, (16,), (1,))
+        torch.empty(0, dtype=torch.uint8).set_(target)
     assert backend.faults == []
 
 
