@@ -64,7 +64,7 @@ class Patch:
     notes: list[str] = field(default_factory=list)
     declared_by: str = ""
 
-    _bound_to: Any = None  # the class, for a patch made by `Registry.apply_method`
+    _bound_to: Any = None  # the owner, where it is not to be found through the target: see `Registry.apply_method`
     _owner: Any = None
     _name: str = ""
     _found: Any = None
@@ -84,7 +84,7 @@ class Patch:
             owner, name, found = self._resolve()
         except AttributeError as error:
             if self.create and "." not in self.target.partition(":")[2]:
-                owner, name, found = sys.modules[self.module], self.target.partition(":")[2], _MISSING
+                owner, name, found = self._bound_to or sys.modules[self.module], self.target.split(":")[1], _MISSING
             elif self.optional:
                 self.status = "absent"
                 return None
@@ -379,10 +379,8 @@ def _raw(owner: Any, name: str) -> Any:
 
 def _rebind_copies(moves: list[_Move]) -> None:
     """One pass over all modules: wherever an old object is bound, under any name, put the new one."""
-    if not moves:
-        return
     by_old = {id(move.old): move for move in moves}
-    for module in list(sys.modules.values()):
+    for module in list(sys.modules.values()) if moves else ():
         if type(module) is not ModuleType:  # lazy modules import on attribute access
             continue
         for key, value in list(vars(module).items()):
@@ -397,6 +395,6 @@ def _rebind_copies(moves: list[_Move]) -> None:
 
 def _origin(function: Any) -> str:
     """The module that really defines it, which functools.wraps does not disguise."""
-    function = getattr(function, "__func__", function)
-    found = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-    return found or repr(function)
+    function = getattr(function, "__func__", getattr(function, "__objclass__", function))  # a C method's class
+    module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return module or repr(function)

@@ -1,0 +1,89 @@
+"""megatron.core without TransformerEngine, Apex and triton, which have no CPU builds: the pieces that still break."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from types import ModuleType
+
+import torch
+
+from mindspeed_mem.patching import around, replace
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+@around("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__")
+def _norm_with_sequence_parallel(original, cls, config, *args, **kwargs):
+    """torch's norms know nothing of sequence parallelism, and need not: only their gradients have to be summed.
+
+    Upstream refuses because it does not mark the parameters; finalize_model_grads sums over what is marked.
+    """
+    without = copy.copy(config)
+    without.sequence_parallel = False
+    norm = original(cls, without, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+@around(f"{_RANDOM}:CheckpointWithoutOutput.__init__")
+def _checkpoint_without_fp8(original, self, fp8=False):
+    """Upstream asks ``fp8 is not None`` with a default of False, and then for names of TransformerEngine.
+
+    Hit by selective recomputation of layernorm and moe_act.
+    """
+    original(self, None if fp8 is False else fp8)
+
+
+@around(f"{_RANDOM}:CudaRNGStatesTracker.fork")
+def _quiet_fork(original, self, *args, **kwargs):
+    """Without the warning that the host's generator moved: it is the device's here, so it always does."""
+    return _Quietly(original(self, *args, **kwargs), logging.getLogger(_RANDOM))
+
+
+@around("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu")
+def _split_sizes(original, tensor, as_numpy=False, *args, **kwargs):
+    """On the host already; but gloo's all_to_all_single takes numbers, not tensors, as sizes."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+# The router's product: a name whose import failed with TransformerEngine's, then compared with None.
+replace("megatron.core.transformer.moe.moe_utils:te_general_gemm", None, declared_by=__name__, create=True)
+
+# True upstream because its imports succeed without TransformerEngine, with mocks that isinstance does not take.
+replace("megatron.core.transformer.multi_latent_attention:HAVE_TE", False, declared_by=__name__)
+
+
+def _accumulate(total_input, grad_output, main_grad):
+    """main_grad += grad_output^T total_input, for [tokens, in] and [tokens, out]."""
+    main_grad.add_(grad_output.t().to(main_grad.dtype) @ total_input.to(main_grad.dtype))
+
+
+def _weight_gradients() -> ModuleType:
+    """Apex' extension for --gradient-accumulation-fusion, which is on by default, in one line of torch."""
+    module = ModuleType("fused_weight_gradient_mlp_cuda", _weight_gradients.__doc__)
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = _accumulate
+    return module
+
+
+replace(f"{_LAYERS}:fused_weight_gradient_mlp_cuda", _weight_gradients(), declared_by=__name__, create=True)
+replace(f"{_LAYERS}:_grad_accum_fusion_available", True, declared_by=__name__)
+
+
+class _Quietly:
+    """A context manager whose end keeps one logger silent."""
+
+    def __init__(self, inner, logger):
+        self._inner, self._logger = inner, logger
+
+    def __enter__(self):
+        return self._inner.__enter__()
+
+    def __exit__(self, *exc_info):
+        before, self._logger.disabled = self._logger.disabled, True
+        try:
+            return self._inner.__exit__(*exc_info)
+        finally:
+            self._logger.disabled = before

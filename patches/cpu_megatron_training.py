@@ -1,0 +1,65 @@
+"""Megatron-LM's own megatron.training (0.16.1) without CUDA, nvcc and triton. Waits until somebody imports it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+from mindspeed_mem.patching import REGISTRY, Patch, around
+
+
+@around("megatron.training.initialize:initialize_megatron")
+def _initialize_megatron(original, *args, **kwargs):
+    """pretrain() never says that it can do without CUDA."""
+    if len(args) < 4:
+        kwargs["allow_no_cuda"] = True
+    return original(*args, **kwargs)
+
+
+@around("megatron.core.datasets.utils:compile_helpers")
+def _compile_helpers(original):
+    """The published wheel has the dataset index builder, but not the Makefile that upstream runs on every start."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        original()
+
+
+@around("megatron.legacy.fused_kernels:load")
+def _load_fused_kernels(original, args):
+    """CUDA kernels; upstream fails on looking for nvcc."""
+
+
+class _Package:
+    """A package's modules as attributes: those that were imported."""
+
+    def __init__(self, name):
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, name):
+        try:
+            return sys.modules[f"{self._name}.{name}"]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name, module):
+        sys.modules[f"{self._name}.{name}"] = module
+
+    def __delattr__(self, name):
+        del sys.modules[f"{self._name}.{name}"]
+
+
+def _stand_in(package: str, name: str) -> None:
+    """Declare a module without kernels for one that megatron.training.initialize imports and hardly ever uses."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("batch invariant kernels need triton: leave --batch-invariant-mode out on CPU")
+
+    module = ModuleType(f"{package}.{name}", _stand_in.__doc__)
+    module.enable_batch_invariant_mode = module.disable_batch_invariant_mode = refuse
+    module.is_batch_invariant_mode_enabled = lambda: False
+    owner = _Package(package)
+    REGISTRY.declare(Patch(f"{package}:{name}", module, "replace", create=True, declared_by=__name__, _bound_to=owner))
+
+
+if importlib.util.find_spec("triton") is None:
+    _stand_in("megatron.core.transformer.custom_layers", "batch_invariant_kernels")

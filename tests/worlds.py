@@ -1,0 +1,211 @@
+"""Gloo ranks for tests: processes that start once per pytest session, when first needed, and take case after case.
+
+    def case(tp):                                  # a top-level function of an importable module
+        with parallel(tp=tp):
+            return float(train_step(build_gpt("dense")).loss)
+
+    losses = on_ranks(2, case, 2)                  # what each rank returned, in rank order
+
+Ranks have applied the CPU patches before they import megatron.core. Each case gets a process group of its own, which
+is the default one. An exception on a rank is raised here as `RankError` with its traceback; a rank that dies or does
+not answer in time has its stack printed into the error, and all ranks of that case are replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import importlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import pkgutil
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+GRACE = 10  # seconds that the other ranks have after one has failed
+_ranks: list[_Rank] = []
+_folder: Path | None = None
+_serial = itertools.count()
+
+
+class RankError(AssertionError):
+    """A case failed on a rank; the message holds the traceback or, for a rank that was stopped, its stack."""
+
+
+def on_ranks(size: int, function: Callable, *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on `size` ranks at once; returns their results in rank order.
+
+    Function, arguments and results are pickled, tensors by value. The process group gives up after `timeout` seconds.
+    """
+    while len(_ranks) < size:
+        _ranks.append(_start(len(_ranks)))
+    ranks = _ranks[:size]
+    case = pickle.dumps((function, args, kwargs))
+    meeting = str(_folder / f"group{next(_serial)}")
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # dead already: found below
+            rank.pipe.send_bytes(pickle.dumps((size, meeting, timeout, case)))
+    answers = _answers(ranks, timeout)
+    if any(answer is None for answer in answers):
+        silent = "\n".join(rank.last_words() for rank, answer in zip(ranks, answers, strict=True) if answer is None)
+        _stop(ranks)
+    else:
+        silent = ""
+        for rank in ranks:  # only now: a rank that leaves its group early would break the others' last operations
+            rank.pipe.send_bytes(b"leave")
+    errors = [answer[1] for answer in answers if answer is not None and not answer[0]]
+    if errors or silent:
+        raise RankError("\n".join([*errors, silent]))
+    return [pickle.loads(answer[1]) for answer in answers]
+
+
+@contextlib.contextmanager
+def parallel(
+    tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, seed: int = 1234, **more: Any
+) -> Iterator[None]:
+    """Megatron's parallel groups and random number tracker over the ranks of this case; what is left over is data
+    parallel. ``more`` goes to ``parallel_state.initialize_model_parallel``.
+    """
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+    parallel_state.initialize_model_parallel(tp, pp, vpp, expert_model_parallel_size=ep, **more)
+    try:
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        yield
+    finally:
+        unset_num_microbatches_calculator()
+        parallel_state.destroy_global_memory_buffer()
+        parallel_state.destroy_model_parallel()
+
+
+def apply_cpu_patches() -> list[str]:
+    """Apply all CPU repairs in this process; returns the names of the patch modules."""
+    import mindspeed_mem.patches as patches
+    from mindspeed_mem.patching import REGISTRY
+
+    names = [module.name for module in pkgutil.iter_modules(patches.__path__)]
+    found = [f"{patches.__name__}.{name}" for name in names if name.startswith("cpu_")]
+    for name in found:
+        importlib.import_module(name)
+    REGISTRY.apply(found)
+    return found
+
+
+@dataclass
+class _Rank:
+    """One process and our end of its pipe."""
+
+    number: int
+    process: multiprocessing.Process
+    pipe: connection.Connection
+    log: Path
+
+    def last_words(self) -> str:
+        """Why it does not answer: the end of what it printed, with its stack if it is alive."""
+        state = "did not answer in time" if self.process.is_alive() else f"died ({self.process.exitcode})"
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        tail = self.log.read_text(errors="replace").splitlines()[-60:] if self.log.exists() else []
+        return "\n".join([f"rank {self.number} {state}; the end of its output:", *tail])
+
+
+def _start(number: int) -> _Rank:
+    global _folder
+    if _folder is None:
+        _folder = Path(tempfile.mkdtemp(prefix="ranks"))
+        atexit.register(_finish)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    log = _folder / f"rank{number}.{next(_serial)}.log"
+    # Not a daemon: distributed checkpoints start processes of their own.
+    process = context.Process(target=_serve, args=(number, theirs, str(log)))
+    process.start()
+    theirs.close()
+    return _Rank(number, process, ours, log)
+
+
+def _answers(ranks: list[_Rank], timeout: float) -> list[tuple[bool, Any] | None]:
+    """Each rank's answer (whether it went well, the pickled result or the error); None from a dead or silent one."""
+    answers: list[tuple[bool, Any] | None] = [None] * len(ranks)
+    waiting = {rank.pipe: index for index, rank in enumerate(ranks)}
+    end = time.monotonic() + timeout
+    while waiting and time.monotonic() < end:
+        for pipe in connection.wait(list(waiting), max(0.0, end - time.monotonic())):
+            index = waiting.pop(pipe)
+            with contextlib.suppress(EOFError, OSError):
+                answers[index] = pickle.loads(pipe.recv_bytes())
+            if answers[index] is None or not answers[index][0]:
+                end = min(end, time.monotonic() + GRACE)
+    return answers
+
+
+def _stop(ranks: list[_Rank]) -> None:
+    """Kill these processes; the next case starts others."""
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.join()
+        rank.pipe.close()
+    _ranks[:] = [rank for rank in _ranks if rank not in ranks]
+
+
+def _finish() -> None:
+    _stop(list(_ranks))
+    shutil.rmtree(_folder, ignore_errors=True)
+
+
+def _serve(number: int, pipe: connection.Connection, log: str) -> None:
+    """A rank's life: answer cases until the pipe closes."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+
+    torch.set_num_threads(1)
+    apply_cpu_patches()
+    with contextlib.suppress(EOFError):
+        while True:
+            size, meeting, timeout, case = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(pickle.dumps(_answer(number, size, meeting, timeout, case)))
+            pipe.recv_bytes()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+def _answer(number: int, size: int, meeting: str, timeout: float, case: bytes) -> tuple[bool, Any]:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    try:
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=size, timeout=limit)
+        function, args, kwargs = pickle.loads(case)
+        return True, pickle.dumps(function(*args, **kwargs))
+    except BaseException:
+        return False, f"rank {number} of {size}:\n{traceback.format_exc()}"
+
+
+def _die_with_parent() -> None:
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
