@@ -17,16 +17,20 @@ FLOORS = {
     "chunk": 2,
     "optimizer_parallel": 2,
     "parallel": 2,
+    "sdpa": 2,
     "report": 3,
     "adaptive": 3,
     "features": 4,
     "patches": 5,
     "megatron_adaptor": 6,
+    "launch": 6,
+    "observation": 6,
+    "doctor": 6,
     "__main__": 6,
 }
 TOP = 6
 # What a script may build on, besides the adaptor: the rooms, not how they are wired into Megatron.
-NOT_FOR_SCRIPTS = {"patching", "features", "patches", "__main__"}
+NOT_FOR_SCRIPTS = {"patching", "features", "patches", "launch", "observation", "doctor", "__main__"}
 HOSTS = {"megatron", "mindspeed", "transformer_engine"}
 MAX_LINES = 400
 MAX_MEDIAN = 200
@@ -87,7 +91,7 @@ def _wrong_floor(place: Path, room: str) -> str | None:
     if own == room == "patches":
         return "patch files do not import each other"
     if room == "patches" and FLOORS[own] != TOP:
-        return "only megatron_adaptor and __main__ import mindspeed_mem.patches"
+        return "only megatron_adaptor and its floor import mindspeed_mem.patches"
     if own == room or FLOORS[room] < FLOORS[own] or FLOORS[room] == FLOORS[own] == TOP:
         return None
     return f"{own} (floor {FLOORS[own]}) imports {room} (floor {FLOORS[room]}); imports go down only"

@@ -1,0 +1,65 @@
+"""The command line: ``python -m mindspeed_mem run | ops | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mindspeed_mem import __version__
+
+_RUN = """Imports mindspeed_mem.megatron_adaptor, which reads our flags among the script's arguments, and runs the
+script as python would. An unmodified pretrain_gpt.py of Megatron-LM needs nothing else:
+
+    torchrun --nproc-per-node 2 -m mindspeed_mem run pretrain_gpt.py --memory-config swap.yaml ...
+"""
+_OPS = """Runs a training script for one step, watches what every operator keeps for backward, prints a table of the
+operators (with Megatron's and MindFormers' names, either of which a memory configuration may use) and ends:
+
+    python -m mindspeed_mem ops pretrain_gpt.py --num-layers 2 ...
+"""
+_DOCTOR = """Prints the versions of what matters, the devices present, and for each patch whether it can be applied to
+what is installed. The exit status is 1 if something is wrong."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    top = argparse.ArgumentParser(prog="mindspeed_mem", description=__doc__.partition(":")[0] + " of mindspeed_mem.")
+    top.add_argument("--version", action="version", version=f"mindspeed_mem {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    for name, brief, text in (
+        ("run", "run a training script with this package switched on by its flags", _RUN),
+        ("ops", "print the operators of the model that a training script trains", _OPS),
+    ):
+        command = commands.add_parser(name, help=brief, description=text, **raw)
+        command.add_argument("script", help="the Python file of the script")
+        command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, ours among them")
+    doctor = commands.add_parser("doctor", help="check versions, devices and patches", description=_DOCTOR, **raw)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    given = parser().parse_args(arguments)
+    if given.command == "doctor":
+        from mindspeed_mem import doctor
+
+        return doctor.main(as_json=given.json)
+    from mindspeed_mem import launch
+
+    try:
+        adaptor = launch.prepare(given.script, given.arguments)
+    except launch.LaunchError as error:
+        print(f"mindspeed_mem {given.command}: {error}", file=sys.stderr)
+        return 2
+    if given.command == "ops":
+        from mindspeed_mem import observation
+
+        observation.start(adaptor)
+    launch.run(given.script)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

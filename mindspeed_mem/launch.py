@@ -1,0 +1,73 @@
+"""Run a user's script as ``__main__`` after importing the adaptor, in this process and in those it spawns.
+
+Megatron's distributed checkpoints start processes by ``spawn``, and such a child imports the parent's ``__main__``
+again, under the name ``__mp_main__``. Python does that by the module name in ``__main__.__spec__``; with the name of
+this module there, the child comes here, imports the adaptor and then the script, as its parent did.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+_SCRIPT = "MINDSPEED_MEM_SCRIPT"  # a spawned child inherits the environment, but not what argv[0] was
+
+
+class LaunchError(ValueError):
+    """The script cannot be run; the message says why."""
+
+
+def prepare(script: str, arguments: list[str]) -> ModuleType:
+    """Import the adaptor as the first import of `script` would; returns the adaptor.
+
+    Sets ``sys.argv`` and ``sys.path[0]`` to what Python would set for the script. Raises LaunchError if there is no
+    such file.
+    """
+    path = Path(script)
+    if path.is_dir() or not path.exists():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise LaunchError(f"{script} {what}; give the Python file to run, with its arguments after it")
+    os.environ[_SCRIPT] = str(path.resolve())
+    sys.argv = [script, *arguments]
+    own = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(path.resolve().parent)
+    if own not in sys.path:  # what was sys.path[0] in a bare checkout; spawned children import this package by name
+        sys.path.append(own)
+    return importlib.import_module("mindspeed_mem.megatron_adaptor")
+
+
+def run(script: str) -> None:
+    """Run the prepared script as ``__main__``. What it raises, SystemExit included, is for the caller."""
+    main = ModuleType("__main__")
+    main.__file__ = script
+    main.__spec__ = importlib.util.find_spec(__name__)
+    main.__builtins__ = __builtins__
+    keep = sys.modules["__main__"]  # its code is still running
+    # The second name, which multiprocessing has set already: what a child sends back refers to classes by it.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    try:
+        _execute(script, main.__dict__)
+    finally:
+        del keep
+
+
+def _execute(script: str, namespace: dict) -> None:
+    source = Path(script).read_bytes()
+    exec(compile(source, script, "exec"), namespace)
+
+
+def _import_again() -> None:
+    """In a spawned child: what `prepare` and `run` did in its parent, but not the script's ``__main__`` part."""
+    script = os.environ[_SCRIPT]
+    sys.argv[0] = script
+    importlib.import_module("mindspeed_mem.megatron_adaptor")
+    globals()["__file__"] = script
+    _execute(script, globals())
+
+
+if __name__ == "__mp_main__":
+    _import_again()

@@ -1,0 +1,198 @@
+"""The first import of a Megatron pretrain script: reads our flags and applies what they ask for.
+
+    import mindspeed_mem.megatron_adaptor as mem
+
+Megatron-LM's own scripts need no more than that line. A script built on megatron-core alone also calls
+``mem.add_arguments(parser)`` and ``mem.configure(args)``. With none of our flags given, nothing anywhere is replaced.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import logging
+import os
+import pkgutil
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from mindspeed_mem import features, patches
+from mindspeed_mem.features import FeatureError, Settings
+from mindspeed_mem.patching import REGISTRY, PatchError
+from mindspeed_mem.report import log
+
+__all__ = ["FeatureError", "add_arguments", "configure", "report"]
+
+logger = logging.getLogger(__name__)
+
+
+class _State:
+    """What is in force in this process."""
+
+    given = Namespace()
+    """What the command line said at import."""
+    wants_help = False
+    settings = Settings()
+    modules: tuple[str, ...] = ()
+    """The patch modules applied."""
+    engine: tuple = (None, None, None)
+    """What the engine was started with: memory configuration, backend, host limit."""
+    observing = False
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the argument group "mindspeed_mem" with those flags that the parser lacks; returns the parser."""
+    return features.add_arguments(parser)
+
+
+def configure(args: Namespace | Mapping[str, Any]) -> None:
+    """Put `args` into force: check them, apply the patches they ask for, start the engine.
+
+    Args:
+        args: a parser's namespace, or a mapping with our settings (``memory_config``: a file or what it contains,
+            ``swap_host_memory_gib``, ``device``, ``sdpa_attention``); what is missing is taken from the command line.
+
+    To be called on every rank, after the device is chosen and before the model is built. The same settings again do
+    nothing; others replace the earlier ones. Raises FeatureError with everything that is wrong.
+    """
+    given = vars(_State.given)
+    merged = {**given, **args} if isinstance(args, Mapping) else Namespace(**{**given, **vars(args)})
+    settings = features.check(merged)
+    _apply(settings)
+    _start_engine(settings)
+
+
+def report() -> str:
+    """What the engine did so far, on all ranks: a text on rank 0; "" on the others, or if there is no engine.
+
+    Collective: every rank of the default process group must call it.
+    """
+    from mindspeed_mem.activation import engine as engines
+    from mindspeed_mem.report.swap_report import format_report
+
+    engine = engines.current()
+    ranks = [one for one in gather(None if engine is None else engine.report()) or () if one is not None]
+    return format_report(ranks) if ranks else ""
+
+
+def gather(mine: Any) -> list[Any] | None:
+    """`mine` of all ranks in their order, on rank 0; None on the others. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone if dist.get_rank() == 0 else None
+
+
+def observe() -> None:
+    """Watch all operators of the training to come and move nothing, whatever the flags say."""
+    from mindspeed_mem.activation import engine as engines
+    from mindspeed_mem.plan import load_memory_config
+
+    settings = features.check(_State.given, always=True)
+    _State.observing = True
+    _apply(Settings(on=settings.on, backend=settings.backend, patches=(*settings.patches, "swap_*")))
+    engines.start(load_memory_config(None), settings.backend, None, watch_only=True)
+
+
+def patch_modules(patterns: Iterable[str]) -> list[str]:
+    """The modules of mindspeed_mem.patches that match these shell patterns, in the order of the patterns."""
+    names = sorted(module.name for module in pkgutil.iter_modules(patches.__path__))
+    found = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
+    return [f"{patches.__name__}.{name}" for name in dict.fromkeys(found)]
+
+
+def refuse(error: Exception) -> NoReturn:
+    """End this process with status 2, as for any wrong command line; the message appears once per machine."""
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        print(f"mindspeed_mem: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def _read_command_line(arguments: list[str]) -> None:
+    """At import: apply what the flags ask for, before Megatron is imported; the engine waits for `configure`."""
+    try:
+        log.set_up(int(os.environ.get("RANK", "0")))
+        _State.given = features.scan(arguments)
+        _State.wants_help = not {"-h", "--help"}.isdisjoint(arguments)
+        _apply(features.check(_State.given, always=_State.wants_help))
+    except (ValueError, PatchError) as error:
+        refuse(error)
+
+
+def _apply(settings: Settings) -> None:
+    """Apply the patches of `settings` and undo those that nothing asks for any more."""
+    if settings == _State.settings:
+        return
+    patterns = list(settings.patches)
+    if settings.memory is not None:
+        patterns.append("megatron_pretrain")
+    if settings.patches:
+        patterns.append("first_step")  # outermost: it comes after what the others do at the end of a step
+    flags = {feature.dest for feature in features.FEATURES}
+    if _State.wants_help or flags & set(vars(_State.given)):
+        patterns.append("megatron_arguments")
+    if settings.backend is not None:
+        _join_mindspeed()
+    wanted = patch_modules(patterns)
+    for module in wanted:
+        importlib.import_module(module)
+    _connect()
+    REGISTRY.undo([module for module in _State.modules if module not in wanted])
+    REGISTRY.apply(wanted)
+    _State.modules, _State.settings = tuple(wanted), settings
+    for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
+        logger.warning(notice)
+
+
+def _join_mindspeed() -> None:
+    from mindspeed_mem.patches import mindspeed_features
+
+    mindspeed_features.join()
+
+
+def _connect() -> None:
+    """Hand our functions to those patches that call back; patches know nothing of this module."""
+    from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain
+
+    megatron_arguments.when_validated = _validated
+    megatron_pretrain.when_finished = _finished
+    first_step.after(_verify)
+
+
+def _validated(args: Namespace) -> None:
+    try:
+        configure(args)
+    except (FeatureError, PatchError) as error:
+        refuse(error)
+
+
+def _finished() -> None:
+    text = report()
+    if text:
+        print(text, flush=True)
+
+
+def _verify() -> None:
+    REGISTRY.verify_once(logger)
+    if _State.settings.memory is not None and _State.engine[0] is None:
+        logger.error("nothing is swapped: the script never called mindspeed_mem.megatron_adaptor.configure(args)")
+
+
+def _start_engine(settings: Settings) -> None:
+    wanted = (settings.memory, settings.backend, settings.host_limit_bytes)
+    if _State.observing or wanted == _State.engine or (settings.memory is None and _State.engine[0] is None):
+        return
+    from mindspeed_mem.activation import engine as engines
+
+    engines.stop()
+    if settings.memory is not None:
+        engines.start(*wanted)
+    _State.engine = wanted
+
+
+_read_command_line(sys.argv[1:])
