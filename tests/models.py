@@ -70,7 +70,7 @@ def build_gpt(
     """The model chunks of this rank (one for each virtual stage), in Megatron's DistributedDataParallel.
 
     kind: one of `KINDS`. ddp: fields of DistributedDataParallelConfig. overrides: fields of TransformerConfig, and
-    position_embedding_type. "mla" needs a core attention that takes its channels: apply patches.sdpa_attention.
+    position_embedding_type. "mla" works inside `with applied("sdpa_attention")` (tests.worlds).
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -138,7 +138,7 @@ def build_gpt(
 
 
 def build_optimizer(chunks: list[torch.nn.Module], *, lr: float = 1e-3, **overrides: Any) -> Any:
-    """Megatron's optimizer around torch's AdamW; distributed if the chunks are. overrides: fields of OptimizerConfig."""
+    """Megatron's optimizer around torch's AdamW, distributed if the chunks are. overrides: of OptimizerConfig."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = chunks[0].config

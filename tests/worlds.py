@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import fnmatch
 import importlib
 import itertools
 import multiprocessing
@@ -97,15 +98,33 @@ def parallel(
 
 def apply_cpu_patches() -> list[str]:
     """Apply all CPU repairs in this process; returns the names of the patch modules."""
-    import mindspeed_mem.patches as patches
     from mindspeed_mem.patching import REGISTRY
 
+    modules = patch_modules("cpu_*")
+    REGISTRY.apply(modules)
+    return modules
+
+
+@contextlib.contextmanager
+def applied(*patterns: str) -> Iterator[list[str]]:
+    """The patch files that match, such as "sdpa_attention", applied on this rank and undone at the end."""
+    from mindspeed_mem.patching import REGISTRY
+
+    modules = patch_modules(*patterns)
+    REGISTRY.apply(modules)
+    try:
+        yield modules
+    finally:
+        REGISTRY.undo(modules)
+
+
+def patch_modules(*patterns: str) -> list[str]:
+    """The names of the modules of mindspeed_mem.patches that match these shell patterns, imported."""
+    import mindspeed_mem.patches as patches
+
     names = [module.name for module in pkgutil.iter_modules(patches.__path__)]
-    found = [f"{patches.__name__}.{name}" for name in names if name.startswith("cpu_")]
-    for name in found:
-        importlib.import_module(name)
-    REGISTRY.apply(found)
-    return found
+    found = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
+    return [importlib.import_module(f"{patches.__name__}.{name}").__name__ for name in dict.fromkeys(found)]
 
 
 @dataclass

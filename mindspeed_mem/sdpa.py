@@ -1,0 +1,85 @@
+"""Core attention through torch's scaled_dot_product_attention: the fused kernels keep no matrix of sequence squared."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+
+class SdpaError(ValueError):
+    """--sdpa-attention cannot compute what the model asks for."""
+
+
+def core_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention of [queries, batch, heads, qk channels], sequence first, to [queries, batch, heads * v channels].
+
+    Args:
+        query, key, value: floating point, one dtype and device. key and value have the same length; they may have
+            fewer heads (a divisor: grouped queries), and value other channels than key (multi-latent attention).
+        hidden: bool, True where a query must not look, broadcastable to [batch, heads, queries, keys]. A query that may
+            look nowhere gives zeros. One that hides just the future is recognised, and as good as `causal`.
+        causal: hide the future; a single query sees everything, as it does with a key-value cache.
+        scale: of the products, by default 1 / sqrt(qk channels).
+        dropout: probability, of attention weights, drawn from the default generator of the device.
+
+    Saved for backward where a fused kernel applies: query, key, value, output, one number for each query and head, and
+    `hidden` in their dtype. With dropout on CPU none applies, and the weights are saved.
+
+    Raises SdpaError for a causal mask between sequences of different lengths.
+    """
+    queries, keys = query.shape[0], key.shape[0]
+    if hidden is not None and queries == keys and hides_the_future(hidden):
+        hidden, causal = None, True
+    causal = causal and queries > 1
+    if causal and queries != keys:
+        raise SdpaError(f"a causal mask needs as many keys as queries, not {keys} and {queries}: pass a mask instead")
+    channels = value.shape[-1]
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if query.device.type == "cpu" and channels != query.shape[-1]:  # its fused kernel takes one width only
+        width = max(channels, query.shape[-1])
+        query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    output = scaled_dot_product_attention(
+        *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+        attn_mask=None if hidden is None else ~hidden,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=key.shape[2] != query.shape[2],
+    )
+    return output[..., :channels].permute(2, 0, 1, 3).flatten(2)
+
+
+_last: tuple[weakref.ref, int, bool] | None = None
+
+
+def hides_the_future(hidden: torch.Tensor) -> bool:
+    """Whether a mask [..., length, length] is True exactly above the diagonal.
+
+    Waits for the device, once for each mask: all layers of a micro-batch share one.
+    """
+    global _last
+    if hidden.ndim < 2 or hidden.shape[-1] != hidden.shape[-2] or hidden.dtype != torch.bool:
+        return False
+    if torch.is_inference(hidden):
+        return _hides_the_future(hidden)
+    if _last is None or _last[0]() is not hidden or _last[1] != hidden._version:
+        _last = weakref.ref(hidden), hidden._version, _hides_the_future(hidden)
+    return _last[2]
+
+
+def _hides_the_future(hidden: torch.Tensor) -> bool:
+    length = hidden.shape[-1]
+    future = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+    return bool((hidden == future).all())
