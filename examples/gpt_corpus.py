@@ -20,7 +20,7 @@ from gpt_arguments import UsageError
 FORMAT = 1
 """Part of every cache key: raise it when the same text would give other tokens or other documents."""
 STDLIB_BYTES = 4_000_000
-LONGEST_SEQUENCE = 16_384
+LONGEST_SEQUENCE = 2048
 """Tokens. Longer documents are stored as several sequences: the split into train, valid and test is by sequence."""
 LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "turtledemo"}
 
@@ -108,7 +108,7 @@ def cache_folder(path):
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the cache folder {folder} ({error}); choose one: --data-cache-path DIR") from error
+        raise UsageError(f"cannot make the folder {folder} ({error}); choose one: --data-cache-path DIR") from error
     return folder.resolve()
 
 
@@ -192,3 +192,9 @@ def build(folder, texts, tokenizer):
 
 def _digest(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":  # for scripts: build the text and say where it is, as Megatron-LM's --data-path wants it
+    from gpt_arguments import make_parser
+
+    print(prepare_corpus(make_parser().parse_args())[0][0])

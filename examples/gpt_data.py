@@ -76,8 +76,8 @@ def _check_sizes(prefixes, config):
             tokens = int(lengths[begin:end].sum())
             if tokens <= config.sequence_length:
                 problems.append(
-                    f"{prefix}: the {split.name} split has {tokens} tokens, a sample needs {config.sequence_length + 1}; "
-                    "give more text, a shorter --seq-length or other weights (--split)"
+                    f"{prefix}: the {split.name} split has {tokens} tokens, one sample needs "
+                    f"{config.sequence_length + 1}; give more text, a shorter --seq-length or other weights (--split)"
                 )
     if problems:
         raise UsageError("\n".join(problems))

@@ -96,8 +96,9 @@ class Trainer:
                 chunk.enable_forward_pre_hook()
         loss = total / args.eval_iters
         if torch.distributed.get_rank() == 0:
-            text = f"validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl(loss):.6E}"
-            print(f" {text} |", flush=True)
+            perplexity = math.exp(min(20.0, loss))
+            print(f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | ", end="")
+            print(f"lm loss PPL: {perplexity:.6E} |", flush=True)
 
     def _pass(self, samples, first_sample, training):
         """All micro-batches of one global batch, forward and (in training) backward; the losses of the last stage."""
@@ -148,7 +149,3 @@ def masked_loss(loss_mask, losses):
     tokens = mask.sum()
     return total, tokens.int(), {"lm loss": torch.stack([total.detach(), tokens])}
 
-
-def ppl(loss):
-    """Perplexity of a mean loss in nats."""
-    return math.exp(min(20.0, loss))

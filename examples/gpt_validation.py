@@ -20,8 +20,8 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 
-def complete(args, world):
-    """Fill in defaults that depend on other arguments and on `world` (number of ranks), then check everything.
+def complete(args):
+    """Fill in defaults that depend on other arguments and on args.world_size, then check everything.
 
     Raises UsageError with all problems. Adds data_parallel_size, num_microbatches and
     virtual_pipeline_model_parallel_size.
@@ -29,9 +29,9 @@ def complete(args, world):
     problems = _ranges(args)
     if problems:  # the rest divides by these
         raise UsageError("\n".join(problems))
-    _fill(args, world)
+    _fill(args)
     for check in (_shapes, _layout, _batches, _precision, _recompute, _experts, _optimizer, _files):
-        problems += check(args, world)
+        problems += check(args)
     if problems:
         raise UsageError("\n".join(problems))
 
@@ -50,8 +50,9 @@ def _ranges(args):
     return problems
 
 
-def _fill(args, world):
-    args.data_parallel_size = max(1, world // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size))
+def _fill(args):
+    replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    args.data_parallel_size = max(1, args.world_size // replica)
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
     args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
@@ -77,7 +78,7 @@ def _divides(args, whole, part):
     return []
 
 
-def _shapes(args, world):
+def _shapes(args):
     problems = _divides(args, "num_attention_heads", "tensor_model_parallel_size")
     problems += _divides(args, "ffn_hidden_size", "tensor_model_parallel_size")
     if args.group_query_attention:
@@ -87,6 +88,8 @@ def _shapes(args, world):
             problems.append("--group-query-attention and --multi-latent-attention exclude each other: leave one out")
     if args.kv_channels is None and not args.multi_latent_attention:
         problems += _divides(args, "hidden_size", "num_attention_heads")
+    if args.multi_latent_attention and args.transformer_impl == "local" and not args.sdpa_attention:
+        problems.append("--multi-latent-attention needs --sdpa-attention: Megatron's own local attention cannot do it")
     if args.max_position_embeddings < args.seq_length:
         problems.append(
             f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}"
@@ -96,13 +99,13 @@ def _shapes(args, world):
     return problems
 
 
-def _layout(args, world):
+def _layout(args):
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     problems = _divides(args, "num_layers", "pipeline_model_parallel_size")
-    if world % (tp * pp):
+    if args.world_size % (tp * pp):
         problems.append(
-            f"{world} ranks cannot hold --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}; "
-            f"start a multiple of {tp * pp} ranks (torchrun --nproc-per-node)"
+            f"{args.world_size} ranks do not fit --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size "
+            f"{pp}; start a multiple of {tp * pp} ranks (torchrun --nproc-per-node)"
         )
     if args.sequence_parallel and tp == 1:
         problems.append("--sequence-parallel needs --tensor-model-parallel-size 2 or more")
@@ -125,7 +128,7 @@ def _layout(args, world):
     return problems
 
 
-def _batches(args, world):
+def _batches(args):
     part = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size % part:
         return [
@@ -141,14 +144,14 @@ def _batches(args, world):
     return []
 
 
-def _precision(args, world):
+def _precision(args):
     problems = ["--bf16 and --fp16 exclude each other: leave one out"] if args.bf16 and args.fp16 else []
     if args.loss_scale is not None and not args.fp16:
         problems.append("--loss-scale has no effect without --fp16")
     return problems
 
 
-def _recompute(args, world):
+def _recompute(args):
     problems = []
     per_stage = args.num_layers // args.pipeline_model_parallel_size
     if args.recompute_granularity == "full":
@@ -168,7 +171,7 @@ def _recompute(args, world):
     return problems
 
 
-def _experts(args, world):
+def _experts(args):
     problems = []
     if args.num_experts is None:
         if args.expert_model_parallel_size > 1:
@@ -187,7 +190,7 @@ def _experts(args, world):
     return problems
 
 
-def _optimizer(args, world):
+def _optimizer(args):
     problems = []
     if args.min_lr > args.lr:
         problems.append(f"--min-lr {args.min_lr} is greater than --lr {args.lr}")
@@ -199,7 +202,7 @@ def _optimizer(args, world):
     return problems
 
 
-def _files(args, world):
+def _files(args):
     problems = []
     if args.save_interval is not None and args.save is None:
         problems.append("--save-interval has no effect without --save DIR")

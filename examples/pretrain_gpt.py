@@ -7,10 +7,13 @@
 
 import mindspeed_mem.megatron_adaptor as mem  # isort: skip  first, as in any Megatron script
 
+import contextlib
+import logging
 import os
 import random
 import sys
 import time
+import warnings
 from datetime import timedelta
 
 import numpy
@@ -19,7 +22,7 @@ from gpt_arguments import UsageError, make_parser
 from gpt_validation import complete
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mindspeed_mem.device import get_backend
+from mindspeed_mem.device import DeviceError, get_backend
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -39,24 +42,28 @@ def parse():
     args = parser.parse_args()
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     problems = []
-    for check in (lambda: complete(args, args.world_size), lambda: choose_device(args), lambda: mem.configure(args)):
+    for check in (complete, configure):
         try:
-            check()
+            check(args)
         except ValueError as error:
-            problems.append(str(error))
-            if not isinstance(error, UsageError):
-                break
+            problems += getattr(error, "problems", [str(error)])
     if problems:
         raise UsageError("\n".join(problems))
     return args
 
 
-def choose_device(args):
-    args.device = get_backend(args.device).type
+def configure(args):
+    """Choose the device and put the pack's own arguments into force. Raises ValueError with all problems."""
+    with contextlib.suppress(DeviceError):  # the pack says what is wrong with it, together with the rest
+        args.device = get_backend(args.device).type
+    mem.configure(args)
 
 
 def train(args):
     """The whole job."""
+    if os.environ.get("RANK", "0") != "0" or args.transformer_impl == "local":
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # what it does without TE and Apex
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     # Not at the top: what the pack repairs in megatron.core for this device must be known before it is imported.
     from gpt_checkpoint import find, load
     from gpt_data import build_datasets
@@ -68,30 +75,28 @@ def train(args):
     start = find(args)
     samples = build_datasets(args)
     device = set_device(args)
-    torch.distributed.init_process_group(
-        COLLECTIVES[args.device], timeout=timedelta(minutes=args.distributed_timeout_minutes)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    torch.distributed.init_process_group(COLLECTIVES[args.device], timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
     )
-    try:
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-        )
-        set_seed(args)
-        config = model_config(args, device)
-        chunks = build_model(args, config, device)
-        optimizer, schedule = build_optimizer(args, config, chunks)
-        log(f" {sum(p.numel() for c in chunks for p in c.parameters()):,} parameters on rank 0")
-        if start:
-            for remark in load(args, start, chunks, optimizer, schedule, backend):
-                log(f" {remark}")
-            log(f" continuing after iteration {start} of {args.load}")
-        Trainer(args, backend, device, chunks, optimizer, schedule, samples).run(start)
-        mem.report()
-        torch.distributed.barrier()
-    finally:
-        torch.distributed.destroy_process_group()
+    set_seed(args)
+    config = model_config(args, device)
+    chunks = build_model(args, config, device)
+    optimizer, schedule = build_optimizer(args, config, chunks)
+    log(f" {sum(p.numel() for c in chunks for p in c.parameters()):,} parameters on rank 0")
+    if start:
+        for remark in load(args, start, chunks, optimizer, schedule, backend):
+            log(f" {remark}")
+        log(f" continuing after iteration {start} of {args.load}")
+    Trainer(args, backend, device, chunks, optimizer, schedule, samples).run(start)
+    log(mem.report())
+    torch.distributed.barrier()
+    # Only here: after an error the process just ends, and torchrun ends the others.
+    torch.distributed.destroy_process_group()
 
 
 def set_device(args):
@@ -119,7 +124,7 @@ def set_seed(args):
 
 
 def log(text):
-    if torch.distributed.get_rank() == 0:
+    if text and torch.distributed.get_rank() == 0:
         print(text, flush=True)
 
 

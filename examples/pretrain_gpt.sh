@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Trains a small GPT on the source text of Python's standard library:
+#     examples/pretrain_gpt.sh                                        two CPU ranks, about a minute
+#     DEVICE=cuda NPROC=8 TP=2 PP=4 examples/pretrain_gpt.sh --bf16 --num-layers 32 --hidden-size 4096 ...
+# All arguments are passed on and win over those below; `examples/pretrain_gpt.sh --help` lists them.
+#
+#   DEVICE        cpu (default), cuda or npu
+#   NPROC         ranks on this node (default: 2)
+#   TP, PP, VPP   tensor and pipeline parallel size (default on two ranks: 1, 2), layers per virtual pipeline stage
+#   TRAIN_ITERS   iterations (default: 100)
+#   SAVE          folder for checkpoints; a run continues from what is there
+#   MEGATRON_LM   checkout of Megatron-LM core_v0.16.1, to train by its pretrain_gpt.py instead of the one in this folder
+#   PYTHON        the interpreter (default: python3)
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes, as torchrun knows them; each node runs this script
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+PYTHON=${PYTHON:-python3}
+DEVICE=${DEVICE:-cpu}
+NPROC=${NPROC:-2}
+TP=${TP:-1}
+PP=${PP:-$((NPROC * ${NNODES:-1} / TP > 1 ? 2 : 1))}
+TRAIN_ITERS=${TRAIN_ITERS:-100}
+
+# A bare checkout works without an installation; an installed package does not mind.
+export PYTHONPATH="${here%/*}${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+
+LAUNCH=(--nproc-per-node "$NPROC")
+if [ "${NNODES:-1}" -gt 1 ]; then
+    LAUNCH+=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?}" --master-addr "${MASTER_ADDR:?}")
+    LAUNCH+=(--master-port "${MASTER_PORT:-29500}")
+elif [ -n "${MASTER_PORT:-}" ]; then
+    LAUNCH+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "$MASTER_PORT")
+else
+    LAUNCH+=(--standalone) # a free port, so that two jobs on one machine do not meet
+fi
+
+MODEL=(
+    --num-layers 4
+    --hidden-size 128
+    --num-attention-heads 4
+    --seq-length 128
+    --max-position-embeddings 128
+    --attention-dropout 0.1
+    --hidden-dropout 0.1
+    --transformer-impl local
+    --sdpa-attention
+)
+TRAINING=(
+    --micro-batch-size 4
+    --global-batch-size 16
+    --train-iters "$TRAIN_ITERS"
+    --lr 3e-3
+    --min-lr 3e-4
+    --lr-decay-style cosine
+    --lr-warmup-fraction 0.05
+    --weight-decay 0.1
+    --clip-grad 1.0
+    --seed 1234
+)
+PARALLEL=(
+    --device "$DEVICE"
+    --tensor-model-parallel-size "$TP"
+    --pipeline-model-parallel-size "$PP"
+)
+if [ -n "${VPP:-}" ]; then
+    PARALLEL+=(--num-layers-per-virtual-pipeline-stage "$VPP")
+fi
+OUTPUT=(
+    --log-interval 10
+    --eval-interval 50
+    --eval-iters 2
+)
+if [ -n "${SAVE:-}" ]; then
+    OUTPUT+=(--save "$SAVE" --load "$SAVE" --save-interval 50)
+fi
+
+if [ -z "${MEGATRON_LM:-}" ]; then
+    SCRIPT=("$here/pretrain_gpt.py" --split 95,5,0)
+else
+    MEGATRON_LM=$(cd "$MEGATRON_LM" && pwd)
+    # The same text and tokens: --vocab-size counts the bytes, NullTokenizer adds the end of a document.
+    CORPUS=$(PYTHONPATH="$PYTHONPATH:$MEGATRON_LM" "$PYTHON" "$here/gpt_corpus.py")
+    SCRIPT=(
+        -m mindspeed_mem run "$MEGATRON_LM/pretrain_gpt.py"
+        --data-path "$CORPUS"
+        --data-cache-path "${CORPUS%/*}/megatron_lm"
+        --split 95,5,0
+        --tokenizer-type NullTokenizer
+        --vocab-size 256
+        --num-workers 0
+        # The kernels of Apex and TransformerEngine, and what is compiled at the first step.
+        --no-gradient-accumulation-fusion
+        --no-masked-softmax-fusion
+        --no-persist-layer-norm
+        --no-bias-gelu-fusion
+        --no-bias-swiglu-fusion
+        --no-bias-dropout-fusion
+        --no-rope-fusion
+        --distributed-backend "$([ "$DEVICE" = cuda ] && echo nccl || echo gloo)"
+    )
+fi
+
+exec "$PYTHON" -m torch.distributed.run "${LAUNCH[@]}" "${SCRIPT[@]}" \
+    "${MODEL[@]}" "${TRAINING[@]}" "${PARALLEL[@]}" "${OUTPUT[@]}" "$@"
