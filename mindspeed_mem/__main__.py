@@ -53,12 +53,15 @@ def main(arguments: list[str] | None = None) -> int:
     except launch.LaunchError as error:
         print(f"mindspeed_mem {given.command}: {error}", file=sys.stderr)
         return 2
-    if given.command == "ops":
-        from mindspeed_mem import observation
+    if given.command == "run":
+        launch.run(given.script)
+        return 0
+    from mindspeed_mem import observation
 
-        observation.start(adaptor)
+    observation.start(adaptor)
     launch.run(given.script)
-    return 0
+    print(f"mindspeed_mem ops: {observation.NO_STEP}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

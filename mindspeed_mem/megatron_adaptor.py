@@ -67,7 +67,7 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
 
 
 def report() -> str:
-    """What the engine did so far, on all ranks: a text on rank 0; "" on the others, or if there is no engine.
+    """Print, on rank 0, what the engine did so far on all ranks; returns that text, "" where there is none.
 
     Collective: every rank of the default process group must call it.
     """
@@ -75,8 +75,12 @@ def report() -> str:
     from mindspeed_mem.report.swap_report import format_report
 
     engine = engines.current()
-    ranks = [one for one in gather(None if engine is None else engine.report()) or () if one is not None]
-    return format_report(ranks) if ranks else ""
+    everyone = gather(None if engine is None else engine.report()) or ()
+    ranks = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
+    text = format_report(ranks) if ranks else ""
+    if text:
+        print(text, flush=True)
+    return text
 
 
 def gather(mine: Any) -> list[Any] | None:
@@ -160,7 +164,7 @@ def _connect() -> None:
     from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain
 
     megatron_arguments.when_validated = _validated
-    megatron_pretrain.when_finished = _finished
+    megatron_pretrain.when_finished = report
     first_step.after(_verify)
 
 
@@ -169,12 +173,6 @@ def _validated(args: Namespace) -> None:
         configure(args)
     except (FeatureError, PatchError) as error:
         refuse(error)
-
-
-def _finished() -> None:
-    text = report()
-    if text:
-        print(text, flush=True)
 
 
 def _verify() -> None:

@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 _MISSING = object()
 # Shared by unrelated names (there is one True): only the symbol itself is rebound, never its "copies".
 _INTERNED = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
-# What decorates a function where it is defined, as against a pack that patched it later.
-_DECORATORS = {"torch", "contextlib", "functools", "typing_extensions", "mindspeed_mem"}
+_DECORATORS = {"torch", "contextlib", "functools", "typing_extensions", "mindspeed_mem"}  # no pack that patched later
 
 
 class PatchError(RuntimeError):
@@ -156,7 +155,7 @@ class Patch:
         if inspect.isclass(original) or not callable(original):
             raise PatchError(f"{self.target} is not a function but {original!r}: replace() can take its place")
         self._check(owner, original)
-        ours = _around(self.function, original)
+        ours = _around(self.function, original, self.declared_by)
         return type(found)(ours) if isinstance(found, (staticmethod, classmethod)) else ours
 
     def _check(self, owner: Any, original: Callable) -> None:
@@ -298,8 +297,7 @@ class Registry:
             if was == "waiting" and patch.status == "applied":
                 self._applied.append(patch)
                 self._unverified = True
-            if move:
-                moves.append(move)
+            moves += [move] if move else []
         _rebind_copies(moves)
         if failure is not None and not keep_going:
             self._undo([p for p in undo_on_failure if p.status != "FAILED"])
@@ -307,17 +305,15 @@ class Registry:
 
     def _undo(self, patches: list[Patch]) -> list[str]:
         """Undo in the order opposite to application; return why some could not be."""
-        wanted = set(map(id, patches))
-        refused, moves = [], []
-        for patch in reversed([p for p in self._applied if id(p) in wanted]):
+        wanted, refused, moves = set(patches), [], []
+        for patch in reversed([p for p in self._applied if p in wanted]):
             try:
                 move = patch.uninstall()
             except PatchError as error:
                 refused.append(str(error))
                 continue
             self._applied.remove(patch)
-            if move:
-                moves.append(move)
+            moves += [move] if move else []
         _rebind_copies(moves)
         for patch in patches:
             if patch.status != "applied":
@@ -361,11 +357,12 @@ def source_hash(function: Callable) -> str:
     return hashlib.sha256(textwrap.dedent(source).encode()).hexdigest()[:12]
 
 
-def _around(function: Callable, original: Callable) -> Callable:
+def _around(function: Callable, original: Callable, declared_by: str) -> Callable:
     @functools.wraps(original)
     def patched(*args, **kwargs):
         return function(original, *args, **kwargs)
 
+    patched._declared_by = declared_by
     return patched
 
 
@@ -394,7 +391,9 @@ def _rebind_copies(moves: list[_Move]) -> None:
 
 
 def _origin(function: Any) -> str:
-    """The module that really defines it, which functools.wraps does not disguise."""
-    function = getattr(function, "__func__", getattr(function, "__objclass__", function))  # a C method's class
-    module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-    return module or repr(function)
+    """The module that really defines it, which functools.wraps does not disguise; for one of ours, who declared it."""
+    function = getattr(function, "__func__", function)
+    namespace = getattr(function, "__globals__", {})
+    if namespace is globals() and hasattr(function, "_declared_by"):
+        return function._declared_by
+    return namespace.get("__name__") or getattr(function, "__module__", None) or repr(function)

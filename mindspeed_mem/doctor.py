@@ -1,0 +1,124 @@
+"""The doctor: versions, devices, and whether each patch can be applied to what is installed here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import platform
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from mindspeed_mem import __version__
+from mindspeed_mem.device import available_backends, get_backend
+from mindspeed_mem.megatron_adaptor import patch_modules
+from mindspeed_mem.patching import REGISTRY, Patch
+
+PACKAGES = ("torch", "torch_npu", "megatron-core", "mindspeed", "wrapt", "PyYAML")
+REQUIRED = {"torch", "megatron-core", "wrapt", "PyYAML"}
+GROUPS = ("cpu_*", "sdpa_*", "swap_*", "*")  # in the adaptor's order: repairs before megatron is imported
+
+
+def main(as_json: bool = False) -> int:
+    """Print what was found; returns 1 if something is wrong, else 0. Applies all patches: only for a fresh process."""
+    logging.disable(logging.WARNING)  # drift is in the table
+    warnings.simplefilter("ignore")
+    found = examine()
+    print(json.dumps(found, indent=2) if as_json else _text(found))
+    return 1 if found["problems"] else 0
+
+
+def examine() -> dict:
+    """Everything the doctor knows, as plain data: versions, devices, patches (a list) and problems (a list)."""
+    versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
+    versions |= {name: _version(name) for name in PACKAGES}
+    problems = [f"{name} is not installed" for name in PACKAGES if name in REQUIRED and versions[name] is None]
+    devices = _devices()  # before the patches for cpu change what torch.cuda says
+    patches = _patches()
+    problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
+    return {"versions": versions, "devices": devices, "patches": patches, "problems": problems}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict]:
+    found = []
+    for name in available_backends():
+        if name == "simulated":  # for tests
+            continue
+        entry = {"device": name, "chosen": get_backend().type == name}
+        if name != "cpu":
+            module = torch.get_device_module(name)
+            entry["names"] = [module.get_device_name(i) for i in range(module.device_count())]
+        found.append(entry)
+    return found
+
+
+def _patches() -> list[dict]:
+    """Apply everything, import what the patches wait for, and look at each symbol."""
+    modules = patch_modules(GROUPS)
+    for module in modules:
+        importlib.import_module(module)
+    if all(importlib.util.find_spec(name) for name in ("mindspeed", "torch_npu")):
+        importlib.import_module("mindspeed_mem.patches.mindspeed_features").join()
+    REGISTRY.apply(modules, keep_going=True)
+    missing = {}
+    for name in dict.fromkeys(patch.module for patch in REGISTRY.of(modules)):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a foreign module raises is a finding
+            missing[name] = error
+    return [_row(patch, missing.get(patch.module)) for patch in REGISTRY.of(modules)]
+
+
+def _row(patch: Patch, error: Exception | None) -> dict:
+    status, notes = patch.verify(), list(patch.notes)
+    wrong = status.startswith(("FAILED", "LOST"))
+    if status == "waiting" and error is not None:
+        reason, wrong = _why_waiting(patch, error)
+        notes.append(reason)
+    return {
+        "file": f"patches/{patch.declared_by.rpartition('.')[2]}.py",
+        "target": patch.target,
+        "status": status,
+        "notes": notes,
+        "wrong": wrong,
+    }
+
+
+def _why_waiting(patch: Patch, error: Exception) -> tuple[str, bool]:
+    """The reason in words, and whether that is wrong: what is not installed need not be patched."""
+    if isinstance(error, ModuleNotFoundError) and error.name and patch.module.startswith(error.name):
+        absent = error.name
+        top = ".".join(patch.module.split(".")[:2]) if patch.module.startswith("megatron.") else absent
+        if absent == top or "." not in absent:
+            return f"{absent} is not installed", False
+        return f"there is no module {absent} in the installed version", not patch.optional
+    return f"{patch.module} cannot be imported: {type(error).__name__}: {error}", True
+
+
+def _text(found: dict) -> str:
+    lines = ["  ".join(f"{name} {number or '-'}" for name, number in found["versions"].items())]
+    for entry in found["devices"]:
+        chosen = " (chosen when none is named)" if entry["chosen"] else ""
+        lines.append(f"device {entry['device']}{chosen} {', '.join(entry.get('names', []))}".rstrip())
+    rows = [(p["file"], p["target"], "; ".join([p["status"], *p["notes"]])) for p in found["patches"]]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    lines += ["", *(f"{file:{widths[0]}}  {target:{widths[1]}}  {status}" for file, target, status in rows), ""]
+    if found["problems"]:
+        lines += [f"{len(found['problems'])} wrong:", *(f"  {problem}" for problem in found["problems"])]
+    else:
+        counted = {}
+        for patch in found["patches"]:
+            word = patch["status"].partition(",")[0]
+            counted[word] = counted.get(word, 0) + 1
+        lines.append("nothing is wrong: " + ", ".join(f"{n} {word}" for word, n in counted.items()))
+    return "\n".join(lines)
