@@ -14,7 +14,8 @@ from mindspeed_mem.activation.records import KEEP
 def mark_static(models: Iterable[nn.Module]) -> None:
     """Parameters and buffers of these models are never moved, whatever view of them is saved."""
     for model in models:
-        for tensor in (*model.parameters(), *model.buffers()):
+        # Megatron's data parallel wrapper has a list called buffers
+        for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model)):
             if tensor.layout is torch.strided:
                 tensor.untyped_storage()._mem_static = True
 
