@@ -162,7 +162,7 @@ class Patch:
         """Hard: the parameters our function names lead upstream's. Soft: upstream's source is a known one."""
         package = self.module.partition(".")[0]
         origin = _origin(original)
-        if "." in origin and origin.partition(".")[0] not in {package, *_DECORATORS}:
+        if hasattr(original, "__globals__") and origin.partition(".")[0] not in {package, *_DECORATORS}:
             self.notes.append(f"on top of {origin}")
         try:
             theirs = list(inspect.signature(original).parameters.values())
