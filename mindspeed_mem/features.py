@@ -45,11 +45,8 @@ class Option:
     def dest(self) -> str:
         return _dest(self.flag)
 
-    def given(self, args: Any) -> bool:
-        """Whether `args` (a namespace or a TransformerConfig) knows this option at all."""
-        return hasattr(args, self.dest)
-
     def holds(self, args: Any) -> bool:
+        """Whether `args`, a namespace or a TransformerConfig, meet the condition."""
         actual = getattr(args, self.dest, None)
         if self.value is not None:
             return str(actual) == self.value
@@ -74,7 +71,7 @@ class Feature:
     patches: tuple[str, ...] = ()
     """Modules of mindspeed_mem.patches, as shell patterns."""
     needs: tuple[Option, ...] = ()
-    """Each must hold wherever the option is known."""
+    """Each must hold where the arguments know the option."""
     needs_feature: str | None = None
     bars: tuple[Option, ...] = ()
     """None may hold."""
@@ -178,14 +175,7 @@ FEATURES = (
         default=False,
         help="run core attention of the local layer spec by torch's scaled_dot_product_attention",
         patches=("sdpa_*",),
-        needs=(
-            Option(
-                flag="--transformer-impl",
-                origin="megatron-lm",
-                value="local",
-                why="the other layer specs bring their own attention",
-            ),
-        ),
+        needs=(_core("--transformer-impl", "the other layer specs bring their own attention", value="local"),),
     ),
 )
 BY_DEVICE = {"cpu": ("cpu_*",), "simulated": ("cpu_*",)}
@@ -253,11 +243,14 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
 
 
 def conflicts(args: Any, on: Iterable[str]) -> list[str]:
-    """Why the features whose flags are in `on` cannot run with `args`, a namespace or a TransformerConfig."""
+    """Why the features whose flags are in `on` cannot run with `args`, a namespace or a TransformerConfig.
+
+    What a feature needs is looked for in a namespace only: a TransformerConfig has defaults that nobody chose.
+    """
     found = []
     for feature in (f for f in FEATURES if f.flag in set(on)):
         for option in feature.needs:
-            if option.given(args) and not option.holds(args):
+            if isinstance(args, Namespace) and hasattr(args, option.dest) and not option.holds(args):
                 found.append(f"{feature.flag} needs {option}: {option.why}. Add {option}, or leave {feature.flag} out")
         for option in feature.bars:
             if option.holds(args):
@@ -337,5 +330,6 @@ def _device(name: str, wanted: bool, problems: list[str]) -> Backend | None:
 def _misspelt(args: Mapping[str, Any]) -> list[str]:
     """Keys that look like one of ours; others belong to the caller."""
     ours = [f.dest for f in FEATURES]
-    near = {key: difflib.get_close_matches(str(key), ours, n=1, cutoff=0.8) for key in args if key not in ours}
+    known = {*ours, *(option.dest for f in FEATURES for option in (*f.needs, *f.bars))}
+    near = {key: difflib.get_close_matches(str(key), ours, n=1, cutoff=0.8) for key in args if key not in known}
     return [f"{key!r} is not a setting; did you mean {match[0]!r}?" for key, match in near.items() if match]

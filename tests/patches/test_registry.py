@@ -286,9 +286,7 @@ def test_drift_is_judged_by_the_source_beneath_other_wrappers(monkeypatch, appli
         return native(*args, **kwargs)
 
     monkeypatch.setattr(schedules, "forward_step", somebody_elses)
-    patch = applied(
-        "megatron.core.pipeline_parallel.schedules:forward_step", upstream=frozenset({source_hash(native)})
-    )
+    patch = applied("megatron.core.pipeline_parallel.schedules:forward_step", upstream=frozenset({source_hash(native)}))
     assert patch.notes == [f"on top of {__name__}"]
 
 

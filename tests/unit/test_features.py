@@ -1,0 +1,246 @@
+"""The table of features: its options exist, conflicts are reported all at once, and off means off."""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from mindspeed_mem import features
+from mindspeed_mem.features import FEATURES, FeatureError, Settings, add_arguments, check, conflicts, scan
+
+ROOT = Path(__file__).parents[2]
+SWAP = {"swap_config": {"swap": True}}
+OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *feature.bars)]
+
+# Options of Megatron-LM core_v0.16.1 that are no fields of TransformerConfig, and of MindSpeed core_r0.16.0; both are
+# compared with the real parsers where those are there.
+MEGATRON_LM = {
+    "--use-legacy-models",
+    "--use-megatron-fsdp",
+    "--use-torch-fsdp2",
+    "--yaml-cfg",
+}
+MINDSPEED = {
+    "--moe-fb-overlap",
+    "--recompute-in-advance",
+    "--recompute-in-bubble",
+    "--smart-swap",
+    "--swap-attention",
+}
+
+OPTIONS_OF_MEGATRON_LM = """
+import argparse, json, sys
+sys.argv = ["pretrain_gpt.py", "--device", "cpu"]
+import mindspeed_mem.megatron_adaptor
+from megatron.training.arguments import add_megatron_arguments
+print(json.dumps(list(add_megatron_arguments(argparse.ArgumentParser())._option_string_actions)))
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_device_named(monkeypatch):
+    monkeypatch.delenv("MINDSPEED_MEM_DEVICE", raising=False)
+
+
+@pytest.fixture
+def swap_file(tmp_path):
+    path = tmp_path / "swap.yaml"
+    path.write_text(json.dumps(SWAP))
+    return str(path)
+
+
+def problems_of(args, **kwargs):
+    with pytest.raises(FeatureError) as caught:
+        check(args, **kwargs)
+    assert all(problem in str(caught.value) for problem in caught.value.problems)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_every_option_named_exists(option):
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert option.origin in ("megatron-core", "megatron-lm", "mindspeed")
+    if option.origin == "megatron-core":
+        assert option.dest in fields
+    else:
+        assert option.flag in (MEGATRON_LM if option.origin == "megatron-lm" else MINDSPEED)
+        assert option.dest not in fields
+
+
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
+def test_the_list_of_megatron_lm_is_true_and_its_parser_knows_our_flags():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["MEGATRON_LM"]])}
+    command = [sys.executable, "-W", "ignore", "-c", OPTIONS_OF_MEGATRON_LM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    known = set(json.loads(done.stdout.splitlines()[-1]))
+    assert known >= MEGATRON_LM
+    # Fields without a flag are barred for the sake of scripts that build their own TransformerConfig.
+    assert {o.flag for o in OPTIONS if o.origin == "megatron-core"} - known == {"--cpu-offloading"}
+    assert known >= {feature.flag for feature in FEATURES}
+
+
+@pytest.mark.skipif("MINDSPEED" not in os.environ, reason="MINDSPEED names no checkout of MindSpeed")
+def test_the_list_of_mindspeed_is_true():
+    sources = [p.read_text() for p in Path(os.environ["MINDSPEED"], "mindspeed/features_manager").rglob("*.py")]
+    for flag in MINDSPEED:
+        assert any(f'"{flag}"' in source or f"'{flag}'" in source for source in sources), flag
+
+
+def test_patches_named_in_the_table_exist():
+    from fnmatch import filter as matching
+
+    files = [path.stem for path in (ROOT / "patches").glob("*.py")]
+    named = [p for f in FEATURES for p in f.patches] + [p for ps in features.BY_DEVICE.values() for p in ps]
+    assert [pattern for pattern in named if not matching(files, pattern)] == []
+
+
+def test_nothing_given_is_nothing_on():
+    parser = add_arguments(argparse.ArgumentParser())
+    assert check(parser.parse_args([])) == check({}) == check(scan([])) == Settings()
+    assert check({"device": "auto", "hidden_size": 3, "swap_attention": True}) == Settings()
+
+
+def test_swap_on(swap_file):
+    parser = add_arguments(argparse.ArgumentParser())
+    arguments = ["--device", "cpu", f"--memory-config={swap_file}", "--swap-host-memory-gib", "0.5", "--sdpa-attention"]
+    settings = check(parser.parse_args(arguments))
+    assert settings == check(scan(arguments))
+    assert settings.on == ("--device", "--memory-config", "--swap-host-memory-gib", "--sdpa-attention")
+    assert settings.backend.type == "cpu" and settings.memory.swap.swap
+    assert settings.host_limit_bytes == 2**29
+    assert settings.patches == ("cpu_*", "swap_*", "sdpa_*")
+
+
+def test_a_configuration_without_swap_switches_nothing_on_and_bars_nothing():
+    off = {"swap_config": {"swap": False}}
+    settings = check({"memory_config": off, "recompute_granularity": "full", "device": "cpu"})
+    assert settings.memory is None and settings.patches == ("cpu_*",)
+    assert any("nothing is swapped" in notice for notice in settings.notices)
+
+
+def test_the_device_is_the_machines_where_none_is_named():
+    settings = check({"memory_config": SWAP})
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    assert settings.backend.type in (best, "npu")
+    assert ("cpu_*" in settings.patches) == (settings.backend.type == "cpu")
+
+
+def test_the_environment_names_a_device(monkeypatch):
+    monkeypatch.setenv("MINDSPEED_MEM_DEVICE", "cpu")
+    assert check({}).patches == ("cpu_*",)
+    monkeypatch.setenv("MINDSPEED_MEM_DEVICE", "abacus")
+    assert "'abacus'" in problems_of({})[0]
+    assert check({"device": "cpu"}).backend.type == "cpu"
+
+
+@pytest.mark.parametrize("option", [o for f in FEATURES for o in f.bars if f.flag == "--memory-config"], ids=str)
+def test_each_barred_option_is_refused(option):
+    value = option.value or ("local" if option.off else True)
+    (problem,) = problems_of({"memory_config": SWAP, "device": "cpu", option.dest: value})
+    assert problem.startswith(f"--memory-config cannot be combined with {option}:") and option.why in problem
+    # ... but not what means off, and not without swap
+    check({"memory_config": SWAP, "device": "cpu", option.dest: option.off or ("selective" if option.value else False)})
+    check({"device": "cpu", option.dest: value})
+
+
+def test_what_a_command_line_says_is_refused_before_its_parser_sees_it(swap_file):
+    line = f"--memory-config {swap_file} --device=cpu --smart-swap --recompute-granularity=full --cuda-graph-impl local"
+    assert len(problems_of(scan([*line.split(), "--cpu-offloading-num-layers", "0"]))) == 3
+
+
+def test_all_problems_are_reported_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("swap_config: {swap: True, layer_swap: {layers: [9], backward_prefetch: 0}, op_swaps: 1}")
+    problems = problems_of(
+        {
+            "device": "cuda",
+            "memory_config": str(bad),
+            "swap_host_memory_gib": -1,
+            "sdpa_attention": True,
+            "transformer_impl": "transformer_engine",
+            "fine_grained_activation_offloading": True,
+            "num_layers": 4,
+            "memory-config": 1,
+        }
+    )
+    text = "\n".join(problems)
+    assert len(problems) == 6
+    for part in (
+        "did you mean 'memory_config'",
+        "--swap-host-memory-gib: got -1; allowed: a number above 0",
+        "swap_config.layer_swap.layers",
+        "backward_prefetch",
+        "op_swaps",
+        "--fine-grained-activation-offloading",
+        "--sdpa-attention needs --transformer-impl local",
+        "'cuda' is not available",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"device": "tpu"}, "--device: got 'tpu'; allowed: auto, cpu, cuda, npu"),
+        ({"swap_host_memory_gib": "much", "memory_config": SWAP}, "--swap-host-memory-gib: got 'much'; allowed:"),
+        ({"swap_host_memory_gib": float("inf"), "memory_config": SWAP}, "--swap-host-memory-gib: got inf; allowed:"),
+        ({"swap_host_memory_gib": True, "memory_config": SWAP}, "--swap-host-memory-gib: got True; allowed:"),
+        ({"swap_host_memory_gib": 4}, "--swap-host-memory-gib needs --memory-config"),
+        ({"memory_config": 7}, "--memory-config: got 7; allowed: a file name"),
+        ({"memory_config": "/no/such.yaml"}, "/no/such.yaml: cannot be read"),
+        ({"sdpa_attention": "no"}, "--sdpa-attention: got 'no'; allowed: True or False"),
+    ],
+)
+def test_bad_values(args, expected):
+    (problem,) = problems_of(args)
+    assert expected in problem
+
+
+def test_layers_out_of_range_need_the_number_of_layers():
+    config = {"swap_config": {"swap": True, "layer_swap": {"layers": [4], "backward_prefetch": 1}}}
+    check({"memory_config": config, "device": "cpu"})
+    assert "swap_config.layer_swap" in problems_of({"memory_config": config, "num_layers": 4, "device": "cpu"})[0]
+
+
+def test_conflicts_of_a_transformer_config():
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    assert config.transformer_impl != "local"  # a default, not a choice
+    assert conflicts(config, [feature.flag for feature in FEATURES]) == []
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    (problem,) = conflicts(config, ["--memory-config"])
+    assert "--recompute-granularity full" in problem
+    assert conflicts(config, ["--device"]) == []
+
+
+def test_flags_are_added_where_the_parser_lacks_them():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="own")
+    assert add_arguments(add_arguments(parser)) is parser
+    help_text = parser.format_help()
+    assert help_text.count("mindspeed_mem:") == 1
+    assert all(help_text.count(f"\n  {feature.flag} ") == 1 for feature in FEATURES)
+    assert parser.parse_args([]).device == "own"
+
+
+def test_scanning_takes_whole_flags_only():
+    assert scan(["--memory", "x", "--dev", "cpu", "positional"]) == argparse.Namespace()
+    assert scan(["--device=cpu", "--", "--sdpa-attention"]) == argparse.Namespace(device="cpu")
+    assert scan(["--num-layers", "12"]).num_layers == 12
+    with pytest.raises(FeatureError, match="--memory-config"):
+        scan(["--memory-config"])
