@@ -1,0 +1,269 @@
+"""The adaptor as scripts use it, each in a fresh interpreter on the installed megatron-core."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SWAP = {"swap_config": {"swap": True, "op_swap": {"op_name": r"self_attention\.linear_qkv", "layers": True}}}
+SWAP["swap_config"]["op_swap"]["backward_prefetch"] = 1
+
+# One training step of a tiny GPT on one rank, in place of a user's training loop.
+TRAIN = """
+import torch
+import tests.models
+from tests.models import build_gpt, train_step
+from megatron.core import parallel_state, tensor_parallel
+
+def train(steps=1):
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    chunks = build_gpt("dropout", layers=2)
+    return [train_step(chunks, micro_batches=2, step=step).loss for step in range(steps)]
+"""
+
+
+@pytest.fixture
+def swap_file(tmp_path):
+    path = tmp_path / "swap.yaml"
+    path.write_text(json.dumps(SWAP))
+    return str(path)
+
+
+def python(code, *arguments, status=0, environment=(), path=()):
+    """Run `code` with these arguments in ``sys.argv``; returns (what it printed, its errors)."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("MINDSPEED_MEM_DEVICE", "RANK", "LOCAL_RANK")}
+    search = os.pathsep.join([str(ROOT), *map(str, path)])
+    clean |= {"PYTHONPATH": search, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", **dict(environment)}
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    return done.stdout, done.stderr
+
+
+NOTHING = """
+    import argparse, importlib, json, sys
+    import mindspeed_mem.megatron_adaptor as mem
+    before_use = [m for m in sys.modules if m.startswith("mindspeed_mem.patches.")]
+
+    import wrapt
+    from mindspeed_mem.patching import REGISTRY
+    for module in mem.patch_modules(["*"]):
+        importlib.import_module(module)  # declares
+    targets = {}
+    for patch in list(REGISTRY.patches):
+        try:
+            importlib.import_module(patch.module)
+            targets[patch.target] = wrapt.resolve_path(sys.modules[patch.module], patch.target.partition(":")[2])[2]
+        except (ImportError, AttributeError):
+            pass
+    ours = [t for t, v in targets.items() if getattr(getattr(v, "__func__", v), "__globals__", {}).get("__name__", "")
+            .startswith("mindspeed_mem")]
+
+    mem.configure({})
+    mem.configure(mem.add_arguments(argparse.ArgumentParser()).parse_args([]))
+    mem.report()
+    import megatron.core.models.gpt.gpt_model
+    changed = [t for t, v in targets.items()
+               if wrapt.resolve_path(sys.modules[t.partition(":")[0]], t.partition(":")[2])[2] is not v]
+    print(json.dumps([before_use, len(targets), ours, changed, sorted({p.status for p in REGISTRY.patches})]))
+"""
+
+
+def test_with_no_flag_nothing_is_imported_and_no_symbol_replaced():
+    """By identity over all declared targets, from before the use of the package until after it."""
+    out, _ = python(NOTHING)
+    before_use, count, ours, changed, statuses = json.loads(out)
+    assert before_use == [] and ours == [] and changed == []
+    assert count > 50 and statuses == ["declared"]
+
+
+CPU = """
+    import json, sys
+    if sys.argv.pop(1) == "late":
+        import megatron.core.pipeline_parallel.schedules, megatron.core.models.gpt.gpt_model
+    import mindspeed_mem.megatron_adaptor as mem
+    from mindspeed_mem.patching import REGISTRY
+    import mindspeed_mem.megatron_adaptor
+    train = sys.argv.pop(1)
+    exec(train)
+    losses = train(2)
+    statuses = REGISTRY.verify(mem.patch_modules(["cpu_*"]))
+    print(json.dumps([losses, sorted({*statuses.values()}), REGISTRY.verify_once()]))
+"""
+
+
+@pytest.mark.parametrize("how", [["--device", "cpu"], ["--device=cpu"], ["--sdpa-attention"], "environment"], ids=str)
+def test_the_device_cpu_makes_megatron_train(how):
+    """Named, in both spellings or by the environment, or found where a feature is on."""
+    named = how == "environment"
+    out, _ = python(
+        CPU, "early", TRAIN, *([] if named else how), environment={"MINDSPEED_MEM_DEVICE": "cpu"} if named else {}
+    )
+    losses, statuses, lost = json.loads(out)
+    assert len(losses) == 2 and losses[0] > 4 and losses[0] != losses[1]
+    assert set(statuses) <= {"applied", "waiting", "absent"} and lost == []
+
+
+def test_megatron_may_be_imported_before():
+    early, _ = python(CPU, "early", TRAIN, "--device", "cpu")
+    late, _ = python(CPU, "late", TRAIN, "--device", "cpu")
+    assert json.loads(early)[0] == json.loads(late)[0]
+    assert json.loads(late)[2] == []
+
+
+CONFIGURE = """
+    import argparse, json, sys
+    import mindspeed_mem.megatron_adaptor as mem
+    from mindspeed_mem.activation import engine
+    from mindspeed_mem.patching import REGISTRY
+    exec(sys.argv.pop(1))
+    file = sys.argv.pop(1)
+    applied = lambda: sorted({p.declared_by.rpartition(".")[2] for p in REGISTRY.patches if p.status == "applied"})
+    plain = train()
+    found = [engine.current() is None, applied()]
+    parser = mem.add_arguments(argparse.ArgumentParser())
+    mem.configure(parser.parse_args(["--device", "cpu", "--memory-config", file]))
+    first = engine.current()
+    mem.configure({"memory_config": file})
+    found += [engine.current() is first is not None, train() == plain, first.report()["bytes_out"] > 0, applied()]
+    text = mem.report()
+    found.append("activation swap, per rank" in text)
+    mem.configure({"memory_config": file, "swap_host_memory_gib": 1.5})
+    found += [engine.current() is not first, train() == plain]
+    try:
+        mem.configure({"memory_config": file, "recompute_granularity": "full"})
+    except mem.FeatureError as error:
+        found.append("--recompute-granularity full" in str(error))
+    found.append(engine.current() is not None)
+    mem.configure({"memory_config": None})
+    found += [engine.current() is None, applied() == found[1], train() == plain, mem.report() == ""]
+    print(json.dumps(found))
+"""
+
+
+def test_configure_starts_replaces_and_stops_the_engine(swap_file):
+    out, _ = python(CONFIGURE, TRAIN, swap_file, "--device", "cpu")
+    found = json.loads(out.splitlines()[-1])
+    assert found[0] and "swap_schedules" not in found[1] and "cpu_torch_rng" in found[1]
+    assert found[2:5] == [True, True, True]
+    assert {"swap_schedules", "first_step"} <= set(found[5])
+    assert found[6:] == [True] * 9
+
+
+FORGOTTEN = """
+    import sys
+    import mindspeed_mem.megatron_adaptor
+    exec(sys.argv.pop(1))
+    train(2)
+"""
+
+
+def test_a_script_that_forgets_to_configure_is_told_so(swap_file):
+    _, errors = python(FORGOTTEN, TRAIN, "--memory-config", swap_file, "--device", "cpu")
+    assert errors.count("the script never called mindspeed_mem.megatron_adaptor.configure(args)") == 1
+
+
+LOST = """
+    import sys
+    import mindspeed_mem.megatron_adaptor
+    exec(sys.argv.pop(1))
+    from megatron.core import utils
+    utils.nvtx_range_push = lambda msg=None, suffix=None: None  # another package, later
+    train(2)
+"""
+
+
+def test_a_patch_that_another_package_dropped_is_named_after_the_first_step(swap_file):
+    _, errors = python(LOST, TRAIN, "--memory-config", swap_file, "--device", "cpu")
+    assert errors.count("megatron.core.utils:nvtx_range_push (mindspeed_mem.patches.swap_markers): LOST to") == 1
+
+
+IMPORT = "import mindspeed_mem.megatron_adaptor"
+
+
+def test_a_wrong_command_line_ends_every_rank_with_status_2_and_one_message():
+    wrong = ["--memory-config", "/no/such.yaml", "--device", "cuda", "--smart-swap"]
+    texts = [python(IMPORT, *wrong, status=2, environment={"RANK": rank, "LOCAL_RANK": rank})[1] for rank in ("0", "1")]
+    assert "Traceback" not in texts[0] and texts[1] == ""
+    assert texts[0].startswith("mindspeed_mem: 3 problems with the options\n")
+    for part in ("/no/such.yaml", "'cuda' is not available", "--memory-config cannot be combined with --smart-swap"):
+        assert part in texts[0]
+
+
+def test_a_wrong_log_level_is_such_an_error_too():
+    _, errors = python(IMPORT, status=2, environment={"MINDSPEED_MEM_LOG": "loud"})
+    assert errors == "mindspeed_mem: MINDSPEED_MEM_LOG: got 'loud'; allowed: debug, info, warning, error\n"
+
+
+def test_log_lines_of_rank_0_alone(swap_file):
+    code = """
+        import sys
+        import mindspeed_mem.megatron_adaptor as mem
+        exec(sys.argv.pop(1))
+        mem.configure({})
+        train()
+    """
+    line = "Set op_swap at layer 1: self_attention.linear_qkv, value=1"
+    for rank in ("0", "1"):
+        arguments = ["--memory-config", swap_file, "--device", "cpu"]
+        _, errors = python(code, TRAIN, *arguments, environment={"RANK": rank, "MINDSPEED_MEM_LOG": "info"})
+        assert errors.splitlines().count(line) == (rank == "0")
+
+
+MEGATRON_LM = pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
+ARGUMENTS = """
+    import sys
+    import mindspeed_mem.megatron_adaptor
+    from megatron.training.arguments import parse_args, validate_args
+    args = validate_args(parse_args(), {})
+    from mindspeed_mem.activation import engine
+    print("engine", engine.current() is not None, args.memory_config)
+"""
+SIZES = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 1 --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm "
+    "--eval-interval 1 --lr 1"
+).split()
+
+
+@MEGATRON_LM
+def test_megatron_lms_parser_shows_our_flags_in_its_help():
+    out, _ = python(ARGUMENTS, "--help", path=[os.environ["MEGATRON_LM"]])
+    assert out.count("\nmindspeed_mem:") == 1 and "  --memory-config FILE" in out and "--num-layers" in out
+
+
+@MEGATRON_LM
+def test_megatron_lms_arguments_start_the_engine(swap_file):
+    given = [*SIZES, "--memory-config", swap_file]
+    out, _ = python(ARGUMENTS, *given, path=[os.environ["MEGATRON_LM"]])
+    assert f"engine True {swap_file}" in out.splitlines()
+
+
+@MEGATRON_LM
+def test_what_megatron_lm_made_of_its_arguments_is_checked_again(tmp_path):
+    """Layers out of range, when the number of layers is known only from Megatron's own sources."""
+    swap_file = tmp_path / "swap.yaml"
+    swap_file.write_text("swap_config: {swap: True, layer_swap: {layers: [5], backward_prefetch: 1}}")
+    given = [*SIZES[2:], "--encoder-num-layers", "2", "--memory-config", str(swap_file)]
+    _, errors = python(ARGUMENTS, *given, status=2, path=[os.environ["MEGATRON_LM"]])
+    assert "mindspeed_mem: 1 problem with the options" in errors and "swap_config.layer_swap" in errors
+
+
+@MEGATRON_LM
+def test_megatron_lms_parser_does_not_know_our_flags_unless_one_is_given():
+    code = """
+        import argparse
+        import mindspeed_mem.megatron_adaptor as mem
+        from mindspeed_mem.patching import REGISTRY
+        print(len(REGISTRY.patches))
+    """
+    out, _ = python(code, *SIZES, path=[os.environ["MEGATRON_LM"]])
+    assert out == "0\n"
