@@ -21,12 +21,11 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
-
 import torch  # noqa: E402
 from gpt import build, make_step, start_one_rank  # noqa: E402
 from timing import interleaved, machine, summary  # noqa: E402
 
+import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
 from mindspeed_mem.activation import engine as engines  # noqa: E402
 from mindspeed_mem.activation.ledger import LEDGER  # noqa: E402
 from mindspeed_mem.activation.meter import ActivationMeter  # noqa: E402

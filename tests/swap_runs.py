@@ -21,7 +21,8 @@ from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 
 SWAP = [
-    f"mindspeed_mem.patches.swap_{name}" for name in ("linear", "markers", "recompute", "schedules", "transformer_block")
+    f"mindspeed_mem.patches.swap_{name}"
+    for name in ("linear", "markers", "recompute", "schedules", "transformer_block")
 ]
 SDPA = ["mindspeed_mem.patches.sdpa_attention"]
 
@@ -71,6 +72,16 @@ def swap(plan: dict[str, Any], backend: Backend | None = None, host_limit: int |
         finally:
             engines.stop()
             gc.collect()
+
+
+def one_forward(engine: Engine, chunks: list[torch.nn.Module], micro_batch: int = 0) -> torch.Tensor:
+    """The losses of one micro-batch, run as a schedule would: between `Engine.begin_forward` and `end_forward`."""
+    text = torch.arange(33).expand(1, -1)
+    positions = torch.arange(32).expand(1, -1)
+    engine.begin_forward(micro_batch, 0)
+    loss = chunks[0](text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+    engine.end_forward(loss)
+    return loss
 
 
 def difference(mine: Any, other: Any) -> list[str]:

@@ -16,30 +16,42 @@ class Census:
         self._row_of: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._done: dict[int, list[dict[str, Any]]] = {}
 
-    def add(self, layer: int, op: str, tensor: torch.Tensor, storage: torch.UntypedStorage, saver: tuple) -> None:
-        """``saver`` (layer, op) saves a tensor of ``storage``, which ``op`` of ``layer`` produced (-1: outside)."""
+    def add(
+        self,
+        owner: tuple[int, str, int],
+        saver: tuple[int, str, int],
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+    ) -> None:
+        """``saver`` saves a tensor of ``storage``, which ``owner`` produced: layer (-1: outside), operator, number."""
         row = self._row_of.get(storage)
         if row is None:
             row = self._row_of[storage] = {
-                "layer": layer,
-                "op": op,
+                "layer": owner[0],
+                "op": owner[1],
+                "number": owner[2],
                 "bytes": storage.nbytes(),
                 "shape": tuple(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "saved_by": set(),
+                "uses": set(),
             }
             self._open.append(row)
-        row["saved_by"].add(saver)
+        row["saved_by"].add(saver[:2])
+        row["uses"].add(saver[2])
 
     def finish(self, chunk: int) -> bool:
         """One micro-batch has gone forward through ``chunk``; returns whether that chunk had been counted before."""
         if not self._open or chunk in self._done:
             return bool(self._done)
-        self._done[chunk] = [{**row, "saved_by": sorted(row["saved_by"])} for row in self._open]
+        self._done[chunk] = [
+            {**row, "saved_by": sorted(row["saved_by"]), "uses": sorted(row["uses"])} for row in self._open
+        ]
         self._open.clear()
         self._row_of.clear()
         return False
 
     def storages(self) -> list[dict[str, Any]]:
-        """One dict per storage: producing layer and op (layer -1: from outside), bytes, shape, dtype, who saved it."""
+        """One dict per storage: producing layer (-1: outside), op and its number in forward order, bytes, shape, dtype,
+        the operators that saved it (``saved_by``) and their numbers (``uses``)."""
         return [row for chunk in sorted(self._done) for row in self._done[chunk]]

@@ -52,7 +52,6 @@ class Engine:
         self._scheduled = False  # a schedule says when micro-batches begin and end
         self._frames: weakref.WeakValueDictionary[tuple[int | None, int], Frame] = weakref.WeakValueDictionary()
         self._of_output: dict[int, tuple[tuple[int | None, int], Any]] = {}
-        self._next: Frame | None = None  # whose backward follows the running pass
         self._operators_of_chunk: dict[int, int] = {}
 
     # ---- the plan
@@ -116,8 +115,7 @@ class Engine:
         node = output.grad_fn if isinstance(output, torch.Tensor) else None
         if node is not None and self._covered:
             frame, number = self._frame, self._frame.count
-            frame.saved_by(number)
-            node.register_prehook(lambda _: self._backward_reaches(frame, number))
+            node.register_prehook(lambda _: frame.unpacks(number))
 
     def mark_start(self, name: str) -> None:
         """Inline operator ``name`` starts inside the running module."""
@@ -136,10 +134,8 @@ class Engine:
         frame.count += 1
         self._stack.append((layer, path, marker))
         frame.switch(layer, path, frame.count)
-        if self._next is not None and not frame.forward_done:
-            total = self._operators_of_chunk.get(frame.key[1], 0)
-            if total >= frame.count:
-                self._next.backward_reaches(self._next.count + total - frame.count + 1)
+        if frame.ahead is not None:
+            frame.forward_reaches(self._operators_of_chunk.get(frame.key[1], 0))
 
     def _stop(self, depth: int) -> None:
         """The region above ``depth`` ends: what it produced is complete, and some releases are due."""
@@ -186,22 +182,24 @@ class Engine:
 
     def _abandon(self) -> None:
         self._stack.clear()
-        self._frame = self._next = None
+        self._frame = None
         self._of_output.clear()
 
     def begin_forward(self, micro_batch: int | None, chunk: int) -> None:
         """The forward of one micro-batch through one model chunk begins on this rank."""
-        self._new_frame((micro_batch, chunk))
-        self._expect(self.order.advance((FORWARD, micro_batch, chunk)))
+        frame = self._new_frame((micro_batch, chunk))
+        frame.ahead = self._backward_after((FORWARD, micro_batch, chunk))
 
     def end_forward(self, output: Any) -> None:
         """It has ended, the loss included; ``output`` is what the schedule will hand to `begin_backward`."""
         frame, self._frame = self._frame, None
         if frame is None:
             return
+        frame.ahead = None
         frame.finish_forward()
         self._operators_of_chunk[frame.key[1]] = frame.count
-        self._of_output[id(_first(output))] = frame.key, _first(output)
+        if isinstance(_first(output), torch.Tensor):
+            self._of_output[id(_first(output))] = frame.key, weakref.ref(_first(output))
         for ref in frame.moved:
             record = ref()
             if record is not None:
@@ -212,23 +210,25 @@ class Engine:
 
     def begin_backward(self, output: Any) -> None:
         """The backward of the pass that returned ``output`` begins."""
-        key, _ = self._of_output.pop(id(_first(output)), (None, None))
-        if key is None:
+        key, ref = self._of_output.pop(id(_first(output)), (None, None))
+        if ref is None or ref() is not _first(output):
             return
         self._frame = frame = self._frames.get(key)
-        self._expect(self.order.advance((BACKWARD, *key)))
+        ahead = self._backward_after((BACKWARD, *key))
         if frame is not None:
-            frame.backward_reaches(frame.count + 1)
+            frame.ahead = ahead
+            frame.begin_backward()
 
     def end_backward(self) -> None:
         self._frame = None
 
-    def _expect(self, coming: tuple | None) -> None:
-        self._next = None
-        if coming is not None and coming[0] == BACKWARD:
-            frame = self._frames.get(coming[1:])
-            if frame is not None and frame.forward_done:
-                self._next = frame
+    def _backward_after(self, now: tuple) -> Frame | None:
+        """The frame whose backward follows this pass, if its forward is complete."""
+        coming = self.order.advance(now)
+        if coming is None or coming[0] != BACKWARD:
+            return None
+        frame = self._frames.get(coming[1:])
+        return frame if frame is not None and frame.forward_done else None
 
     # ---- the hook
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -236,7 +236,6 @@ class Engine:
             return native(tensor)
         frame = self._frame
         number = frame.count
-        frame.saved_by(number)
         storage = tensor.untyped_storage()
         mark = getattr(storage, "_mem", None)
         if mark is KEEP and not self._counting:
@@ -271,9 +270,9 @@ class Engine:
             return None
         keep = keep or tensor.is_conj() or tensor.is_neg()
         owner = OUTSIDE if keep else frame.owner_of(tensor)
-        token = LEDGER.enter(storage, owner is not OUTSIDE)
+        token = LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
         if self._counting:
-            self.census.add(owner[0], owner[1], tensor, storage, (layer, op))
+            self.census.add(owner, (layer, op, frame.count), tensor, storage)
         if keep or (self._by_producer_only and self._distance(owner[0], owner[1], layer, op) is None):
             storage._mem = KEEP
             return None
@@ -298,16 +297,10 @@ class Engine:
         if type(kept) is not Handle:
             return kept
         kept.check_version()
-        self._backward_reaches(kept.frame, kept.number)
+        kept.frame.unpacks(kept.number)
         if kept.layout is not None:
             self.mover.await_load(kept.record)
         return kept.view()
-
-    def _backward_reaches(self, frame: Frame, number: int) -> None:
-        if not frame.forward_done:
-            frame.finish_forward()  # no schedule told us
-        if frame.backward_reaches(number) and self._next is not None and self._frame is frame:
-            self._next.backward_reaches(self._next.count + number)
 
     # ---- figures
     def report(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Operators are numbered from 1 in order of their forward. An activation produced by operator n and used by backward of
 operator u (the last that saved it), moved with distance k, is released in forward once operator n+k has run, and its
-copy back starts when backward of operator u+k is about to start. Backward of an operator is seen by its first unpack;
-an operator that saved nothing gives no sign, so what waits for it starts with the sign before (earlier, never later).
+copy back starts when backward of operator u+k is about to start. The first unpack of what an operator saved says that
+its backward starts, the death of the last of it that it has ended: the next below starts, whether or not it saved any.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class Frame:
         self._tie = count()
         self.moved: list[weakref.ref[Record]] = []
         self._saving: list[int] = []  # numbers of the operators that saved something, ascending
+        self._alive: dict[int, int] = {}  # how much of what each saved is still there
+        self.ahead: Frame | None = None  # whose backward follows the pass that runs now
         self._queue: list[tuple[int, weakref.ref[Record]]] | None = None  # (copy-in time, record), descending
         self._cursor = 0
-        self._reached = 1 << 62  # the lowest operator whose backward has been seen to start
+        self._reached = self._in_backward = 1 << 62  # the lowest operator whose backward is next, or runs
 
     # ---- forward
     def switch(self, layer: int, op: str, number: int) -> None:
@@ -62,7 +64,11 @@ class Frame:
         return self._running[position] if position >= 0 else OUTSIDE
 
     def saved_by(self, number: int) -> None:
-        if not self._saving or self._saving[-1] != number:
+        """Operator ``number`` saves one more tensor."""
+        if number in self._alive:
+            self._alive[number] += 1
+        else:
+            self._alive[number] = 1
             self._saving.append(number)
 
     def select(self, record: Record, distance: int) -> None:
@@ -98,28 +104,46 @@ class Frame:
         self.forward_done = True
 
     # ---- backward
-    def backward_reaches(self, number: int) -> bool:
-        """Backward of operator ``number`` is about to start; numbers above `count` are operators that run before it.
+    def begin_backward(self) -> None:
+        """The first operator to come is the last that saved something, or one after it that saved nothing."""
+        self.backward_reaches(self._saving[-1] + 1 if self._saving else 1)
 
-        Returns whether that is news.
+    def unpacks(self, number: int) -> None:
+        """Backward of operator ``number`` reads what it saved."""
+        if not self.forward_done:
+            self.finish_forward()  # no schedule told us
+        if number < self._in_backward:
+            self._in_backward = number
+            self.backward_reaches(number)
+
+    def dropped(self, number: int) -> None:
+        """One of the tensors that operator ``number`` saved is gone."""
+        alive = self._alive[number] = self._alive[number] - 1
+        if not alive and number == self._in_backward and torch._C._current_graph_task_id() != -1:
+            position = bisect_left(self._saving, number)
+            self.backward_reaches(self._saving[position - 1] + 1 if position else 1)
+
+    def backward_reaches(self, number: int) -> None:
+        """Backward of operator ``number`` is about to start; start the copies back that are due by then.
+
+        Numbers above `count` are operators of another pass that run before this frame's backward.
         """
         if number >= self._reached:
-            return False
+            return
         self._reached = number
         if self._queue is None:
             live = [record for ref in self.moved if (record := ref()) is not None and record.state == HOST]
             live.sort(key=lambda r: (r.last_use + r.distance, r.last_use, r.number), reverse=True)
             self._queue = [(record.last_use + record.distance, weakref.ref(record)) for record in live]
-        if self._cursor >= len(self._queue):
-            return True
-        if number > self.count + 1:
-            below = number - 1
-        else:
-            position = bisect_left(self._saving, number)
-            below = self._saving[position - 1] if position else 0
         start = self._cursor
-        while self._cursor < len(self._queue) and self._queue[self._cursor][0] > below:
+        while self._cursor < len(self._queue) and self._queue[self._cursor][0] >= number:
             self._cursor += 1
         if self._cursor > start:
             self.mover.load([r for _, ref in self._queue[start : self._cursor] if (r := ref()) is not None])
-        return True
+        if self.ahead is not None and self.ahead is not self:
+            self.ahead.backward_reaches(self.ahead.count + number)
+
+    def forward_reaches(self, total: int) -> None:
+        """Forward of operator `count` out of ``total`` starts."""
+        if self.ahead is not None and total >= self.count:
+            self.ahead.backward_reaches(self.ahead.count + total - self.count + 1)

@@ -30,7 +30,7 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
         storage = tensor.untyped_storage()
         if storage.nbytes() and not getattr(storage, "_mem_static", False):
             LEDGER.enter(storage, owned=False)
-        return Handle(tensor, None, 0)
+        return Handle(tensor)
 
     def _restore(self, kept: Any) -> torch.Tensor:
         if type(kept) is not Handle:

@@ -112,7 +112,7 @@ class Mover:
                 return
             for record in wanted:
                 record.buffer = self.backend.empty(record.nbytes)
-                LEDGER.enter_copy(record.buffer.untyped_storage(), record.number > 0)
+                LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0)
             # after the allocations: the buffers' previous users are on compute
             ready = self.backend.record(self.backend.current_stream())
             self.backend.wait(self.in_stream, ready, IN_AFTER_COMPUTE)

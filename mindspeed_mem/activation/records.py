@@ -123,6 +123,14 @@ class Handle:
         self.alias, self.version = tensor.detach(), tensor._version
         self.record, self.frame, self.number = record, frame, number
         self.layout = None
+        if frame is not None:
+            frame.saved_by(number)
+
+    def __del__(self) -> None:
+        frame = self.frame
+        if frame is not None:
+            self.alias = self.record = None  # what this frees makes room for what is copied back now
+            frame.dropped(self.number)
 
     def let_go(self) -> None:
         alias = self.alias

@@ -1,0 +1,82 @@
+"""Each wait of the engine is needed: the simulated device finds it missing. With all in place it finds nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_mem.activation import mover
+from tests.worlds import on_ranks, parallel
+
+# Forward and backward of micro-batches on the first of three pipeline stages.
+PIPELINE = "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4".split()
+
+SCARCE = 300_000
+"""Host bytes for little more than one micro-batch: a slab is taken again as soon as it was given back."""
+
+
+def run(program: str, leave_out: str | None, distance: int, host_limit: int | None = None) -> str:
+    """Two steps of ``program`` on the simulated device; returns what it found, "" for nothing."""
+    from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
+    from tests.models import build_gpt
+    from tests.swap_runs import SDPA, entry, one_forward, patched, swap
+
+    backend = SimulatedBackend()
+    backend.leave_out = {leave_out} if leave_out else set()
+    plan = entry(layer_swap=[{"backward_prefetch": distance, "layers": True}])
+    try:
+        with patched(SDPA), parallel(), backend.tracker(), swap(plan, backend, host_limit) as engine:
+            chunks = build_gpt("dense", layers=2)
+            for _ in range(2):
+                engine.begin_schedule(("test",))
+                if program == "abandoned":
+                    _abandon(engine, chunks)
+                else:
+                    _pipeline(engine, chunks, one_forward)
+                engine.end_schedule(True)
+            backend.check()
+    except RaceError as error:
+        return str(error)
+    return ""
+
+
+def _pipeline(engine, chunks, one_forward) -> None:
+    losses = {}
+    for action in PIPELINE:
+        micro_batch = int(action[1:])
+        if action.startswith("F"):
+            losses[micro_batch] = one_forward(engine, chunks, micro_batch)
+        else:
+            loss = losses.pop(micro_batch)
+            engine.begin_backward(loss)
+            loss.sum().backward()
+            engine.end_backward()
+
+
+def _abandon(engine, chunks) -> None:
+    """A forward that stops in its second layer, so that records die while their copies out are under way."""
+    import torch
+
+    def stop(*_):
+        raise ZeroDivisionError
+
+    handle = chunks[0].module.decoder.layers[1].mlp.linear_fc2.register_forward_pre_hook(stop)
+    engine.begin_forward(0, 0)
+    text = torch.arange(32).expand(1, -1)
+    with pytest.raises(ZeroDivisionError):
+        chunks[0](text, text, None, labels=text)
+    handle.remove()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("program", ["pipeline", "abandoned"])
+@pytest.mark.parametrize("distance, host_limit", [(1, None), (2, None), (30, None), (30, SCARCE)])
+def test_the_engine_has_no_races(program, distance, host_limit):
+    assert on_ranks(1, run, program, None, distance, host_limit) == [""]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wait", mover.WAITS)
+def test_each_wait_is_missed_when_left_out(wait):
+    program = "abandoned" if wait == mover.RETIRE_AFTER_COPIES else "pipeline"
+    [found] = on_ranks(1, run, program, wait, 30, SCARCE)
+    assert found, f"nothing was found although the wait '{wait}' was left out"

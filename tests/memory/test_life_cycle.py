@@ -1,0 +1,176 @@
+"""Nothing is held after a step, an evaluation, an exception, an abandoned forward; steady state allocates nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.worlds import on_ranks, parallel
+
+NOTHING = {"host bytes": 0, "bytes on host": 0, "device bytes": 0}
+
+
+def steps_and_evaluation() -> tuple[dict, list[int], list[str]]:
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import EVERYTHING, SDPA, difference, left_over, patched, swap
+
+    def run(engine=None) -> tuple[list, list[int]]:
+        results, allocations = [], []
+        with parallel():
+            chunks = build_gpt("dropout")
+            for step in range(4):
+                results.append(train_step(chunks, step=step))
+                with torch.no_grad():
+                    train_step(chunks, step=step, forward_only=True)
+                allocations.append(engine.mover.slabs.allocations if engine else 0)
+        return results, allocations
+
+    with patched(SDPA):
+        without, _ = run()
+        with swap(EVERYTHING) as engine:
+            results, allocations = run(engine)
+            left = left_over(engine)
+    return left, allocations, [d for one, other in zip(results, without, strict=True) for d in difference(one, other)]
+
+
+@pytest.mark.distributed
+def test_steady_state_with_evaluation_in_between():
+    [(left, allocations, differences)] = on_ranks(1, steps_and_evaluation)
+    assert left == NOTHING
+    assert allocations[0] > 0
+    assert len(set(allocations)) == 1, "host buffers are allocated in the first step only"
+    assert differences == []
+
+
+def broken(where: str) -> tuple[dict, dict, list[str]]:
+    """A step that fails half way, then a good one."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import EVERYTHING, SDPA, difference, left_over, patched, swap
+
+    def fail(*_):
+        raise ZeroDivisionError(where)
+
+    def layer(chunks, number):
+        return chunks[0].module.decoder.layers[number]
+
+    def run(engine=None):
+        with parallel():
+            chunks = build_gpt("dense")
+            if where == "forward":
+                handle = layer(chunks, 2).mlp.linear_fc2.register_forward_pre_hook(fail)
+            else:
+                handle = layer(chunks, 1).mlp.linear_fc1.register_full_backward_hook(fail)
+            try:
+                train_step(chunks)
+            except ZeroDivisionError as error:
+                error.__traceback__ = None
+            else:
+                raise AssertionError("the step did not fail")
+            handle.remove()
+            left = left_over(engine) if engine else {}
+            return left, train_step(chunks, step=1)
+
+    with patched(SDPA):
+        _, without = run()
+        with swap(EVERYTHING) as engine:
+            left, result = run(engine)
+            return left, left_over(engine), difference(result, without)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_half_way_leaves_nothing_and_the_next_step_is_right(where):
+    [(left_then, left, differences)] = on_ranks(1, broken, where)
+    assert left_then == NOTHING
+    assert left == NOTHING
+    assert differences == []
+
+
+def abandoned() -> tuple[dict, dict]:
+    from tests.models import build_gpt
+    from tests.swap_runs import EVERYTHING, SDPA, left_over, one_forward, patched, swap
+
+    with patched(SDPA), parallel(), swap(EVERYTHING) as engine:
+        chunks = build_gpt("dense")
+        loss = one_forward(engine, chunks)
+        moved = left_over(engine)
+        del loss
+        return moved, left_over(engine)
+
+
+@pytest.mark.distributed
+def test_an_abandoned_forward_is_freed_with_its_graph():
+    [(while_alive, left)] = on_ranks(1, abandoned)
+    assert while_alive["bytes on host"] > 0
+    assert left == NOTHING
+
+
+def end_of_forward(plan: dict) -> tuple[int, int, int]:
+    """Bytes held on the device after a forward without and with ``plan``, and bytes the plan selects by producer."""
+    from mindspeed_mem.activation.ledger import LEDGER
+    from mindspeed_mem.activation.meter import ActivationMeter
+    from tests.models import build_gpt
+    from tests.swap_runs import SDPA, one_forward, patched, swap
+
+    def held(engine, chunks) -> int:
+        with ActivationMeter(engine.backend):  # counts the layers that run natively, too
+            loss = one_forward(engine, chunks)
+        assert loss.requires_grad
+        return LEDGER.held.now
+
+    with patched(SDPA), parallel():
+        with swap({}, watch_only=True) as engine:
+            chunks = build_gpt("swiglu_gqa_rope")
+            without, rows = held(engine, chunks), engine.census.storages()
+        with swap(plan) as engine:
+            chunks = build_gpt("swiglu_gqa_rope")
+            with_plan = held(engine, chunks)
+            selected = sum(r["bytes"] for r in rows if r["layer"] >= 0 and engine.plan.decision(r["layer"], r["op"]))
+            assert sum(row["bytes"] for row in engine.report()["moved_by_operator"]) == selected
+    return without, with_plan, selected
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("policy", ["default", "everything", "some layers", "operators"])
+def test_held_at_the_end_of_forward_falls_by_exactly_what_the_plan_says(policy):
+    from tests.swap_runs import POLICIES
+
+    [(without, with_plan, selected)] = on_ranks(1, end_of_forward, POLICIES[policy])
+    assert selected > 0
+    assert without - with_plan == selected
+
+
+def budget(limit: int) -> tuple[list[str], dict, list[str]]:
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import EVERYTHING, SDPA, difference, patched, swap
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("mindspeed_mem").addHandler(handler)
+
+    def run():
+        with parallel():
+            return train_step(build_gpt("dense"))
+
+    try:
+        with patched(SDPA):
+            without = run()
+            with swap(EVERYTHING, host_limit=limit) as engine:
+                result = run()
+                return [m for m in messages if "host budget" in m], engine.report(), difference(result, without)
+    finally:
+        logging.getLogger("mindspeed_mem").removeHandler(handler)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("limit", [0, 100_000])
+def test_beyond_the_host_budget_activations_stay_with_one_warning(limit):
+    [(warnings, report, differences)] = on_ranks(1, budget, limit)
+    assert len(warnings) == 1 and "--swap-host-memory-gib" in warnings[0]
+    assert report["host_peak_bytes"] <= limit
+    assert report["stayed_bytes"] > 0
+    assert (report["bytes_out"] > 0) == (limit > 0)
+    assert differences == []
