@@ -59,7 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
     from mindspeed_mem import observation
 
     observation.start(adaptor)
-    launch.run(given.script)
+    try:
+        launch.run(given.script)
+    except observation.Finished:
+        observation.leave()
+        return 0
     print(f"mindspeed_mem ops: {observation.NO_STEP}", file=sys.stderr)
     return 1
 

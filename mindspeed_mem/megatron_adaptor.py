@@ -8,6 +8,7 @@ Megatron-LM's own scripts need no more than that line. A script built on megatro
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import importlib
 import logging
@@ -61,7 +62,7 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
     """
     given = vars(_State.given)
     merged = {**given, **args} if isinstance(args, Mapping) else Namespace(**{**given, **vars(args)})
-    settings = features.check(merged)
+    settings = _check(merged)
     _apply(settings)
     _start_engine(settings)
 
@@ -97,9 +98,9 @@ def observe() -> None:
     from mindspeed_mem.activation import engine as engines
     from mindspeed_mem.plan import load_memory_config
 
-    settings = features.check(_State.given, always=True)
     _State.observing = True
-    _apply(Settings(on=settings.on, backend=settings.backend, patches=(*settings.patches, "swap_*")))
+    settings = _check(_State.given)
+    _apply(settings)
     engines.start(load_memory_config(None), settings.backend, None, watch_only=True)
 
 
@@ -123,9 +124,16 @@ def _read_command_line(arguments: list[str]) -> None:
         log.set_up(int(os.environ.get("RANK", "0")))
         _State.given = features.scan(arguments)
         _State.wants_help = not {"-h", "--help"}.isdisjoint(arguments)
-        _apply(features.check(_State.given, always=_State.wants_help))
+        _apply(_check(_State.given))
     except (ValueError, PatchError) as error:
         refuse(error)
+
+
+def _check(args: Namespace | Mapping[str, Any]) -> Settings:
+    settings = features.check(args, always=_State.observing or _State.wants_help)
+    if not _State.observing:
+        return settings
+    return dataclasses.replace(settings, memory=None, patches=tuple(dict.fromkeys((*settings.patches, "swap_*"))))
 
 
 def _apply(settings: Settings) -> None:

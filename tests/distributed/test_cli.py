@@ -1,0 +1,216 @@
+"""``python -m mindspeed_mem`` as users call it: run, ops, doctor, alone and under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.distributed
+
+SCRIPT = """
+    import multiprocessing
+    import os
+    import sys
+
+    import helper_beside_the_script
+
+    print("top", __name__, os.path.basename(__file__), "mindspeed_mem.megatron_adaptor" in sys.modules, flush=True)
+
+    class Thing:
+        def __init__(self, text):
+            self.text = text
+
+    def twice(thing):
+        import torch
+        return Thing(2 * thing.text + ("!" if torch.cuda.current_device() == "cpu" else "?"))
+
+    if __name__ == "__main__":
+        print("main", sys.argv[1:], flush=True)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print("child", [thing.text for thing in pool.map(twice, [Thing("ab")])], flush=True)
+        sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "script.py").write_text(textwrap.dedent(SCRIPT))
+    (scripts / "helper_beside_the_script.py").write_text("")
+    return scripts
+
+
+def call(*command, status=0, cwd=ROOT, environment=(), path=()):
+    """Run a command; returns (output, errors)."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("MINDSPEED_MEM_DEVICE", "RANK", "LOCAL_RANK")}
+    search = os.pathsep.join(map(str, [*path, ROOT]))
+    clean |= {"PYTHONPATH": search, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", **dict(environment)}
+    done = subprocess.run([*map(str, command)], env=clean, cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def mem(*arguments, **kwargs):
+    return call(sys.executable, "-m", "mindspeed_mem", *arguments, **kwargs)
+
+
+def torchrun(ranks, *arguments, **kwargs):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", "0"]
+    return call(*launcher, "--standalone", "-m", "mindspeed_mem", *arguments, **kwargs)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_run_runs_a_script_as_python_does_and_its_spawned_children_too(folder, elsewhere):
+    script = folder / "script.py"
+    place = {"cwd": folder} if elsewhere else {}
+    out, _ = mem("run", script.name if elsewhere else script, 3, "--device", "cpu", "-x", status=3, **place)
+    assert out.splitlines() == [
+        "top __main__ script.py True",
+        "main ['3', '--device', 'cpu', '-x']",
+        "top __mp_main__ script.py True",
+        "child ['abab!']",  # in the child, too, torch.cuda is repaired
+    ]
+
+
+def test_run_without_a_flag_changes_nothing(folder):
+    code = "import torch, sys\nprint(torch.cuda.current_device, [m for m in sys.modules if 'mem.patches.' in m])"
+    (folder / "plain.py").write_text(code)
+    out, _ = mem("run", folder / "plain.py")
+    assert "mindspeed_mem" not in out and out.endswith(" []\n")
+
+
+def test_run_under_torchrun(folder):
+    (folder / "ranks.py").write_text(
+        "import os, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"  # becomes gloo on cpu
+        "total = torch.ones(1); dist.all_reduce(total)\n"
+        "os.write(1, f'rank {dist.get_rank()} of {int(total)} {sys.argv[1:]}\\n'.encode())\n"
+        "dist.destroy_process_group()\n"
+    )
+    out, _ = torchrun(2, "run", folder / "ranks.py", "--device", "cpu")
+    assert sorted(out.splitlines()) == [f"rank {rank} of 2 ['--device', 'cpu']" for rank in (0, 1)]
+
+
+def test_a_wrong_command_line_stops_all_ranks_before_the_script_with_one_message(folder):
+    (folder / "never.py").write_text("print('the script ran')")
+    wrong = ["--memory-config", folder / "missing.yaml", "--recompute-granularity", "full"]
+    out, errors = torchrun(2, "run", folder / "never.py", *wrong, status=1)
+    assert "the script ran" not in out
+    assert errors.count("mindspeed_mem: 2 problems with the options") == 1
+    assert "missing.yaml: cannot be read" in errors and "exitcode  : 2" in errors
+    _, errors = mem("run", folder / "never.py", *wrong, status=2)
+    assert "Traceback" not in errors and errors.count("cannot be read") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "required: command"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["run"], "required: script"),
+        (["run", "no_such_script.py"], "mindspeed_mem run: no_such_script.py does not exist"),
+        (["ops", "."], "mindspeed_mem ops: . is a folder"),
+        (["doctor", "--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_wrong_usage(arguments, expected):
+    _, errors = mem(*arguments, status=2)
+    assert expected in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("command", ["run", "ops", "doctor"])
+def test_help(command):
+    assert f"\n    {command} " in mem("--help")[0]
+    assert mem(command, "--help")[0].startswith(f"usage: mindspeed_mem {command}")
+
+
+def test_doctor_is_content_with_what_is_installed():
+    out, _ = mem("doctor", "--json")
+    found = json.loads(out)
+    assert found["problems"] == [] and found["versions"]["megatron-core"]
+    assert [entry["device"] for entry in found["devices"]][-1] == "cpu"
+    status = {(row["file"], row["target"]): row["status"] for row in found["patches"]}
+    schedule = "megatron.core.pipeline_parallel.schedules:"
+    assert status["patches/swap_schedules.py", schedule + "forward_step"] == "applied"
+    beneath = status["patches/swap_schedules.py", schedule + "forward_backward_no_pipelining"]
+    assert beneath == "applied, beneath mindspeed_mem.patches.first_step"
+    assert status["patches/cpu_torch_cuda.py", "torch.cuda:current_device"] == "applied"
+    mindspeed = [row for row in found["patches"] if row["file"] == "patches/mindspeed_features.py"]
+    if found["versions"]["mindspeed"] is None:
+        assert {(row["status"], *row["notes"]) for row in mindspeed} == {("waiting", "mindspeed is not installed")}
+
+
+# As if another version of Megatron were installed, and another package had patched it.
+OTHER_MEGATRON = """
+    import wrapt
+
+    def other(schedules):
+        del schedules.backward_step
+        native = schedules.forward_step
+        def shorter(data_iterator): native(None, data_iterator)
+        schedules.forward_step = shorter
+
+    wrapt.register_post_import_hook(other, "megatron.core.pipeline_parallel.schedules")
+"""
+
+
+def test_doctor_names_what_is_wrong(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(OTHER_MEGATRON))
+    found = json.loads(mem("doctor", "--json", status=1, path=[tmp_path])[0])
+    rows = {row["target"].rpartition(":")[2]: row for row in found["patches"]}
+    assert rows["backward_step"]["status"] == "FAILED" and rows["forward_step"]["status"] == "applied"
+    assert "backward_step does not exist in the installed version" in rows["backward_step"]["notes"][-1]
+    assert rows["forward_step"]["notes"] == ["on top of sitecustomize"]
+    text, _ = mem("doctor", status=1, path=[tmp_path])
+    assert "\n1 wrong:\n  patches/swap_schedules.py: " in text and "schedules:backward_step: FAILED" in text
+
+
+TRAINING = """
+    import sys
+    import mindspeed_mem.megatron_adaptor as mem
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.distributed.init_process_group("gloo")
+    size = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    mem.configure({})
+    from tests.models import build_gpt, train_step
+    chunks = build_gpt(sys.argv[1], layers=4)
+    train_step(chunks, forward_only=True)
+    train_step(chunks)
+    print("went on after the first step")
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2], ids=["alone", "torchrun"])
+def test_ops_prints_the_operators_and_ends_after_one_step(folder, ranks):
+    (folder / "training.py").write_text(textwrap.dedent(TRAINING))
+    arguments = ["ops", folder / "training.py", "dense"]
+    out, _ = torchrun(ranks, *arguments) if ranks else mem(*arguments)
+    assert "went on" not in out
+    # The last layer of a stage differs: what comes after it is no layer, or on another rank.
+    alike = ["layers 0, 2:", "layer 1:", "layer 3:"] if ranks else ["layers 0-2:", "layer 3:"]
+    assert [line.split(" Tr")[0] for line in out.splitlines() if "TransformerLayer[MLP]" in line] == alike
+    rows = {line.split()[0]: line.split() for line in out.split("layer 3:")[0].splitlines() if len(line.split()) > 3}
+    # Two sequences of 32 tokens, hidden size 64, in fp32: 16 KiB for each value that a token has per hidden unit.
+    unit = 2 * 32 * 64 * 4 / 2**20
+    name, other, produced, saved, *needed = rows["self_attention.linear_proj"]
+    assert other == "attention.wo" and float(saved) == pytest.approx(unit, abs=0.005)
+    assert rows["self_attention.core_attention"][1] == "attention.flash_attention"
+    assert "self_attention.linear_proj" in rows["self_attention.core_attention"]
+    assert rows["self_attention.linear_qkv"][2] == f"{3 * unit:.2f}"  # q, k and v: one storage, counted once
+    assert "from outside the layers" in out
+
+
+def test_ops_of_a_script_that_does_not_train(folder):
+    (folder / "idle.py").write_text("print('idle')")
+    out, errors = mem("ops", folder / "idle.py", status=1)
+    assert out == "idle\n" and "the script ended without a training step" in errors
