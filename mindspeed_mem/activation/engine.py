@@ -117,6 +117,10 @@ class Engine:
             frame, number = self._frame, self._frame.count
             node.register_prehook(lambda _: frame.unpacks(number))
 
+    def running(self) -> tuple[int, str] | None:
+        """The operator that runs now, as (layer, path)."""
+        return self._stack[-1][:2] if self._stack else None
+
     def mark_start(self, name: str) -> None:
         """Inline operator ``name`` starts inside the running module."""
         if self._stack:
@@ -311,9 +315,9 @@ class Engine:
             "bytes_in": self.mover.bytes_in,
             "copies_out": self.mover.copies_out,
             "copies_in": self.mover.copies_in,
-            "peak_bytes": LEDGER.held.peak,
-            "peak_owned_bytes": LEDGER.owned.peak,
-            "peak_bytes_without": LEDGER.without.peak,
+            "peak_bytes": LEDGER.held.highest,
+            "peak_owned_bytes": LEDGER.owned.highest,
+            "peak_bytes_without": LEDGER.without.highest,
             "held_bytes": LEDGER.held.now,
             "stall_seconds": self.backend.stall_seconds() - self._stalled_before,
             "host_peak_bytes": slabs.peak_in_use,
@@ -341,6 +345,7 @@ def start(
 ) -> Engine:
     """Make this process's engine, replacing an earlier one (whose handles stay valid)."""
     engine = Engine(config, backend, host_limit_bytes, watch_only)
+    LEDGER.forget()
     use(engine)
     return engine
 

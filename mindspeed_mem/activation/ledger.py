@@ -10,12 +10,16 @@ import torch
 
 
 class Counter:
-    """Bytes now and at most."""
+    """Bytes now, and at most since the last `reset_peak`; `highest` looks back over all of them."""
 
-    __slots__ = ("now", "peak")
+    __slots__ = ("now", "peak", "_earlier")
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        self.now = self.peak = self._earlier = 0
+
+    @property
+    def highest(self) -> int:
+        return max(self.peak, self._earlier)
 
     def add(self, nbytes: int) -> None:
         self.now += nbytes
@@ -23,7 +27,11 @@ class Counter:
             self.peak = self.now
 
     def reset_peak(self) -> None:
-        self.peak = self.now
+        self._earlier, self.peak = self.highest, self.now
+
+    def forget(self) -> None:
+        """Start again from now."""
+        self._earlier, self.peak = 0, self.now
 
 
 class Ledger:
@@ -40,6 +48,10 @@ class Ledger:
     def reset_peak(self) -> None:
         for counter in (self.held, self.owned, self.without):
             counter.reset_peak()
+
+    def forget(self) -> None:
+        for counter in (self.held, self.owned, self.without):
+            counter.forget()
 
     def enter(self, storage: torch.UntypedStorage, owned: bool) -> Token:
         """Count ``storage`` from now on until it dies; once per storage."""
