@@ -31,7 +31,6 @@ class Trainer:
         """Train from iteration `start` + 1 on; returns the last iteration done."""
         args = self.args
         metrics = Metrics(args.metrics_file, start)
-        saved = start
         iteration = start
         skipped = 0
         self._train_mode(True)
@@ -48,11 +47,10 @@ class Trainer:
                 self._evaluate(iteration)
             if args.save and (stop or (args.save_interval and iteration % args.save_interval == 0)):
                 gpt_checkpoint.save(args, iteration, self.chunks, self.optimizer, self.schedule, self.backend)
-                saved = iteration
+                if torch.distributed.get_rank() == 0:
+                    print(f" saved checkpoint of iteration {iteration} in {args.save}", flush=True)
             if stop:
                 break
-        if args.save and torch.distributed.get_rank() == 0:
-            print(f" saved checkpoint of iteration {saved} in {args.save}", flush=True)
         return iteration
 
     def _iteration(self, iteration, metrics):

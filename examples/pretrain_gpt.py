@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --device cpu --pipeline-model-parallel-size 2
 
-`--help` lists all arguments. Without --data-path it trains on the source text of Python's standard library.
+Without torchrun it trains on one rank. `--help` lists all arguments. Without --data-path the text is the source of
+Python's standard library.
 """
 
 import mindspeed_mem.megatron_adaptor as mem  # isort: skip  first, as in any Megatron script
@@ -75,8 +76,7 @@ def train(args):
     start = find(args)
     samples = build_datasets(args)
     device = set_device(args)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    torch.distributed.init_process_group(COLLECTIVES[args.device], timeout=timeout)
+    join_ranks(args)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -93,7 +93,7 @@ def train(args):
             log(f" {remark}")
         log(f" continuing after iteration {start} of {args.load}")
     Trainer(args, backend, device, chunks, optimizer, schedule, samples).run(start)
-    log(mem.report())
+    mem.report()
     torch.distributed.barrier()
     # Only here: after an error the process just ends, and torchrun ends the others.
     torch.distributed.destroy_process_group()
@@ -112,6 +112,13 @@ def set_device(args):
     return torch.device(args.device, index)
 
 
+def join_ranks(args):
+    """The process group of all ranks; a process that was started without torchrun is alone in it."""
+    alone = {} if "RANK" in os.environ else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    torch.distributed.init_process_group(COLLECTIVES[args.device], timeout=timeout, **alone)
+
+
 def set_seed(args):
     """As Megatron does: stages differ, data-parallel replicas do not."""
     from megatron.core import parallel_state, tensor_parallel
@@ -124,7 +131,7 @@ def set_seed(args):
 
 
 def log(text):
-    if text and torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0:
         print(text, flush=True)
 
 

@@ -7,7 +7,7 @@
 #   DEVICE        cpu (default), cuda or npu
 #   NPROC         ranks on this node (default: 2)
 #   TP, PP, VPP   tensor and pipeline parallel size (default on two ranks: 1, 2), layers per virtual pipeline stage
-#   TRAIN_ITERS   iterations (default: 100)
+#   TRAIN_ITERS   iterations (default: 200)
 #   SAVE          folder for checkpoints; a run continues from what is there
 #   MEGATRON_LM   checkout of Megatron-LM core_v0.16.1, to train by its pretrain_gpt.py instead of the one in this folder
 #   PYTHON        the interpreter (default: python3)
@@ -20,7 +20,7 @@ DEVICE=${DEVICE:-cpu}
 NPROC=${NPROC:-2}
 TP=${TP:-1}
 PP=${PP:-$((NPROC * ${NNODES:-1} / TP > 1 ? 2 : 1))}
-TRAIN_ITERS=${TRAIN_ITERS:-100}
+TRAIN_ITERS=${TRAIN_ITERS:-200}
 
 # A bare checkout works without an installation; an installed package does not mind.
 export PYTHONPATH="${here%/*}${PYTHONPATH:+:$PYTHONPATH}"
@@ -43,8 +43,13 @@ MODEL=(
     --num-attention-heads 4
     --seq-length 128
     --max-position-embeddings 128
-    --attention-dropout 0.1
-    --hidden-dropout 0.1
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --init-method-std 0.06
+    --attention-dropout 0
+    --hidden-dropout 0
     --transformer-impl local
     --sdpa-attention
 )
@@ -55,7 +60,7 @@ TRAINING=(
     --lr 3e-3
     --min-lr 3e-4
     --lr-decay-style cosine
-    --lr-warmup-fraction 0.05
+    --lr-warmup-fraction 0.1
     --weight-decay 0.1
     --clip-grad 1.0
     --seed 1234

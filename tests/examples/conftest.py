@@ -1,0 +1,20 @@
+"""What the tests of the examples share: a cache of the built text, and a plan that moves everything."""
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """The folder of built data sets for all jobs of this session, so that the text is built once."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def everything(tmp_path_factory):
+    """A memory configuration that swaps all activations of all layers."""
+    path = tmp_path_factory.mktemp("plan") / "everything.yaml"
+    path.write_text("swap_config:\n  swap: True\n  layer_swap:\n    - backward_prefetch: 1\n      layers: True\n")
+    return path

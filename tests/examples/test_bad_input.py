@@ -1,0 +1,63 @@
+"""Bad input ends the job at once: an error status, one message with every problem, no process left."""
+
+import sys
+
+import numpy
+import pytest
+
+from tests.examples.jobs import EXAMPLES, script, start, train
+
+
+@pytest.mark.distributed
+def test_all_problems_at_once_and_once_only():
+    job = script(
+        "pretrain_gpt.sh", "--num-attention-heads", 3, "--sequence-parallel", "--bf16", "--fp16", "--min-lr", 7,
+        "--data-path", "/no/such/text", PP=3,
+    )  # fmt: skip
+    job.refused(
+        "--num-layers 4 is not a multiple of --pipeline-model-parallel-size 3",
+        "2 ranks do not fit",
+        "--hidden-size 128 is not a multiple of --num-attention-heads 3",
+        "--sequence-parallel needs --tensor-model-parallel-size 2",
+        "--bf16 and --fp16 exclude each other",
+        "--min-lr 7.0 is greater than --lr 0.003",
+        "--data-path /no/such/text: no such file or folder",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'"),
+        (["--num-layer", "4"], "unrecognized arguments: --num-layer 4"),
+        (["--hidden-dropout", "1"], "--hidden-dropout: got 1.0, must be from 0 to less than 1"),
+        (["--recompute-granularity", "full"], "needs --recompute-method and --recompute-num-layers"),
+        (["--split", "all"], "--split: got 'all'"),
+    ],
+)
+def test_arguments(arguments, message):
+    train(*arguments).refused(message)
+
+
+def test_text_that_cannot_be_used(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"txt": "bad"}\n')
+    train("--data-path", tmp_path / "bad.jsonl").refused("bad.jsonl:2: not a JSON object with a key")
+    (tmp_path / "short.txt").write_text("too short")
+    train("--data-path", tmp_path / "short.txt").refused("the train split has")
+    numpy.arange(300, dtype=numpy.int32).tofile(tmp_path / "set.bin")
+    (tmp_path / "set.idx").write_bytes(b"")
+    train("--data-path", tmp_path / "set").refused("give its --tokenizer-model FILE or --vocab-size N")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_failing_rank_takes_the_job_down(tmp_path):
+    """Tokens that the vocabulary does not have: the first pipeline stage fails, the second would wait for ever."""
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 100)
+    command = [sys.executable, EXAMPLES / "gpt_corpus.py", "--data-path", tmp_path / "text"]
+    prefix = start(command, {}).succeeded().output.split()[-1]
+    job = train("--data-path", prefix, "--vocab-size", 100, "--pipeline-model-parallel-size", 2, ranks=2)
+    assert job.status != 0
+    assert "index out of range" in job.output
+    assert not job.left_over
+

@@ -1,0 +1,51 @@
+"""Megatron-LM's own pretrain_gpt.py, unmodified, by the same scripts. Needs a checkout: MEGATRON_LM=PATH."""
+
+import os
+
+import pytest
+
+from tests.examples.jobs import script
+
+TREE = os.environ.get("MEGATRON_LM")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no checkout of Megatron-LM core_v0.16.1"),
+]
+
+
+def run(name, *arguments, **environment):
+    return script(name, "--log-interval", 1, *arguments, MEGATRON_LM=TREE, **environment).succeeded()
+
+
+def test_pipeline_parallel_with_and_without_swap(everything):
+    base = run("pretrain_gpt.sh", TRAIN_ITERS=4)
+    swap = run("pretrain_gpt_swap.sh", "--memory-config", everything, TRAIN_ITERS=4)
+    assert len(base.losses()) == 4 and base.losses()[0] > base.losses()[-1]
+    assert swap.losses() == base.losses()
+    assert swap.losses("grad norm") == base.losses("grad norm")
+    assert swap.output.count("activation swap") == 1 and "activation swap" not in base.output
+
+
+def test_one_rank_saves_loads_and_evaluates(tmp_path, everything):
+    plan = ["--memory-config", everything]
+    whole = run("pretrain_gpt_swap.sh", *plan, NPROC=1, TRAIN_ITERS=4)
+    run("pretrain_gpt_swap.sh", *plan, "--exit-interval", 2, NPROC=1, TRAIN_ITERS=4, SAVE=tmp_path)
+    rest = run("pretrain_gpt_swap.sh", *plan, "--eval-interval", 2, NPROC=1, TRAIN_ITERS=4, SAVE=tmp_path)
+    assert rest.losses() == whole.losses()[2:]
+    assert "validation loss at iteration 4" in rest.output
+
+
+@pytest.mark.parametrize("layout", [{"TP": 2, "PP": 1}, {"PP": 2, "VPP": 1}], ids=["tensor parallel", "virtual stages"])
+def test_layouts(layout, everything):
+    losses = [
+        run(name, *plan, TRAIN_ITERS=3, **layout).losses()
+        for name, plan in (("pretrain_gpt.sh", []), ("pretrain_gpt_swap.sh", ["--memory-config", everything]))
+    ]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+
+
+def test_help_lists_the_flags_of_both():
+    output = run("pretrain_gpt.sh", "--help", NPROC=1).output
+    assert "--memory-config" in output and "--num-layers" in output
