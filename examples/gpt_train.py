@@ -146,4 +146,3 @@ def masked_loss(loss_mask, losses):
     total = torch.sum(losses.float().view(-1) * mask)
     tokens = mask.sum()
     return total, tokens.int(), {"lm loss": torch.stack([total.detach(), tokens])}
-

@@ -60,4 +60,3 @@ def test_a_failing_rank_takes_the_job_down(tmp_path):
     assert job.status != 0
     assert "index out of range" in job.output
     assert not job.left_over
-
