@@ -27,8 +27,10 @@ class Slab:
 class HostSlabs:
     """A pool of host buffers that together never hold more than `limit_bytes` (None: no limit).
 
-    Sizes are exact, because activations come in few sizes and rounding up would waste pinned memory. Buffers come
-    back in the order they were given back, so that the copies that use them have had the longest time to finish.
+    Sizes are exact, because activations come in few sizes and rounding up would waste pinned memory. Where sizes keep
+    changing (experts), idle buffers of old sizes are freed before all buffers exceed twice what was ever in use.
+    Buffers come back in the order they were given back, so that the copies that use them have had the longest time to
+    finish.
     """
 
     def __init__(self, backend: Backend, limit_bytes: int | None = None) -> None:
@@ -118,14 +120,16 @@ class HostSlabs:
         return Slab(buffer, nbytes)
 
     def _make_room(self, nbytes: int) -> bool:
-        if self.limit_bytes is None:
-            return True
-        if self._in_use + nbytes > self.limit_bytes:
+        needed = self._in_use + nbytes
+        if self.limit_bytes is not None and needed > self.limit_bytes:
             return False  # freeing every idle slab would not do: keep them
-        while self._held + nbytes > self.limit_bytes:
+        allowed = 2 * max(self._peak, needed)
+        if self.limit_bytes is not None:
+            allowed = min(allowed, self.limit_bytes)
+        while self._held + nbytes > allowed:
             size = self._largest_idle()
             if not size:
-                return False
+                return self.limit_bytes is None
             self._free_one(size)
         return True
 

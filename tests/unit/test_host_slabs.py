@@ -192,3 +192,12 @@ class SlabMachine(RuleBasedStateMachine):
 
 TestSlabMachine = SlabMachine.TestCase
 TestSlabMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_sizes_that_keep_changing_do_not_pile_up():
+    slabs = HostSlabs(CpuBackend())
+    for size in range(1000, 1400):
+        taken = [slabs.take(size), slabs.take(2 * size)]
+        for slab in taken:
+            slabs.give(slab)
+        assert slabs.bytes_held <= 2 * slabs.peak_in_use
