@@ -18,14 +18,21 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 def _norm_with_sequence_parallel(original, cls, config, *args, **kwargs):
     """torch's norms know nothing of sequence parallelism, and need not: only their gradients have to be summed.
 
-    Upstream refuses because it does not mark the parameters; finalize_model_grads sums over what is marked.
+    Upstream refuses because it does not mark the parameters; finalize_model_grads sums over what is marked. It also
+    refuses --no-persist-layer-norm's opposite, the default, which is only a choice among Apex' kernels.
     """
     without = copy.copy(config)
-    without.sequence_parallel = False
+    without.sequence_parallel = without.persist_layer_norm = False
     norm = original(cls, without, *args, **kwargs)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel
     return norm
+
+
+@around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available")
+def _no_softmax_kernel(original, self, *args, **kwargs):
+    """The fused kernels, on by default for 16-bit types, are CUDA's."""
+    return False
 
 
 @around(f"{_RANDOM}:CheckpointWithoutOutput.__init__")

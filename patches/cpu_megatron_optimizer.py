@@ -36,14 +36,15 @@ def _load_state_dict(original, self, state_dict):
     """
     original(self, state_dict)
     if _torch_adam(self):
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].detach().clone()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 @around(f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states")
 def _set_states(original, self, model_param, tensors):
-    """Written without no_grad on one path; and fully_reshardable checkpoints keep the step elsewhere."""
-    if _torch_adam(self) and "step" not in tensors:
+    """Written without no_grad on one path; and both kinds of checkpoint keep the step elsewhere: see above."""
+    if _torch_adam(self):
         group, order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][order]
         tensors = {**tensors, "step": self.optimizer.state[main]["step"]}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from mindspeed_mem.patching import REGISTRY, Patch, around
+
+_DATASETS, _HELPERS = "megatron.core.datasets", "helpers_cpp"
 
 
 @around("megatron.training.initialize:initialize_megatron")
@@ -20,7 +23,7 @@ def _initialize_megatron(original, *args, **kwargs):
 @around("megatron.core.datasets.utils:compile_helpers")
 def _compile_helpers(original):
     """The published wheel has the dataset index builder, but not the Makefile that upstream runs on every start."""
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+    if importlib.util.find_spec(f"{_DATASETS}.{_HELPERS}") is None:
         original()
 
 
@@ -48,18 +51,39 @@ class _Package:
         del sys.modules[f"{self._name}.{name}"]
 
 
-def _stand_in(package: str, name: str) -> None:
-    """Declare a module without kernels for one that megatron.training.initialize imports and hardly ever uses."""
-
-    def refuse(*args, **kwargs):
-        raise RuntimeError("batch invariant kernels need triton: leave --batch-invariant-mode out on CPU")
-
-    module = ModuleType(f"{package}.{name}", _stand_in.__doc__)
-    module.enable_batch_invariant_mode = module.disable_batch_invariant_mode = refuse
-    module.is_batch_invariant_mode_enabled = lambda: False
+def _stand_in(module: ModuleType) -> None:
+    """Declare that importing `module.__name__` finds it."""
+    package, _, name = module.__name__.rpartition(".")
     owner = _Package(package)
     REGISTRY.declare(Patch(f"{package}:{name}", module, "replace", create=True, declared_by=__name__, _bound_to=owner))
 
 
+def _batch_invariant_kernels() -> ModuleType:
+    """Without kernels: megatron.training.initialize imports the module, which imports triton, and seldom uses it."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("batch invariant kernels need triton: leave --batch-invariant-mode out on CPU")
+
+    module = ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    module.enable_batch_invariant_mode = module.disable_batch_invariant_mode = refuse
+    module.is_batch_invariant_mode_enabled = lambda: False
+    return module
+
+
+def _installed_helpers() -> ModuleType | None:
+    """The index builder of an installed megatron-core, where a checkout that lacks one comes first in sys.path."""
+    folders = [Path(entry or ".", *_DATASETS.split(".")) for entry in sys.path]
+    found = [sorted(folder.glob(f"{_HELPERS}.*.so")) for folder in folders if (folder / "utils.py").is_file()]
+    if not found or found[0] or not any(found):
+        return None
+    spec = importlib.util.spec_from_file_location(f"{_DATASETS}.{_HELPERS}", next(filter(None, found))[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 if importlib.util.find_spec("triton") is None:
-    _stand_in("megatron.core.transformer.custom_layers", "batch_invariant_kernels")
+    _stand_in(_batch_invariant_kernels())
+_helpers = _installed_helpers()
+if _helpers is not None:
+    _stand_in(_helpers)

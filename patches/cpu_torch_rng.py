@@ -6,9 +6,13 @@ through the three names below. Host and device share one generator: what draws i
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from mindspeed_mem.patching import around, replace
+
+_iterators = itertools.count()
 
 
 class _OneGenerator:
@@ -38,3 +42,20 @@ def _lazy_init(original):
 
 
 replace("torch.cuda:default_generators", _OneGenerator(), declared_by=__name__)
+
+
+@around("torch.utils.data.dataloader:_BaseDataLoaderIter.__init__", optional=True)
+def _data_iterator(original, self, loader):
+    """The seed of the loader's workers comes from a generator of its own.
+
+    It is drawn from the host's, which on a device leaves the device's alone. Here it would shift all dropout masks, and
+    a resumed run, which makes its iterators after restoring the state, would draw others than an uninterrupted one.
+    """
+    given = loader.generator
+    if given is None:
+        seed = (torch.initial_seed() + next(_iterators)) % 2**63
+        loader.generator = torch.Generator().manual_seed(seed)
+    try:
+        original(self, loader)
+    finally:
+        loader.generator = given

@@ -194,6 +194,8 @@ def train_step(
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    if optimizer is not None:
+        optimizer.zero_grad()
     done = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(_texts(numbers, micro_batch_size)) for _ in chunks],

@@ -154,7 +154,7 @@ def _start(number: int) -> _Rank:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     log = _folder / f"rank{number}.{next(_serial)}.log"
-    # Not a daemon: distributed checkpoints start processes of their own.
+    # Not a daemon: daemons may not start processes, as distributed checkpoints do.
     process = context.Process(target=_serve, args=(number, theirs, str(log)))
     process.start()
     theirs.close()
@@ -177,9 +177,11 @@ def _answers(ranks: list[_Rank], timeout: float) -> list[tuple[bool, Any] | None
 
 
 def _stop(ranks: list[_Rank]) -> None:
-    """Kill these processes; the next case starts others."""
+    """Kill these processes, and those that they started; the next case starts others."""
     for rank in ranks:
         rank.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
         rank.process.join()
         rank.pipe.close()
     _ranks[:] = [rank for rank in _ranks if rank not in ranks]
@@ -191,7 +193,8 @@ def _finish() -> None:
 
 
 def _serve(number: int, pipe: connection.Connection, log: str) -> None:
-    """A rank's life: answer cases until the pipe closes."""
+    """A rank's life: answer cases until the pipe closes. Distributed checkpoints leave processes that outlive it."""
+    os.setpgrp()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -227,4 +230,4 @@ def _answer(number: int, size: int, meeting: str, timeout: float, case: bytes) -
 
 def _die_with_parent() -> None:
     connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
