@@ -148,7 +148,7 @@ def _apply(settings: Settings) -> None:
     flags = {feature.dest for feature in features.FEATURES}
     if _State.wants_help or flags & set(vars(_State.given)):
         patterns.append("megatron_arguments")
-    if settings.backend is not None:
+    if settings.backend is not None and settings.backend.type == "npu":
         _join_mindspeed()
     wanted = patch_modules(patterns)
     for module in wanted:
