@@ -134,13 +134,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
     backend = get_backend(None if args.device in (None, "auto") else args.device)
-    mem.configure({"device": backend.type, "sdpa_attention": True})
+    mem.configure({"device": backend.type, "sdpa_attention": True, "memory_config": entry()})
+    engines.stop()
     shape = args.shape or SHAPES[backend.type]
     layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape
     device = start_one_rank(backend.type)
     if backend.type == "cpu":
         torch.set_num_threads(1)
-    REGISTRY.apply(SWAP_PATCHES)
     model = build(device, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
     REGISTRY.undo(SWAP_PATCHES)
     step = make_step(model, device, seq, micro_batch, micro_batches, vocab)
