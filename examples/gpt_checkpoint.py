@@ -24,6 +24,7 @@ max_position_embeddings position_embedding_type padded_vocab_size normalization 
 qk_layernorm untie_embeddings_and_output_weights multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim
 qk_pos_emb_head_dim v_head_dim num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size transformer_impl
 bf16 fp16 optimizer use_distributed_optimizer""".split()
+DATA = "train_samples seq_length seed split".split()
 LAYOUT = """world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
 expert_model_parallel_size""".split()
 
@@ -56,8 +57,8 @@ def find(args):
     raise UsageError(f"--load {args.load}: no checkpoint there (no {TRACKER}); name a folder that --save has written")
 
 
-def save(args, iteration, chunks, optimizer, schedule, backend):
-    """Write the state after `iteration`; called on all ranks."""
+def save(args, iteration, consumed, chunks, optimizer, schedule, backend):
+    """Write the state after `iteration` and `consumed` samples; called on all ranks."""
     folder = _folder(args.save, iteration)
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,8 @@ def save(args, iteration, chunks, optimizer, schedule, backend):
     state = _state(chunks, optimizer, metadata, is_loading=False)
     state |= {
         "iteration": iteration,
+        "consumed_train_samples": consumed,
+        "data": _values(args, DATA),
         "model_arguments": _values(args, MODEL),
         "layout": _values(args, LAYOUT),
         "schedule": schedule.state_dict(),
@@ -85,7 +88,7 @@ def save(args, iteration, chunks, optimizer, schedule, backend):
 
 
 def load(args, iteration, chunks, optimizer, schedule, backend):
-    """Put back what `save` wrote after `iteration`; returns a list of remarks for the log. Raises UsageError."""
+    """Put back what `save` wrote after `iteration`: (consumed samples, remarks for the log). Raises UsageError."""
     folder = str(_folder(args.load, iteration))
     try:
         common = dist_checkpointing.load_common_state_dict(folder)
@@ -102,10 +105,14 @@ def load(args, iteration, chunks, optimizer, schedule, backend):
         chunk.module.load_state_dict(state[name])
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])
-    if not same_layout:
-        return ["the checkpoint is from another layout: dropout continues from --seed, not from where it was"]
-    set_random_state(state["random"], backend)
-    return []
+    remarks = []
+    if same_layout:
+        set_random_state(state["random"], backend)
+    else:
+        remarks.append("the checkpoint is from another layout: dropout continues from --seed, not from where it was")
+    if state["data"] != _values(args, DATA):
+        remarks.append("other data, seed or sequence length than before: the samples to come are not the next ones")
+    return state["consumed_train_samples"], remarks
 
 
 def random_state(backend):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -197,4 +198,7 @@ def _digest(value):
 if __name__ == "__main__":  # for scripts: build the text and say where it is, as Megatron-LM's --data-path wants it
     from gpt_arguments import make_parser
 
-    print(prepare_corpus(make_parser().parse_args())[0][0])
+    try:
+        print(prepare_corpus(make_parser().parse_args())[0][0])
+    except UsageError as error:
+        sys.exit(f"gpt_corpus.py: error: {error}")

@@ -33,7 +33,10 @@ class Samples:
 
 
 def build_datasets(args):
-    """(training Samples, validation Samples or None); sets args.padded_vocab_size. Call it before the ranks meet."""
+    """(training Samples, validation Samples or None). To be called before the ranks meet.
+
+    Sets args.padded_vocab_size and args.train_samples (in one epoch). Raises UsageError.
+    """
     prefixes, tokenizer, indices = prepare_corpus(args)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
@@ -59,6 +62,7 @@ def build_datasets(args):
         train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, (None, None, None), lambda: True, config).build()
     if args.eval_iters and valid is None:
         raise UsageError(f"--eval-iters {args.eval_iters}, but --split {args.split} has no weight for validation")
+    args.train_samples = len(train)
     return Samples(train, args.seed), valid and Samples(valid, args.seed)
 
 

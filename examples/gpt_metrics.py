@@ -61,7 +61,7 @@ def log_line(rows, args, skipped):
     losses = [row["loss"] for row in mine if row["loss"] == row["loss"]]
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last['iteration']:8d}/{args.train_iters:8d}",
-        f"consumed samples: {last['iteration'] * args.global_batch_size:12d}",
+        f"consumed samples: {last['consumed']:12d}",
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
         f"tokens/s: {args.global_batch_size * args.seq_length / milliseconds * 1e3:.0f}",
         f"learning rate: {last['lr']:.6E}",

@@ -16,12 +16,16 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 SAME_NAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels attention_dropout hidden_dropout
-normalization add_bias_linear add_qkv_bias qk_layernorm init_method_std persist_layer_norm bf16 fp16 sequence_parallel
+normalization add_bias_linear add_qkv_bias qk_layernorm init_method_std bf16 fp16 sequence_parallel
 tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size expert_model_parallel_size
 recompute_granularity recompute_method recompute_num_layers distribute_saved_activations transformer_impl""".split()
 EXPERTS = """moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_load_balancing_type
 moe_aux_loss_coeff moe_token_dispatcher_type moe_grouped_gemm""".split()
 LATENT = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_base rotary_percent".split()
+
+
+def installed(package):
+    return importlib.util.find_spec(package) is not None
 
 
 def parameter_dtype(args):
@@ -32,6 +36,7 @@ def model_config(args, device):
     """The TransformerConfig that the arguments describe."""
     fused = device.type == "cuda"  # Megatron's fused kernels are CUDA's, or compiled at the first call
     te = args.transformer_impl == "transformer_engine"
+    apex_norm = installed("apex") and args.normalization == "LayerNorm"
     virtual = args.virtual_pipeline_model_parallel_size is not None
     values = {name: getattr(args, name) for name in SAME_NAME}
     values |= {
@@ -43,11 +48,13 @@ def model_config(args, device):
         "activation_func": torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
         "bias_activation_fusion": fused and _activation_fusion(args),
         "bias_dropout_fusion": fused and args.bias_dropout_fusion,
-        "masked_softmax_fusion": fused and args.masked_softmax_fusion,
+        "masked_softmax_fusion": fused
+        and args.masked_softmax_fusion
+        and installed("scaled_upper_triang_masked_softmax_cuda"),
         "gradient_accumulation_fusion": fused
         and args.gradient_accumulation_fusion
-        and (te or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None),
-        "persist_layer_norm": fused and args.persist_layer_norm,
+        and (te or installed("fused_weight_gradient_mlp_cuda")),
+        "persist_layer_norm": fused and args.persist_layer_norm and (te or apex_norm),
         "deterministic_mode": args.deterministic_mode and fused,
         # Sends of both directions between the same two ranks must not share a batch: they would be mixed up.
         "overlap_p2p_comm": virtual and args.overlap_p2p_comm,

@@ -16,7 +16,7 @@ from mindspeed_mem.activation.meter import ActivationMeter
 
 
 class Trainer:
-    """Holds what every iteration needs; `run` trains from the iteration after `start` to the last one."""
+    """Holds what every iteration needs. On every rank there is one."""
 
     def __init__(self, args, backend, device, chunks, optimizer, schedule, samples):
         self.args, self.backend, self.device = args, backend, device
@@ -27,9 +27,10 @@ class Trainer:
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
-    def run(self, start):
-        """Train from iteration `start` + 1 on; returns the last iteration done."""
+    def run(self, start, consumed):
+        """Train from iteration `start` + 1 on, `consumed` samples having been seen; returns the last iteration."""
         args = self.args
+        self.consumed = consumed
         metrics = Metrics(args.metrics_file, start)
         iteration = start
         skipped = 0
@@ -46,7 +47,8 @@ class Trainer:
             if self.validation_samples and iteration % args.eval_interval == 0:
                 self._evaluate(iteration)
             if args.save and (stop or (args.save_interval and iteration % args.save_interval == 0)):
-                gpt_checkpoint.save(args, iteration, self.chunks, self.optimizer, self.schedule, self.backend)
+                parts = self.chunks, self.optimizer, self.schedule, self.backend
+                gpt_checkpoint.save(args, iteration, self.consumed, *parts)
                 if torch.distributed.get_rank() == 0:
                     print(f" saved checkpoint of iteration {iteration} in {args.save}", flush=True)
             if stop:
@@ -59,13 +61,15 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._pass(self.training_samples, (iteration - 1) * self.args.global_batch_size, training=True)
+        losses = self._pass(self.training_samples, self.consumed, training=True)
+        self.consumed += self.args.global_batch_size
         updated, grad_norm, _ = self.optimizer.step()
         if updated:
             self.schedule.step(self.args.global_batch_size)
         self.backend.synchronize()
         metrics.add(
             iteration=iteration,
+            consumed=self.consumed,
             loss=self._mean_loss(losses),
             grad_norm=math.nan if grad_norm is None else float(grad_norm),
             step_ms=(time.perf_counter() - begin) * 1e3,

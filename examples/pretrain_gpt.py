@@ -88,11 +88,13 @@ def train(args):
     chunks = build_model(args, config, device)
     optimizer, schedule = build_optimizer(args, config, chunks)
     log(f" {sum(p.numel() for c in chunks for p in c.parameters()):,} parameters on rank 0")
+    consumed = 0
     if start:
-        for remark in load(args, start, chunks, optimizer, schedule, backend):
+        consumed, remarks = load(args, start, chunks, optimizer, schedule, backend)
+        for remark in remarks:
             log(f" {remark}")
         log(f" continuing after iteration {start} of {args.load}")
-    Trainer(args, backend, device, chunks, optimizer, schedule, samples).run(start)
+    Trainer(args, backend, device, chunks, optimizer, schedule, samples).run(start, consumed)
     mem.report()
     torch.distributed.barrier()
     # Only here: after an error the process just ends, and torchrun ends the others.
@@ -107,6 +109,7 @@ def set_device(args):
     torch.get_device_module(args.device).set_device(index)
     if args.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would write over every empty tensor
     return torch.device(args.device, index)
