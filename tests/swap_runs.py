@@ -49,6 +49,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+_held_before = 0
+
+
 @contextlib.contextmanager
 def patched(modules: list[str]) -> Iterator[None]:
     """These patch modules applied, and undone afterwards."""
@@ -64,6 +67,9 @@ def patched(modules: list[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def swap(plan: dict[str, Any], backend: Backend | None = None, host_limit: int | None = None, watch_only: bool = False):
     """The engine executes ``plan`` on models built inside; on leaving, nothing of it is left."""
+    global _held_before
+    gc.collect()
+    _held_before = LEDGER.owned.now  # by models of earlier cases that are still alive
     with patched(SWAP):
         LEDGER.reset_peak()
         engine = engines.start(load_memory_config(plan), backend or get_backend("cpu"), host_limit, watch_only)
@@ -110,11 +116,21 @@ def forget_routing(chunks: list[torch.nn.Module]) -> None:
                 vars(dispatcher).clear()
 
 
+def owned_now() -> int:
+    """Bytes on the device of activations that operators of layers produced inside this `swap`."""
+    return LEDGER.owned.now - _held_before
+
+
+def owned_peak() -> int:
+    """The most `owned_now` has been since the ledger's last `reset_peak`."""
+    return LEDGER.owned.peak - _held_before
+
+
 def left_over(engine: Engine) -> dict[str, int]:
     """What the engine still holds; all zero when nothing is left."""
     gc.collect()
     return {
         "host bytes": engine.mover.slabs.bytes_in_use,
         "bytes on host": engine.mover.bytes_on_host,
-        "device bytes": LEDGER.owned.now,
+        "device bytes": owned_now(),
     }

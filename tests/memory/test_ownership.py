@@ -15,7 +15,7 @@ def attribution(kind: str, sdpa: bool) -> tuple[int, list[str]]:
 
     from mindspeed_mem.activation import engine as engines
     from tests.models import build_gpt, train_step
-    from tests.swap_runs import SDPA, patched, swap
+    from tests.swap_runs import SDPA, forget_routing, patched, swap
 
     class Allocations(TorchDispatchMode):
         """Notes on each new storage which operator of the engine was running."""
@@ -47,6 +47,7 @@ def attribution(kind: str, sdpa: bool) -> tuple[int, list[str]]:
         chunks = build_gpt(kind)
         with Allocations():
             train_step(chunks, micro_batches=1)
+        forget_routing(chunks)
     return count, wrong
 
 

@@ -13,7 +13,7 @@ def peaks(kind: str, sizes: dict, plan: dict | None) -> tuple[int, list[dict]]:
     """Peak of the activations that this rank's operators produced, and what one micro-batch keeps."""
     from mindspeed_mem.activation.ledger import LEDGER
     from tests.models import build_gpt, train_step
-    from tests.swap_runs import SDPA, patched, swap
+    from tests.swap_runs import SDPA, owned_peak, patched, swap
 
     with patched(SDPA), parallel(**sizes), swap(plan or {}, watch_only=plan is None) as engine:
         chunks = build_gpt(kind, layers=LAYERS)
@@ -21,7 +21,7 @@ def peaks(kind: str, sizes: dict, plan: dict | None) -> tuple[int, list[dict]]:
             LEDGER.reset_peak()
             train_step(chunks, micro_batches=MICRO_BATCHES, micro_batch_size=1, step=step)
         rows = engine.census.storages() if plan is None else []
-        return LEDGER.owned.peak, [row for row in rows if 0 <= row["layer"] < LAYERS]
+        return owned_peak(), [row for row in rows if 0 <= row["layer"] < LAYERS]
 
 
 def forward_window(rows: list[dict], distance: int) -> int:
@@ -63,18 +63,18 @@ def backward_peak(kind: str, plan: dict) -> int:
     """Peak of the ledger in the backward of one micro-batch whose activations have all left."""
     from mindspeed_mem.activation.ledger import LEDGER
     from tests.models import build_gpt
-    from tests.swap_runs import SDPA, one_forward, patched, swap
+    from tests.swap_runs import SDPA, one_forward, owned_now, owned_peak, patched, swap
 
     with patched(SDPA), parallel(), swap(plan) as engine:
         chunks = build_gpt(kind, layers=LAYERS)
         engine.begin_schedule(())
         loss = one_forward(engine, chunks)
-        assert LEDGER.owned.now == 0
+        assert owned_now() == 0
         LEDGER.reset_peak()
         engine.begin_backward(loss)
         loss.sum().backward()
         engine.end_backward()
-        return LEDGER.owned.peak
+        return owned_peak()
 
 
 @pytest.mark.distributed
