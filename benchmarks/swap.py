@@ -34,7 +34,7 @@ from mindspeed_mem.patching import REGISTRY  # noqa: E402
 from mindspeed_mem.plan import load_memory_config  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
-    "cpu": (4, 256, 4, 688, 256, 2, 2, 512),
+    "cpu": (4, 512, 8, 1376, 512, 1, 2, 512),
     "cuda": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
     "npu": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
 }

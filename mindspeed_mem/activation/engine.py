@@ -47,6 +47,7 @@ class Engine:
         self._covered: set[int] | None = None  # None: all layers
         self._by_producer_only = True  # no entry moves what an operator saves: who produced a storage decides at once
         self._counting = watch_only  # the census is open
+        self._idle = False  # the plan selects nothing: everything runs natively
         self._stack: list[tuple[int, str, bool]] = []  # (layer, operator, is a marker) now running, innermost last
         self._frame: Frame | None = None
         self._scheduled = False  # a schedule says when micro-batches begin and end
@@ -74,6 +75,7 @@ class Engine:
             touched = self.plan.layers_touched()
             self._by_producer_only = not self.plan.selects_by_saver
             self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
+            self._idle = not touched
         for line in self.plan.log_lines():
             logger.info(line)
         for notice in self.plan.notices:
@@ -85,7 +87,7 @@ class Engine:
         layer, path = module.__dict__[regions.TAG]
         if self._stack:
             return self._run_operator(layer, path, original, module, args, kwargs)
-        if path or not regions.may_save():
+        if path or self._idle or not regions.may_save():
             return original(module, *args, **kwargs)
         self._enter_layer(layer, args, kwargs)
         if self._covered is not None and layer not in self._covered:
