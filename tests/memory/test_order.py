@@ -70,14 +70,14 @@ def bytes_back_when_backward_begins(orders: list[str]) -> list[list[int]]:
     with patched(SDPA), parallel(), swap(entry(layer_swap=[{"backward_prefetch": 6, "layers": True}])) as engine:
         chunks = build_gpt("dense", layers=2)
         for order in orders:
-            losses, early, backwards = {}, [], 0
+            losses, early, backwards, per_micro_batch = {}, [], 0, 0
             start = engine.mover.bytes_in
             engine.begin_schedule(("a kind of step",))
             for action in order.split():
                 number = int(action[1:])
                 if action[0] == "F":
                     losses[number] = one_forward(engine, chunks, number)
-                    per_micro_batch = engine.mover.bytes_on_host // len(losses) if not early else per_micro_batch
+                    per_micro_batch = per_micro_batch or engine.mover.bytes_on_host  # after the first forward
                     continue
                 early.append(engine.mover.bytes_in - start - backwards * per_micro_batch)
                 loss = losses.pop(number)

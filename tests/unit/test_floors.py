@@ -29,8 +29,8 @@ FLOORS = {
     "__main__": 6,
 }
 TOP = 6
-# What a script may build on, besides the adaptor: the rooms, not how they are wired into Megatron. (A benchmark may take
-# the patches away and put them back, to measure both side by side.)
+# What a script may build on, besides the adaptor: the rooms, not how they are wired into Megatron. (A benchmark may
+# take the patches away and put them back, to measure both side by side.)
 NOT_FOR_SCRIPTS = {"patching", "features", "patches", "launch", "observation", "doctor", "__main__"}
 HOSTS = {"megatron", "mindspeed", "transformer_engine"}
 MAX_LINES = 400
