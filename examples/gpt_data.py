@@ -8,28 +8,32 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
+from torch.utils.data import ConcatDataset
 
 
 class Samples:
-    """An endless sequence of samples over one epoch of a Megatron dataset: later epochs are shuffled anew.
+    """An endless sequence of samples over one epoch of Megatron datasets: each later epoch is shuffled anew.
 
-    So the order does not depend on how many iterations are planned, and a run that is extended goes on as if it had
-    been planned longer from the start.
+    Megatron has shuffled the first one within each dataset; several are mixed here from the start. So the order does
+    not depend on how many iterations are planned, and a run that is extended goes on as if it had been planned longer.
     """
 
-    def __init__(self, dataset, seed):
-        self._dataset, self._seed = dataset, seed
-        self._epoch, self._order = 0, None
+    def __init__(self, datasets, seed):
+        self._dataset, self._seed = ConcatDataset(datasets), seed
+        self._shuffled_from = 0 if len(datasets) > 1 else 1
+        self._epoch, self._order = None, None
 
     def __len__(self):
         return len(self._dataset)
 
     def __getitem__(self, number):
         epoch, place = divmod(number, len(self._dataset))
-        if epoch and epoch != self._epoch:
-            self._epoch = epoch
-            self._order = numpy.random.RandomState([self._seed, epoch]).permutation(len(self._dataset))
-        return self._dataset[int(self._order[place]) if epoch else place]
+        if epoch >= self._shuffled_from:
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._order = numpy.random.RandomState([self._seed, epoch]).permutation(len(self._dataset))
+            place = int(self._order[place])
+        return self._dataset[place]
 
 
 def build_datasets(args):
@@ -42,11 +46,28 @@ def build_datasets(args):
     args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
     weights = [float(weight) for weight in args.split.split(",")]
     weights += [0.0] * (3 - len(weights))
+    if args.eval_iters and not weights[1]:
+        raise UsageError(f"--eval-iters {args.eval_iters}, but --split {args.split} has no weight for validation")
+    train, valid = [], []
+    with locked(indices):
+        configs = [_config(args, prefix, ",".join(map(str, weights)), tokenizer, indices) for prefix in prefixes]
+        _check_sizes(configs)
+        for config in configs:
+            # Sizes None: one epoch. Without a process group every rank builds, or finds, for itself.
+            builder = BlendedMegatronDatasetBuilder(GPTDataset, (None, None, None), lambda: True, config)
+            for found, dataset in zip((train, valid), builder.build(), strict=False):
+                found.append(dataset)
+    train = Samples(train, args.seed)
+    args.train_samples = len(train)
+    return train, Samples(valid, args.seed) if args.eval_iters else None
+
+
+def _config(args, prefix, split, tokenizer, indices):
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=(prefixes, None),
-        split=",".join(map(str, weights)),
+        blend=([prefix], None),
+        split=split,
         path_to_cache=str(indices),
         tokenizer=tokenizer,
         reset_position_ids=False,
@@ -57,19 +78,14 @@ def build_datasets(args):
     if not args.eval_iters:
         config.split_matrix[Split.valid.value] = None
     config.split_matrix[Split.test.value] = None  # kept apart from training, but nobody reads it here
-    with locked(indices):
-        _check_sizes(prefixes, config)
-        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, (None, None, None), lambda: True, config).build()
-    if args.eval_iters and valid is None:
-        raise UsageError(f"--eval-iters {args.eval_iters}, but --split {args.split} has no weight for validation")
-    args.train_samples = len(train)
-    return Samples(train, args.seed), valid and Samples(valid, args.seed)
+    return config
 
 
-def _check_sizes(prefixes, config):
-    """Refuse a split that holds no whole sample: Megatron would fail on it without a word about the cause."""
+def _check_sizes(configs):
+    """Refuse a split that holds no whole sample: Megatron would fail on it, or search for ever, without a word."""
     problems = []
-    for prefix in prefixes:
+    for config in configs:
+        prefix = config.blend[0][0]
         dataset = IndexedDataset(prefix)  # a name of its own: the lengths are unmapped when it dies
         lengths = dataset.sequence_lengths
         for split in Split:

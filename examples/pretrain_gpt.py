@@ -64,6 +64,7 @@ def train(args):
     """The whole job."""
     if os.environ.get("RANK", "0") != "0" or args.transformer_impl == "local":
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # what it does without TE and Apex
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names that Megatron uses
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     # Not at the top: what the pack repairs in megatron.core for this device must be known before it is imported.
     from gpt_checkpoint import find, load

@@ -54,7 +54,8 @@ def train(*arguments, ranks=1, **environment):
     """Run examples/pretrain_gpt.py with the arguments SMALL and these; on one rank without torchrun."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launch, str(EXAMPLES / "pretrain_gpt.py"), *SMALL, *arguments]
-    return start(command, {"PYTHONPATH": str(ROOT), **environment})
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return start(command, {"PYTHONPATH": path, **environment})
 
 
 def start(command, environment):

@@ -62,6 +62,9 @@ def test_training_on_text_and_on_the_indexed_dataset_is_the_same(tmp_path):
     train(*arguments, tmp_path / "indexed", "--data-path", prefix, "--vocab-size", "257").succeeded()
     assert len(numbers(tmp_path / "indexed")) == 4
     assert numbers(tmp_path / "indexed") == numbers(tmp_path / "from_text")
+    several = ["--data-path", prefix, prefix, "--vocab-size", "257", "--eval-iters", "1", "--eval-interval", "4"]
+    job = train(*arguments, tmp_path / "several", *several).succeeded()
+    assert "validation loss at iteration 4" in job.output
 
 
 @pytest.mark.slow
