@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 
@@ -59,6 +60,32 @@ def core_attention(
         enable_gqa=key.shape[2] != query.shape[2],
     )
     return output[..., :channels].permute(2, 0, 1, 3).flatten(2)
+
+
+def share_last_channels(key: torch.Tensor, channels: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """`key` itself ([..., heads, all channels], a view), whose last `channels` are one and the same for all heads of
+    all ranks of `group`: their gradient is summed over these, as if each rank held all heads.
+
+    Every rank then gives the sum to its first head, and zero to the others, where their common origin adds them up.
+    Collective in backward.
+    """
+    return _ShareLastChannels.apply(key, channels, group)
+
+
+class _ShareLastChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, key, channels, group):
+        ctx.channels, ctx.group = channels, group
+        return key.view_as(key)
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad[..., -ctx.channels :].sum(-2)
+        dist.all_reduce(total, group=ctx.group)
+        grad = grad.clone()
+        grad[..., -ctx.channels :] = 0
+        grad[..., 0, -ctx.channels :] = total
+        return grad, None, None
 
 
 _last: tuple[weakref.ref, int, bool] | None = None

@@ -70,7 +70,7 @@ def build_gpt(
     """The model chunks of this rank (one for each virtual stage), in Megatron's DistributedDataParallel.
 
     kind: one of `KINDS`. ddp: fields of DistributedDataParallelConfig. overrides: fields of TransformerConfig, and
-    position_embedding_type. "mla" works inside `with applied("sdpa_attention")` (tests.worlds).
+    position_embedding_type. "mla" works inside `with applied("sdpa_*")` (tests.worlds).
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -134,6 +134,8 @@ def build_gpt(
         fill_by_name(model)
         model = Float16Module(config, model) if config.bf16 else model
         chunks.append(DistributedDataParallel(config, settings, model))
+    if settings.overlap_grad_reduce:  # reduce after the last micro-batch only
+        config.no_sync_func = chunks[0].no_sync if vpp is None else [chunk.no_sync for chunk in chunks]
     return chunks
 
 
