@@ -24,6 +24,7 @@ from gpt_validation import complete
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from mindspeed_mem.device import DeviceError, get_backend
+from mindspeed_mem.plan import MemoryConfigError
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -32,7 +33,7 @@ COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 def main():
     try:
         train(parse())
-    except UsageError as error:
+    except (UsageError, MemoryConfigError) as error:  # the latter: a pattern that fits no operator of this model
         fail(error)
 
 
@@ -144,7 +145,7 @@ def fail(error):
     if os.environ.get("RANK", "0") != "0":
         # All ranks see the same problem. torchrun ends the others as soon as one has exited: leave rank 0 the time to
         # speak. A rank that is still here after that has a problem of its own.
-        time.sleep(20)
+        time.sleep(60)
     print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
     sys.exit(2)
 
