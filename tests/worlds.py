@@ -53,16 +53,16 @@ def on_ranks(size: int, function: Callable, *args: Any, timeout: float = 180, **
     Function, arguments and results are pickled, tensors by value. The process group gives up after `timeout` seconds.
     """
     while len(_ranks) < size:
-        _ranks.append(_start(len(_ranks)))
+        _ranks.append(_start())
     ranks = _ranks[:size]
     case = pickle.dumps((function, args, kwargs))
     meeting = str(_folder / f"group{next(_serial)}")
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         with contextlib.suppress(OSError):  # dead already: found below
-            rank.pipe.send_bytes(pickle.dumps((size, meeting, timeout, case)))
+            rank.pipe.send_bytes(pickle.dumps((number, size, meeting, timeout, case)))
     answers = _answers(ranks, timeout)
     if any(answer is None for answer in answers):
-        silent = "\n".join(rank.last_words() for rank, answer in zip(ranks, answers, strict=True) if answer is None)
+        silent = "\n".join(ranks[number].last_words(number) for number in range(size) if answers[number] is None)
         _stop(ranks)
     else:
         silent = ""
@@ -131,34 +131,34 @@ def patch_modules(*patterns: str) -> list[str]:
 class _Rank:
     """One process and our end of its pipe."""
 
-    number: int
     process: multiprocessing.Process
     pipe: connection.Connection
     log: Path
 
-    def last_words(self) -> str:
-        """Why it does not answer: the end of what it printed, with its stack if it is alive."""
+    def last_words(self, number: int) -> str:
+        """Why it does not answer: the end of what it printed in this case, with its stack if it is alive."""
+        self.process.join(0.5)
         state = "did not answer in time" if self.process.is_alive() else f"died ({self.process.exitcode})"
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.5)
         tail = self.log.read_text(errors="replace").splitlines()[-60:] if self.log.exists() else []
-        return "\n".join([f"rank {self.number} {state}; the end of its output:", *tail])
+        return "\n".join([f"rank {number} {state}; the end of its output:", *tail])
 
 
-def _start(number: int) -> _Rank:
+def _start() -> _Rank:
     global _folder
     if _folder is None:
         _folder = Path(tempfile.mkdtemp(prefix="ranks"))
         atexit.register(_finish)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    log = _folder / f"rank{number}.{next(_serial)}.log"
+    log = _folder / f"process{next(_serial)}.log"
     # Not a daemon: daemons may not start processes, as distributed checkpoints do.
-    process = context.Process(target=_serve, args=(number, theirs, str(log)))
+    process = context.Process(target=_serve, args=(theirs, str(log)))
     process.start()
     theirs.close()
-    return _Rank(number, process, ours, log)
+    return _Rank(process, ours, log)
 
 
 def _answers(ranks: list[_Rank], timeout: float) -> list[tuple[bool, Any] | None]:
@@ -192,7 +192,7 @@ def _finish() -> None:
     shutil.rmtree(_folder, ignore_errors=True)
 
 
-def _serve(number: int, pipe: connection.Connection, log: str) -> None:
+def _serve(pipe: connection.Connection, log: str) -> None:
     """A rank's life: answer cases until the pipe closes. Distributed checkpoints leave processes that outlive it."""
     os.setpgrp()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -208,8 +208,9 @@ def _serve(number: int, pipe: connection.Connection, log: str) -> None:
     apply_cpu_patches()
     with contextlib.suppress(EOFError):
         while True:
-            size, meeting, timeout, case = pickle.loads(pipe.recv_bytes())
-            pipe.send_bytes(pickle.dumps(_answer(number, size, meeting, timeout, case)))
+            case = pickle.loads(pipe.recv_bytes())
+            os.truncate(log, 0)
+            pipe.send_bytes(pickle.dumps(_answer(*case)))
             pipe.recv_bytes()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
