@@ -1,5 +1,6 @@
 """The training loop: Megatron's schedules over the samples, evaluation and checkpoints in between."""
 
+import contextlib
 import math
 import time
 from functools import partial
@@ -106,19 +107,17 @@ class Trainer:
         """All micro-batches of one global batch, forward and (in training) backward; the losses of the last stage."""
         batches = [microbatches(samples, first_sample, self.args, self.data_rank) for _ in self.chunks]
         one = len(self.chunks) == 1
-        return self.forward_backward(
-            forward_step_func=self._measured_step if training else self._step,
-            data_iterator=batches[0] if one else batches,
-            model=self.chunks[0] if one else self.chunks,
-            num_microbatches=self.args.num_microbatches,
-            seq_length=self.args.seq_length,
-            micro_batch_size=self.args.micro_batch_size,
-            forward_only=not training,
-        )
-
-    def _measured_step(self, batches, chunk):
-        with self.meter:
-            return self._step(batches, chunk)
+        # Around backward, too: what a recomputation keeps meanwhile counts.
+        with self.meter if training else contextlib.nullcontext():
+            return self.forward_backward(
+                forward_step_func=self._step,
+                data_iterator=batches[0] if one else batches,
+                model=self.chunks[0] if one else self.chunks,
+                num_microbatches=self.args.num_microbatches,
+                seq_length=self.args.seq_length,
+                micro_batch_size=self.args.micro_batch_size,
+                forward_only=not training,
+            )
 
     def _step(self, batches, chunk):
         """What Megatron's schedules call per micro-batch and model chunk: (output, its loss function)."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# pretrain_gpt.sh with activation swap; the same environment variables and arguments. Another plan than the default one:
+# pretrain_gpt.sh with activation swap; the same environment variables and arguments. Another plan than this one:
 #     examples/pretrain_gpt_swap.sh --memory-config examples/configs/swap_operators.yaml
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-exec "$here/pretrain_gpt.sh" --memory-config "$here/configs/swap_default.yaml" "$@"
+exec "$here/pretrain_gpt.sh" --memory-config "$here/configs/swap_everything.yaml" "$@"
