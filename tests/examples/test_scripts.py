@@ -12,16 +12,15 @@ ITERATIONS = 30
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, everything):
+def pair(tmp_path_factory):
     """{"baseline": (job, metrics file), "swap": ...}: both scripts with the same variables."""
     folder = tmp_path_factory.mktemp("scripts")
     arguments = ["--eval-interval", 20, "--metrics-file"]
     names = {"baseline": "pretrain_gpt.sh", "swap": "pretrain_gpt_swap.sh"}
-    plan = {"baseline": [], "swap": ["--memory-config", everything]}
     found = {}
     for kind, name in names.items():
         path = folder / f"{kind}.jsonl"
-        found[kind] = (script(name, *arguments, path, *plan[kind], TRAIN_ITERS=ITERATIONS), path)
+        found[kind] = (script(name, *arguments, path, TRAIN_ITERS=ITERATIONS), path)
     return found
 
 
