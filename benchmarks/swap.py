@@ -17,6 +17,7 @@ import contextlib
 import gc
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
@@ -77,7 +78,7 @@ class Settings:
     def __init__(self, model, backend, prefetch: int, layers: int):
         self.model, self.backend = model, backend
         self.config = model.config
-        self.engines = {}
+        self.engines, self.stalls = {}, Counter()
         for name, plan in variants(prefetch, layers).items():
             if plan is not None:
                 self.engines[name] = engines.start(load_memory_config(plan), backend, watch_only=not plan)
@@ -96,10 +97,12 @@ class Settings:
         hooks = contextlib.nullcontext()
         if name == "save_on_cpu":
             hooks = torch.autograd.graph.save_on_cpu(pin_memory=self.backend.type != "cpu")
+        stalled = self.backend.stall_seconds()
         try:
             with hooks:
                 yield
         finally:
+            self.stalls[name] += self.backend.stall_seconds() - stalled
             engines.stop()
             REGISTRY.undo(SWAP_PATCHES)
             self.config.recompute_granularity = self.config.recompute_method = None
@@ -111,6 +114,7 @@ def held_at_peak(name: str, setting, step, backend) -> int | None:
     gc.collect()
     with setting(name):
         if backend.type != "cpu":
+            setting.model.zero_grad(set_to_none=True)
             backend.synchronize()
             backend.reset_peak()
             before = backend.allocated()
@@ -155,8 +159,8 @@ def main() -> None:
         rows[name]["same_losses"] = losses[name] == losses["no pack"]
         if name in setting.engines:
             engine = setting.engines[name].report()
-            rows[name] |= {"stall_ms_per_step": 1e3 * engine["stall_seconds"] / (args.rounds + 3)}
-            rows[name] |= {"bytes_out_per_step": engine["bytes_out"] // (args.rounds + 3)}
+            rows[name]["stall_ms_per_step"] = 1e3 * setting.stalls[name] / (args.rounds + 3)
+            rows[name]["bytes_out_per_step"] = engine["bytes_out"] // (args.rounds + 3)
     print(table(rows))
     if args.json:
         shape_names = ("layers", "hidden", "heads", "ffn", "seq", "micro_batch", "micro_batches", "vocab")

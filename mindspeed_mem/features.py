@@ -150,6 +150,7 @@ FEATURES = (
             _core("--enable-cuda-graph", _GRAPH),
             _core("--external-cuda-graph", _GRAPH),
             _core("--overlap-moe-expert-parallel-comm", _NOT_YET),
+            _core("--moe-shared-expert-overlap", "it computes on a second stream, which swap does not follow"),
             _lm("--use-megatron-fsdp", _NOT_YET),
             _lm("--use-torch-fsdp2", _NOT_YET),
             _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),

@@ -24,8 +24,9 @@ class LaunchError(ValueError):
 def prepare(script: str, arguments: list[str]) -> ModuleType:
     """Import the adaptor as the first import of `script` would; returns the adaptor.
 
-    Sets ``sys.argv`` and ``sys.path[0]`` to what Python would set for the script. Raises LaunchError if there is no
-    such file.
+    Sets ``sys.argv`` to what Python would set for the script, and puts its folder on ``sys.path``: in front, as Python
+    would, but behind everything where the folder is a Megatron-LM checkout whose megatron.core has not been compiled
+    while an installed one has. Raises LaunchError if there is no such file.
     """
     path = Path(script)
     if path.is_dir() or not path.exists():
@@ -34,10 +35,21 @@ def prepare(script: str, arguments: list[str]) -> ModuleType:
     os.environ[_SCRIPT] = str(path.resolve())
     sys.argv = [script, *arguments]
     own = str(Path(__file__).resolve().parents[1])
-    sys.path[0] = str(path.resolve().parent)
+    folder = str(path.resolve().parent)
+    del sys.path[0]
+    sys.path.insert(len(sys.path) if _borrows_core(folder) else 0, folder)
     if own not in sys.path:  # what was sys.path[0] in a bare checkout; spawned children import this package by name
         sys.path.append(own)
     return importlib.import_module("mindspeed_mem.megatron_adaptor")
+
+
+def _borrows_core(folder: str) -> bool:
+    """Whether `folder` has a megatron.core without its compiled helpers, which some other place on the path has."""
+
+    def compiled(root: str) -> bool:
+        return any(Path(root, "megatron", "core", "datasets").glob("helpers_cpp.*.so"))
+
+    return Path(folder, "megatron", "core").is_dir() and not compiled(folder) and any(map(compiled, sys.path))
 
 
 def run(script: str) -> None:

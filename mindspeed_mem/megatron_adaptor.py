@@ -15,6 +15,7 @@ import logging
 import os
 import pkgutil
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -115,6 +116,8 @@ def refuse(error: Exception) -> NoReturn:
     """End this process with status 2, as for any wrong command line; the message appears once per machine."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"mindspeed_mem: {error}", file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(20)  # torchrun ends all ranks as soon as one has ended: the one that speaks goes first
     raise SystemExit(2)
 
 

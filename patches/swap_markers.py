@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.patching import around
 
@@ -22,7 +24,7 @@ def _forward(original, msg, suffix):
 
 @around("megatron.core.utils:nvtx_range_push")
 def range_push(original, msg=None, suffix=None):
-    engine = engines.current()
+    engine = None if torch.compiler.is_compiling() else engines.current()
     if engine is not None and msg is None and suffix is not None:
         engine.mark_start(suffix)
     return _forward(original, msg, suffix)
@@ -30,7 +32,7 @@ def range_push(original, msg=None, suffix=None):
 
 @around("megatron.core.utils:nvtx_range_pop")
 def range_pop(original, msg=None, suffix=None):
-    engine = engines.current()
+    engine = None if torch.compiler.is_compiling() else engines.current()
     if engine is not None and msg is None and suffix is not None:
         engine.mark_stop(suffix)
     return _forward(original, msg, suffix)

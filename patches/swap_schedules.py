@@ -29,7 +29,7 @@ def _schedule(original, **kwargs):
     if engine is None:
         return original(**kwargs)
     models = kwargs["model"]
-    if engine.plan is None:
+    if not engine.agreed:
         mark_static(models if isinstance(models, (list, tuple)) else [models])
         engine.resolve(_gather)
     engine.begin_schedule((original.__name__, kwargs.get("num_microbatches"), kwargs.get("forward_only", False)))

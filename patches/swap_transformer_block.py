@@ -7,16 +7,19 @@ class; instances without a tag go straight through.
 
 from __future__ import annotations
 
+import torch
+
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.patching import REGISTRY, around
 
 
-def region_forward(original, self, *args, **kwargs):
+def region_forward(original, *args, **kwargs):
     engine = engines.current()
-    if engine is None or regions.TAG not in self.__dict__:
-        return original(self, *args, **kwargs)
-    return engine.run(original, self, args, kwargs)
+    # compiled code has no regions inside: a compiled module is one operator
+    if engine is None or torch.compiler.is_compiling() or regions.TAG not in args[0].__dict__:
+        return original(*args, **kwargs)
+    return engine.run(original, args[0], args[1:], kwargs)
 
 
 @around("megatron.core.transformer.transformer_block:TransformerBlock.__init__")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,8 @@ class Engine:
         self._stalled_before = backend.stall_seconds()
         self.order, self.pinned, self.census = RecordedOrder(), PinnedWatch(), Census() if watch_only else None
         self.plan: MemoryPlan | None = None
+        self.agreed = False  # all ranks have made the plan together
         self.num_layers = 0
-        self.moved_by_operator: Counter[tuple[int, str]] = Counter()
         self._covered: set[int] | None = None  # None: all layers
         self._by_producer_only = True  # no entry moves what an operator saves: who produced a storage decides at once
         self._counting = watch_only  # the census is open
@@ -57,12 +56,13 @@ class Engine:
 
     # ---- the plan
     def resolve(self, gather: Callable[[Any], list] | None = None) -> None:
-        """Fix the plan from the tagged layers, once. ``gather`` collects an object from all ranks.
+        """Make the plan from the tagged layers. ``gather`` collects an object from all ranks and makes it final.
 
-        Raises MemoryConfigError on every rank alike: layers out of range, patterns that match nothing anywhere.
+        Raises MemoryConfigError, with ``gather`` on every rank alike: layers out of range, patterns that match nothing.
         """
-        if self.plan is not None:
+        if self.agreed or (self.plan is not None and gather is None):
             return
+        self.agreed = gather is not None
         mine = (regions.tagged_layers(), self.num_layers)
         everyone = gather(mine) if gather is not None else [mine]
         layers: dict[int, set[str]] = {}
@@ -76,6 +76,8 @@ class Engine:
             self._by_producer_only = not self.plan.selects_by_saver
             self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
             self._idle = not touched
+        if self.config.swap.swap and not layers:
+            logger.error("swap has no effect: no layer was built after mindspeed_mem.megatron_adaptor was configured")
         for line in self.plan.log_lines():
             logger.info(line)
         for notice in self.plan.notices:
@@ -94,8 +96,15 @@ class Engine:
             result = self._run_operator(layer, path, original, module, args, kwargs)
             self._sign_at(result)
             return result
-        with saved_tensors_hooks(self._pack, self._unpack):
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        try:
+            hooks.__enter__()
+        except RuntimeError:  # somebody has disabled hooks here: run natively
             return self._run_operator(layer, path, original, module, args, kwargs)
+        try:
+            return self._run_operator(layer, path, original, module, args, kwargs)
+        finally:
+            hooks.__exit__()
 
     def _run_operator(self, layer: int, path: str, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
         stack = self._stack
@@ -206,11 +215,7 @@ class Engine:
         self._operators_of_chunk[frame.key[1]] = frame.count
         if isinstance(_first(output), torch.Tensor):
             self._of_output[id(_first(output))] = frame.key, weakref.ref(_first(output))
-        for ref in frame.moved:
-            record = ref()
-            if record is not None:
-                self.moved_by_operator[record.layer, record.op] += record.nbytes
-                self.pinned.check(record, output)
+        self.pinned.check([record for ref in frame.moved if (record := ref()) is not None], output)
         if self._counting:
             self._counting = not self.census.finish(frame.key[1])
 
@@ -247,7 +252,7 @@ class Engine:
         if mark is KEEP and not self._counting:
             return Handle(tensor, None, frame, number)
         record = mark() if mark is not None and mark is not KEEP else None
-        if record is not None and record.state != KEPT and record.version != tensor._version:
+        if record is not None and record.state != KEPT and not record.holds(tensor):
             self.mover.cancel(record)  # its content changed: what was copied stays with the earlier handles
             record = record if record.state == KEPT else None
         layer, op, _ = self._stack[-1]
@@ -274,7 +279,6 @@ class Engine:
         if not nbytes or getattr(storage, "_mem_static", False):
             storage._mem = KEEP
             return None
-        keep = keep or tensor.is_conj() or tensor.is_neg()
         owner = OUTSIDE if keep else frame.owner_of(tensor)
         token = LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
         if self._counting:
@@ -282,7 +286,7 @@ class Engine:
         if keep or (self._by_producer_only and self._distance(owner[0], owner[1], layer, op) is None):
             storage._mem = KEEP
             return None
-        record = Record(self.mover, frame, owner, storage, token, tensor._version)
+        record = Record(self.mover, frame, owner, storage, token, tensor)
         storage._mem = weakref.ref(record)
         return record
 
@@ -303,7 +307,8 @@ class Engine:
         if type(kept) is not Handle:
             return kept
         kept.check_version()
-        kept.frame.unpacks(kept.number)
+        if kept.frame is not None:
+            kept.frame.unpacks(kept.number)
         if kept.layout is not None:
             self.mover.await_load(kept.record)
         return kept.view()
@@ -326,7 +331,7 @@ class Engine:
             "host_allocations": slabs.allocations,
             "stayed_bytes": self.mover.stayed_bytes,
             "moved_by_operator": [
-                {"layer": layer, "op": op, "bytes": n} for (layer, op), n in sorted(self.moved_by_operator.items())
+                {"layer": layer, "op": op, "bytes": n} for (layer, op), n in sorted(self.mover.moved.items())
             ],
             "pinned": self.pinned.rows(),
         }

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.records import COPYING, HOST, KEEP, KEPT, LOADED, Record
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mindspeed_mem.device import Backend
+    from mindspeed_mem.device.base import Event, Stream
     from mindspeed_mem.device.slabs import HostSlabs
 
 logger = logging.getLogger(__name__)
@@ -51,15 +53,30 @@ class Mover:
 
     def __init__(self, backend: Backend, slabs: HostSlabs):
         self.backend, self.slabs = backend, slabs
-        self.out_stream, self.in_stream = backend.new_stream("copy out"), backend.new_stream("copy in")
+        self._streams: tuple[Stream, Stream] | None = None
+        self._compute: Stream | None = None  # where the last copies were ordered
+        self._retired: list[tuple[Any, Event]] = []  # memory that a copy may still use, and until when
+        self.moved: Counter[tuple[int, str]] = Counter()
         self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
         self.bytes_on_host = self.stayed_bytes = 0
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
         self._warned_full = False
 
+    def _begin(self) -> tuple[Stream, Stream, Stream]:
+        """Compute's stream and the two for copies, made at the first copy: only then the device is surely chosen."""
+        if self._streams is None:
+            self._streams = self.backend.new_stream("copy out"), self.backend.new_stream("copy in")
+        self._compute = compute = self.backend.current_stream()
+        while self._retired:
+            memory, event = self._retired.pop()
+            self.backend.wait(compute, event, RETIRE_AFTER_COPIES)
+            del memory
+        return compute, *self._streams
+
     def copy_out(self, records: Iterable[Record]) -> None:
         """Start copying out; what finds no room on the host stays on the device, with one warning."""
         with self._lock:
+            compute, out_stream, _ = self._begin()
             ready = None
             for record in records:
                 source = record.whole()
@@ -70,14 +87,19 @@ class Mover:
                 if slab is None:
                     self._stays(record)
                     continue
-                if ready is None:
-                    ready = self.backend.record(self.backend.current_stream())
-                    self.backend.wait(self.out_stream, ready, OUT_AFTER_COMPUTE)
-                if slab.ready is not None:
-                    self.backend.wait(self.out_stream, slab.ready, OUT_AFTER_SLAB)
-                self.backend.copy(slab.buffer, source, self.out_stream)
+                try:
+                    if ready is None:
+                        ready = self.backend.record(compute)
+                        self.backend.wait(out_stream, ready, OUT_AFTER_COMPUTE)
+                    if slab.ready is not None:
+                        self.backend.wait(out_stream, slab.ready, OUT_AFTER_SLAB)
+                    self.backend.copy(slab.buffer, source, out_stream)
+                except BaseException:
+                    self.slabs.give(slab, slab.ready)
+                    record.state = KEPT
+                    raise
                 record.slab, record.source, record.state = slab, source, COPYING
-                record.out_event = self.backend.record(self.out_stream)
+                record.out_event = self.backend.record(out_stream)
                 self.bytes_out += record.nbytes
                 self.copies_out += 1
                 self.bytes_on_host += record.nbytes
@@ -95,6 +117,7 @@ class Mover:
             self.backend.wait(self.backend.current_stream(), record.out_event, RELEASE_AFTER_OUT)
             record.source = None
             record.drop_device()
+            self.moved[record.layer, record.op] += record.nbytes
             return True
 
     def cancel(self, record: Record) -> None:
@@ -110,15 +133,15 @@ class Mover:
             wanted = [record for record in records if record.state == HOST]
             if not wanted:
                 return
+            compute, _, in_stream = self._begin()
             for record in wanted:
                 record.buffer = self.backend.empty(record.nbytes)
                 LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0)
             # after the allocations: the buffers' previous users are on compute
-            ready = self.backend.record(self.backend.current_stream())
-            self.backend.wait(self.in_stream, ready, IN_AFTER_COMPUTE)
+            self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
             for record in wanted:
-                self.backend.copy(record.buffer, record.slab.buffer, self.in_stream)
-                record.in_event = self.backend.record(self.in_stream)
+                self.backend.copy(record.buffer, record.slab.buffer, in_stream)
+                record.in_event = self.backend.record(in_stream)
                 record.state = LOADED
                 self._give_back(record, record.in_event)
                 self.bytes_in += record.nbytes
@@ -131,19 +154,26 @@ class Mover:
         self.backend.wait(self.backend.current_stream(), record.in_event, COMPUTE_AFTER_IN)
 
     def retire(self, record: Record) -> None:
-        """The last handle of a moved record is gone: its slab goes back, and its copies are waited for by compute."""
+        """The last handle of a moved record is gone: its slab goes back, and its copies are waited for by compute.
+
+        This may run on any thread, wherever the garbage collector does: where another stream is current, the memory is
+        kept until compute's next copy.
+        """
         with self._lock:
-            current = self.backend.current_stream()
-            if record.state == COPYING:
-                self.backend.wait(current, record.out_event, RETIRE_AFTER_COPIES)
-                self._give_back(record, record.out_event)
-            elif record.state == HOST:
-                self._give_back(record, record.out_event)
-                LEDGER.forget_moved(record.nbytes)
+            if record.state == LOADED:
+                memory, event = record.buffer, record.in_event
             else:
-                if not self.backend.done(record.in_event):
-                    self.backend.wait(current, record.in_event, RETIRE_AFTER_COPIES)
+                memory, event = record.source, record.out_event
+                self._give_back(record, event)
+            if record.state != COPYING:
                 LEDGER.forget_moved(record.nbytes)
+            if memory is None or self.backend.done(event):
+                return
+            current = self.backend.current_stream()
+            if current == self._compute:
+                self.backend.wait(current, event, RETIRE_AFTER_COPIES)
+            else:
+                self._retired.append((memory, event))
 
     def _give_back(self, record: Record, event) -> None:
         self.slabs.give(record.slab, event)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mem.activation.records import Record
+from mindspeed_mem.activation.records import KEEP, Record
 
 logger = logging.getLogger(__name__)
 
@@ -19,23 +19,27 @@ class PinnedWatch:
     def __init__(self) -> None:
         self._seen: dict[tuple[int, str], tuple[int, str]] = {}
 
-    def check(self, record: Record, output: Any) -> None:
+    def check(self, records: list[Record], output: Any) -> None:
         """To be called when a forward has ended: by then only ``output`` and outsiders can hold a moved storage."""
-        storage = record.storage()
-        if storage is None:
+        held = [(record, storage) for record in records if (storage := record.storage()) is not None]
+        new = [(r, s) for r, s in held if (r.layer, r.op) not in self._seen]
+        if not new:
             return
-        key = record.layer, record.op
-        if key in self._seen:
-            return
-        who = _holder(storage, output)
-        self._seen[key] = record.nbytes, who
-        logger.warning(
-            "swap has no effect on %d bytes of %s in layer %d: the memory is pinned by %s",
-            record.nbytes,
-            record.op or "the layer",
-            record.layer,
-            who,
-        )
+        # by type, not isinstance: that would wake lazy objects and stumble over dead proxies
+        modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+        for record, storage in new:
+            who = _holder(storage, output, modules)
+            if who.startswith("attribute"):
+                storage._mem = KEEP  # a table of the model's own: moving it again would be as useless
+            if (record.layer, record.op) not in self._seen:
+                self._seen[record.layer, record.op] = record.nbytes, who
+                logger.warning(
+                    "swap has no effect on %d bytes of %s in layer %d: the memory is pinned by %s",
+                    record.nbytes,
+                    record.op or "the layer",
+                    record.layer,
+                    who,
+                )
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -44,11 +48,11 @@ class PinnedWatch:
         ]
 
 
-def _holder(storage: torch.UntypedStorage, output: Any) -> str:
+def _holder(storage: torch.UntypedStorage, output: Any, modules: list[torch.nn.Module]) -> str:
     outputs = output if isinstance(output, (list, tuple)) else [output]
     if any(_is_view(t, storage) for t in outputs):
         return "the pipeline schedule (it is the stage's output)"
-    for module in (obj for obj in gc.get_objects() if isinstance(obj, torch.nn.Module)):
+    for module in modules:
         for name, value in vars(module).items():
             if _is_view(value, storage):
                 return f"attribute {name} of a {type(module).__name__}"

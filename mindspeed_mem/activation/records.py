@@ -39,13 +39,18 @@ def movable(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether a saved tensor is an ordinary activation on the device: no parameter, subclass or other layout."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != device_type:
         return False
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:  # a layout alone does not say what they are
+        return False
     base = tensor._base  # aten's linear saves ``weight.t()``, an ordinary tensor
     return base is None or type(base) is torch.Tensor
 
 
-def native(tensor: torch.Tensor) -> torch.Tensor:
-    """What a hook hands back for a tensor it leaves alone; an output itself would build a cycle with its graph."""
-    return tensor if tensor.is_leaf else tensor.detach()
+def native(tensor: torch.Tensor) -> Handle:
+    """What a hook hands back for a tensor it leaves alone."""
+    handle = Handle(tensor)
+    if tensor.is_leaf:  # a parameter itself, whose data may be replaced meanwhile; an output would build a cycle
+        handle.alias = tensor
+    return handle
 
 
 class Record:
@@ -65,6 +70,7 @@ class Record:
         "token",
         "handles",
         "version",
+        "base",
         "slab",
         "source",
         "out_event",
@@ -80,7 +86,7 @@ class Record:
         owner: tuple[int, str, int],
         storage: torch.UntypedStorage,
         token: Token,
-        version: int,
+        tensor: torch.Tensor,
     ):
         self.mover, self.frame = mover, frame
         self.layer, self.op, self.number = owner
@@ -88,8 +94,17 @@ class Record:
         self.nbytes, self.state = token.nbytes, KEPT
         self.storage, self.token = weakref.ref(storage), token
         self.handles: list[weakref.ref[Handle]] = []
-        self.version = version
+        self.version, self.base = tensor._version, weakref.ref(_base(tensor))
         self.slab = self.source = self.out_event = self.buffer = self.in_event = None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether what was copied is still what ``tensor``, a view of the same storage, holds now.
+
+        Two tensors may share a storage but not a version counter, so equal versions say nothing unless nobody has
+        written at all, or both are views of one tensor.
+        """
+        version = tensor._version
+        return version == self.version and (version == 0 or self.base() is _base(tensor))
 
     def live_handles(self) -> list[Handle]:
         return [handle for ref in self.handles if (handle := ref()) is not None]
@@ -153,6 +168,10 @@ class Handle:
             return self.alias
         dtype, size, stride, offset = self.layout
         return _view(self.record.buffer.untyped_storage(), dtype, size, stride, offset)
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, size, stride, offset: int) -> torch.Tensor:

@@ -102,11 +102,15 @@ class AcceleratorBackend(Backend):
             return self._module.Event(enable_timing=True)
 
     def _add_up(self) -> None:
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return  # somebody is at it: perhaps this very thread, whose garbage collector ended a wait's owner
+        try:
             while self._stalls and self._stalls[0][1].query():
                 begin, end = self._stalls.popleft()
                 self._stalled += begin.elapsed_time(end) / 1000.0
                 self._timing.extend((begin, end))
+        finally:
+            self._lock.release()
 
     # ---- memory
 

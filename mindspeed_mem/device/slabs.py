@@ -13,22 +13,25 @@ from mindspeed_mem.device.base import Backend, Event
 class Slab:
     """A host buffer that has been lent out.
 
-    `buffer` is uint8[nbytes]. `ready` is an event that whoever writes to the buffer must wait for first, None when
-    there is nothing to wait for: an earlier copy may still read it.
+    `buffer` is uint8[n] of the size that was asked for, the beginning of `whole`, uint8[nbytes]. `ready` is an event
+    that whoever writes to the buffer must wait for first, None when there is nothing to wait for: an earlier copy may
+    still read it.
     """
 
-    __slots__ = ("buffer", "nbytes", "ready")
+    __slots__ = ("buffer", "whole", "nbytes", "ready")
 
-    def __init__(self, buffer: torch.Tensor, nbytes: int) -> None:
-        self.buffer, self.nbytes = buffer, nbytes
+    def __init__(self, whole: torch.Tensor, nbytes: int) -> None:
+        self.buffer = self.whole = whole
+        self.nbytes = nbytes
         self.ready: Event | None = None
 
 
 class HostSlabs:
     """A pool of host buffers that together never hold more than `limit_bytes` (None: no limit).
 
-    Sizes are exact, because activations come in few sizes and rounding up would waste pinned memory. Where sizes keep
-    changing (experts), idle buffers of old sizes are freed before all buffers exceed twice what was ever in use.
+    Buffers are made in exact sizes, because activations come in few sizes and rounding up would waste pinned memory.
+    Where sizes keep changing (experts), an idle buffer that is up to a quarter larger serves too, and idle buffers are
+    freed before all of them together exceed twice what was ever in use.
     Buffers come back in the order they were given back, so that the copies that use them have had the longest time to
     finish.
     """
@@ -65,21 +68,23 @@ class HostSlabs:
     def take(self, nbytes: int) -> Slab | None:
         """A slab of exactly `nbytes`, or None when the budget has no room for it.
 
-        An idle slab of this size is reused, and its `ready` event must be waited for before writing. Otherwise a fresh
-        one is allocated; where the budget requires it, idle slabs of other sizes are freed first, largest first.
+        An idle slab of this size, or a little larger, is reused, and its `ready` event must be waited for before
+        writing. Otherwise a fresh one is allocated; where the budget requires it, idle slabs of other sizes are freed
+        first, largest first.
         """
         if nbytes < 0:
             raise ValueError(f"host slab: got {nbytes} bytes; give 0 or more")
         with self._lock:
-            idle = self._idle.get(nbytes)
+            idle = self._idle.get(nbytes) or self._idle.get(self._close_to(nbytes))
             if idle:
                 slab = idle.popleft()
             elif self._make_room(nbytes):
                 slab = self._allocate(nbytes)
             else:
                 return None
+            slab.buffer = slab.whole[:nbytes]
             self._lent[id(slab)] = slab
-            self._in_use += nbytes
+            self._in_use += slab.nbytes
             self._peak = max(self._peak, self._in_use)
         if slab.ready is not None and self._backend.done(slab.ready):
             slab.ready = None
@@ -133,6 +138,11 @@ class HostSlabs:
             self._free_one(size)
         return True
 
+    def _close_to(self, nbytes: int) -> int:
+        """The smallest idle size that holds `nbytes` without wasting more than a fifth; 0 if there is none."""
+        fitting = (size for size, idle in self._idle.items() if idle and nbytes < size <= nbytes + nbytes // 4)
+        return min(fitting, default=0)
+
     def _largest_idle(self) -> int:
         return max((size for size, idle in self._idle.items() if idle), default=0)
 
@@ -140,7 +150,7 @@ class HostSlabs:
         slab = self._idle[size].popleft()
         if slab.ready is not None and not self._backend.done(slab.ready):
             self._backend.synchronize(slab.ready)  # unmapping pinned memory under a running copy is fatal
-        slab.buffer = None
+        slab.buffer = slab.whole = None
         self._held -= size
         if not self._idle[size]:
             del self._idle[size]

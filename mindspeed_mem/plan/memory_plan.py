@@ -85,6 +85,7 @@ class MemoryPlan:
             layer
             for layer in self._all_layers
             if any(self._decisions[layer].values())
+            or self._layer_swap(layer) is not None
             or (layer not in self._layers and any(r.covers(layer) for r in (*self._op_rules, *self._layer_rules)))
         }
 

@@ -174,3 +174,62 @@ def test_beyond_the_host_budget_activations_stay_with_one_warning(limit):
     assert report["stayed_bytes"] > 0
     assert (report["bytes_out"] > 0) == (limit > 0)
     assert differences == []
+
+
+def one_rank_runs_the_model_first() -> float:
+    """Rank 0 calls the model outside of any schedule before the ranks train together."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import EVERYTHING, SDPA, patched, swap
+
+    with patched(SDPA), parallel(), swap(EVERYTHING) as engine:
+        chunks = build_gpt("dense", layers=2)
+        if torch.distributed.get_rank() == 0:
+            text = torch.arange(32).expand(1, -1)
+            chunks[0].module(text, text, None, labels=text)
+        loss = train_step(chunks).loss
+        assert engine.report()["bytes_out"] > 0
+        return loss
+
+
+@pytest.mark.distributed
+def test_a_rank_that_runs_the_model_on_its_own_first_does_not_leave_the_others_waiting():
+    first, second = on_ranks(2, one_rank_runs_the_model_first, timeout=60)
+    assert first == second
+
+
+def dead_proxy() -> list[dict]:
+    """Something is pinned while the process has a weak proxy to an object that is gone."""
+    import weakref
+
+    from tests.memory.test_ownership import pinned
+
+    class Gone:
+        pass
+
+    gone = Gone()
+    proxy = weakref.proxy(gone)
+    del gone
+    rows = pinned()
+    assert type(proxy) is weakref.ProxyType
+    return rows
+
+
+@pytest.mark.distributed
+def test_looking_for_who_pins_a_storage_does_not_stumble():
+    assert len(on_ranks(1, dead_proxy)[0]) == 1
+
+
+def hooks_disabled() -> int:
+    from tests.models import build_gpt
+    from tests.swap_runs import EVERYTHING, SDPA, one_forward, patched, swap
+
+    with patched(SDPA), parallel(), swap(EVERYTHING) as engine:
+        chunks = build_gpt("dense", layers=2)
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            one_forward(engine, chunks).sum().backward()
+        return engine.report()["bytes_out"]
+
+
+@pytest.mark.distributed
+def test_where_hooks_are_disabled_everything_runs_natively():
+    assert on_ranks(1, hooks_disabled) == [0]

@@ -107,11 +107,20 @@ class _SavesViews(torch.autograd.Function):
         return (grad[:, :width] + grad[:, width:]) * scale
 
 
-def views(policy: dict | None, case: str) -> tuple[list[torch.Tensor], int]:
-    """Gradients of a two-layer model made of the function above, run by the engine."""
+def tagged(layers: list[torch.nn.Module], engine) -> None:
+    """Make these modules the layers of the engine's model."""
     from mindspeed_mem.activation import regions
     from mindspeed_mem.patches.swap_transformer_block import region_forward
     from mindspeed_mem.patching import REGISTRY
+
+    for index, layer in enumerate(layers):
+        for cls in regions.tag_layer(layer, index):
+            REGISTRY.apply_method(cls, "forward", region_forward, "mindspeed_mem.patches.swap_transformer_block")
+    engine.num_layers = len(layers)
+
+
+def views(policy: dict | None, case: str) -> tuple[list[torch.Tensor], int]:
+    """Gradients of a two-layer model made of the function above, run by the engine."""
     from tests.swap_runs import swap
 
     class Awkward(torch.nn.Module):
@@ -135,10 +144,7 @@ def views(policy: dict | None, case: str) -> tuple[list[torch.Tensor], int]:
     layers = [Layer(), Layer()]
     x = torch.randn(4, 8, requires_grad=True)
     with swap(policy or {}, watch_only=policy is None) as engine:
-        for index, layer in enumerate(layers):
-            for cls in regions.tag_layer(layer, index):
-                REGISTRY.apply_method(cls, "forward", region_forward, "mindspeed_mem.patches.swap_transformer_block")
-        engine.num_layers = 2
+        tagged(layers, engine)
         out = x
         for layer in layers:
             out = layer(out)
@@ -171,3 +177,76 @@ def test_a_saved_tensor_changed_in_place_is_an_error_as_without_hooks():
 
     with pytest.raises(RankError, match="modified by an inplace operation"):
         on_ranks(1, views, EVERYTHING, "changed in place")
+
+
+class _Conjugate(torch.nn.Module):
+    """A real computation that saves conjugate and negated views of storages saved plainly before."""
+
+    def forward(self, x):
+        z = torch.view_as_complex((x * 2).view(4, 4, 2))
+        return ((z.real * z.real) * z.conj().imag * z.imag).flatten() + (z * z * z.conj()).abs().flatten()
+
+
+class _OwnCounters(torch.nn.Module):
+    """Pieces of one storage that do not share a version counter, each written in place before it is saved."""
+
+    def forward(self, x):
+        first, second = (x * 1.5).unsafe_chunk(2, 0)
+        first.mul_(2)
+        saved_first = first * first
+        second.mul_(3)
+        return torch.cat([saved_first, second * second])
+
+
+def gradient(module: type, policy: dict | None) -> tuple[torch.Tensor, int]:
+    from tests.swap_runs import swap
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    x = torch.linspace(-1, 1, 32).requires_grad_()
+    with swap(policy or {}, watch_only=policy is None) as engine:
+        layers = [Layer(), torch.nn.Sequential(torch.nn.Linear(16 if module is _Conjugate else 32, 4))]
+        for parameter in layers[1].parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+        tagged(layers, engine)
+        layers[1](layers[0](x)).square().sum().backward()
+        return x.grad, engine.report()["bytes_out"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("module", [_Conjugate, _OwnCounters])
+@pytest.mark.parametrize("activations", ["produced", "both"])
+def test_views_that_share_a_storage_but_not_its_content(module, activations):
+    from tests.swap_runs import entry
+
+    policy = entry(activations=activations, layer_swap=[{"backward_prefetch": 1, "layers": True}])
+    [(without, _)] = on_ranks(1, gradient, module, None)
+    [(grad, moved)] = on_ranks(1, gradient, module, policy)
+    assert moved > 0
+    assert torch.equal(grad, without)
+
+
+def changed_weight() -> None:
+    from tests.models import build_gpt
+    from tests.swap_runs import EVERYTHING, SDPA, one_forward, patched, swap
+
+    with patched(SDPA), parallel(), swap(EVERYTHING) as engine:
+        chunks = build_gpt("dense", layers=2)
+        loss = one_forward(engine, chunks).sum()
+        with torch.no_grad():
+            chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.mul_(0.5)
+        loss.backward()
+
+
+@pytest.mark.distributed
+def test_a_weight_changed_between_forward_and_backward_is_an_error_as_without_hooks():
+    from tests.worlds import RankError
+
+    with pytest.raises(RankError, match="modified by an inplace operation"):
+        on_ranks(1, changed_weight)

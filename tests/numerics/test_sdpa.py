@@ -234,9 +234,7 @@ def trained(kind: str, use_sdpa: bool, attention_mask: bool, layout: dict) -> li
     with applied("sdpa_*") if use_sdpa else contextlib.nullcontext(), parallel(**layout):
         chunks = build_gpt(kind)
         optimizer = build_optimizer(chunks)
-        steps = [
-            train_step(chunks, optimizer=optimizer, step=step, attention_mask=attention_mask) for step in range(3)
-        ]
+        steps = [train_step(chunks, optimizer=optimizer, step=step, attention_mask=attention_mask) for step in range(3)]
         return [step.loss for step in steps]
 
 
