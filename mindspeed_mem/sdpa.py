@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import torch
@@ -35,7 +36,8 @@ def core_attention(
         dropout: probability, of attention weights, drawn from the default generator of the device.
 
     Saved for backward where a fused kernel applies: query, key, value, output, one number for each query and head, and
-    `hidden` in their dtype. With dropout on CPU none applies, and the weights are saved.
+    `hidden` in their dtype. With dropout on CPU none applies, and the weights are saved. Older versions of torch save
+    key and value on CPU once for each query head.
 
     Raises SdpaError for a causal mask between sequences of different lengths.
     """
@@ -48,9 +50,8 @@ def core_attention(
     channels = value.shape[-1]
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    if query.device.type == "cpu" and channels != query.shape[-1]:  # its fused kernel takes one width only
-        width = max(channels, query.shape[-1])
-        query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    if query.device.type == "cpu":
+        query, key, value = _for_the_cpu_kernel(query, key, value)
     output = scaled_dot_product_attention(
         *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
         attn_mask=None if hidden is None else ~hidden,
@@ -60,6 +61,26 @@ def core_attention(
         enable_gqa=key.shape[2] != query.shape[2],
     )
     return output[..., :channels].permute(2, 0, 1, 3).flatten(2)
+
+
+def _for_the_cpu_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Padded to one width, the only thing it takes; and with one key head for each query head where it must be so."""
+    width = max(query.shape[-1], value.shape[-1])
+    if value.shape[-1] != query.shape[-1]:
+        query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    if group > 1 and not _cpu_kernel_takes_groups():
+        key, value = (tensor.repeat_interleave(group, 2) for tensor in (key, value))
+    return query, key, value
+
+
+@functools.cache
+def _cpu_kernel_takes_groups() -> bool:
+    """It does since some version after 2.6; torch only tells by what it records for backward."""
+    query, key = torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 1, 8)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        output = scaled_dot_product_attention(query.requires_grad_(), key, key, enable_gqa=True)
+    return "Flash" in output.grad_fn.name()
 
 
 def share_last_channels(key: torch.Tensor, channels: int, group: dist.ProcessGroup) -> torch.Tensor:
