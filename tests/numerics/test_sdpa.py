@@ -75,6 +75,18 @@ def test_follows_the_definition(shape, mask):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", [future, padding, documents])
+def test_follows_the_definition_on_a_gpu(shape, mask):
+    inputs = [tensor.detach().cuda().requires_grad_() for tensor in tensors(**shape, dtype=torch.bfloat16)]
+    inputs[-1].requires_grad_(False)
+    expected = with_gradients(plain_attention, *inputs, hidden=mask().cuda(), scale=0.3)
+    found = with_gradients(core_attention, *inputs, hidden=mask().cuda(), scale=0.3)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=0.05, atol=0.05)
+
+
 def test_causal_without_a_mask_and_the_default_scale():
     inputs = tensors()
     expected = with_gradients(plain_attention, *inputs, hidden=future(), scale=CHANNELS**-0.5)
