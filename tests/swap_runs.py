@@ -24,7 +24,7 @@ SWAP = [
     f"mindspeed_mem.patches.swap_{name}"
     for name in ("linear", "markers", "recompute", "schedules", "transformer_block")
 ]
-SDPA = ["mindspeed_mem.patches.sdpa_attention"]
+SDPA = ["mindspeed_mem.patches.sdpa_attention", "mindspeed_mem.patches.sdpa_latent_attention"]
 
 
 def entry(**more: Any) -> dict[str, Any]:

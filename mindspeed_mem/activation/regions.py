@@ -6,6 +6,7 @@ is ``""``). Being plain data in ``module.__dict__`` it survives deepcopy and pic
 
 from __future__ import annotations
 
+import sys
 import weakref
 from types import FunctionType
 
@@ -16,6 +17,8 @@ TAG = "_mindspeed_mem_operator"
 
 # Inline code that Megatron marks by name, and what that operator is called here (where the name differs).
 _INLINE = {"activation": "activation_func"}
+_CHECKPOINT = "torch.utils.checkpoint"
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
 _tagged: list[tuple[int, weakref.ref[nn.Module]]] = []
@@ -80,5 +83,16 @@ def may_save() -> bool:
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
+    return not _under_checkpoint()
+
+
+def _under_checkpoint() -> bool:
+    if _top_hooks is not None:
+        hooks = _top_hooks(False)
+        return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
+    frame = sys._getframe(1)  # before torch 2.7 nobody tells whose hooks are in force: look who is calling
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False

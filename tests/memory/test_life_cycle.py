@@ -233,3 +233,31 @@ def hooks_disabled() -> int:
 @pytest.mark.distributed
 def test_where_hooks_are_disabled_everything_runs_natively():
     assert on_ranks(1, hooks_disabled) == [0]
+
+
+def under_torchs_checkpoint() -> tuple[int, bool]:
+    """Whole layers under a non-reentrant checkpoint, whose own hooks must stay innermost."""
+    from tests.models import build_gpt
+    from tests.swap_runs import EVERYTHING, SDPA, one_forward, patched, swap
+
+    def gradients(engine, chunks) -> list[torch.Tensor]:
+        chunks[0].zero_grad_buffer()
+        one_forward(engine, chunks).sum().backward()
+        return [parameter.main_grad.clone() for parameter in chunks[0].parameters()]
+
+    with patched(SDPA), parallel(), swap(EVERYTHING) as engine:
+        chunks = build_gpt("dense", layers=2)
+        without = gradients(engine, chunks)
+        moved = engine.mover.bytes_out
+        for layer in chunks[0].module.decoder.layers:
+            run = layer.forward
+            layer.forward = lambda *args, run=run, **kwargs: torch.utils.checkpoint.checkpoint(
+                run, *args, use_reentrant=False, **kwargs
+            )
+        same = all(map(torch.equal, gradients(engine, chunks), without))
+        return engine.mover.bytes_out - moved, same
+
+
+@pytest.mark.distributed
+def test_a_checkpointed_layer_is_left_to_the_checkpoint():
+    assert on_ranks(1, under_torchs_checkpoint) == [(0, True)]
