@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 from mindspeed_mem import __version__
@@ -59,10 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
     from mindspeed_mem import observation
 
     observation.start(adaptor)
-    try:
+    with contextlib.suppress(observation.Finished):  # torch's @record swallows it on its way here
         launch.run(given.script)
-    except observation.Finished:
-        observation.leave()
+    if observation.printed:
+        adaptor.leave()
         return 0
     print(f"mindspeed_mem ops: {observation.NO_STEP}", file=sys.stderr)
     return 1

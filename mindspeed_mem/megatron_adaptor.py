@@ -85,6 +85,20 @@ def report() -> str:
     return text
 
 
+def leave() -> None:
+    """Take the ranks down together: gloo's threads do not survive an interpreter that ends around them. Collective."""
+    if dist.is_available() and dist.is_initialized():  # the script may have seen to it on its way out
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _finished() -> None:
+    """Megatron-LM's pretrain has ended, and leaves the process group as it is."""
+    report()
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        leave()
+
+
 def gather(mine: Any) -> list[Any] | None:
     """`mine` of all ranks in their order, on rank 0; None on the others. Collective."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -175,7 +189,7 @@ def _connect() -> None:
     from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain
 
     megatron_arguments.when_validated = _validated
-    megatron_pretrain.when_finished = report
+    megatron_pretrain.when_finished = _finished
     first_step.after(_verify)
 
 

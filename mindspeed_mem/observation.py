@@ -7,14 +7,16 @@ import socket
 from types import ModuleType
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.plan import both_names
 from mindspeed_mem.report.ops_table import format_operators
 
 NO_STEP = "the script ended without a training step of megatron-core, so there is nothing to print"
+
+
+printed = False
+"""Whether a training step has been watched and this rank has done its part of the table."""
 
 
 class Finished(SystemExit):
@@ -43,14 +45,9 @@ def _print_and_leave(adaptor: ModuleType) -> NoReturn:
     everyone = adaptor.gather((engines.current().census.storages(), tree, regions.layer_classes()))
     if everyone is not None:
         print(_merged(everyone), flush=True)
+    global printed
+    printed = True
     raise Finished(0)
-
-
-def leave() -> None:
-    """Take the ranks down together: gloo's threads do not survive an interpreter that ends around them."""
-    if dist.is_available() and dist.is_initialized():  # the script may have seen to it on its way out
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def _merged(everyone: list[tuple]) -> str:
