@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """One per process. ``census`` (instead of a plan) only watches: every operator through handles, all kept."""
+    """One per process. With ``watch_only`` it moves nothing: every operator through handles, counted by `census`."""
 
     def __init__(self, config: MemoryConfig, backend: Backend, host_limit_bytes: int | None, watch_only: bool = False):
         self.config, self.backend, self.watch_only = config, backend, watch_only

@@ -124,6 +124,7 @@ class Mover:
         """Keep a record on the device after all."""
         with self._lock:
             if record.state == COPYING:
+                self.backend.wait(self.backend.current_stream(), record.out_event, RETIRE_AFTER_COPIES)
                 self._give_back(record, record.out_event)
                 record.source, record.state = None, KEPT
 
