@@ -40,8 +40,8 @@ SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, 
     "npu": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
 }
 SWAP_PATCHES = [
-    "mindspeed_mem.patches." + name
-    for name in ("swap_linear", "swap_markers", "swap_recompute", "swap_schedules", "swap_transformer_block")
+    "mindspeed_mem.patches.activation_" + name
+    for name in ("checkpoint", "linear", "markers", "schedules", "transformer_block")
 ]
 
 

@@ -19,7 +19,7 @@ from mindspeed_mem.patching import REGISTRY, Patch
 
 PACKAGES = ("torch", "torch_npu", "megatron-core", "mindspeed", "wrapt", "PyYAML")
 REQUIRED = {"torch", "megatron-core", "wrapt", "PyYAML"}
-GROUPS = ("cpu_*", "sdpa_*", "swap_*", "*")  # in the adaptor's order: repairs before megatron is imported
+GROUPS = ("cpu_*", "sdpa_*", "activation_*", "*")  # in the adaptor's order: repairs before megatron is imported
 
 
 def main(as_json: bool = False) -> int:

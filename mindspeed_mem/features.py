@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Mapping
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mem.device import Backend, DeviceError, get_backend
+from mindspeed_mem.options import Feature, Option, by_pattern, gib, layer_list, source
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 
 GROUP = "mindspeed_mem"
@@ -28,86 +28,6 @@ class FeatureError(ValueError):
         super().__init__("\n  ".join([f"{count} with the options", *self.problems]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A condition on somebody else's option; without a value: that it is set to anything but off."""
-
-    flag: str
-    origin: str
-    """Whose it is: ``megatron-core`` (a field of TransformerConfig, flag or not), ``megatron-lm`` or ``mindspeed``."""
-    value: str | None = None
-    """Holds only for this value."""
-    off: str | None = None
-    """This value, too, means off."""
-    why: str
-
-    @property
-    def dest(self) -> str:
-        return _dest(self.flag)
-
-    def holds(self, args: Any) -> bool:
-        """Whether `args`, a namespace or a TransformerConfig, meet the condition."""
-        actual = getattr(args, self.dest, None)
-        if self.value is not None:
-            return str(actual) == self.value
-        return bool(actual) and str(actual) not in ("False", "0", self.off)
-
-    def __str__(self) -> str:
-        return self.flag if self.value is None else f"{self.flag} {self.value}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Feature:
-    """One flag and all that hangs on it."""
-
-    flag: str
-    help: str
-    read: Callable[[Any], Any] = str
-    """Turns what was given into the setting; raises ValueError saying what is allowed. `bool` makes it a switch."""
-    metavar: str | None = None
-    choices: tuple[str, ...] | None = None
-    default: Any = None
-    """The value that means off."""
-    patches: tuple[str, ...] = ()
-    """Modules of mindspeed_mem.patches, as shell patterns."""
-    needs: tuple[Option, ...] = ()
-    """Each must hold where the arguments know the option."""
-    needs_feature: str | None = None
-    bars: tuple[Option, ...] = ()
-    """None may hold."""
-
-    @property
-    def dest(self) -> str:
-        return _dest(self.flag)
-
-    def add_to(self, group: Any) -> None:
-        if self.read is bool:
-            group.add_argument(self.flag, action="store_true", help=self.help)
-        else:
-            kwargs = {"metavar": self.metavar} if self.choices is None else {"choices": self.choices}
-            kwargs |= {"type": self.read} if self.read is not str and self.choices is None else {}
-            group.add_argument(self.flag, default=self.default, help=self.help, **kwargs)
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _gib(value: Any) -> float:
-    """Gibibytes: a finite number above 0."""
-    number = None if isinstance(value, bool) else float(value)
-    if number is None or not (math.isfinite(number) and number > 0):
-        raise ValueError("a number above 0")
-    return number
-
-
-def _source(value: Any) -> Any:
-    """A YAML file, or the mapping that such a file contains."""
-    if not isinstance(value, str | os.PathLike | Mapping):
-        raise ValueError("a file name, or a mapping with what such a file contains")
-    return value
-
-
 def _core(flag: str, why: str, **condition: str) -> Option:
     return Option(flag=flag, origin="megatron-core", why=why, **condition)
 
@@ -120,9 +40,40 @@ def _ms(flag: str, why: str) -> Option:
     return Option(flag=flag, origin="mindspeed", why=why)
 
 
-_SAME = "both move the same activations"
-_GRAPH = "replaying a graph skips the Python code that swaps"
+_SAME = "both decide about the same activations"
+_GRAPH = "replaying a graph skips the Python code that swaps and recomputes"
 _NOT_YET = "not supported yet"
+
+_MEMORY_PATCHES = ("activation_*",)
+_RECOMPUTE_PATCHES = ("recompute_*",)
+_MEMORY_BARS = (
+    _core("--recompute-granularity", "a layer that Megatron recomputes keeps nothing to decide about", value="full"),
+    _core("--fine-grained-activation-offloading", _SAME),
+    _core("--cpu-offloading", _SAME),
+    _core("--cpu-offloading-num-layers", _SAME),
+    _core("--cuda-graph-impl", _GRAPH, off="none"),
+    _core("--enable-cuda-graph", _GRAPH),
+    _core("--external-cuda-graph", _GRAPH),
+    _core("--overlap-moe-expert-parallel-comm", _NOT_YET),
+    _core("--moe-shared-expert-overlap", "it computes on a second stream, which swap and recompute do not follow"),
+    _lm("--use-megatron-fsdp", _NOT_YET),
+    _lm("--use-torch-fsdp2", _NOT_YET),
+    _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
+    _lm("--yaml-cfg", "it replaces the command line, this option included"),
+    _ms("--swap-attention", _SAME),
+    _ms("--smart-swap", _SAME),
+    _ms("--recompute-in-bubble", _NOT_YET),
+    _ms("--recompute-in-advance", _NOT_YET),
+    _ms("--moe-fb-overlap", _NOT_YET),
+)
+_RECOMPUTE_BARS = (
+    _core("--fp8-format", "delayed scaling changes with each forward, also with one that runs again", field="fp8"),
+    _core(
+        "--moe-router-load-balancing-type",
+        "its running counts change between a forward and its repetition",
+        value="global_aux_loss",
+    ),
+)
 
 FEATURES = (
     Feature(
@@ -134,37 +85,47 @@ FEATURES = (
     ),
     Feature(
         flag="--memory-config",
-        read=_source,
+        read=source,
         metavar="FILE",
-        help="YAML file naming the layers and operators whose activations are swapped to host memory (swap_config, "
-        "with MindFormers' field names)",
-        patches=("swap_*",),
-        bars=(
-            _core(
-                "--recompute-granularity", "a fully recomputed layer keeps nothing that could be swapped", value="full"
-            ),
-            _core("--fine-grained-activation-offloading", _SAME),
-            _core("--cpu-offloading", _SAME),
-            _core("--cpu-offloading-num-layers", _SAME),
-            _core("--cuda-graph-impl", _GRAPH, off="none"),
-            _core("--enable-cuda-graph", _GRAPH),
-            _core("--external-cuda-graph", _GRAPH),
-            _core("--overlap-moe-expert-parallel-comm", _NOT_YET),
-            _core("--moe-shared-expert-overlap", "it computes on a second stream, which swap does not follow"),
-            _lm("--use-megatron-fsdp", _NOT_YET),
-            _lm("--use-torch-fsdp2", _NOT_YET),
-            _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
-            _lm("--yaml-cfg", "it replaces the command line, this option included"),
-            _ms("--swap-attention", _SAME),
-            _ms("--smart-swap", _SAME),
-            _ms("--recompute-in-bubble", _NOT_YET),
-            _ms("--recompute-in-advance", _NOT_YET),
-            _ms("--moe-fb-overlap", _NOT_YET),
-        ),
+        help="YAML file naming the layers and operators whose activations are swapped to host memory (swap_config) or "
+        "computed again in backward (recompute_config), with MindFormers' field names",
+        patches=_MEMORY_PATCHES,
+        bars=_MEMORY_BARS,
+        recompute_bars=_RECOMPUTE_BARS,
+    ),
+    Feature(
+        flag="--recompute-layers",
+        read=layer_list,
+        metavar="LAYERS",
+        help="layers whose forward runs again in backward, counted from 0 over the whole model: 0,3-5 or all",
+        section="recompute",
+        patches=(*_MEMORY_PATCHES, *_RECOMPUTE_PATCHES),
+        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
+    ),
+    Feature(
+        flag="--select-recompute",
+        read=by_pattern,
+        many=True,
+        metavar="PATTERN[=LAYERS]",
+        help=r"operators whose forward runs again in backward, with their layers (none named: all), such as "
+        r"'mlp=0,3' 'self_attention\.core_attention'",
+        section="select_recompute",
+        patches=(*_MEMORY_PATCHES, *_RECOMPUTE_PATCHES),
+        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
+    ),
+    Feature(
+        flag="--select-comm-recompute",
+        read=by_pattern,
+        many=True,
+        metavar="PATTERN[=LAYERS]",
+        help=r"the same for operators that communicate, and the norms that feed them, such as '.*\.norm'",
+        section="select_comm_recompute",
+        patches=(*_MEMORY_PATCHES, *_RECOMPUTE_PATCHES),
+        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
     ),
     Feature(
         flag="--swap-host-memory-gib",
-        read=_gib,
+        read=gib,
         metavar="GIB",
         help="host memory that each rank may fill with swapped activations; beyond it an activation stays on the "
         "device (default: no limit)",
@@ -192,7 +153,7 @@ class Settings:
     backend: Backend | None = None
     """The device; None if nothing is on."""
     memory: MemoryConfig | None = None
-    """Given only if it swaps anything."""
+    """Given only if it swaps or recomputes anything."""
     host_limit_bytes: int | None = None
     patches: tuple[str, ...] = ()
     """Shell patterns of patch modules, in the order of application."""
@@ -212,16 +173,18 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         args = Namespace(**args)
     values = {f.flag: _read(f, args, problems) for f in FEATURES}
     on = [f for f in FEATURES if values[f.flag] != f.default]
-    memory, notices = None, ()
-    if values["--memory-config"] is not None:
-        memory = _load(values["--memory-config"], getattr(args, "num_layers", None), problems)
-    if memory is not None:
-        notices = memory.notices
-        if not memory.swap.swap:
+    flags = {f.section: (f.flag, values[f.flag]) for f in on if f.section}
+    memory = _load(values["--memory-config"], flags, getattr(args, "num_layers", None), problems)
+    notices = () if memory is None else memory.notices
+    swaps, recomputes = memory is not None and memory.swap.swap, memory is not None and memory.recompute.active
+    if recomputes and not swaps and values["--swap-host-memory-gib"] is not None:
+        notices += ("--swap-host-memory-gib has no effect: nothing is swapped",)
+    if memory is not None and not (swaps or recomputes):
+        if values["--memory-config"] is not None:
             notices += (f"--memory-config {memory.source}: swap_config.swap is False, so nothing is swapped",)
-            on = [f for f in on if f.flag != "--memory-config"]
-            memory = None
-    problems += conflicts(args, [f.flag for f in on])
+        on = [f for f in on if not set(_MEMORY_PATCHES) & set(f.patches)]
+        memory = None
+    problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)
     given = [f.flag for f in FEATURES if getattr(args, f.dest, f.default) not in (f.default, None)]
     problems += [
         f"{f.flag} needs {f.needs_feature}: it limits nothing otherwise. Add {f.needs_feature}, or leave {f.flag} out"
@@ -232,31 +195,37 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     if problems:
         raise FeatureError(problems)
     patches = [*BY_DEVICE.get(backend.type if backend else "", ()), *(p for f in on for p in f.patches)]
-    gib = values["--swap-host-memory-gib"]
+    patches += _RECOMPUTE_PATCHES if recomputes else ()
+    limit = values["--swap-host-memory-gib"]
     return Settings(
         on=tuple(f.flag for f in on),
         backend=backend,
         memory=memory,
-        host_limit_bytes=None if gib is None or memory is None else int(gib * 2**30),
+        host_limit_bytes=int(limit * 2**30) if swaps and limit is not None else None,
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
     )
 
 
-def conflicts(args: Any, on: Iterable[str]) -> list[str]:
+def conflicts(args: Any, on: Iterable[str], *, recomputes: bool = False) -> list[str]:
     """Why the features whose flags are in `on` cannot run with `args`, a namespace or a TransformerConfig.
 
     What a feature needs is looked for in a namespace only: a TransformerConfig has defaults that nobody chose.
+    ``recomputes``: the file behind --memory-config asks for recompute.
     """
-    found = []
+    found: list[str] = []
+    barred: dict[Option, list[str]] = {}
     for feature in (f for f in FEATURES if f.flag in set(on)):
         for option in feature.needs:
             if isinstance(args, Namespace) and hasattr(args, option.dest) and not option.holds(args):
                 found.append(f"{feature.flag} needs {option}: {option.why}. Add {option}, or leave {feature.flag} out")
-        for option in feature.bars:
+        for option in (*feature.bars, *(feature.recompute_bars if recomputes else ())):
             if option.holds(args):
-                found.append(f"{feature.flag} cannot be combined with {option}: {option.why}. Leave one of them out")
-    return found
+                barred.setdefault(option, []).append(feature.flag)
+    return found + [
+        f"{' and '.join(flags)} cannot be combined with {option}: {option.why}. Leave one of them out"
+        for option, flags in barred.items()
+    ]
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -274,19 +243,19 @@ def scan(arguments: list[str]) -> Namespace:
 
     Values stay strings, and what is not given is not in the namespace. Raises FeatureError if a value is missing.
     """
-    parser = _Scanner(add_help=False, allow_abbrev=False, argument_default=None)
+    parser = _Scanner(add_help=False, allow_abbrev=False)
     for feature in FEATURES:
-        how = {"action": "store_true"} if feature.read is bool else {}
-        parser.add_argument(feature.flag, default=_NOT_GIVEN, **how)
-    others = {option.flag for f in FEATURES for option in (*f.needs, *f.bars)}
-    for flag in sorted({*others, "--num-layers"}):
-        parser.add_argument(flag, nargs="?", const=True, default=_NOT_GIVEN)
-    found = {k: v for k, v in vars(parser.parse_known_args(arguments)[0]).items() if v is not _NOT_GIVEN}
+        how = {"nargs": "+", "action": "extend"} if feature.many else {}
+        how = {"action": "store_true"} if feature.read is bool else how
+        parser.add_argument(feature.flag, default=SUPPRESS, **how)
+    others = {option.flag: option.dest for f in FEATURES for option in (*f.needs, *f.bars)}
+    for flag, dest in sorted({**others, "--num-layers": "num_layers"}.items()):
+        parser.add_argument(flag, dest=dest, nargs="*", default=SUPPRESS)
+    found = vars(parser.parse_known_args(arguments)[0])
+    for dest in found.keys() - {f.dest for f in FEATURES}:  # somebody else's: a switch, one value or several
+        found[dest] = {0: True, 1: next(iter(found[dest]), None)}.get(len(found[dest]), found[dest])
     layers = str(found.pop("num_layers", ""))
     return Namespace(**found, **({"num_layers": int(layers)} if layers.isdecimal() else {}))
-
-
-_NOT_GIVEN = object()
 
 
 class _Scanner(ArgumentParser):
@@ -310,11 +279,11 @@ def _read(feature: Feature, args: Namespace, problems: list[str]) -> Any:
         return feature.default
 
 
-def _load(source: Any, num_layers: Any, problems: list[str]) -> MemoryConfig | None:
+def _load(file: Any, flags: Mapping[str, Any], num_layers: Any, problems: list[str]) -> MemoryConfig | None:
     try:
-        return load_memory_config(source, num_layers=num_layers if isinstance(num_layers, int) else None)
+        return load_memory_config(file, num_layers=num_layers if isinstance(num_layers, int) else None, flags=flags)
     except MemoryConfigError as error:
-        problems.append(f"--memory-config {error}".replace("\n", "\n  "))
+        problems += error.problems if file is None else [f"--memory-config {error}".replace("\n", "\n  ")]
         return None
 
 
@@ -331,6 +300,7 @@ def _device(name: str, wanted: bool, problems: list[str]) -> Backend | None:
 def _misspelt(args: Mapping[str, Any]) -> list[str]:
     """Keys that look like one of ours; others belong to the caller."""
     ours = [f.dest for f in FEATURES]
-    known = {*ours, *(option.dest for f in FEATURES for option in (*f.needs, *f.bars))}
+    theirs = ("recompute_num_layers", "recompute_modules")  # Megatron's, and near ours
+    known = {*ours, *theirs, *(option.dest for f in FEATURES for option in (*f.needs, *f.bars))}
     near = {key: difflib.get_close_matches(str(key), ours, n=1, cutoff=0.8) for key in args if key not in known}
     return [f"{key!r} is not a setting; did you mean {match[0]!r}?" for key, match in near.items() if match]

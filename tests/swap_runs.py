@@ -21,8 +21,18 @@ from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 
 SWAP = [
-    f"mindspeed_mem.patches.swap_{name}"
-    for name in ("linear", "markers", "recompute", "schedules", "transformer_block")
+    f"mindspeed_mem.patches.{name}"
+    for name in (
+        "activation_checkpoint",
+        "activation_linear",
+        "activation_markers",
+        "activation_moe",
+        "activation_schedules",
+        "activation_transformer_block",
+        "recompute_fused",
+        "recompute_moe",
+        "recompute_random",
+    )
 ]
 SDPA = ["mindspeed_mem.patches.sdpa_attention", "mindspeed_mem.patches.sdpa_latent_attention"]
 

@@ -1,27 +1,32 @@
 """The engine: executes a memory plan on the activations that operators save for backward.
 
-Regions say which operator of which layer runs; a saved-tensor hook turns what autograd keeps into handles on records,
-one per storage; frames say when each record leaves and comes back; the mover copies.
+Regions say which operator of which layer runs; a saved-tensor hook (saved.py) turns what autograd keeps into handles on
+records, one per storage; frames say when each record leaves and comes back; the mover copies. Operators that the plan
+recomputes run as a `Replay` (modules and functions) or under a `Tape` (inline code).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from mindspeed_mem.activation import regions
+from mindspeed_mem.activation import recompute, regions
+from mindspeed_mem.activation.agreement import agreed
 from mindspeed_mem.activation.census import Census
-from mindspeed_mem.activation.frame import OUTSIDE, Frame
+from mindspeed_mem.activation.frame import Frame
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.mover import Mover
 from mindspeed_mem.activation.order import BACKWARD, FORWARD, RecordedOrder
 from mindspeed_mem.activation.pinned import PinnedWatch
-from mindspeed_mem.activation.records import HOST, KEEP, KEPT, LOADED, Handle, Record, movable, native
+from mindspeed_mem.activation.recomputed import RecomputedRegions
+from mindspeed_mem.activation.records import KEEP
+from mindspeed_mem.activation.tape import Tape
 from mindspeed_mem.device.slabs import HostSlabs
 from mindspeed_mem.plan import MemoryConfig, MemoryPlan, resolve
 
@@ -31,53 +36,59 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(RecomputedRegions):
     """One per process. With ``watch_only`` it moves nothing: every operator through handles, counted by `census`."""
 
     def __init__(self, config: MemoryConfig, backend: Backend, host_limit_bytes: int | None, watch_only: bool = False):
+        super().__init__("cpu" if backend.type == "simulated" else backend.type, counting=watch_only)
         self.config, self.backend, self.watch_only = config, backend, watch_only
         self.mover = Mover(backend, HostSlabs(backend, host_limit_bytes))
-        self._device_type = "cpu" if backend.type == "simulated" else backend.type
         self._stalled_before = backend.stall_seconds()
         self.order, self.pinned, self.census = RecordedOrder(), PinnedWatch(), Census() if watch_only else None
         self.plan: MemoryPlan | None = None
         self.agreed = False  # all ranks have made the plan together
         self.num_layers = 0
         self._covered: set[int] | None = None  # None: all layers
-        self._by_producer_only = True  # no entry moves what an operator saves: who produced a storage decides at once
-        self._counting = watch_only  # the census is open
         self._idle = False  # the plan selects nothing: everything runs natively
-        self._stack: list[tuple[int, str, bool]] = []  # (layer, operator, is a marker) now running, innermost last
-        self._frame: Frame | None = None
         self._scheduled = False  # a schedule says when micro-batches begin and end
         self._frames: weakref.WeakValueDictionary[tuple[int | None, int], Frame] = weakref.WeakValueDictionary()
         self._of_output: dict[int, tuple[tuple[int | None, int], Any]] = {}
         self._operators_of_chunk: dict[int, int] = {}
 
     # ---- the plan
-    def resolve(self, gather: Callable[[Any], list] | None = None) -> None:
+    def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
         """Make the plan from the tagged layers. ``gather`` collects an object from all ranks and makes it final.
 
-        Raises MemoryConfigError, with ``gather`` on every rank alike: layers out of range, patterns that match nothing.
+        ``partners``: the ranks with which this one runs collectives inside layers; they must have the same plan.
+        Raises MemoryConfigError, with ``gather`` on every rank alike: layers out of range, patterns that match nothing,
+        plans that differ between partners.
         """
         if self.agreed or (self.plan is not None and gather is None):
             return
         self.agreed = gather is not None
-        mine = (regions.tagged_layers(), self.num_layers)
+        tree = regions.tagged_layers()
+        mine = (tree, self.num_layers, regions.places())
         everyone = gather(mine) if gather is not None else [mine]
         layers: dict[int, set[str]] = {}
-        for tree, _ in everyone:
-            for index, paths in tree.items():
+        places: dict[int, tuple[int, int]] = {}
+        for their_tree, _, theirs in everyone:
+            places.update(theirs)
+            for index, paths in their_tree.items():
                 layers.setdefault(index, set()).update(paths)
-        self.num_layers = max([n for _, n in everyone] + [index + 1 for index in layers])
-        self.plan = resolve(self.config, layers, self.num_layers)
+        self.num_layers = max([n for _, n, _ in everyone] + [index + 1 for index in layers])
+        make = functools.partial(resolve, self.config, layers, self.num_layers, places)
+        self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
+        self._modules = {(index, path) for index, paths in tree.items() for path in paths}
         if not self.watch_only:
             touched = self.plan.layers_touched()
             self._by_producer_only = not self.plan.selects_by_saver
             self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
             self._idle = not touched
-        if self.config.swap.swap and not layers:
-            logger.error("swap has no effect: no layer was built after mindspeed_mem.megatron_adaptor was configured")
+            self._recomputes = self.plan.recomputes
+        if not self._idle and not layers:
+            logger.error(
+                "the memory plan has no effect: no layer was built after mindspeed_mem.megatron_adaptor was configured"
+            )
         for line in self.plan.log_lines():
             logger.info(line)
         for notice in self.plan.notices:
@@ -87,7 +98,7 @@ class Engine:
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
         """Run a tagged module's forward as an operator."""
         layer, path = module.__dict__[regions.TAG]
-        if self._stack:
+        if self._stack and not recompute.running():
             return self._run_operator(layer, path, original, module, args, kwargs)
         if path or self._idle or not regions.may_save():
             return original(module, *args, **kwargs)
@@ -101,20 +112,46 @@ class Engine:
             hooks.__enter__()
         except RuntimeError:  # somebody has disabled hooks here: run natively
             return self._run_operator(layer, path, original, module, args, kwargs)
+        self._hooked = True
         try:
-            return self._run_operator(layer, path, original, module, args, kwargs)
+            result = self._run_operator(layer, path, original, module, args, kwargs)
+            self._keep_output(result)
+            return result
         finally:
+            self._hooked = False
             hooks.__exit__()
 
     def _run_operator(self, layer: int, path: str, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
+        if type(tape := self._region) is Tape:  # a module inside marked code
+            self._suspend()
+            try:
+                return self._run_operator(layer, path, original, module, args, kwargs)
+            finally:
+                self._resume(tape)
+        return self._run_call(layer, path, functools.partial(original, module), args, kwargs)
+
+    def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
+        """Run a function as operator ``name`` of the running module; ``state`` as for `Replay`."""
+        if not self._stack or recompute.running():
+            return call(*args, **kwargs)
+        layer, parent, _ = self._stack[-1]
+        return self._run_call(layer, regions.inline_path(parent, name), call, args, kwargs, state)
+
+    def _run_call(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         stack = self._stack
         depth = len(stack)
-        if depth and stack[-1][:2] == (layer, path):  # a subclass calling super, or a marker of the same name
-            return original(module, *args, **kwargs)
-        self._start(layer, path, False)
+        begin = functools.partial(self._start, layer, path, False)
+        recompute = self._to_recompute(layer, path)
+        if depth and stack[-1][:2] == (layer, path) and not recompute:
+            return call(*args, **kwargs)  # a subclass calling super, or a marker of the same name
         try:
-            result = original(module, *args, **kwargs)
+            if recompute:
+                result = self._replayed(layer, path, call, args, kwargs, begin, state)
+            else:
+                begin()
+                result = call(*args, **kwargs)
         except BaseException:
+            self._cut_tape(depth)
             del stack[depth:]
             raise
         self._stop(depth)
@@ -134,14 +171,21 @@ class Engine:
 
     def mark_start(self, name: str) -> None:
         """Inline operator ``name`` starts inside the running module."""
-        if self._stack:
+        if self._stack and not recompute.running():
             layer, parent, _ = self._stack[-1]
             path = regions.inline_path(parent, name)
             self._start(layer, path, True)
+            if self._recomputes:
+                self._start_tape(layer, path)
 
     def mark_stop(self, name: str) -> None:
         stack = self._stack
-        if stack and stack[-1][2] and stack[-1][1].rpartition(".")[2] == regions.inline_path("", name):
+        if (
+            stack
+            and stack[-1][2]
+            and not recompute.running()
+            and stack[-1][1].rpartition(".")[2] == regions.inline_path("", name)
+        ):
             self._stop(len(stack) - 1)
 
     def _start(self, layer: int, path: str, marker: bool) -> None:
@@ -155,6 +199,7 @@ class Engine:
     def _stop(self, depth: int) -> None:
         """The region above ``depth`` ends: what it produced is complete, and some releases are due."""
         frame = self._frame
+        self._stop_tape(depth)
         del self._stack[depth:]
         layer, path, _ = self._stack[-1] if self._stack else OUTSIDE_REGION
         frame.switch(layer, path, frame.count)
@@ -196,6 +241,7 @@ class Engine:
         self._scheduled = False
 
     def _abandon(self) -> None:
+        self._cut_tape(0)
         self._stack.clear()
         self._frame = None
         self._of_output.clear()
@@ -218,6 +264,9 @@ class Engine:
         self.pinned.check([record for ref in frame.moved if (record := ref()) is not None], output)
         if self._counting:
             self._counting = not self.census.finish(frame.key[1])
+        if self._recomputes:
+            self._judge(frame)
+            self.notes.flush()
 
     def begin_backward(self, output: Any) -> None:
         """The backward of the pass that returned ``output`` begins."""
@@ -240,78 +289,6 @@ class Engine:
             return None
         frame = self._frames.get(coming[1:])
         return frame if frame is not None and frame.forward_done else None
-
-    # ---- the hook
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if not movable(tensor, self._device_type):
-            return native(tensor)
-        frame = self._frame
-        number = frame.count
-        storage = tensor.untyped_storage()
-        mark = getattr(storage, "_mem", None)
-        if mark is KEEP and not self._counting:
-            return Handle(tensor, None, frame, number)
-        record = mark() if mark is not None and mark is not KEEP else None
-        if record is not None and record.state != KEPT and not record.holds(tensor):
-            self.mover.cancel(record)  # its content changed: what was copied stays with the earlier handles
-            record = record if record.state == KEPT else None
-        layer, op, _ = self._stack[-1]
-        if record is None:
-            record = self._new_record(tensor, storage, frame, mark is KEEP, layer, op)
-            if record is None:
-                return Handle(tensor, None, frame, number)
-        handle = Handle(tensor, record, frame, number)
-        record.handles.append(weakref.ref(handle))
-        record.last_use = max(record.last_use, number)
-        if record.state in (HOST, LOADED):
-            handle.let_go()
-        elif record.state == KEPT:
-            distance = self._distance(record.layer, record.op, layer, op)
-            if distance is not None:
-                frame.select(record, distance)
-        return handle
-
-    def _new_record(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, frame: Frame, keep: bool, layer: int, op: str
-    ) -> Record | None:
-        """Look at a storage for the first time; None when nothing in the plan can ever select it."""
-        nbytes = storage.nbytes()
-        if not nbytes or getattr(storage, "_mem_static", False):
-            storage._mem = KEEP
-            return None
-        owner = OUTSIDE if keep else frame.owner_of(tensor)
-        token = LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
-        if self._counting:
-            self.census.add(owner, (layer, op, frame.count), tensor, storage)
-        if keep or (self._by_producer_only and self._distance(owner[0], owner[1], layer, op) is None):
-            storage._mem = KEEP
-            return None
-        record = Record(self.mover, frame, owner, storage, token, tensor)
-        storage._mem = weakref.ref(record)
-        return record
-
-    def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
-        """How far ahead a storage is moved: by its producer's entry, else by that of the operator saving it now."""
-        swap = self._decision(layer, op)
-        if swap is not None and swap.activations != "saved":
-            return swap.distance
-        if self._by_producer_only:
-            return None
-        swap = self._decision(saver_layer, saver)
-        return swap.distance if swap is not None and swap.activations != "produced" else None
-
-    def _decision(self, layer: int, op: str):
-        return self.plan.decision(layer, op) if 0 <= layer < self.num_layers else None
-
-    def _unpack(self, kept: Any) -> torch.Tensor:
-        if type(kept) is not Handle:
-            return kept
-        kept.check_version()
-        if kept.frame is not None:
-            kept.frame.unpacks(kept.number)
-        if kept.layout is not None:
-            self.mover.await_load(kept.record)
-        return kept.view()
 
     # ---- figures
     def report(self) -> dict[str, Any]:

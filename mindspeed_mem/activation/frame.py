@@ -37,6 +37,7 @@ class Frame:
         self._due: list[tuple[int, int, weakref.ref[Record]]] = []
         self._tie = count()
         self.moved: list[weakref.ref[Record]] = []
+        self.recomputed: list[tuple[int, str, weakref.ref]] = []  # layer, operator, run
         self._saving: list[int] = []  # numbers of the operators that saved something, ascending
         self._alive: dict[int, int] = {}  # how much of what each saved is still there
         self.ahead: Frame | None = None  # whose backward follows the pass that runs now

@@ -35,8 +35,7 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
     def _restore(self, kept: Any) -> torch.Tensor:
         if type(kept) is not Handle:
             return kept
-        kept.check_version()
-        return kept.view()
+        return kept.bring_back()
 
     def take(self) -> dict[str, float]:
         """Figures since the last call: ``peak_activation_bytes``, ``swapped_bytes`` (copied out), ``host_bytes`` (most

@@ -21,7 +21,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mem.activation.ledger import LEDGER
-from mindspeed_mem.activation.records import COPYING, HOST, KEEP, KEPT, LOADED, Record
+from mindspeed_mem.activation.records import COPYING, DEVICE, HOST, KEEP, KEPT, LOADED, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -127,6 +127,16 @@ class Mover:
                 self.backend.wait(self.backend.current_stream(), record.out_event, RETIRE_AFTER_COPIES)
                 self._give_back(record, record.out_event)
                 record.source, record.state = None, KEPT
+
+    def keep(self, record: Record) -> None:
+        """Keep a record on the device after all, even if it has been released: somebody still holds its storage."""
+        with self._lock:
+            self.cancel(record)
+            if record.state == HOST and (source := record.whole()) is not None:
+                record.buffer, record.in_event, record.state = source, record.out_event, LOADED
+                self._give_back(record, record.out_event)
+            elif record.state == DEVICE:
+                record.state = KEPT
 
     def load(self, records: Iterable[Record]) -> None:
         """Start copying back what is on the host; idempotent."""

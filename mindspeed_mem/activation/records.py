@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mindspeed_mem.activation.ledger import LEDGER
+
 if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
     from mindspeed_mem.activation.ledger import Token
     from mindspeed_mem.activation.mover import Mover
+    from mindspeed_mem.activation.recompute import Replay
+    from mindspeed_mem.activation.tape import Tape
 
 # States of a record. KEPT: stays on the device. DEVICE: selected, not copied yet. COPYING: copy out under way or done,
-# device memory still held. HOST: device memory released. LOADED: copied back (perhaps still in flight).
+# device memory still held. HOST: device memory released. LOADED: copied back (perhaps still in flight). DROPPED: nowhere,
+# to be made again by its replay. REMADE: that has happened.
 KEPT, DEVICE, COPYING, HOST, LOADED = "kept", "device", "copying", "host", "loaded"
+DROPPED, REMADE = "dropped", "remade"
 
 KEEP = object()
 """On a storage (as ``_mem``, where a movable one has a weak reference to its record): stays on the device for good."""
@@ -76,6 +82,7 @@ class Record:
         "out_event",
         "buffer",
         "in_event",
+        "replay",
         "__weakref__",
     )
 
@@ -87,6 +94,7 @@ class Record:
         storage: torch.UntypedStorage,
         token: Token,
         tensor: torch.Tensor,
+        replay: Replay | Tape | None = None,
     ):
         self.mover, self.frame = mover, frame
         self.layer, self.op, self.number = owner
@@ -94,8 +102,12 @@ class Record:
         self.nbytes, self.state = token.nbytes, KEPT
         self.storage, self.token = weakref.ref(storage), token
         self.handles: list[weakref.ref[Handle]] = []
-        self.version, self.base = tensor._version, weakref.ref(_base(tensor))
+        self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         self.slab = self.source = self.out_event = self.buffer = self.in_event = None
+        self.replay = replay
+        if replay is not None:  # its device memory is left to whoever else holds it
+            token.moved = True
+            self.token, self.state = None, DROPPED
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether what was copied is still what ``tensor``, a view of the same storage, holds now.
@@ -104,7 +116,32 @@ class Record:
         written at all, or both are views of one tensor.
         """
         version = tensor._version
-        return version == self.version and (version == 0 or self.base() is _base(tensor))
+        return version == self.version and (version == 0 or self.base() is base_of(tensor))
+
+    def used_at(self, number: int) -> None:
+        """Backward of operator ``number`` reads it."""
+        self.last_use = max(self.last_use, number)
+        if self.state == DROPPED:
+            self.replay.used_at(number)
+
+    def drop_for(self, replay: Tape) -> None:
+        """It can be made again by ``replay``: let go of the device memory."""
+        self.replay = replay
+        self.drop_device()
+        self.state = DROPPED
+        replay.used_at(self.last_use)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """It has been made again, in the storage of ``tensor``."""
+        self.buffer, self.state = tensor.detach(), REMADE
+        LEDGER.enter_copy(tensor.untyped_storage(), self.layer >= 0)
+
+    def bring_back(self) -> None:
+        """See that its bytes are on the device, in `buffer`, for whatever compute does next."""
+        if self.replay is None:
+            self.mover.await_load(self)
+        elif self.state == DROPPED:
+            self.replay.remake()
 
     def live_handles(self) -> list[Handle]:
         return [handle for ref in self.handles if (handle := ref()) is not None]
@@ -114,7 +151,7 @@ class Record:
         storage = self.storage()
         if storage is None:
             return None
-        return _view(storage, torch.uint8, (self.nbytes,), (1,), 0)
+        return view_of(storage, torch.uint8, (self.nbytes,), (1,), 0)
 
     def drop_device(self) -> None:
         """Let go of the device memory; the handles keep their layouts."""
@@ -125,8 +162,12 @@ class Record:
         self.state = HOST
 
     def __del__(self) -> None:
-        if self.state in (COPYING, HOST, LOADED) and not sys.is_finalizing():
+        if sys.is_finalizing():
+            return
+        if self.state in (COPYING, HOST, LOADED):
             self.mover.retire(self)
+        elif self.replay is not None:
+            LEDGER.forget_moved(self.nbytes)
 
 
 class Handle:
@@ -162,17 +203,22 @@ class Handle:
                 f"tensor produced{where} is at version {found}; expected version {self.version} instead"
             )
 
-    def view(self) -> torch.Tensor:
-        """The saved tensor with its own dtype, size, stride and offset, from wherever its bytes are on the device."""
+    def bring_back(self) -> torch.Tensor:
+        """The saved tensor with its own dtype, size, stride and offset.
+
+        Raises RuntimeError if it has been modified in place since it was saved.
+        """
+        self.check_version()
         if self.layout is None:
             return self.alias
+        self.record.bring_back()
         dtype, size, stride, offset = self.layout
-        return _view(self.record.buffer.untyped_storage(), dtype, size, stride, offset)
+        return view_of(self.record.buffer.untyped_storage(), dtype, size, stride, offset)
 
 
-def _base(tensor: torch.Tensor) -> torch.Tensor:
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _view(storage: torch.UntypedStorage, dtype: torch.dtype, size, stride, offset: int) -> torch.Tensor:
+def view_of(storage: torch.UntypedStorage, dtype: torch.dtype, size, stride, offset: int) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

@@ -21,11 +21,14 @@ _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
-_tagged: list[tuple[int, weakref.ref[nn.Module]]] = []
+_tagged: list[tuple[int, weakref.ref[nn.Module], tuple[int, int]]] = []
 
 
-def tag_layer(layer: nn.Module, index: int) -> set[type]:
-    """Tag a transformer layer and everything below it; return the classes whose ``forward`` is to be wrapped."""
+def tag_layer(layer: nn.Module, index: int, place: tuple[int, int] = (0, 0)) -> set[type]:
+    """Tag a transformer layer and everything below it; return the classes whose ``forward`` is to be wrapped.
+
+    ``place``: the layer's pipeline stage and virtual stage.
+    """
     classes = set()
     for path, module in layer.named_modules():
         if type(module).__name__ in _NO_OPERATOR or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -34,7 +37,7 @@ def tag_layer(layer: nn.Module, index: int) -> set[type]:
             continue
         module.__dict__[TAG] = (index, path)
         classes.add(type(module))
-    _tagged.append((index, weakref.ref(layer)))
+    _tagged.append((index, weakref.ref(layer), place))
     return classes
 
 
@@ -48,21 +51,26 @@ def tagged_layers() -> dict[int, set[str]]:
     """The operator paths of each layer that is alive in this process, by global index."""
     found: dict[int, set[str]] = {}
     alive = []
-    for index, ref in _tagged:
+    for index, ref, place in _tagged:
         layer = ref()
         if layer is None:
             continue
-        alive.append((index, ref))
+        alive.append((index, ref, place))
         paths = {m.__dict__[TAG][1] for m in layer.modules() if TAG in m.__dict__}
         found.setdefault(index, set()).update(paths - {""})
     _tagged[:] = alive
     return found
 
 
+def places() -> dict[int, tuple[int, int]]:
+    """The pipeline stage and virtual stage of each layer that is alive in this process."""
+    return {index: place for index, ref, place in _tagged if ref() is not None}
+
+
 def layer_classes() -> dict[int, str]:
     """A label per live layer: layers of one class and one set of operators share it."""
     labels = {}
-    for index, ref in _tagged:
+    for index, ref, _ in _tagged:
         layer = ref()
         if layer is not None:
             labels[index] = f"{type(layer).__name__}[{type(getattr(layer, 'mlp', layer)).__name__}]"

@@ -1,4 +1,4 @@
-"""The memory plan: what a user asked to leave device memory, by layer and operator.
+"""The memory plan: what a user asked to leave device memory or to recompute, by layer and operator.
 
 `load_memory_config` reads and checks the file, `resolve` joins it with the operators a model has, and the resulting
 `MemoryPlan` answers for every (layer, operator).
@@ -9,12 +9,14 @@ from mindspeed_mem.plan.config import (
     MemoryConfig,
     MemoryConfigError,
     OpSwap,
-    RecomputeConfig,
     SwapConfig,
     load_memory_config,
 )
-from mindspeed_mem.plan.memory_plan import MemoryPlan, Swap, resolve
+from mindspeed_mem.plan.memory_plan import MemoryPlan, Swap
 from mindspeed_mem.plan.operators import both_names, match
+from mindspeed_mem.plan.recomputation import Recompute
+from mindspeed_mem.plan.recompute_config import RecomputeConfig, RecomputeRule, StageCounts
+from mindspeed_mem.plan.resolving import resolve
 
 __all__ = [
     "LayerSwap",
@@ -22,7 +24,10 @@ __all__ = [
     "MemoryConfigError",
     "MemoryPlan",
     "OpSwap",
+    "Recompute",
     "RecomputeConfig",
+    "RecomputeRule",
+    "StageCounts",
     "Swap",
     "SwapConfig",
     "both_names",

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_mem.plan.checks import Checker, Layers, MemoryConfigError, given, suggestion
+from mindspeed_mem.plan.checks import Checker, Layers, MemoryConfigError, suggestion
 from mindspeed_mem.plan.files import MINDFORMERS_SECTIONS, read_yaml
+from mindspeed_mem.plan.recompute_config import KINDS, RecomputeConfig, read_recompute
 
 __all__ = [
     "ACTIVATIONS",
@@ -19,25 +20,14 @@ __all__ = [
     "MemoryConfig",
     "MemoryConfigError",
     "OpSwap",
-    "RecomputeConfig",
     "SwapConfig",
     "load_memory_config",
 ]
 
 ACTIVATIONS = ("produced", "saved", "both")
-RECOMPUTE_AVAILABLE = False
-"""Whether this version can recompute; until then whatever asks for it is an error."""
 
 _SECTIONS = ("swap_config", "recompute_config")
 _SWAP_KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap", "activations", "swap_recompute_inputs")
-_RECOMPUTE_KEYS = (
-    "recompute",
-    "select_recompute",
-    "select_comm_recompute",
-    "select_recompute_exclude",
-    "select_comm_recompute_exclude",
-)
-_GRAPH_ONLY_KEYS = ("parallel_optimizer_comm_recompute", "mp_comm_recompute", "recompute_slice_activation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +77,6 @@ class SwapConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecomputeConfig:
-    """The section `recompute_config`, as given; False means off."""
-
-    recompute: Any = False
-    """Bool, layer indices (with swap) or layer counts per pipeline stage (without)."""
-    select_recompute: Any = False
-    """Bool, patterns, or a mapping from pattern to one of the above."""
-    select_comm_recompute: Any = False
-    select_recompute_exclude: Any = False
-    select_comm_recompute_exclude: Any = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """A checked memory configuration."""
 
@@ -112,21 +89,30 @@ class MemoryConfig:
 
 
 def load_memory_config(
-    source: str | os.PathLike[str] | Mapping[str, Any] | None, *, num_layers: int | None = None
+    source: str | os.PathLike[str] | Mapping[str, Any] | None,
+    *,
+    num_layers: int | None = None,
+    flags: Mapping[str, tuple[str, Any]] | None = None,
 ) -> MemoryConfig:
     """Read and check a memory configuration.
 
     Args:
         source: a YAML file, what such a file contains, or None for "everything off".
         num_layers: the model's layers, over all pipeline stages; None: layer indices are not range-checked here.
+        flags: what flags add to `recompute_config`: by its key (`recompute`, `select_recompute`,
+            `select_comm_recompute`) the flag and its value, whose numbers are always layer indices.
 
     Raises:
         MemoryConfigError: with all problems, each with its path, what was given and what is allowed.
     """
-    if source is None:
-        return MemoryConfig()
     check, notices = Checker(num_layers), []
     name = "memory configuration"
+    if source is None:
+        recompute = read_recompute(None, flags or {}, False, check, notices)
+        name = "command line" if flags else name
+        if check.problems:
+            raise MemoryConfigError(check.problems, name)
+        return MemoryConfig(recompute=recompute, notices=tuple(notices), source=name)
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
         content, problems = read_yaml(name, _SECTIONS)
@@ -140,9 +126,15 @@ def load_memory_config(
 
     _check_sections(content, check, notices)
     swap = _read_swap(content.get("swap_config"), check, notices)
-    recompute = _read_recompute(content.get("recompute_config"), swap.swap, check, notices)
+    with_swap = swap.swap is True
+    recompute = read_recompute(content.get("recompute_config"), flags or {}, with_swap, check, notices)
     if check.problems:
         raise MemoryConfigError(check.problems, name)
+    if not recompute.active:
+        if with_swap and swap.swap_recompute_inputs:
+            notices.append("swap_config.swap_recompute_inputs has no effect: nothing is recomputed")
+        if "swap_config" not in content:
+            notices.append("there is no swap_config: nothing is swapped")
     return MemoryConfig(swap=swap, recompute=recompute, notices=tuple(notices), source=name)
 
 
@@ -155,6 +147,8 @@ def _check_sections(content: Mapping[Any, Any], check: Checker, notices: list[st
         near = suggestion(key, _SECTIONS, cutoff=0.8)  # MindFormers has other names that end in _config
         if key in _SWAP_KEYS:
             check.problem(str(key), "unknown section; it belongs below swap_config, indented")
+        elif key in KINDS:
+            check.problem(str(key), "unknown section; it belongs below recompute_config, indented")
         elif from_mindformers and (near is None or key in MINDFORMERS_SECTIONS):
             ignored.append(str(key))
         else:
@@ -165,8 +159,6 @@ def _check_sections(content: Mapping[Any, Any], check: Checker, notices: list[st
             f"this is a MindFormers training file: only {' and '.join(_SECTIONS)} are used, "
             f"ignored: {', '.join(ignored)}"
         )
-    if "swap_config" not in content and not check.problems:
-        notices.append("there is no swap_config: nothing is swapped")
 
 
 def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
@@ -210,8 +202,6 @@ def _without_effect(config: SwapConfig, found: Mapping[str, Any]) -> list[str]:
             )
         if not entries:
             notices.append("swap_config.swap is True, but layer_swap and op_swap are empty: nothing is swapped")
-    if config.swap_recompute_inputs and not RECOMPUTE_AVAILABLE:
-        notices.append("swap_config.swap_recompute_inputs has no effect: this version does not recompute")
     notices += [f"{entry.entry} has no effect: its list of layers is empty" for entry in entries if entry.layers == ()]
     return notices
 
@@ -265,41 +255,3 @@ def _check_distances(entries: Sequence[LayerSwap | OpSwap], check: Checker) -> N
                     f"got {entry.backward_prefetch}; allowed: {everywhere.backward_prefetch}, since "
                     f"{everywhere.entry} is for {name!r} as well and says layers: True",
                 )
-
-
-def _is_off(value: Any, zero_is_off: bool) -> bool:
-    """False, None and empty; lists and mappings of these; 0 where numbers count layers rather than name them."""
-    if isinstance(value, Mapping):
-        return all(_is_off(item, zero_is_off) for item in value.values())
-    if isinstance(value, list | tuple):
-        return all(_is_off(item, zero_is_off) for item in value)
-    return value is None or value is False or value == "" or (zero_is_off and type(value) is int and value == 0)
-
-
-def _read_recompute(section: Any, with_swap: bool, check: Checker, notices: list[str]) -> RecomputeConfig:
-    path = "recompute_config"
-    if section is None:
-        return RecomputeConfig()
-    found = check.section(section, path, (*_RECOMPUTE_KEYS, *_GRAPH_ONLY_KEYS))
-    values = {}
-    for key in _RECOMPUTE_KEYS:
-        if _is_off(found.get(key), zero_is_off=not with_swap):
-            continue
-        if RECOMPUTE_AVAILABLE:
-            values[key] = found[key]
-        else:
-            check.problem(
-                f"{path}.{key}",
-                f"got {given(found[key])}; recompute is not available in this version, allowed: False "
-                "(for recompute, use Megatron's --recompute-* options)",
-            )
-    unused = []
-    for key in _GRAPH_ONLY_KEYS:
-        value = found.get(key)
-        if not isinstance(value, bool | list | tuple | None):
-            check.wrong(f"{path}.{key}", value, "True or False")
-        elif not _is_off(value, zero_is_off=True):
-            unused.append(key)
-    if unused:
-        notices.append(f"{path}: {', '.join(unused)} has no effect here, it concerns MindSpore's graph compiler")
-    return RecomputeConfig(**values)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_mem.plan.checks import Layers, MemoryConfigError, as_ranges, out_of_range
-from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig
-from mindspeed_mem.plan.operators import Match, match, near_patterns, selects, with_inline
+from mindspeed_mem.plan.checks import Layers, as_ranges
+from mindspeed_mem.plan.config import OpSwap, SwapConfig
+from mindspeed_mem.plan.operators import Match, match, selects
+from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
 
-__all__ = ["DEFAULT_PATTERN", "MemoryPlan", "Swap", "resolve"]
+__all__ = ["DEFAULT_PATTERN", "MemoryPlan", "Swap", "SwapRule", "swap_rules"]
 
 DEFAULT_PATTERN = r".*\.flash_attention"
 """What the default policy swaps, in every layer."""
@@ -29,7 +31,7 @@ class Swap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rule:
+class SwapRule:
     """One pattern of an `op_swap` entry, or (with pattern None) one `layer_swap` entry."""
 
     pattern: str | None
@@ -44,23 +46,40 @@ class _Rule:
 class MemoryPlan:
     """Every (layer, operator)'s decision. Made by `resolve`; the same on all ranks if its arguments are."""
 
-    def __init__(self, rules: Sequence[_Rule], layers: Mapping[int, tuple[str, ...]], num_layers: int):
+    def __init__(
+        self,
+        rules: Sequence[SwapRule],
+        layers: Mapping[int, tuple[str, ...]],
+        num_layers: int,
+        recomputation: Recomputation,
+        *,
+        swap_recompute_inputs: bool = False,
+        decisive: Sequence[object] = (),
+    ):
         self._op_rules = [rule for rule in rules if rule.pattern is not None]
         self._layer_rules = [rule for rule in rules if rule.pattern is None]
         self._layers = layers
         self._all_layers = sorted({*range(num_layers), *layers})
+        self._recomputation = recomputation
         self._decisions: dict[int, dict[str, Swap | None]] = {layer: {} for layer in self._all_layers}
         self._log: list[str] = []
-        self._idle: dict[tuple[str, str], set[int]] = {}
-        self.notices: tuple[str, ...] = ()
-        """What is configured but has no effect, one line each; to be logged once, on rank 0."""
+        self._idle: dict[tuple[str, str, str], set[int]] = {}
+        self.swap_recompute_inputs = swap_recompute_inputs
+        """Whether a swap takes effect, too, where its activation is what a recomputed region starts from."""
+        self.recomputes = any(recomputation.anywhere_in(layer) for layer in self._all_layers)
+        """Whether any forward runs again."""
         matches = lru_cache(maxsize=None)(match)  # layers of one kind have equal operators
         for layer in self._all_layers:
             self._fill(layer, matches)
-        self.notices = tuple(
-            f"{path} has no effect in layer{'s' if len(found) > 1 else ''} {as_ranges(found)}: {why}"
-            for (path, why), found in self._idle.items()
+            self._log += recomputation.log_lines(layer)
+        swaps_idle = (
+            f"{path} has no effect{on} in layer{'s' if len(found) > 1 else ''} {as_ranges(found)}: {why}"
+            for (path, on, why), found in self._idle.items()
         )
+        self.notices: tuple[str, ...] = (*swaps_idle, *recomputation.notices)
+        """What is configured but has no effect, one line each; to be logged once, on rank 0."""
+        text = repr((num_layers, swap_recompute_inputs, *decisive))
+        self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def decision(self, layer: int, op: str) -> Swap | None:
         """What to do with an operator's activations: a `Swap`, or None to keep them on the device.
@@ -71,7 +90,7 @@ class MemoryPlan:
                 patterns when it is first asked for. ``""``: the layer's own code, outside any operator.
         """
         known = self._decisions.get(layer)
-        if known is None:
+        if known is None or self._recomputation.decision(layer, op) is not None:
             return None
         try:
             return known[op]
@@ -79,12 +98,29 @@ class MemoryPlan:
             swap = known[op] = self._late_decision(layer, op)
             return swap
 
+    def recompute(self, layer: int, op: str) -> Recompute | None:
+        """Whether an operator's forward runs again, and who asked for it; `decision` is None there.
+
+        Args:
+            layer: global layer index, counted from 0.
+            op: as for `decision`. ``""``: the whole layer, if nothing in it is excluded.
+
+        A recomputed region starts at the outermost operator that has an answer; all in it have one, too. What contains
+        something excluded has none.
+        """
+        return self._recomputation.decision(layer, op)
+
+    def fingerprint(self) -> str:
+        """Short and equal for equal plans, to compare ranks: who asked and which layers a rank knows do not count."""
+        return self._fingerprint
+
     def layers_touched(self) -> set[int]:
-        """The layers in which something is swapped; a layer whose operators are unknown counts if it is named."""
+        """The layers with anything swapped or recomputed; one whose operators are unknown counts if it is named."""
         return {
             layer
             for layer in self._all_layers
             if any(self._decisions[layer].values())
+            or self._recomputation.anywhere_in(layer)
             or self._layer_swap(layer) is not None
             or (layer not in self._layers and any(r.covers(layer) for r in (*self._op_rules, *self._layer_rules)))
         }
@@ -100,7 +136,7 @@ class MemoryPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is swapped anywhere."""
+        """Whether nothing is swapped or recomputed anywhere."""
         return not self.layers_touched()
 
     def _late_decision(self, layer: int, op: str) -> Swap | None:
@@ -115,7 +151,7 @@ class MemoryPlan:
     def _fill(self, layer: int, matches: Callable[..., list[Match]]) -> None:
         """Decide one layer's known operators: first entries win, and `op_swap` over `layer_swap`."""
         operators, decided = self._layers.get(layer), self._decisions[layer]
-        listed: list[tuple[_Rule, Match]] = []
+        listed: list[tuple[SwapRule, Match]] = []
         for rule in self._op_rules if operators is not None else ():
             if rule.covers(layer):
                 found = matches(rule.pattern, operators)
@@ -126,16 +162,18 @@ class MemoryPlan:
                 self._note(rule.path, f"{winner.entry} names the layer first", layer)
         for operator in operators or ():
             decided.setdefault(operator, winner)
-        if winner is not None:
+        self._yield_to_recompute(layer, decided, winner)
+        listed = [(rule, hit) for rule, hit in listed if any(decided[op] is rule.swap for op in hit.operators)]
+        if winner is not None and self.recompute(layer, "") is None:
             self._log.append(f"Set layer swap at layer {layer} and value is: {winner.distance}")
         if listed:
             self._log.append(f"Set op_swap at layer {layer}: {_listing(listed, self._op_rules)}")
 
     def _apply(
-        self, rule: _Rule, layer: int, found: list[Match], decided: dict[str, Swap | None]
-    ) -> list[tuple[_Rule, Match]]:
+        self, rule: SwapRule, layer: int, found: list[Match], decided: dict[str, Swap | None]
+    ) -> list[tuple[SwapRule, Match]]:
         """Give the operators found to `rule` unless they are taken; the matches that gained any."""
-        gained: list[tuple[_Rule, Match]] = []
+        gained: list[tuple[SwapRule, Match]] = []
         taken: dict[str, set[str]] = {}
         for hit in found:
             new = [operator for operator in hit.operators if operator not in decided]
@@ -152,15 +190,32 @@ class MemoryPlan:
                 self._note(rule.path, f"{entry} names {', '.join(sorted(operators))} first", layer)
         return gained
 
-    def _note(self, path: str, why: str, layer: int) -> None:
-        self._idle.setdefault((path, why), set()).add(layer)
+    def _yield_to_recompute(self, layer: int, decided: dict[str, Swap | None], layer_swap: Swap | None) -> None:
+        """Take back the swaps of operators whose forward runs again."""
+        lost: dict[tuple[str, str], list[str]] = {}
+        whole = self.recompute(layer, "")
+        if whole is not None and layer_swap is not None:
+            lost[layer_swap.entry, whole.entry] = []
+        for operator, swap in decided.items():
+            again = None if swap is None else self.recompute(layer, operator)
+            if swap is not None and again is not None:
+                decided[operator] = None
+                lost.setdefault((swap.entry, again.entry), []).append(operator)
+        for (entry, by), operators in lost.items():
+            everything = whole is not None and layer_swap is not None and entry == layer_swap.entry
+            on = "" if everything else f" on {', '.join(outermost(dict.fromkeys(operators)))}"
+            what = "the whole layer is recomputed" if everything else "recompute goes over swap"
+            self._note(entry, f"{what} ({by})", layer, on)
+
+    def _note(self, path: str, why: str, layer: int, on: str = "") -> None:
+        self._idle.setdefault((path, on, why), set()).add(layer)
 
 
 def _kind(swap: Swap) -> tuple[int, str]:
     return swap.distance, swap.activations
 
 
-def _listing(listed: list[tuple[_Rule, Match]], rules: list[_Rule]) -> str:
+def _listing(listed: list[tuple[SwapRule, Match]], rules: list[SwapRule]) -> str:
     """The matches of one layer, patterns in the order of their first entry, nothing twice at one value."""
     order = list(dict.fromkeys(rule.pattern for rule in rules))
     parts = []
@@ -175,13 +230,14 @@ def _listing(listed: list[tuple[_Rule, Match]], rules: list[_Rule]) -> str:
     return ", ".join(parts)
 
 
-def _rules(config: SwapConfig) -> list[_Rule]:
+def swap_rules(config: SwapConfig) -> list[SwapRule]:
+    """What `swap_config` asks for, entry by entry, `op_swap` first."""
     if not config.swap:
         return []
     if config.layer_swap is None and config.op_swap is None:
         path = "swap_config (default policy)"
         swap = Swap(distance=config.default_prefetch, activations=config.activations, entry=path)
-        return [_Rule(pattern=DEFAULT_PATTERN, layers=True, swap=swap, path=path)]
+        return [SwapRule(pattern=DEFAULT_PATTERN, layers=True, swap=swap, path=path)]
     rules = []
     for entry in (*(config.op_swap or ()), *(config.layer_swap or ())):
         swap = Swap(distance=entry.backward_prefetch, activations=entry.activations, entry=entry.entry)
@@ -189,52 +245,5 @@ def _rules(config: SwapConfig) -> list[_Rule]:
         for index, name in enumerate(names):
             path = entry.entry if name is None else f"{entry.entry}.op_name"
             path += f"[{index}]" if len(names) > 1 else ""
-            rules.append(_Rule(pattern=name, layers=entry.layers, swap=swap, path=path))
+            rules.append(SwapRule(pattern=name, layers=entry.layers, swap=swap, path=path))
     return rules
-
-
-def resolve(config: MemoryConfig, layers: Mapping[int, Collection[str]], num_layers: int) -> MemoryPlan:
-    """Join a configuration with a model.
-
-    Args:
-        config: from `load_memory_config`.
-        layers: for each global layer index the operators (modules) of that layer, as paths in Megatron's names.
-            Layers of other pipeline stages may be missing, but then no mistake in a name can be found there. Indices
-            from `num_layers` on (multi-token prediction) are reached by ``layers: True`` and by naming them.
-        num_layers: the model's layers, over all pipeline stages.
-
-    Raises:
-        MemoryConfigError: all layers out of range, and all patterns that match nothing in any of their layers.
-    """
-    rules = _rules(config.swap)
-    known = {layer: with_inline(operators) for layer, operators in layers.items()}
-    problems = _range_problems(config.swap, known, num_layers) + _name_problems(rules, known)
-    if problems:
-        raise MemoryConfigError(problems, config.source)
-    return MemoryPlan(rules, known, num_layers)
-
-
-def _range_problems(config: SwapConfig, known: Collection[int], num_layers: int) -> list[str]:
-    problems = []
-    entries: list[LayerSwap | OpSwap] = [*(config.layer_swap or ()), *(config.op_swap or ())]
-    for entry in entries if config.swap else ():
-        layers = () if entry.layers is True else entry.layers
-        if outside := {layer for layer in layers if layer >= num_layers and layer not in known}:
-            problems.append(f"{entry.entry}.layers: {out_of_range(outside, num_layers)}")
-    return problems
-
-
-def _name_problems(rules: Sequence[_Rule], known: Mapping[int, tuple[str, ...]]) -> list[str]:
-    problems = []
-    for rule in rules:
-        places = [layer for layer in known if rule.covers(layer)]
-        trees = {known[layer] for layer in places}
-        if rule.pattern is None or not trees or any(match(rule.pattern, tree) for tree in trees):
-            continue
-        near = near_patterns(rule.pattern, list(dict.fromkeys(op for tree in sorted(trees) for op in tree)))
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        problems.append(
-            f"{rule.path}: got {rule.pattern!r}, which matches no operator in layers {as_ranges(places)}; "
-            f"{hint}allowed: what `python -m mindspeed_mem ops` prints"
-        )
-    return problems

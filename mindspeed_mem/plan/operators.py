@@ -46,6 +46,7 @@ _MEGATRON_LIKE_PRIMITIVES: dict[str, tuple[str, ...]] = {
 }
 
 _ATTENTION_INLINE = ("qkv", "rotary_pos_emb", "output_gate")
+_DISPATCH_INLINE = ("preprocess", "communicate", "postprocess")
 
 
 class Match(NamedTuple):
@@ -154,6 +155,8 @@ def with_inline(operators: Collection[str]) -> tuple[str, ...]:
         inline.append("mlp_bda")
         if not any(node.startswith("mlp.") for node in nodes):
             inline.append("mlp.activation_func")
+    if "mlp.router" in nodes:  # the steps of the token dispatcher, which is no module
+        inline += [f"mlp.dispatch.{name}" for name in _DISPATCH_INLINE]
     inline += [f"{node[: -len('.linear_fc1')]}.activation_func" for node in nodes if node.endswith(".linear_fc1")]
     ordered = operators if isinstance(operators, Sequence | dict) else sorted(operators)
     return tuple(dict.fromkeys([*ordered, *inline]))

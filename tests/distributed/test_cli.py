@@ -137,8 +137,8 @@ def test_doctor_is_content_with_what_is_installed():
     assert [entry["device"] for entry in found["devices"]][-1] == "cpu"
     status = {(row["file"], row["target"]): row["status"] for row in found["patches"]}
     schedule = "megatron.core.pipeline_parallel.schedules:"
-    assert status["patches/swap_schedules.py", schedule + "forward_step"] == "applied"
-    beneath = status["patches/swap_schedules.py", schedule + "forward_backward_no_pipelining"]
+    assert status["patches/activation_schedules.py", schedule + "forward_step"] == "applied"
+    beneath = status["patches/activation_schedules.py", schedule + "forward_backward_no_pipelining"]
     assert beneath == "applied, beneath mindspeed_mem.patches.first_step"
     assert status["patches/cpu_torch_cuda.py", "torch.cuda:current_device"] == "applied"
     mindspeed = [row for row in found["patches"] if row["file"] == "patches/mindspeed_features.py"]
@@ -168,7 +168,7 @@ def test_doctor_names_what_is_wrong(tmp_path):
     assert "backward_step does not exist in the installed version" in rows["backward_step"]["notes"][-1]
     assert rows["forward_step"]["notes"] == ["on top of sitecustomize"]
     text, _ = mem("doctor", status=1, path=[tmp_path])
-    assert "\n1 wrong:\n  patches/swap_schedules.py: " in text and "schedules:backward_step: FAILED" in text
+    assert "\n1 wrong:\n  patches/activation_schedules.py: " in text and "schedules:backward_step: FAILED" in text
 
 
 TRAINING = """

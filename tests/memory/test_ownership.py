@@ -110,12 +110,12 @@ class _SavesViews(torch.autograd.Function):
 def tagged(layers: list[torch.nn.Module], engine) -> None:
     """Make these modules the layers of the engine's model."""
     from mindspeed_mem.activation import regions
-    from mindspeed_mem.patches.swap_transformer_block import region_forward
+    from mindspeed_mem.patches.activation_transformer_block import region_forward
     from mindspeed_mem.patching import REGISTRY
 
     for index, layer in enumerate(layers):
         for cls in regions.tag_layer(layer, index):
-            REGISTRY.apply_method(cls, "forward", region_forward, "mindspeed_mem.patches.swap_transformer_block")
+            REGISTRY.apply_method(cls, "forward", region_forward, "mindspeed_mem.patches.activation_transformer_block")
     engine.num_layers = len(layers)
 
 

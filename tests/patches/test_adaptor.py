@@ -152,9 +152,9 @@ CONFIGURE = """
 def test_configure_starts_replaces_and_stops_the_engine(swap_file):
     out, _ = python(CONFIGURE, TRAIN, swap_file, "--device", "cpu")
     found = json.loads(out.splitlines()[-1])
-    assert found[0] and "swap_schedules" not in found[1] and "cpu_torch_rng" in found[1]
+    assert found[0] and "activation_schedules" not in found[1] and "cpu_torch_rng" in found[1]
     assert found[2:5] == [True, True, True]
-    assert {"swap_schedules", "first_step"} <= set(found[5])
+    assert {"activation_schedules", "first_step"} <= set(found[5])
     assert found[6:] == [True] * 9
 
 
@@ -183,7 +183,7 @@ LOST = """
 
 def test_a_patch_that_another_package_dropped_is_named_after_the_first_step(swap_file):
     _, errors = python(LOST, TRAIN, "--memory-config", swap_file, "--device", "cpu")
-    assert errors.count("megatron.core.utils:nvtx_range_push (mindspeed_mem.patches.swap_markers): LOST to") == 1
+    assert errors.count("megatron.core.utils:nvtx_range_push (mindspeed_mem.patches.activation_markers): LOST to") == 1
 
 
 IMPORT = "import mindspeed_mem.megatron_adaptor"

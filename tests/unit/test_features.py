@@ -17,7 +17,13 @@ from mindspeed_mem.features import FEATURES, FeatureError, Settings, add_argumen
 
 ROOT = Path(__file__).parents[2]
 SWAP = {"swap_config": {"swap": True}}
+RECOMPUTE = {"recompute_config": {"recompute": True}}
 OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *feature.bars)]
+FLAGS = {  # each as on a command line, and what it stands for
+    "--recompute-layers": ["0,3-5"],
+    "--select-recompute": [r"mlp\.linear_fc1=0-1", "self_attention"],
+    "--select-comm-recompute": [r".*\.norm=all"],
+}
 
 # Options of Megatron-LM core_v0.16.1 that are no fields of TransformerConfig, and of MindSpeed core_r0.16.0; both are
 # compared with the real parsers where those are there.
@@ -116,7 +122,53 @@ def test_swap_on(swap_file):
     assert settings.on == ("--device", "--memory-config", "--swap-host-memory-gib", "--sdpa-attention")
     assert settings.backend.type == "cpu" and settings.memory.swap.swap
     assert settings.host_limit_bytes == 2**29
-    assert settings.patches == ("cpu_*", "swap_*", "sdpa_*")
+    assert settings.patches == ("cpu_*", "activation_*", "sdpa_*")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_recompute_needs_no_file(flag):
+    parser = add_arguments(argparse.ArgumentParser())
+    arguments = ["--device", "cpu", flag, *FLAGS[flag]]
+    settings = check(scan(arguments))
+    assert settings == check(parser.parse_args(arguments)) == check(asked_by(flag))
+    assert settings.on == ("--device", flag) and settings.patches == ("cpu_*", "activation_*", "recompute_*")
+    assert settings.memory.recompute.active and not settings.memory.swap.swap and settings.notices == ()
+
+
+def test_the_values_of_the_recompute_flags():
+    def rules(**args):
+        return [(r.pattern, r.layers) for r in check({"device": "cpu", **args}).memory.recompute.rules]
+
+    for value in ("0,3-5", "0, 3-4 ,5", [0, 3, 4, 5], [[0], [3, 4, 5]], (0, 3, 4, 5)):
+        assert rules(recompute_layers=value) == [(None, (0, 3, 4, 5))]
+    assert rules(recompute_layers="all") == rules(recompute_layers=True) == [(None, True)]
+    assert rules(recompute_layers=0) == rules(recompute_layers="0") == [(None, (0,))]
+    several = ["mlp=0", "mlp=2-3", "a=b=1", r"x\.y"]
+    expected = [("mlp", (0, 2, 3)), ("a=b", (1,)), (r"x\.y", True)]
+    assert rules(select_recompute=several) == expected
+    assert rules(select_recompute={"mlp": [0, 2, 3], "a=b": 1, r"x\.y": True, "off": False}) == expected
+    assert rules(select_comm_recompute="mlp=all") == [("mlp", True)]
+    assert rules(select_comm_recompute=True) == [(r".*\.norm", True)]
+    for off in ([], {}, False, None, {"mlp": False}):
+        assert check({"select_recompute": off, "device": "cpu"}).memory is None
+
+
+def test_flags_are_merged_with_the_file():
+    settings = check({"memory_config": SWAP, "select_recompute": "mlp=1", "device": "cpu"})
+    assert settings.on == ("--device", "--memory-config", "--select-recompute")
+    assert settings.memory.swap.swap and settings.memory.recompute.active
+    (problem,) = problems_of({"memory_config": RECOMPUTE, "recompute_layers": "0", "device": "cpu"})
+    assert "recompute_config.recompute: got True, and --recompute-layers is given as well" in problem
+
+
+def test_a_file_that_only_recomputes():
+    settings = check({"memory_config": RECOMPUTE, "device": "cpu", "swap_host_memory_gib": 1})
+    assert settings.on == ("--device", "--memory-config", "--swap-host-memory-gib")
+    assert settings.memory.recompute.active and settings.patches == ("cpu_*", "activation_*", "recompute_*")
+    assert settings.host_limit_bytes is None
+    assert settings.notices == ("--swap-host-memory-gib has no effect: nothing is swapped",)
+    off = {"swap_config": {"swap": False}, **RECOMPUTE}
+    assert check({"memory_config": off, "device": "cpu"}).notices == ()
 
 
 def test_a_configuration_without_swap_switches_nothing_on_and_bars_nothing():
@@ -141,14 +193,36 @@ def test_the_environment_names_a_device(monkeypatch):
     assert check({"device": "cpu"}).backend.type == "cpu"
 
 
-@pytest.mark.parametrize("option", [o for f in FEATURES for o in f.bars if f.flag == "--memory-config"], ids=str)
-def test_each_barred_option_is_refused(option):
+def asked_by(flag):
+    """The settings that switch on what `flag` stands for, and nothing else."""
+    if flag == "--memory-config":
+        return {"memory_config": SWAP, "device": "cpu"}
+    value = FLAGS[flag][0] if flag == "--recompute-layers" else FLAGS[flag]
+    return {flag[2:].replace("-", "_"): value, "device": "cpu"}
+
+
+BARRED = [(f.flag, o) for f in FEATURES for o in f.bars]
+
+
+@pytest.mark.parametrize(("flag", "option"), BARRED, ids=str)
+def test_each_barred_option_is_refused(flag, option):
+    asked = asked_by(flag)
     value = option.value or ("local" if option.off else True)
-    (problem,) = problems_of({"memory_config": SWAP, "device": "cpu", option.dest: value})
-    assert problem.startswith(f"--memory-config cannot be combined with {option}:") and option.why in problem
-    # ... but not what means off, and not without swap
-    check({"memory_config": SWAP, "device": "cpu", option.dest: option.off or ("selective" if option.value else False)})
+    (problem,) = problems_of({**asked, option.dest: value})
+    assert problem.startswith(f"{flag} cannot be combined with {option}:") and option.why in problem
+    # ... but not what means off, and not with nothing asked for
+    check({**asked, option.dest: option.off or ("selective" if option.value else False)})
     check({"device": "cpu", option.dest: value})
+
+
+@pytest.mark.parametrize("barred", [{"fp8": "hybrid"}, {"moe_router_load_balancing_type": ["none", "global_aux_loss"]}])
+def test_what_only_recompute_bars(barred):
+    check({"memory_config": SWAP, "device": "cpu", **barred})
+    for asked in ({"memory_config": RECOMPUTE}, {"memory_config": SWAP | RECOMPUTE}, {"recompute_layers": "all"}):
+        (problem,) = problems_of({"device": "cpu", **asked, **barred})
+        assert "cannot be combined with --" in problem
+    (problem,) = problems_of({"memory_config": SWAP, "recompute_layers": 0, "device": "cpu", **barred})
+    assert problem.startswith("--memory-config and --recompute-layers cannot be combined with --")
 
 
 def test_what_a_command_line_says_is_refused_before_its_parser_sees_it(swap_file):
@@ -198,6 +272,17 @@ def test_all_problems_are_reported_at_once(tmp_path, monkeypatch):
         ({"memory_config": 7}, "--memory-config: got 7; allowed: a file name"),
         ({"memory_config": "/no/such.yaml"}, "/no/such.yaml: cannot be read"),
         ({"sdpa_attention": "no"}, "--sdpa-attention: got 'no'; allowed: True or False"),
+        ({"recompute_layers": "3-1"}, "--recompute-layers: got '3-1'; allowed: layer indices counted from 0"),
+        ({"recompute_layers": "1,,2"}, "--recompute-layers: got '1,,2'; allowed: layer indices"),
+        ({"recompute_layers": "0-99999999999"}, "--recompute-layers: got '0-99999999999'; allowed: layer indices"),
+        ({"recompute_layers": [-1]}, "--recompute-layers[0]: got -1 (int); allowed: a layer index"),
+        ({"recompute_layers": "4", "num_layers": 4}, "--recompute-layers: got layer 4; allowed: 0 to 3"),
+        ({"select_recompute": ["mlp=x"]}, "--select-recompute: got ['mlp=x']; allowed: layer indices"),
+        ({"select_recompute": ["a("]}, "--select-recompute: got 'a(' (str); allowed: names"),
+        ({"select_recompute": 3}, "--select-recompute: got 3; allowed: patterns"),
+        ({"select_comm_recompute": {"mlp": [0.5]}}, "--select-comm-recompute.mlp[0]: got 0.5"),
+        ({"recompute_layers": "0", "swap_host_memory_gib": 1}, "--swap-host-memory-gib needs --memory-config"),
+        ({"recompute_layer": "0"}, "did you mean 'recompute_layers'?"),
     ],
 )
 def test_bad_values(args, expected):
@@ -242,5 +327,17 @@ def test_scanning_takes_whole_flags_only():
     assert scan(["--memory", "x", "--dev", "cpu", "positional"]) == argparse.Namespace()
     assert scan(["--device=cpu", "--", "--sdpa-attention"]) == argparse.Namespace(device="cpu")
     assert scan(["--num-layers", "12"]).num_layers == 12
-    with pytest.raises(FeatureError, match="--memory-config"):
-        scan(["--memory-config"])
+    several = ["--select-recompute", "a", "b=1", "--select-recompute=c", "--num-layers=4"]
+    assert scan(several) == argparse.Namespace(select_recompute=["a", "b=1", "c"], num_layers=4)
+    assert scan(["--moe-router-load-balancing-type", "none", "global_aux_loss"]).moe_router_load_balancing_type == [
+        "none",
+        "global_aux_loss",
+    ]
+    for flag in ("--memory-config", "--select-recompute"):
+        with pytest.raises(FeatureError, match=flag):
+            scan([flag])
+
+
+def test_the_options_of_megatron_near_ours_are_no_mistake():
+    names = {field.name: None for field in dataclasses.fields(TransformerConfig)}
+    assert check(names) == Settings()

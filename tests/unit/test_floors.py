@@ -21,6 +21,7 @@ FLOORS = {
     "report": 3,
     "adaptive": 3,
     "features": 4,
+    "options": 3,
     "patches": 5,
     "megatron_adaptor": 6,
     "launch": 6,

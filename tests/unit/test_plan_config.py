@@ -155,6 +155,7 @@ def test_unknown_keys_are_errors_with_a_suggestion():
     assert "did you mean 'swap_config'?" in only_problem(swap_confg={})
     assert only_problem(colour=1) == "colour: unknown section; allowed: swap_config, recompute_config"
     assert "belongs below swap_config" in only_problem(op_swap=[])
+    assert "belongs below recompute_config" in only_problem(select_recompute=[])
     misspelled = {key: value for key, value in ENTRY.items() if key != "layers"} | {"layer": [0]}
     assert "did you mean 'layers'?" in only_problem({"op_swap": [misspelled]})  # one mistake, one line
 
@@ -204,38 +205,6 @@ def test_what_has_no_effect_gives_one_notice(swap):
 @pytest.mark.parametrize("swap", [{"swap": False}, {"swap": True}, op_swap(), {"swap": True, "default_prefetch": 3}])
 def test_what_has_effect_gives_none(swap):
     assert load_memory_config({"swap_config": swap}).notices == ()
-
-
-OFF = {"recompute": False, "select_recompute": None, "select_comm_recompute": [], "select_recompute_exclude": {}}
-
-
-def test_recompute_that_is_off_is_accepted():
-    extra = {"select_comm_recompute_exclude": {r"a\.b": False}, "mp_comm_recompute": False}
-    config = load_memory_config({"swap_config": {}, "recompute_config": OFF | extra})
-    assert config.notices == () and config.recompute == MemoryConfig().recompute
-    assert load_memory_config({"recompute_config": {"recompute": [0, 0]}})  # layers per stage, without swap
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("recompute", True),
-        ("recompute", [2, 1, 0, 0]),
-        ("select_recompute", {"feed_forward": [0, 3]}),
-        ("select_recompute", [r"feed_forward\.mul"]),
-        ("select_comm_recompute", True),
-        ("select_recompute_exclude", {r"feed_forward\.mul": True}),
-        ("select_comm_recompute_exclude", True),
-    ],
-)
-def test_recompute_is_not_available_yet(key, value):
-    problem = only_problem(recompute_config=OFF | {key: value})
-    assert problem.startswith(f"recompute_config.{key}: got ") and "not available in this version" in problem
-
-
-def test_layer_zero_is_a_layer_with_swap():
-    content = {"swap_config": {"swap": True}, "recompute_config": {"recompute": [0]}}
-    assert problems_of(content)[0].startswith("recompute_config.recompute: got [0]")
 
 
 def test_keys_that_only_mindspore_needs():
@@ -326,7 +295,7 @@ GOOD = {
         "layer_swap": [{"backward_prefetch": 3, "layers": [0, 1]}],
         "op_swap": [ENTRY, ENTRY | {"op_name": ["mlp"], "layers": True}],
     },
-    "recompute_config": {"recompute": False},
+    "recompute_config": {"recompute": False, "select_recompute": {"mlp": True}},
 }
 MISTAKES = [
     (("swap_config", "swap"), "yes"),
@@ -340,7 +309,10 @@ MISTAKES = [
     (("swap_config", "op_swap", 0, "layers"), "all"),
     (("swap_config", "op_swap", 1, "op_name"), [3]),
     (("swap_config", "op_swap", 1, "activations"), None),
-    (("recompute_config", "recompute"), [1]),
+    (("recompute_config", "recompute"), "all"),
+    (("recompute_config", "select_recompute", "mlp"), [0.5]),
+    (("recompute_config", "select_comm_recompute"), 3),
+    (("recompute_config", "select_recompute_exclude"), "a("),
     (("recompute_config", "mp_comm_recompute"), "no"),
     (("recompute_config", "recomputes"), 1),
     (("colour",), "red"),

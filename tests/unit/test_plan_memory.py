@@ -84,13 +84,21 @@ def test_case_c_operators():
     assert distances(plan, 3) == dict.fromkeys(below("self_attention"), 10)
 
 
-def test_case_d_is_refused_as_long_as_there_is_no_recompute():
-    with pytest.raises(MemoryConfigError) as caught:
-        load_memory_config(CONFIGS / "swap_with_recompute_not_yet.yaml")
-    (problem,) = caught.value.problems
-    assert problem.startswith(
-        "recompute_config.select_recompute: got {'feed_forward': [0, 3]}; recompute is not available"
-    )
+def test_case_d_operators_beside_recompute():
+    plan, without = from_file("swap_and_recompute.yaml"), from_file("swap_operators.yaml")
+    assert plan.log_lines() == [
+        "Set op_swap at layer 0: .attention, value=20",
+        "Set select recompute at layer 0: feed_forward",
+        "Set op_swap at layer 1: .attention, value=20, .feed_forward, value=15",
+        "Set op_swap at layer 2: .attention, value=20, .feed_forward, value=15",
+        "Set op_swap at layer 3: .attention, value=10",
+        "Set select recompute at layer 3: feed_forward",
+    ]
+    for layer in range(4):
+        assert distances(plan, layer) == distances(without, layer)
+        again = {operator for operator in OPERATORS if plan.recompute(layer, operator) is not None}
+        assert again == (below("mlp") if layer in (0, 3) else set())
+    assert plan.notices == () and plan.recomputes and not without.recomputes
 
 
 def test_mindformers_training_file_is_used_as_it_is():

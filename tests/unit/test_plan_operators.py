@@ -108,6 +108,9 @@ def test_experts_are_ordinary_children():
     first = "mlp.experts.local_experts.0.linear_fc1"
     assert selected(r"mlp\.experts\.local_experts\.0\.linear_fc1", MOE) == {first}
     second = "mlp.experts.local_experts.1.linear_fc1"
+    assert selected(r"mlp\.dispatch", with_inline(MOE)) == {
+        f"mlp.dispatch.{step}" for step in ("preprocess", "communicate", "postprocess")
+    }
     assert selected(r"feed_forward\.experts\.local_experts\.\d\.w1", MOE) == {first, second}
     assert selected(r"mlp\.experts\.local_experts\.1", MOE) == {second}
 
@@ -119,6 +122,9 @@ def test_inline_operators_are_known_where_their_container_is():
     inside_moe = set(with_inline(MOE)) - set(MOE)
     assert inside_moe == {
         "mlp_bda",
+        "mlp.dispatch.preprocess",
+        "mlp.dispatch.communicate",
+        "mlp.dispatch.postprocess",
         "mlp.shared_experts.activation_func",
         "mlp.experts.local_experts.0.activation_func",
         "mlp.experts.local_experts.1.activation_func",

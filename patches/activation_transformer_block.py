@@ -26,9 +26,11 @@ def region_forward(original, *args, **kwargs):
 def block_init(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     classes = set()
+    stages = getattr(self.pg_collection, "pp", None)
+    place = (stages.rank() if stages is not None else 0, self.vp_stage or 0)
     for layer in self.layers:
         if hasattr(layer, "layer_number"):
-            classes |= regions.tag_layer(layer, layer.layer_number - 1)
+            classes |= regions.tag_layer(layer, layer.layer_number - 1, place)
     tail = getattr(self, "final_layernorm", None)
     if tail is not None and len(self.layers):
         classes |= regions.tag_tail(tail, self.layers[-1].layer_number)

@@ -7,6 +7,8 @@ The three schedule functions are wrapped only to know where a step begins and en
 
 from __future__ import annotations
 
+import sys
+
 import torch.distributed as dist
 
 from mindspeed_mem.activation import engine as engines
@@ -24,6 +26,20 @@ def _gather(mine):
     return everyone
 
 
+def _partners():
+    """Global ranks of the groups whose collectives run inside layers: tensor, context and expert parallel."""
+    state = sys.modules["megatron.core.parallel_state"]
+    getters = ("tensor_model_parallel", "context_parallel", "expert_tensor_and_model_parallel")
+    found = set()
+    for name in getters if dist.is_available() and dist.is_initialized() else ():
+        try:
+            group = getattr(state, f"get_{name}_group")()
+        except AssertionError:  # not set up
+            continue
+        found.update(dist.get_process_group_ranks(group))
+    return found
+
+
 def _schedule(original, **kwargs):
     engine = engines.current()
     if engine is None:
@@ -31,7 +47,7 @@ def _schedule(original, **kwargs):
     models = kwargs["model"]
     if not engine.agreed:
         mark_static(models if isinstance(models, (list, tuple)) else [models])
-        engine.resolve(_gather)
+        engine.resolve(_gather, _partners())
     engine.begin_schedule((original.__name__, kwargs.get("num_microbatches"), kwargs.get("forward_only", False)))
     completed = False
     try:

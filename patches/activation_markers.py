@@ -6,11 +6,13 @@ Why here: ``nvtx_range_push/pop`` are called unconditionally and by suffix (``ro
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import torch
 
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import recompute
 from mindspeed_mem.patching import around
 
 
@@ -36,3 +38,19 @@ def range_pop(original, msg=None, suffix=None):
     if engine is not None and msg is None and suffix is not None:
         engine.mark_stop(suffix)
     return _forward(original, msg, suffix)
+
+
+@contextlib.contextmanager
+def _ranges_closed():
+    """A second run that stops early leaves ranges open: close them, or Megatron finds its own out of order."""
+    utils = sys.modules["megatron.core.utils"]
+    before = len(utils._nvtx_range_messages)
+    try:
+        yield
+    finally:
+        while len(utils._nvtx_range_messages) > before:
+            utils._nvtx_range_messages.pop()
+            torch.cuda.nvtx.range_pop()
+
+
+recompute.GUARDS.append(_ranges_closed)

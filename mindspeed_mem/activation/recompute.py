@@ -1,0 +1,259 @@
+"""Operators that run again in backward instead of keeping what they produced.
+
+A `Replay` is one run of an operator: what it took, held by handles that may themselves be on the host or be made again.
+Whoever saves a storage that the operator produced, in it or after it, keeps a record without device memory; the first
+one that backward asks for runs the operator again and fills all that are still wanted. The second run stops as soon as
+the last of them is there (early stop, as in torch.utils.checkpoint's non-reentrant form): what backward does not need,
+such as a last matrix product, is not computed twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mindspeed_mem.activation import rng
+from mindspeed_mem.activation.records import DROPPED, Handle, Record, base_of
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.frame import Frame
+    from mindspeed_mem.activation.tape import Tape
+
+GUARDS: list[Callable[[], AbstractContextManager]] = []
+"""What a second run must not disturb: each is entered around it."""
+
+_depth = 0  # second runs under way
+
+
+def running() -> bool:
+    """Whether an operator is being run again: it must leave counters and statistics alone."""
+    return _depth > 0
+
+
+class _Enough(BaseException):
+    """All that was wanted is there. No Exception: nobody on the way may swallow it."""
+
+
+class Replay:
+    """One run of an operator. Holds its inputs; what it made is held weakly."""
+
+    __slots__ = (
+        "layer",
+        "op",
+        "number",
+        "inputs",
+        "slots",
+        "outputs",
+        "_call",
+        "_spec",
+        "_leaves",
+        "_state",
+        "_random",
+        "_autocast",
+        "_remaining",
+        "__weakref__",
+    )
+
+    def __init__(
+        self,
+        layer: int,
+        op: str,
+        call: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        hold: Callable[[torch.Tensor], Handle],
+        state: Any = None,
+    ):
+        """``call(*args, **kwargs)`` is about to run. ``state``: an object whose attributes it reads, which may be
+        others by the time of the second run."""
+        self.layer, self.op, self.number = layer, op, 0
+        self._call, self._state = call, state
+        attributes = None if state is None else dict(vars(state))
+        leaves, self._spec = tree_flatten((args, kwargs, attributes))
+        self.inputs: dict[int, tuple[Handle, bool]] | None = {}
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is torch.Tensor:
+                self.inputs[index] = hold(leaf), leaf.requires_grad
+                leaves[index] = None
+        self._leaves = leaves
+        self._random = rng.capture()
+        self._autocast = _autocast_now()
+        self.slots: list[tuple[weakref.ref[Record], tuple] | None] = []
+        self.outputs: list[weakref.ref[Record] | None] = []
+        self._remaining = 0
+
+    # ---- the first run
+    def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> bool:
+        """Whether a storage that ``owner`` (layer, operator, number) produced was produced in here."""
+        return owner[2] >= self.number
+
+    def saves(self, record: Record | None, tensor: torch.Tensor) -> None:
+        """The operator saves one more tensor, of the storage of ``record``."""
+        if record is None or record.replay is not self or record.handles:
+            self.slots.append(None)
+        else:  # the first of a storage that it made
+            layout = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+            self.slots.append((weakref.ref(record), layout))
+
+    def returns(self, result: Any, frame: Frame) -> None:
+        """The operator has run to its end; whoever saves what it returns keeps a record that this makes again."""
+        leaves = tree_flatten(result)[0]
+        self.outputs = [None] * len(leaves)
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+                storage = leaf.untyped_storage()
+                node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
+                made_here = node is None or self.made(storage, frame.owner_of(leaf))
+                if made_here and not hasattr(storage, "_mem") and not hasattr(storage, "_mem_static"):
+                    storage._mem_made_by = MadeBy(self, index, leaf)
+
+    def makes(self, index: int, record: Record) -> None:
+        """``record`` is of the storage of output ``index``."""
+        self.outputs[index] = weakref.ref(record)
+
+    def used_at(self, number: int) -> None:
+        """Backward of operator ``number`` will need something of this: the inputs must be there by then."""
+        for handle in self.held():
+            if handle.record is not None:
+                handle.record.used_at(number)
+
+    def records(self) -> list[Record]:
+        """What is to be made again and still wanted."""
+        refs = [slot[0] for slot in self.slots if slot is not None] + [ref for ref in self.outputs if ref is not None]
+        return [record for ref in refs if (record := ref()) is not None and record.state == DROPPED]
+
+    def held(self) -> list[Handle]:
+        """Its inputs, as long as it may have to run again."""
+        return [handle for handle, _ in self.inputs.values()] if self.inputs is not None else []
+
+    # ---- the second run
+    def remake(self) -> None:
+        """Run the operator again and fill every record that is still wanted.
+
+        Raises RuntimeError if it does not compute the same as before, as a change in place of its input.
+        """
+        self._remaining = len(self.records())
+        if not self._remaining:
+            return
+        args, kwargs, attributes = tree_unflatten(self._rebuilt(), self._spec)
+        index = 0
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal index
+            slot = self.slots[index] if index < len(self.slots) else self._differs(tensor, None)
+            index += 1
+            record = slot[0]() if slot is not None else None
+            if record is not None and record.state == DROPPED:
+                found = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                if found != slot[1] or tensor.untyped_storage().nbytes() != record.nbytes:
+                    self._differs(tensor, slot[1])
+                self._fill(record, tensor)
+                if not self._remaining:
+                    raise _Enough
+
+        def unpack(_: None) -> torch.Tensor:
+            raise RuntimeError(f"{self} computes gradients within its forward, so it cannot be recomputed")
+
+        with ExitStack() as stack:
+            for guard in (_running, *GUARDS):
+                stack.enter_context(guard())
+            stack.enter_context(rng.as_of(self._random))
+            stack.enter_context(torch.enable_grad())
+            for then, now in zip(self._autocast, _autocast_now(), strict=True):
+                if then != now:
+                    stack.enter_context(torch.autocast(**then))
+            if self._state is not None:
+                stack.enter_context(_with_attributes(self._state, attributes))
+            try:
+                with saved_tensors_hooks(pack, unpack):
+                    result = self._call(*args, **kwargs)
+                for ref, tensor in zip(self.outputs, tree_flatten(result)[0], strict=False):
+                    if ref is not None and (record := ref()) is not None and record.state == DROPPED:
+                        self._fill(record, tensor)
+            except _Enough:
+                pass
+        if self._remaining:
+            self._differs(None, None)
+        self.inputs = None
+
+    def _rebuilt(self) -> list[Any]:
+        leaves = list(self._leaves)
+        for index, (handle, requires_grad) in self.inputs.items():
+            leaves[index] = handle.bring_back().detach().requires_grad_(requires_grad)
+        return leaves
+
+    def _fill(self, record: Record, tensor: torch.Tensor) -> None:
+        record.fill(tensor)
+        self._remaining -= 1
+
+    def _differs(self, found: torch.Tensor | None, layout: tuple | None) -> None:
+        what = "saved less" if found is None else f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
+        wanted = "" if layout is None else f" instead of shape {tuple(layout[1])} and {layout[0]}"
+        raise RuntimeError(
+            f"{self} {what}{wanted} when it was recomputed: it must compute the same each time. "
+            "Take it out of recompute_config"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.op or 'the whole'} of layer {self.layer}" if self.op else f"layer {self.layer}"
+
+
+class MadeBy:
+    """On a storage (as ``_mem_made_by``): what can make it again, should anybody save it."""
+
+    __slots__ = ("replay", "slot", "_version", "_base")
+
+    def __init__(self, replay: Replay | Tape, slot: int, tensor: torch.Tensor | None = None):
+        self.replay, self.slot = replay, slot
+        self._version = 0 if tensor is None else tensor._version  # None: as new, never written to again
+        self._base = None if tensor is None else weakref.ref(base_of(tensor))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it makes what ``tensor``, of this storage, holds now: see `Record.holds`."""
+        version = tensor._version
+        same = version == self._version and (version == 0 or self._base() is base_of(tensor))
+        return same and self.replay.inputs is not None
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+@contextlib.contextmanager
+def _with_attributes(state: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    now = dict(vars(state))
+    vars(state).clear()
+    vars(state).update(attributes)
+    try:
+        yield
+    finally:
+        vars(state).clear()
+        vars(state).update(now)
+
+
+def _autocast_now() -> list[dict[str, Any]]:
+    return [
+        {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for kind in _AUTOCAST_KINDS
+    ]
+
+
+_AUTOCAST_KINDS = tuple({"cpu", torch._C._get_accelerator().type})

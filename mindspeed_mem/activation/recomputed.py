@@ -1,0 +1,157 @@
+"""Where recomputed operators begin and end in the forward: which runs become a `Replay`, and which a `Tape`."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.frame import Frame
+from mindspeed_mem.activation.recompute import MadeBy, Replay
+from mindspeed_mem.activation.saved import SavedTensors
+from mindspeed_mem.activation.tape import Tape
+
+
+class RecomputedRegions(SavedTensors):
+    """At most one recomputed operator runs at a time: the outermost that the plan names."""
+
+    def __init__(self, device_type: str, counting: bool):
+        super().__init__(device_type, counting)
+        self._recomputes = False
+        self._hooked = False  # our hook is in force: what is dropped can be made again
+        self._modules: set[tuple[int, str]] = set()  # operators that are modules; the rest is inline code
+        self._tape_depth = 0  # how many regions were running when the tape started, its own included
+        self._tried: dict[tuple[int, str], bool] = {}  # inline operators: whether their tape repeats them
+
+    def _to_recompute(self, layer: int, path: str) -> bool:
+        """Whether the operator that is about to start is to run again in backward."""
+        if not self._recomputes or not self._hooked or not 0 <= layer < self.num_layers:
+            return False
+        wanted = self.plan.recompute(layer, path)
+        if wanted is None or type(self._region) is Replay:
+            return False
+        if not regions.may_save():
+            self.notes.add(
+                f"{wanted.entry} has no effect on {path or 'the layer'}", layer, "it is under another checkpoint there"
+            )
+            return False
+        return True
+
+    # ---- modules and functions
+    def _replayed(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, begin: Callable, state=None):
+        """Run ``call`` as an operator to be recomputed. ``begin()`` starts its region, once its inputs are held."""
+        self._about_to_run = layer, path
+        frame = self._frame
+        replay = Replay(layer, path, call, args, kwargs, self._hold, state)
+        begin()
+        replay.number = frame.count
+        self._region = replay
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._region = None
+        if path:  # what a whole layer returns goes from layer to layer, and stays
+            replay.returns(result, frame)
+        frame.recomputed.append((layer, path, weakref.ref(replay)))
+        return result
+
+    def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a function that may be compiled: no tape can look into it, so it becomes a region of its own."""
+        tape = self._region
+        if type(tape) is not Tape:
+            return call(*args, **kwargs)
+        self._suspend()
+        try:
+            return self._replayed(tape.layer, tape.op, call, args, kwargs, lambda: None)
+        finally:
+            self._resume(tape)
+
+    def _keep_output(self, result: Any) -> None:
+        """What a layer returns stays: the next layers would have to run this one again, and all before it."""
+        for leaf in tree_leaves(result) if self._recomputes else ():
+            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+                storage = leaf.untyped_storage()
+                if hasattr(storage, "_mem_made_by"):
+                    del storage._mem_made_by
+
+    # ---- inline code
+    def _start_tape(self, layer: int, path: str) -> None:
+        if (
+            self._region is None
+            and (layer, path) not in self._modules
+            and self._tried.get((layer, path), True)
+            and self._to_recompute(layer, path)
+        ):
+            self._region = Tape(layer, path, self._frame.count, self._device_type)
+            self._tape_depth = len(self._stack)
+            self._region.__enter__()
+
+    def _stop_tape(self, depth: int) -> None:
+        """The region above ``depth`` ends as it should: if a tape runs there, drop what it can make again."""
+        tape = self._region
+        if type(tape) is not Tape or self._tape_depth <= depth:
+            return
+        self._suspend()
+        if self._tape_depth != depth + 1:  # it was left without its marker: nobody knows where it ended
+            return
+        self._about_to_run = tape.layer, tape.op
+        key = tape.layer, tape.op
+        alive = tape.finish(self._hold, try_out=key not in self._tried)
+        self._tried[key] = not tape.why_not
+        if tape.why_not:
+            self.notes.add(f"recompute has no effect on {tape.op}", tape.layer, tape.why_not)
+            return
+        for storage, number in alive:
+            mark = getattr(storage, "_mem", None)
+            record = mark() if isinstance(mark, weakref.ref) else None
+            if record is not None:
+                tape.makes(number, record)
+                record.drop_for(tape)
+            elif mark is None:
+                storage._mem_made_by = MadeBy(tape, number)
+        self._frame.recomputed.append((*key, weakref.ref(tape)))
+
+    def _cut_tape(self, depth: int) -> None:
+        """What runs above ``depth`` is abandoned."""
+        if type(self._region) is Tape and self._tape_depth > depth:
+            self._suspend()
+
+    def _suspend(self) -> None:
+        tape, self._region = self._region, None
+        tape.__exit__(None, None, None)
+
+    def _resume(self, tape: Tape) -> None:
+        tape.__enter__()
+        self._region = tape
+
+    # ---- what came of it
+    def _judge(self, frame: Frame) -> None:
+        """Say which recomputed operators free nothing, or no more than inputs take that nobody else keeps."""
+        runs = [(key, replay) for *key, ref in frame.recomputed if (replay := ref()) is not None]
+        aliases = Counter(id(handle.alias.untyped_storage()) for _, replay in runs for handle in replay.held())
+        freed = dict.fromkeys(((layer, path) for layer, path, _ in frame.recomputed), 0)
+        taken = Counter()
+        for key, replay in runs:
+            freed[tuple(key)] += sum(record.nbytes for record in replay.records())
+            for handle in replay.held():
+                storage = handle.alias.untyped_storage()
+                mine = aliases.pop(id(storage), 0)  # once for all that hold it
+                if mine and handle.record is None and not _held_elsewhere(storage, mine):
+                    taken[tuple(key)] += storage.nbytes()
+        for (layer, path), nbytes in freed.items():
+            if nbytes <= taken[layer, path]:
+                why = "backward keeps nothing that it produces"
+                if nbytes:
+                    extra = taken[layer, path] / 2**20
+                    why = f"it frees {nbytes / 2**20:.2f} MiB, and its inputs, kept for nothing else, take {extra:.2f} MiB"
+                self.notes.add(f"recompute of {path or 'the layer'} saves nothing", layer, why)
+
+
+def _held_elsewhere(storage: torch.UntypedStorage, aliases: int) -> bool:
+    """Whether anything holds it besides ``aliases`` tensors and the Python object for it."""
+    return torch._C._storage_Use_Count(storage._cdata) > aliases + 1

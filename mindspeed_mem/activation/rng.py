@@ -1,0 +1,45 @@
+"""Random number states, so that what runs again draws the same numbers. Megatron's own states come from its patches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def _capture() -> tuple:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _restore(states: tuple) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
+
+
+class _Source:
+    capture: Callable[[], Any] = staticmethod(_capture)
+    restore: Callable[[Any], None] = staticmethod(_restore)
+
+
+def use(capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+    """Take states by ``capture()`` and set them by ``restore(states)`` from now on: host, device, and trackers."""
+    _Source.capture, _Source.restore = staticmethod(capture), staticmethod(restore)
+
+
+def capture() -> Any:
+    """The states now."""
+    return _Source.capture()
+
+
+@contextlib.contextmanager
+def as_of(states: Any) -> Iterator[None]:
+    """Inside, the generators go on from ``states``; afterwards as if nothing had been drawn."""
+    now = _Source.capture()
+    _Source.restore(states)
+    try:
+        yield
+    finally:
+        _Source.restore(now)

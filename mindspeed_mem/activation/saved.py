@@ -1,0 +1,181 @@
+"""The saved-tensor hook: what becomes of each tensor that an operator keeps for backward.
+
+It stays, or its record is selected to leave, or, when a recomputed operator made it, its record is without device memory
+from the start.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mindspeed_mem.activation.frame import OUTSIDE, Frame
+from mindspeed_mem.activation.ledger import LEDGER
+from mindspeed_mem.activation.notes import Notes
+from mindspeed_mem.activation.recompute import Replay
+from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, KEPT, LOADED, Handle, Record, movable, native
+from mindspeed_mem.activation.tape import Tape
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.census import Census
+    from mindspeed_mem.activation.mover import Mover
+    from mindspeed_mem.plan import MemoryConfig, MemoryPlan, Swap
+
+
+class SavedTensors:
+    """What the engine does with saved tensors and with the inputs of recomputed operators."""
+
+    config: MemoryConfig
+    mover: Mover
+    census: Census | None
+    plan: MemoryPlan | None
+    num_layers: int
+
+    def __init__(self, device_type: str, counting: bool):
+        self._device_type = device_type
+        self._counting = counting  # the census is open
+        self._by_producer_only = True  # no entry moves what an operator saves: who produced a storage decides at once
+        self._stack: list[tuple[int, str, bool]] = []  # (layer, operator, is a marker) now running, innermost last
+        self._frame: Frame | None = None
+        self._region: Replay | Tape | None = None  # the recomputed operator that runs now
+        self.notes = Notes()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        region = self._region if type(self._region) is Replay else None
+        if not movable(tensor, self._device_type):
+            if region is not None:
+                region.saves(None, tensor)
+            return native(tensor)
+        frame = self._frame
+        number = frame.count
+        storage = tensor.untyped_storage()
+        record = None
+        if storage_mark(storage) is not KEEP or self._counting:
+            record = self._record_of(tensor, storage) or self._new_record(tensor, storage)
+        if region is not None:
+            region.saves(record, tensor)
+        handle = Handle(tensor, record, frame, number)
+        if record is None:
+            return handle
+        record.handles.append(weakref.ref(handle))
+        record.used_at(number)
+        if record.state in (HOST, LOADED, DROPPED):
+            handle.let_go()
+        elif record.state == KEPT:
+            distance = self._distance(record.layer, record.op, *self._stack[-1][:2])
+            if distance is not None:
+                frame.select(record, distance)
+        return handle
+
+    def _record_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Record | None:
+        """The record of a storage seen before, unless its content has changed since."""
+        mark = storage_mark(storage)
+        record = mark() if mark is not None and mark is not KEEP else None
+        if record is not None and record.state != KEPT and not record.holds(tensor):
+            self.mover.cancel(record)  # what was copied stays with the earlier handles
+            record = record if record.state == KEPT else None
+        if record is None and mark is not KEEP:
+            made_by = getattr(storage, "_mem_made_by", None)
+            if made_by is not None and made_by.holds(tensor):
+                replay = made_by.replay
+                owner = replay.layer, replay.op, replay.number
+                record = Record(self.mover, self._frame, owner, storage, LEDGER.enter(storage, True), tensor, replay)
+                replay.makes(made_by.slot, record)
+                storage._mem = weakref.ref(record)
+        return record
+
+    def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Record | None:
+        """Look at a storage for the first time; None when nothing in the plan can ever select it."""
+        nbytes = storage.nbytes()
+        keep = storage_mark(storage) is KEEP
+        if not nbytes or getattr(storage, "_mem_static", False):
+            storage._mem = KEEP
+            return None
+        frame, (layer, op, _), region = self._frame, self._stack[-1], self._region
+        owner = OUTSIDE if keep else frame.owner_of(tensor)
+        token = LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
+        if self._counting:
+            self.census.add(owner, (layer, op, frame.count), tensor, storage)
+        made_here = region is not None and not keep and region.made(storage, owner)
+        if keep or (self._by_producer_only and not made_here and self._distance(*owner[:2], layer, op) is None):
+            storage._mem = KEEP
+            return None
+        replay = region if made_here and type(region) is Replay else None
+        record = Record(self.mover, frame, owner, storage, token, tensor, replay)
+        storage._mem = weakref.ref(record)
+        return record
+
+    def _hold(self, tensor: torch.Tensor) -> Handle:
+        """Keep an input of a recomputed operator for its second run."""
+        if not movable(tensor, self._device_type):
+            return native(tensor)
+        storage = tensor.untyped_storage()
+        if storage_mark(storage) is KEEP or not storage.nbytes() or getattr(storage, "_mem_static", False):
+            return Handle(tensor)
+        record, frame = self._record_of(tensor, storage), self._frame
+        if record is None or record.replay is None:
+            owner = frame.owner_of(tensor) if record is None else (record.layer, record.op, record.number)
+            if not self.plan.swap_recompute_inputs:
+                return self._hold_here(tensor, storage, record, owner)
+            if record is None:
+                token = LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
+                record = Record(self.mover, frame, owner, storage, token, tensor)
+                storage._mem = weakref.ref(record)
+        handle = Handle(tensor, record)
+        record.handles.append(weakref.ref(handle))
+        if record.state in (HOST, LOADED, DROPPED):
+            handle.let_go()
+        elif record.state == KEPT:
+            distance = self._distance(record.layer, record.op, *OUTSIDE[:2])
+            frame.select(record, distance if distance is not None else self.config.swap.default_prefetch)
+        return handle
+
+    def _hold_here(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, record: Record | None, owner: tuple[int, str, int]
+    ) -> Handle:
+        """Hold an input on the device, whatever its producer's entry says."""
+        swap = self._decision(*owner[:2])
+        if swap is not None and swap.activations != "saved":
+            layer, op = self._about_to_run
+            consumer = f"{op or 'the layer'} of layer {layer}" if layer != owner[0] else op or "the layer"
+            self.notes.add(
+                f"{swap.entry} has no effect on the output of {owner[1] or 'the layer'}",
+                owner[0],
+                f"{consumer} is recomputed from it (swap_config.swap_recompute_inputs: True swaps it)",
+            )
+        LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
+        if record is not None:
+            self.mover.keep(record)
+        storage._mem = KEEP
+        return Handle(tensor)
+
+    _about_to_run: tuple[int, str] = (-1, "")
+    """The recomputed operator whose inputs are being held."""
+
+    def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
+        """How far ahead a storage is moved: by its producer's entry, else by that of the operator saving it now."""
+        swap = self._decision(layer, op)
+        if swap is not None and swap.activations != "saved":
+            return swap.distance
+        if self._by_producer_only:
+            return None
+        swap = self._decision(saver_layer, saver)
+        return swap.distance if swap is not None and swap.activations != "produced" else None
+
+    def _decision(self, layer: int, op: str) -> Swap | None:
+        return self.plan.decision(layer, op) if 0 <= layer < self.num_layers else None
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if type(kept) is not Handle:
+            return kept
+        kept.check_version()
+        if kept.frame is not None:
+            kept.frame.unpacks(kept.number)
+        return kept.bring_back()
+
+
+def storage_mark(storage: torch.UntypedStorage) -> Any:
+    """KEEP, a weak reference to a record, or None where nobody has looked at the storage."""
+    return getattr(storage, "_mem", None)

@@ -1,0 +1,254 @@
+"""Inline code that runs again in backward: the operations it is made of, recorded below autograd.
+
+Code between two markers is no function that could be called once more. While it runs, every operation is noted with the
+storages it reads and writes. What backward needs is made again by those operations alone on which it depends, without
+autograd; each random one under the random state it found. Where something writes memory unseen (a kernel that is no
+torch operation), the result is found to differ when the tape is tried out, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mindspeed_mem.activation import rng
+from mindspeed_mem.activation.records import DROPPED, Handle, Record, view_of
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class _Ref(NamedTuple):
+    """A tensor: which storage, and how it lies in it."""
+
+    key: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Step(NamedTuple):
+    function: Callable
+    leaves: list[Any]
+    spec: Any
+    reads: set[int]
+    writes: set[int]
+    results: list[int | None]
+    random: Any
+
+
+class Tape(TorchDispatchMode):
+    """One run of an inline operator: a mode while it runs, afterwards what can make its storages again."""
+
+    def __init__(self, layer: int, op: str, number: int, device_type: str):
+        super().__init__()
+        self.layer, self.op, self.number = layer, op, number
+        self.why_not = ""
+        """Why it cannot run again; empty if it can."""
+        self.inputs: dict[int, Handle] | None = None
+        self._device_type = device_type
+        self._steps: list[_Step] = []
+        self._arguments: dict[int, torch.Tensor] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._blank: set[int] = set()
+        self._keys = 0
+        self._records: dict[int, weakref.ref[Record]] = {}
+
+    # ---- the first run
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        random = rng.capture() if _RANDOM in func.tags else None
+        result = func(*args, **kwargs)
+        if not self.why_not:
+            self._note(func, args, kwargs, result, random)
+        return result
+
+    def _note(self, func: Callable, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
+        leaves, spec = tree_flatten((args, kwargs))
+        known = self._keys
+        reads = set()
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                ref = self._ref(leaf)
+                if ref is not None:
+                    leaves[index] = ref
+                    reads.add(ref.key)
+        outputs = tree_flatten(result)[0]
+        if not all(map(self._plain, outputs)):
+            self.why_not = "it works on tensors that are not plain strided memory"
+            return
+        writes = {leaves[index].key for index in _written(func, spec) if isinstance(leaves[index], _Ref)}
+        if writes & self._arguments.keys():
+            self.why_not = "it changes its input in place"
+            return
+        results = []
+        for tensor in outputs:
+            key = self._key(tensor.untyped_storage()) if isinstance(tensor, torch.Tensor) else None
+            if key is not None and key > known and key not in reads:
+                writes.add(key)
+                self._made[key] = weakref.ref(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
+                if func.__name__.startswith(("empty", "new_empty")):
+                    self._blank.add(key)
+                results.append(key)
+            else:
+                results.append(None)
+        self._blank -= writes if not func.__name__.startswith(("empty", "new_empty")) else set()
+        if writes:  # what only makes views needs no second run
+            self._steps.append(_Step(func, leaves, spec, reads, writes, results, random))
+
+    def _plain(self, leaf: Any) -> bool:
+        if not isinstance(leaf, torch.Tensor):
+            return True
+        return leaf.layout is torch.strided and not (leaf.is_conj() or leaf.is_neg() or leaf.is_nested)
+
+    def _ref(self, tensor: torch.Tensor) -> _Ref | None:
+        """How to name this argument; None for what is kept as it is: parameters, host scalars."""
+        if type(tensor) is not torch.Tensor or tensor.device.type != self._device_type or not self._plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        if getattr(storage, "_mem_static", False):
+            return None
+        known = self._keys
+        key = self._key(storage)
+        if key > known:
+            self._arguments[key] = tensor  # as it is: its node tells who made it
+        return _Ref(key, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _key(self, storage: torch.UntypedStorage) -> int:
+        mine = getattr(storage, "_mem_tape", None)
+        if mine is None or mine[0]() is not self:
+            self._keys += 1
+            mine = storage._mem_tape = weakref.ref(self), self._keys
+        return mine[1]
+
+    def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> bool:
+        """Whether the storage was produced in here."""
+        mine = getattr(storage, "_mem_tape", None)
+        return mine is not None and mine[0]() is self and mine[1] in self._made
+
+    def finish(self, hold: Callable[[torch.Tensor], Handle], try_out: bool) -> list[tuple[torch.UntypedStorage, int]]:
+        """The code has run to its end. Returns the storages alive that can be made again, with their keys.
+
+        ``hold`` keeps an input for the second run. ``try_out``: see first whether a second run gives the same bits;
+        `why_not` says it if not.
+        """
+        alive = [(s, key) for key, (ref, _) in self._made.items() if (s := ref()) is not None]
+        alive = [(storage, key) for storage, key in alive if key not in self._blank]
+        arguments, self._arguments = self._arguments, {}
+        if try_out and alive and not self.why_not:
+            self._try_out(alive, arguments)
+        if self.why_not:
+            return []
+        needed = self._slice({key for _, key in alive})[1]
+        self.inputs = {key: hold(tensor) for key, tensor in arguments.items() if key in needed}
+        return alive
+
+    def _try_out(self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor]) -> None:
+        there = {key: tensor.untyped_storage() for key, tensor in arguments.items()}
+        made = self._run({key for _, key in alive}, there)
+        for storage, key in alive:
+            if made[key].nbytes() != storage.nbytes() or not torch.equal(_whole(made[key]), _whole(storage)):
+                self.why_not = "run again, it gives other values (a kernel that is no torch operation takes part)"
+
+    def _slice(self, wanted: set[int]) -> tuple[list[_Step], set[int]]:
+        """The steps on which the storages ``wanted`` depend, in order, and all storages these touch."""
+        needed, steps = set(wanted), []
+        for step in reversed(self._steps):
+            if step.writes & needed:
+                needed |= step.reads | step.writes
+                steps.append(step)
+        return steps[::-1], needed
+
+    def makes(self, key: int, record: Record) -> None:
+        """``record`` is of the storage ``key``."""
+        self._records[key] = weakref.ref(record)
+
+    def records(self) -> list[Record]:
+        """What is to be made again and still wanted."""
+        return [r for ref in self._records.values() if (r := ref()) is not None and r.state == DROPPED]
+
+    def held(self) -> list[Handle]:
+        """Its inputs, as long as it may have to run again."""
+        return list(self.inputs.values()) if self.inputs is not None else []
+
+    def used_at(self, number: int) -> None:
+        """Backward of operator ``number`` will need something of this: the inputs must be there by then."""
+        for handle in self.held():
+            if handle.record is not None:
+                handle.record.used_at(number)
+
+    # ---- the second run
+    def remake(self) -> None:
+        """Fill every record that is still wanted. Raises RuntimeError if an input was changed in place meanwhile."""
+        records = {key: r for key, ref in self._records.items() if (r := ref()) is not None and r.state == DROPPED}
+        if records:
+            needed = self._slice(set(records))[1]
+            there = {key: h.bring_back().untyped_storage() for key, h in self.inputs.items() if key in needed}
+            made = self._run(set(records), there)
+            for key, record in records.items():
+                record.fill(_whole(made[key]))
+            self.inputs, self._steps = None, []
+
+    def _run(self, wanted: set[int], there: dict[int, torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
+        """Run the steps on which ``wanted`` depends; ``there`` has their inputs and gets what they make."""
+        steps, _ = self._slice(wanted)
+        last = {key: index for index, step in enumerate(steps) for key in step.reads | step.writes}
+        with torch.no_grad():
+            for index, step in enumerate(steps):
+                leaves = [_tensor(there, x) if isinstance(x, _Ref) else x for x in step.leaves]
+                args, kwargs = tree_unflatten(leaves, step.spec)
+                if step.random is None:
+                    result = step.function(*args, **kwargs)
+                else:
+                    with rng.as_of(step.random):
+                        result = step.function(*args, **kwargs)
+                for key, tensor in zip(step.results, tree_flatten(result)[0], strict=True):
+                    if key is not None:
+                        there[key] = tensor.untyped_storage()
+                del leaves, args, kwargs, result
+                for key in (step.reads | step.writes) - wanted:
+                    if last[key] == index:
+                        there.pop(key, None)
+        return there
+
+    def __str__(self) -> str:
+        return f"{self.op} of layer {self.layer}"
+
+
+def _tensor(there: dict[int, torch.UntypedStorage], ref: _Ref) -> torch.Tensor:
+    return view_of(there[ref.key], ref.dtype, ref.size, ref.stride, ref.offset)
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    return view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    written = [
+        (position, argument)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tuple(p for p, _ in written), tuple(a.name for _, a in written)
+
+
+def _written(func: Any, spec: Any) -> list[int]:
+    """Which leaves of the flattened arguments ``func`` writes to."""
+    positions, names = _written_arguments(func)
+    if not names:
+        return []
+    return _leaves_of(spec, positions, names)
+
+
+def _leaves_of(spec: Any, positions: tuple[int, ...], names: tuple[str, ...]) -> list[int]:
+    count = spec.num_leaves
+    args, kwargs = tree_unflatten(list(range(count)), spec)
+    found = [args[p] for p in positions if p < len(args)] + [kwargs[name] for name in names if name in kwargs]
+    return [index for index in tree_flatten(found)[0] if isinstance(index, int)]

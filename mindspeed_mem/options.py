@@ -1,0 +1,142 @@
+"""The rows of the table of features, and how the values of our flags are read.
+
+A value may come from a command line, from its parser, or from a program; reading what was read changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A condition on somebody else's option; without a value: that it is set to anything but off."""
+
+    flag: str
+    origin: str
+    """Whose it is: ``megatron-core`` (a field of TransformerConfig, flag or not), ``megatron-lm`` or ``mindspeed``."""
+    value: str | None = None
+    """Holds only for this value."""
+    off: str | None = None
+    """This value, too, means off."""
+    field: str | None = None
+    """Its name in a namespace, where that is not made from the flag."""
+    why: str
+
+    @property
+    def dest(self) -> str:
+        return self.field or dest_of(self.flag)
+
+    def holds(self, args: Any) -> bool:
+        """Whether `args`, a namespace or a TransformerConfig, meet the condition."""
+        actual = getattr(args, self.dest, None)
+        if self.value is not None:
+            return self.value in map(str, actual if isinstance(actual, list | tuple) else [actual])
+        return bool(actual) and str(actual) not in ("False", "0", self.off)
+
+    def __str__(self) -> str:
+        return self.flag if self.value is None else f"{self.flag} {self.value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One flag and all that hangs on it."""
+
+    flag: str
+    help: str
+    read: Callable[[Any], Any] = str
+    """Turns what was given into the setting; raises ValueError saying what is allowed. `bool` makes it a switch."""
+    metavar: str | None = None
+    many: bool = False
+    """Takes one value or more, and may be given again."""
+    choices: tuple[str, ...] | None = None
+    default: Any = None
+    """The value that means off."""
+    patches: tuple[str, ...] = ()
+    """Modules of mindspeed_mem.patches, as shell patterns."""
+    needs: tuple[Option, ...] = ()
+    """Each must hold where the arguments know the option."""
+    needs_feature: str | None = None
+    bars: tuple[Option, ...] = ()
+    """None may hold."""
+    recompute_bars: tuple[Option, ...] = ()
+    """Nor any of these where it turns out to recompute."""
+    section: str | None = None
+    """The key of `recompute_config` for which it stands."""
+
+    @property
+    def dest(self) -> str:
+        return dest_of(self.flag)
+
+    def add_to(self, group: Any) -> None:
+        if self.read is bool:
+            group.add_argument(self.flag, action="store_true", help=self.help)
+        else:
+            kwargs = {"metavar": self.metavar} if self.choices is None else {"choices": self.choices}
+            if self.many:
+                kwargs |= {"nargs": "+", "action": "extend"}
+            elif self.read is not str and self.choices is None:
+                kwargs |= {"type": self.read}
+            group.add_argument(self.flag, default=self.default, help=self.help, **kwargs)
+
+
+def dest_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def gib(value: Any) -> float:
+    """Gibibytes: a finite number above 0."""
+    number = None if isinstance(value, bool) else float(value)
+    if number is None or not (math.isfinite(number) and number > 0):
+        raise ValueError("a number above 0")
+    return number
+
+
+def source(value: Any) -> Any:
+    """A YAML file, or the mapping that such a file contains."""
+    if not isinstance(value, str | os.PathLike | Mapping):
+        raise ValueError("a file name, or a mapping with what such a file contains")
+    return value
+
+
+def layer_list(value: Any) -> Any:
+    """`all`, or global layer indices: ``0,3-5``, a number, or what `layers` is elsewhere. None: no layer."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if not isinstance(value, str):
+        return value if value else None
+    if value.strip() == "all":
+        return True
+    found: list[int] = []
+    for part in value.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not (low.isdecimal() and (high.isdecimal() if dash else True)) or int(high or low) - int(low) not in _SPAN:
+            raise ValueError("layer indices counted from 0, such as 0,3-5, or all")
+        found += range(int(low), int(high or low) + 1)
+    return tuple(found)
+
+
+_SPAN = range(100_000)
+
+
+def by_pattern(value: Any) -> Any:
+    r"""Patterns with their layers: ``mlp=0,3`` or ``mlp``, or what the file's section accepts. None: nothing."""
+    if not value or isinstance(value, bool):
+        return value or None
+    if isinstance(value, Mapping):
+        return {pattern: False if layers is None else layer_list(layers) or False for pattern, layers in value.items()}
+    items = [value] if isinstance(value, str) else value
+    if not (isinstance(items, list | tuple) and all(isinstance(item, str) for item in items)):
+        raise ValueError(r"patterns, each with its layers or for all of them, such as mlp=0,3 or mlp\.linear_fc1")
+    found: dict[Any, Any] = {}
+    for item in items:
+        pattern, equals, layers = item.rpartition("=")
+        new = layer_list(layers) if equals else True
+        pattern = pattern if equals else item
+        old = found.get(pattern, ())
+        found[pattern] = True if new is True or old is True else (*old, *new)
+    return found

@@ -1,0 +1,173 @@
+"""Joining a configuration with a model: all that can only be wrong about the two together is found here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from mindspeed_mem.plan.checks import Layers, MemoryConfigError, as_ranges, given, out_of_range
+from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig
+from mindspeed_mem.plan.memory_plan import MemoryPlan, swap_rules
+from mindspeed_mem.plan.operators import match, near_patterns, with_inline
+from mindspeed_mem.plan.recomputation import Recomputation
+from mindspeed_mem.plan.recompute_config import RecomputeRule, StageCounts
+
+__all__ = ["resolve"]
+
+Places = Mapping[int, tuple[int, int]]
+
+
+def resolve(
+    config: MemoryConfig, layers: Mapping[int, Collection[str]], num_layers: int, places: Places | None = None
+) -> MemoryPlan:
+    """Join a configuration with a model.
+
+    Args:
+        config: from `load_memory_config`.
+        layers: for each global layer index the operators (modules) of that layer, as paths in Megatron's names.
+            Layers of other pipeline stages may be missing, but then no mistake in a name can be found there. Indices
+            from `num_layers` on (multi-token prediction) are reached by ``layers: True`` and by naming them.
+        num_layers: the model's layers, over all pipeline stages.
+        places: for each global layer index its pipeline stage and virtual stage, both counted from 0. Only layer
+            counts per stage need it; None: there is one stage.
+
+    Raises:
+        MemoryConfigError: all layers out of range, all patterns that match nothing in any of their layers, and all
+            layer counts that do not fit the stages.
+    """
+    known = {layer: with_inline(operators) for layer, operators in layers.items()}
+    problems = _swap_range_problems(config.swap, known, num_layers)
+    stages = _Stages(dict.fromkeys(range(num_layers), (0, 0)) if places is None else places, num_layers)
+    rules, excludes = (
+        [_with_layers(rule, stages, known, problems) for rule in found]
+        for found in (config.recompute.rules, config.recompute.excludes)
+    )
+    swaps = swap_rules(config.swap)
+    names = [_Name(rule.path, rule.pattern, rule.covers) for rule in swaps]
+    names += [_Name(rule.entry, rule.pattern, rule.covers) for rule in (*rules, *excludes) if not rule.default]
+    problems += _name_problems(names, known)
+    if problems:
+        raise MemoryConfigError(problems, config.source)
+    recomputation = Recomputation(rules, excludes, known, sorted({*range(num_layers), *known}))
+    decisive = [
+        *((r.pattern, _canonical(r.layers), r.swap.distance, r.swap.activations) for r in swaps),
+        *((r.kind, r.pattern, _canonical(r.layers)) for r in rules),
+        *(("exclude", r.pattern, _canonical(r.layers)) for r in excludes),
+    ]
+    return MemoryPlan(
+        swaps,
+        known,
+        num_layers,
+        recomputation,
+        swap_recompute_inputs=config.swap.swap and config.swap.swap_recompute_inputs,
+        decisive=decisive,
+    )
+
+
+def _canonical(layers: Layers | StageCounts) -> object:
+    return sorted(layers) if isinstance(layers, tuple) else layers
+
+
+def _swap_range_problems(config: SwapConfig, known: Collection[int], num_layers: int) -> list[str]:
+    entries: list[LayerSwap | OpSwap] = [*(config.layer_swap or ()), *(config.op_swap or ())]
+    found = ((e, _outside(e.layers, known, num_layers)) for e in entries if config.swap)
+    return [f"{entry.entry}.layers: {out_of_range(outside, num_layers)}" for entry, outside in found if outside]
+
+
+def _outside(layers: Layers, known: Collection[int], num_layers: int) -> set[int]:
+    return set() if layers is True else {layer for layer in layers if layer >= num_layers and layer not in known}
+
+
+def _with_layers(rule: RecomputeRule, stages: _Stages, known: Collection[int], problems: list[str]) -> RecomputeRule:
+    """The rule with layer indices in the place of counts per stage; of no layer if there is a problem."""
+    if isinstance(rule.layers, StageCounts):
+        found = list(stages.problems(rule.layers))
+        problems += [f"{rule.entry}{where}: {text}" for where, text in found]
+        return dataclasses.replace(rule, layers=() if found else tuple(stages.first(rule.layers)))
+    if outside := _outside(rule.layers, known, stages.num_layers):
+        problems.append(f"{rule.entry}: {out_of_range(outside, stages.num_layers)}")
+    return rule
+
+
+class _Stages:
+    """Which layers each stage has, in model order."""
+
+    def __init__(self, places: Places, num_layers: int):
+        self.num_layers = num_layers
+        inside = {layer: place for layer, place in sorted(places.items()) if layer < num_layers}
+        self.pipeline = 1 + max((stage for stage, _ in inside.values()), default=0)
+        self.virtual = 1 + max((chunk for _, chunk in inside.values()), default=0)
+        self._of: dict[tuple[int, int | None], list[int]] = {}
+        for layer, (stage, chunk) in inside.items():
+            self._of.setdefault((stage, chunk), []).append(layer)
+            self._of.setdefault((stage, None), []).append(layer)
+
+    def _cells(self, counts: StageCounts) -> Iterator[tuple[str, int, list[int], str]]:
+        """Each count with its place in the value, the layers it counts from, and the name of their stage."""
+        for chunk, row in enumerate(counts.counts):
+            for stage, count in enumerate(row):
+                there = self._of.get((stage, chunk if counts.nested else None), [])
+                name = f"pipeline stage {stage}" + (f", virtual stage {chunk}" if counts.nested else "")
+                yield f"[{chunk}][{stage}]" if counts.nested else f"[{stage}]", count, there, name
+
+    def first(self, counts: StageCounts) -> list[int]:
+        """The layers counted."""
+        return sorted(layer for _, count, there, _ in self._cells(counts) for layer in there[:count])
+
+    def problems(self, counts: StageCounts) -> Iterator[tuple[str, str]]:
+        """What does not fit. Zeros for stages beyond the last that has layers are fine: it may hold only the loss."""
+        rows = [_without_zeros(row, self.pipeline) for row in counts.counts]
+        hint = "; numbers are layer indices only where swap_config.swap is True, or in a flag"
+        lengths_fit = True
+        if counts.nested:
+            while len(rows) > self.virtual and not any(rows[-1]):
+                rows.pop()
+            if len(rows) != self.virtual:
+                lengths_fit = False
+                yield "", f"got {len(rows)} lists; allowed: {self.virtual}, one for each virtual stage{hint}"
+        for chunk, row in enumerate(rows):
+            if len(row) != self.pipeline:
+                lengths_fit = False
+                where = f"[{chunk}]" if counts.nested else ""
+                yield (
+                    where,
+                    f"got {given(list(row))}; allowed: {self.pipeline} counts, one for each pipeline stage{hint}",
+                )
+        for where, count, there, name in self._cells(counts) if lengths_fit else ():
+            if count > len(there):
+                allowed = f"0 to {len(there)}, since {name} has " + (
+                    f"layer{'s' if len(there) > 1 else ''} {as_ranges(there)}" if there else "no layers"
+                )
+                yield where, f"got {count}; allowed: {allowed}"
+
+
+def _without_zeros(row: tuple[int, ...], length: int) -> tuple[int, ...]:
+    end = len(row)
+    while end > length and row[end - 1] == 0:
+        end -= 1
+    return row[:end]
+
+
+class _Name(NamedTuple):
+    """A pattern in the configuration, and where it is to be found."""
+
+    path: str
+    pattern: str | None
+    covers: Callable[[int], bool]
+
+
+def _name_problems(names: Iterable[_Name], known: Mapping[int, tuple[str, ...]]) -> list[str]:
+    problems = []
+    for name in names:
+        places = [layer for layer in known if name.covers(layer)]
+        trees = {known[layer] for layer in places}
+        if name.pattern is None or not trees or any(match(name.pattern, tree) for tree in trees):
+            continue
+        near = near_patterns(name.pattern, list(dict.fromkeys(op for tree in sorted(trees) for op in tree)))
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        problems.append(
+            f"{name.path}: got {name.pattern!r}, which matches no operator in layers {as_ranges(places)}; "
+            f"{hint}allowed: what `python -m mindspeed_mem ops` prints"
+        )
+    return problems

@@ -1,0 +1,35 @@
+"""megatron.core.transformer.moe.token_dispatcher: the steps of token dispatch are operators of an expert layer.
+
+Why here: they are methods of an object that is no module. What a step reads on that object is replaced by the next
+micro-batch, so a second run gets it as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.patching import around
+
+_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher:MoE{}TokenDispatcher.{}"
+_STEPS = {
+    "dispatch_preprocess": "dispatch.preprocess",
+    "token_dispatch": "dispatch.communicate",
+    "dispatch_postprocess": "dispatch.postprocess",
+}
+
+
+def _step(method, name):
+    def step(original, self, *args, **kwargs):
+        engine = engines.current()
+        if engine is None or torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        return engine.run_inline(name, lambda *a, **k: original(self, *a, **k), args, kwargs, state=self)
+
+    step.__name__ = method
+    return step
+
+
+for _kind in ("AllGather", "AlltoAll"):
+    for _method, _name in _STEPS.items():
+        around(_DISPATCHERS.format(_kind, _method))(_step(_method, _name))

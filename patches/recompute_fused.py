@@ -1,0 +1,33 @@
+"""Megatron's fused functions inside inline operators: run again as a whole.
+
+Why here: they are compiled or call kernels of their own, so the operations they are made of cannot be recorded. Each
+is called by this name from the code between two markers (activation, bias-dropout-add, rotary embedding).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.patching import around
+
+_FUSED = (
+    "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
+    "megatron.core.fusions.fused_bias_geglu:bias_geglu_impl",
+    "megatron.core.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl",
+    "megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl",
+    "megatron.core.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl",
+    "megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train",
+    "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
+)
+
+
+def _fused(original, *args, **kwargs):
+    engine = engines.current()
+    if engine is None or torch.compiler.is_compiling():
+        return original(*args, **kwargs)
+    return engine.run_fused(original, args, kwargs)
+
+
+for _name in _FUSED:
+    around(_name, optional=True)(_fused)

@@ -1,0 +1,24 @@
+"""megatron.core.tensor_parallel.random: what runs again draws from Megatron's RNG trackers as it did before.
+
+Why here: dropout in layers draws from a tracker's states, which torch's own generators know nothing of; without them
+gradients with dropout are wrong. The functions are those that Megatron's checkpoints use.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mindspeed_mem.activation import rng
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+def _capture():
+    return sys.modules[_RANDOM]._get_all_rng_states()
+
+
+def _restore(states):
+    sys.modules[_RANDOM]._set_all_rng_states(*states)
+
+
+rng.use(_capture, _restore)
