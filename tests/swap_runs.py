@@ -20,19 +20,11 @@ from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 
+_ACTIVATION = ("checkpoint", "linear", "markers", "moe", "schedules", "transformer_block")
+_RECOMPUTE = ("fused", "moe", "random")
 SWAP = [
-    f"mindspeed_mem.patches.{name}"
-    for name in (
-        "activation_checkpoint",
-        "activation_linear",
-        "activation_markers",
-        "activation_moe",
-        "activation_schedules",
-        "activation_transformer_block",
-        "recompute_fused",
-        "recompute_moe",
-        "recompute_random",
-    )
+    *(f"mindspeed_mem.patches.activation_{name}" for name in _ACTIVATION),
+    *(f"mindspeed_mem.patches.recompute_{name}" for name in _RECOMPUTE),
 ]
 SDPA = ["mindspeed_mem.patches.sdpa_attention", "mindspeed_mem.patches.sdpa_latent_attention"]
 

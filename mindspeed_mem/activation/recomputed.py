@@ -147,8 +147,7 @@ class RecomputedRegions(SavedTensors):
             if nbytes <= taken[layer, path]:
                 why = "backward keeps nothing that it produces"
                 if nbytes:
-                    extra = taken[layer, path] / 2**20
-                    why = f"it frees {nbytes / 2**20:.2f} MiB, and its inputs, kept for nothing else, take {extra:.2f} MiB"
+                    why = f"it frees {nbytes} bytes, and its inputs, kept for nothing else, take {taken[layer, path]}"
                 self.notes.add(f"recompute of {path or 'the layer'} saves nothing", layer, why)
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mindspeed_mem.activation.tape import Tape
 
 # States of a record. KEPT: stays on the device. DEVICE: selected, not copied yet. COPYING: copy out under way or done,
-# device memory still held. HOST: device memory released. LOADED: copied back (perhaps still in flight). DROPPED: nowhere,
-# to be made again by its replay. REMADE: that has happened.
+# device memory still held. HOST: device memory released. LOADED: copied back (perhaps still in flight).
+# DROPPED: nowhere, to be made again by its replay. REMADE: that has happened.
 KEPT, DEVICE, COPYING, HOST, LOADED = "kept", "device", "copying", "host", "loaded"
 DROPPED, REMADE = "dropped", "remade"
 

@@ -1,7 +1,7 @@
 """The saved-tensor hook: what becomes of each tensor that an operator keeps for backward.
 
-It stays, or its record is selected to leave, or, when a recomputed operator made it, its record is without device memory
-from the start.
+It stays, or its record is selected to leave, or, when a recomputed operator made it, its record is without device
+memory from the start.
 """
 
 from __future__ import annotations
