@@ -78,7 +78,7 @@ def make_step(model, device: torch.device, seq: int, micro_batch: int, micro_bat
         return output, lambda out: (out.float().mean(), {"loss": out.detach().float().mean()})
 
     def step() -> list[float]:
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=False)  # as with gradient buffers: their memory is there all the time
         reduced = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(tokens),

@@ -150,7 +150,9 @@ def _check(args: Namespace | Mapping[str, Any]) -> Settings:
     settings = features.check(args, always=_State.observing or _State.wants_help)
     if not _State.observing:
         return settings
-    return dataclasses.replace(settings, memory=None, patches=tuple(dict.fromkeys((*settings.patches, "activation_*"))))
+    return dataclasses.replace(
+        settings, memory=None, patches=tuple(dict.fromkeys((*settings.patches, "activation_*", "recompute_fused")))
+    )
 
 
 def _apply(settings: Settings) -> None:

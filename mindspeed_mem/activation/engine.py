@@ -44,7 +44,8 @@ class Engine(RecomputedRegions):
         self.config, self.backend, self.watch_only = config, backend, watch_only
         self.mover = Mover(backend, HostSlabs(backend, host_limit_bytes))
         self._stalled_before = backend.stall_seconds()
-        self.order, self.pinned, self.census = RecordedOrder(), PinnedWatch(), Census() if watch_only else None
+        self.order, self.pinned = RecordedOrder(), PinnedWatch()
+        self.census = Census(self.running, self._device_type) if watch_only else None
         self.plan: MemoryPlan | None = None
         self.agreed = False  # all ranks have made the plan together
         self.num_layers = 0
@@ -142,6 +143,8 @@ class Engine(RecomputedRegions):
         depth = len(stack)
         begin = functools.partial(self._start, layer, path, False)
         recompute = self._to_recompute(layer, path)
+        if self._counting:
+            call = functools.partial(self.census.watch.run, (layer, path), state, call)
         if depth and stack[-1][:2] == (layer, path) and not recompute:
             return call(*args, **kwargs)  # a subclass calling super, or a marker of the same name
         try:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem.activation import rng
+from mindspeed_mem.activation.arguments import join, split, tensors_in
 from mindspeed_mem.activation.records import DROPPED, Handle, Record, base_of
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ class Replay:
         "slots",
         "outputs",
         "_call",
-        "_spec",
-        "_leaves",
+        "_given",
         "_state",
         "_random",
         "_autocast",
@@ -76,13 +75,12 @@ class Replay:
         self.layer, self.op, self.number = layer, op, 0
         self._call, self._state = call, state
         attributes = None if state is None else dict(vars(state))
-        leaves, self._spec = tree_flatten((args, kwargs, attributes))
-        self.inputs: dict[int, tuple[Handle, bool]] | None = {}
-        for index, leaf in enumerate(leaves):
-            if type(leaf) is torch.Tensor:
-                self.inputs[index] = hold(leaf), leaf.requires_grad
-                leaves[index] = None
-        self._leaves = leaves
+        self.inputs: list[tuple[Handle, bool]] | None = []
+
+        def take(tensor: torch.Tensor) -> tuple[Handle, bool] | None:
+            return (hold(tensor), tensor.requires_grad) if type(tensor) is torch.Tensor else None
+
+        self._given = split((args, kwargs, attributes), take, self.inputs)
         self._random = rng.capture()
         self._autocast = _autocast_now()
         self.slots: list[tuple[weakref.ref[Record], tuple] | None] = []
@@ -104,9 +102,10 @@ class Replay:
 
     def returns(self, result: Any, frame: Frame) -> None:
         """The operator has run to its end; whoever saves what it returns keeps a record that this makes again."""
-        leaves = tree_flatten(result)[0]
-        self.outputs = [None] * len(leaves)
-        for index, leaf in enumerate(leaves):
+        if rng.same(self._random, rng.capture()):
+            self._random = None  # it drew nothing
+        for index, leaf in enumerate(tensors_in(result)):
+            self.outputs.append(None)
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 storage = leaf.untyped_storage()
                 node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
@@ -131,7 +130,7 @@ class Replay:
 
     def held(self) -> list[Handle]:
         """Its inputs, as long as it may have to run again."""
-        return [handle for handle, _ in self.inputs.values()] if self.inputs is not None else []
+        return [handle for handle, _ in self.inputs or ()]
 
     # ---- the second run
     def remake(self) -> None:
@@ -142,7 +141,9 @@ class Replay:
         self._remaining = len(self.records())
         if not self._remaining:
             return
-        args, kwargs, attributes = tree_unflatten(self._rebuilt(), self._spec)
+        tensors = [handle.bring_back().detach().requires_grad_(wants) for handle, wants in self.inputs]
+        args, kwargs, attributes = join(self._given, tensors)
+        del tensors
         index = 0
 
         def pack(tensor: torch.Tensor) -> None:
@@ -164,7 +165,8 @@ class Replay:
         with ExitStack() as stack:
             for guard in (_running, *GUARDS):
                 stack.enter_context(guard())
-            stack.enter_context(rng.as_of(self._random))
+            if self._random is not None:
+                stack.enter_context(rng.as_of(self._random))
             stack.enter_context(torch.enable_grad())
             for then, now in zip(self._autocast, _autocast_now(), strict=True):
                 if then != now:
@@ -174,7 +176,7 @@ class Replay:
             try:
                 with saved_tensors_hooks(pack, unpack):
                     result = self._call(*args, **kwargs)
-                for ref, tensor in zip(self.outputs, tree_flatten(result)[0], strict=False):
+                for ref, tensor in zip(self.outputs, tensors_in(result), strict=False):
                     if ref is not None and (record := ref()) is not None and record.state == DROPPED:
                         self._fill(record, tensor)
             except _Enough:
@@ -182,12 +184,6 @@ class Replay:
         if self._remaining:
             self._differs(None, None)
         self.inputs = None
-
-    def _rebuilt(self) -> list[Any]:
-        leaves = list(self._leaves)
-        for index, (handle, requires_grad) in self.inputs.items():
-            leaves[index] = handle.bring_back().detach().requires_grad_(requires_grad)
-        return leaves
 
     def _fill(self, record: Record, tensor: torch.Tensor) -> None:
         record.fill(tensor)

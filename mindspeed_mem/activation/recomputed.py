@@ -63,6 +63,9 @@ class RecomputedRegions(SavedTensors):
     def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that may be compiled: no tape can look into it, so it becomes a region of its own."""
         tape = self._region
+        if self._counting:
+            layer, path, inline = self._stack[-1] if self._stack else (-1, "", False)
+            return self.census.watch.run_fused((layer, path) if inline else None, call, args, kwargs)
         if type(tape) is not Tape:
             return call(*args, **kwargs)
         self._suspend()

@@ -34,6 +34,17 @@ def capture() -> Any:
     return _Source.capture()
 
 
+def same(states: Any, others: Any) -> bool:
+    """Whether nothing was drawn between the two; False where that cannot be told."""
+    if isinstance(states, torch.Tensor) and isinstance(others, torch.Tensor):
+        return torch.equal(states, others)
+    if isinstance(states, (tuple, list)) and isinstance(others, (tuple, list)):
+        return len(states) == len(others) and all(map(same, states, others))
+    if isinstance(states, dict) and isinstance(others, dict):
+        return states.keys() == others.keys() and all(same(states[key], others[key]) for key in states)
+    return states is None and others is None
+
+
 @contextlib.contextmanager
 def as_of(states: Any) -> Iterator[None]:
     """Inside, the generators go on from ``states``; afterwards as if nothing had been drawn."""

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem.activation import rng
+from mindspeed_mem.activation.arguments import join, split, tensors_in
 from mindspeed_mem.activation.records import DROPPED, Handle, Record, view_of
 
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -35,8 +35,8 @@ class _Ref(NamedTuple):
 
 class _Step(NamedTuple):
     function: Callable
-    leaves: list[Any]
-    spec: Any
+    given: Any
+    refs: list[_Ref]
     reads: set[int]
     writes: set[int]
     results: list[int | None]
@@ -55,10 +55,15 @@ class Tape(TorchDispatchMode):
         self._device_type = device_type
         self._steps: list[_Step] = []
         self._arguments: dict[int, torch.Tensor] = {}
-        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blank: set[int] = set()
         self._keys = 0
         self._records: dict[int, weakref.ref[Record]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled: the tape sees nothing of them, and keeps what they return as an input."""
+        return True
 
     # ---- the first run
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -70,46 +75,38 @@ class Tape(TorchDispatchMode):
         return result
 
     def _note(self, func: Callable, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
-        leaves, spec = tree_flatten((args, kwargs))
-        known = self._keys
-        reads = set()
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                ref = self._ref(leaf)
-                if ref is not None:
-                    leaves[index] = ref
-                    reads.add(ref.key)
-        outputs = tree_flatten(result)[0]
-        if not all(map(self._plain, outputs)):
+        refs: list[_Ref] = []
+        given = split((args, kwargs), self._ref, refs)
+        old = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs)) if _plain(tensor)}
+        outputs = list(tensors_in(result))
+        if not all(map(_plain, outputs)):
             self.why_not = "it works on tensors that are not plain strided memory"
             return
-        writes = {leaves[index].key for index in _written(func, spec) if isinstance(leaves[index], _Ref)}
-        if writes & self._arguments.keys():
-            self.why_not = "it changes its input in place"
-            return
+        writes = set()
+        for tensor in _written(func, args, kwargs):
+            mine = getattr(tensor.untyped_storage(), "_mem_tape", None)
+            if mine is None or mine[1] not in self._made:
+                self.why_not = "it changes its input in place"
+                return
+            writes.add(mine[1])
+        blank = func.__name__.startswith(("empty", "new_empty"))
         results = []
         for tensor in outputs:
-            key = self._key(tensor.untyped_storage()) if isinstance(tensor, torch.Tensor) else None
-            if key is not None and key > known and key not in reads:
-                writes.add(key)
-                self._made[key] = weakref.ref(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
-                if func.__name__.startswith(("empty", "new_empty")):
-                    self._blank.add(key)
-                results.append(key)
-            else:
+            storage = tensor.untyped_storage()
+            if id(storage) in old:
                 results.append(None)
-        self._blank -= writes if not func.__name__.startswith(("empty", "new_empty")) else set()
+                continue
+            results.append(key := self._key(storage))
+            if key not in self._made:
+                self._made[key] = weakref.ref(storage)
+                writes.add(key)
         if writes:  # what only makes views needs no second run
-            self._steps.append(_Step(func, leaves, spec, reads, writes, results, random))
-
-    def _plain(self, leaf: Any) -> bool:
-        if not isinstance(leaf, torch.Tensor):
-            return True
-        return leaf.layout is torch.strided and not (leaf.is_conj() or leaf.is_neg() or leaf.is_nested)
+            self._blank = self._blank | writes if blank else self._blank - writes
+            self._steps.append(_Step(func, given, refs, {ref.key for ref in refs}, writes, results, random))
 
     def _ref(self, tensor: torch.Tensor) -> _Ref | None:
         """How to name this argument; None for what is kept as it is: parameters, host scalars."""
-        if type(tensor) is not torch.Tensor or tensor.device.type != self._device_type or not self._plain(tensor):
+        if type(tensor) is not torch.Tensor or tensor.device.type != self._device_type or not _plain(tensor):
             return None
         storage = tensor.untyped_storage()
         if getattr(storage, "_mem_static", False):
@@ -138,7 +135,7 @@ class Tape(TorchDispatchMode):
         ``hold`` keeps an input for the second run. ``try_out``: see first whether a second run gives the same bits;
         `why_not` says it if not.
         """
-        alive = [(s, key) for key, (ref, _) in self._made.items() if (s := ref()) is not None]
+        alive = [(s, key) for key, ref in self._made.items() if (s := ref()) is not None]
         alive = [(storage, key) for storage, key in alive if key not in self._blank]
         arguments, self._arguments = self._arguments, {}
         if try_out and alive and not self.why_not:
@@ -201,17 +198,16 @@ class Tape(TorchDispatchMode):
         last = {key: index for index, step in enumerate(steps) for key in step.reads | step.writes}
         with torch.no_grad():
             for index, step in enumerate(steps):
-                leaves = [_tensor(there, x) if isinstance(x, _Ref) else x for x in step.leaves]
-                args, kwargs = tree_unflatten(leaves, step.spec)
+                args, kwargs = join(step.given, [view_of(there[ref.key], *ref[1:]) for ref in step.refs])
                 if step.random is None:
                     result = step.function(*args, **kwargs)
                 else:
                     with rng.as_of(step.random):
                         result = step.function(*args, **kwargs)
-                for key, tensor in zip(step.results, tree_flatten(result)[0], strict=True):
+                for key, tensor in zip(step.results, tensors_in(result), strict=True):
                     if key is not None:
                         there[key] = tensor.untyped_storage()
-                del leaves, args, kwargs, result
+                del args, kwargs, result
                 for key in (step.reads | step.writes) - wanted:
                     if last[key] == index:
                         there.pop(key, None)
@@ -229,26 +225,20 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
 
 
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+
+
 @cache
-def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    written = [
-        (position, argument)
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that ``func`` writes to."""
+    return tuple(
+        (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tuple(p for p, _ in written), tuple(a.name for _, a in written)
+    )
 
 
-def _written(func: Any, spec: Any) -> list[int]:
-    """Which leaves of the flattened arguments ``func`` writes to."""
-    positions, names = _written_arguments(func)
-    if not names:
-        return []
-    return _leaves_of(spec, positions, names)
-
-
-def _leaves_of(spec: Any, positions: tuple[int, ...], names: tuple[str, ...]) -> list[int]:
-    count = spec.num_leaves
-    args, kwargs = tree_unflatten(list(range(count)), spec)
-    found = [args[p] for p in positions if p < len(args)] + [kwargs[name] for name in names if name in kwargs]
-    return [index for index in tree_flatten(found)[0] if isinstance(index, int)]
+def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    found = [args[p] if p < len(args) else kwargs.get(name) for p, name in _written_arguments(func)]
+    return list(tensors_in(found))

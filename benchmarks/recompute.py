@@ -1,0 +1,144 @@
+"""Step time against device memory: recompute per layer and operator, swap beside it, and Megatron's own recompute.
+
+    python benchmarks/recompute.py                                       # CPU, small layers
+    python benchmarks/recompute.py --device cuda                         # 7B-shaped layers, bf16
+    python benchmarks/recompute.py --json results.json --picture results.png   # the picture needs matplotlib
+
+All variants run interleaved in one process on one model. Times are ratios of medians to the plain model; the step is
+forward and backward without an optimizer, so that nothing dilutes the ratios. Bytes are the most that a step of its own
+held above its start: activations and temporaries (gradients have their memory all the time).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import torch  # noqa: E402
+from gpt import build, make_step, start_one_rank  # noqa: E402
+from timing import interleaved, machine, summary  # noqa: E402
+
+import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
+from mindspeed_mem.activation import engine as engines  # noqa: E402
+from mindspeed_mem.device import get_backend  # noqa: E402
+from mindspeed_mem.patching import REGISTRY  # noqa: E402
+
+SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
+    "cpu": (6, 512, 8, 1376, 512, 1, 1, 512),
+    "cuda": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
+    "npu": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
+}
+NORMS, ACTIVATION, ATTENTION = r".*norm", r"mlp\.activation_func", r"self_attention\.core_attention"
+CHEAP = [NORMS, ACTIVATION, r"self_attention\.rotary_pos_emb"]
+
+
+def recompute(**config) -> dict:
+    return {"recompute_config": config}
+
+
+def mix(distance: int, swapped: list[str], **config) -> dict:
+    """Swap these operators, recompute those; patterns for all layers."""
+    entry = {"op_name": swapped, "backward_prefetch": distance, "layers": True}
+    config = {key: dict.fromkeys(value, True) if isinstance(value, list) else value for key, value in config.items()}
+    return {"swap_config": {"swap": True, "op_swap": [entry]}, "recompute_config": config}
+
+
+def variants(layers: int, distance: int) -> dict:
+    from variants import Variant
+
+    some = [count for count in (layers // 3, 2 * layers // 3, layers) if count]
+    found = {"no recompute": Variant(peer=True)}
+    found |= {f"Megatron full, {n} of {layers} layers": Variant(full=n, peer=True) for n in some}
+    found |= {
+        "Megatron selective: " + " ".join(modules): Variant(modules=modules, peer=True)
+        for modules in (("core_attn",), ("layernorm",), ("mlp",), ("core_attn", "layernorm", "mlp"))
+    }
+    found |= {f"layers, {n} of {layers}": Variant(recompute(recompute=[n])) for n in some}
+    found |= {
+        "norms": Variant(recompute(select_recompute=[NORMS])),
+        "norms, activation, rotary": Variant(recompute(select_recompute=CHEAP)),
+        "the same and core attention": Variant(recompute(select_recompute=[*CHEAP, ATTENTION])),
+        "mlp and norms": Variant(recompute(select_recompute=["mlp", NORMS])),
+        "all but core attention": Variant(recompute(recompute=True, select_recompute_exclude=[ATTENTION])),
+        "all but the linear layers": Variant(
+            recompute(recompute=True, select_recompute_exclude=[r"self_attention\.linear_.*", r"mlp\.linear_.*"])
+        ),
+        "swap everything": Variant(
+            {"swap_config": {"swap": True, "layer_swap": {"backward_prefetch": distance, "layers": True}}}
+        ),
+        "swap linears, recompute cheap": Variant(
+            mix(distance, [r"self_attention\.linear_.*", r"mlp\.linear_.*"], select_recompute=CHEAP)
+        ),
+        "swap attention, recompute mlp and norms": Variant(
+            mix(distance, ["self_attention"], select_recompute=["mlp", NORMS])
+        ),
+    }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    mem.add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
+    parser.add_argument("--shape", type=int, nargs=8, metavar="N", help="layers hidden heads ffn seq mbs n_mb vocab")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--picture", type=Path, help="draw throughput over memory there (PNG or SVG)")
+    args = parser.parse_args()
+    backend = get_backend(None if args.device in (None, "auto") else args.device)
+    everything = recompute(recompute=True)
+    mem.configure({"device": backend.type, "sdpa_attention": True, "memory_config": everything})
+    engines.stop()
+    from variants import PATCHES, Settings, device_bytes_at_peak
+
+    shape = args.shape or SHAPES[backend.type]
+    layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape
+    device = start_one_rank(backend.type)
+    if backend.type == "cpu":
+        torch.set_num_threads(1)
+    model = build(device, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
+    REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
+    step = make_step(model, device, seq, micro_batch, micro_batches, vocab)
+    all_variants = variants(layers, args.prefetch)
+    setting = Settings(model, backend, all_variants, layers)
+    seconds = interleaved(list(all_variants), setting, step, args.rounds, backend.synchronize)
+    rows, losses = summary(seconds, "no recompute"), {}
+    for name, row in rows.items():
+        row["peer"] = all_variants[name].peer
+        row["device_bytes_at_peak"] = device_bytes_at_peak(setting, name, step)
+        with setting(name):
+            losses[name] = step(), [p.grad.double().sum().item() for p in model.parameters()]
+        row["same"] = losses[name] == losses["no recompute"]
+    print(table(rows))
+    if args.json:
+        names = ("layers", "hidden", "heads", "ffn", "seq", "micro_batch", "micro_batches", "vocab")
+        record = {
+            "benchmark": "recompute",
+            "machine": machine(backend.type),
+            "rounds": args.rounds,
+            "prefetch": args.prefetch,
+            "shape": dict(zip(names, shape, strict=True)),
+            "variants": rows,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.picture:
+        from picture import draw
+
+        draw(rows, args.picture, f"{layers} layers, hidden {hidden}, sequence {seq}, {backend.type}")
+
+
+def table(rows: dict[str, dict]) -> str:
+    lines = [f"{'variant':48} {'median ms':>10} {'ratio':>7} {'MiB':>9} {'results':>8}"]
+    for name, row in rows.items():
+        mib = row["device_bytes_at_peak"] / 2**20
+        same = "equal" if row["same"] else "DIFFER"
+        lines.append(f"{name:48} {row['median_ms']:>10.1f} {row['ratio_of_medians']:>7.3f} {mib:>9.1f} {same:>8}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

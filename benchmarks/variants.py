@@ -1,0 +1,120 @@
+"""Variants of one training step that a benchmark puts side by side: with the pack, or as Megatron can do it alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import mindspeed_mem.megatron_adaptor as mem
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.device.ledger import Ledger
+from mindspeed_mem.patching import REGISTRY
+from mindspeed_mem.plan import load_memory_config
+
+PATCHES = mem.patch_modules(["activation_*", "recompute_*"])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one variant differs from the plain model; with all fields at their defaults it is the plain model."""
+
+    plan: dict[str, Any] | None = None
+    """A memory configuration; {} watches every operator and moves nothing."""
+    full: int = 0
+    """Megatron's full recompute of so many layers (method block)."""
+    modules: tuple[str, ...] = ()
+    """Megatron's selective recompute of these modules."""
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    peer: bool = False
+    """Somebody else's way, to be compared with."""
+
+
+def megatron_selective(model, modules: tuple[str, ...]) -> None:
+    """Set on a built model what ``--recompute-modules`` sets when it is built."""
+    for layer in model.decoder.layers:
+        layer.self_attention.checkpoint_core_attention = "core_attn" in modules
+        layer.recompute_input_layernorm = layer.recompute_pre_mlp_layernorm = "layernorm" in modules
+        layer.recompute_mlp = "mlp" in modules
+
+
+class Settings:
+    """Puts variants in place and takes them away."""
+
+    def __init__(self, model, backend, variants: dict[str, Variant], layers: int):
+        self.model, self.backend, self.variants = model, backend, variants
+        self.config = model.config
+        self.engines, self.stalls = {}, Counter()
+        for name, variant in variants.items():
+            if variant.plan is not None:
+                config = load_memory_config(variant.plan)
+                self.engines[name] = engines.start(config, backend, watch_only=not variant.plan)
+                self.engines[name].num_layers = layers
+        engines.stop()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        variant, engine = self.variants[name], self.engines.get(name)
+        if engine is not None:
+            REGISTRY.apply(PATCHES)
+            engines.use(engine)
+        if variant.full:
+            self.config.recompute_granularity, self.config.recompute_method = "full", "block"
+            self.config.recompute_num_layers = variant.full
+        megatron_selective(self.model, variant.modules)
+        stalled = self.backend.stall_seconds()
+        try:
+            with variant.around():
+                yield
+        finally:
+            self.stalls[name] += self.backend.stall_seconds() - stalled
+            engines.stop()
+            REGISTRY.undo(PATCHES)
+            megatron_selective(self.model, ())
+            self.config.recompute_granularity = self.config.recompute_method = None
+            self.config.recompute_num_layers = None
+
+
+def device_bytes_at_peak(setting: Settings, name: str, step: Callable[[], Any]) -> int:
+    """The most that one step holds above what was there at its start: activations and temporaries.
+
+    From the device's allocator; on the CPU from a ledger of every tensor's storage.
+    """
+    backend = setting.backend
+    gc.collect()
+    with setting(name):
+        if backend.type != "cpu":
+            backend.synchronize()
+            backend.reset_peak()
+            before = backend.allocated()
+            step()
+            backend.synchronize()
+            return backend.peak() - before
+        ledger = Ledger()
+        with _storages_that_shrink(ledger), ledger.watch():
+            step()
+        return ledger.peak
+
+
+@contextlib.contextmanager
+def _storages_that_shrink(ledger: Ledger) -> Iterator[None]:
+    """Megatron's selective recompute empties storages in place: let the ledger see that."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage, size):
+        before = storage.nbytes()
+        result = original(storage, size)
+        ledger.allocated += storage.nbytes() - before
+        ledger.peak = max(ledger.peak, ledger.allocated)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original

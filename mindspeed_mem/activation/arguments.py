@@ -1,0 +1,65 @@
+"""Nested arguments taken apart into their tensors and the rest, and put together again with other tensors.
+
+Tuples (named ones too), lists and dicts are gone into; anything else is a leaf. As torch's pytree does it, at a
+fraction of its cost for the few flat arguments that operators have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Slot(NamedTuple):
+    """Where a tensor was."""
+
+    index: int
+
+
+def split(value: Any, take: Callable[[torch.Tensor], Any], taken: list[Any]) -> Any:
+    """A copy of ``value`` with a `Slot` in place of each tensor for which ``take`` returned something.
+
+    What it returned is appended to ``taken``; a tensor for which it returns None stays where it is.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        found = take(value)
+        if found is None:
+            return value
+        taken.append(found)
+        return Slot(len(taken) - 1)
+    if kind is tuple or kind is list:
+        return kind([split(item, take, taken) for item in value])
+    if kind is dict:
+        return {key: split(item, take, taken) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*[split(item, take, taken) for item in value])
+    return value
+
+
+def join(value: Any, tensors: Sequence[Any]) -> Any:
+    """What `split` took apart, with ``tensors`` in its slots."""
+    kind = type(value)
+    if kind is Slot:
+        return tensors[value.index]
+    if kind is tuple or kind is list:
+        return kind([join(item, tensors) for item in value])
+    if kind is dict:
+        return {key: join(item, tensors) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*[join(item, tensors) for item in value])
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested arguments or results, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from tensors_in(item)
