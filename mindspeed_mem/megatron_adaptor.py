@@ -205,7 +205,7 @@ def _validated(args: Namespace) -> None:
 def _verify() -> None:
     REGISTRY.verify_once(logger)
     if _State.settings.memory is not None and _State.engine[0] is None:
-        logger.error("nothing is swapped: the script never called mindspeed_mem.megatron_adaptor.configure(args)")
+        logger.error("the memory plan is not in force: the script never called megatron_adaptor.configure(args)")
 
 
 def _start_engine(settings: Settings) -> None:

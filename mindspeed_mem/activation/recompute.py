@@ -10,6 +10,7 @@ such as a last matrix product, is not computed twice.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -20,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import rng
 from mindspeed_mem.activation.arguments import join, split, tensors_in
-from mindspeed_mem.activation.records import DROPPED, Handle, Record, base_of
+from mindspeed_mem.activation.records import DROPPED, KEEP, Handle, OverwrittenError, Record, base_of
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
@@ -110,7 +111,7 @@ class Replay:
                 storage = leaf.untyped_storage()
                 node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
                 made_here = node is None or self.made(storage, frame.owner_of(leaf))
-                if made_here and not hasattr(storage, "_mem") and not hasattr(storage, "_mem_static"):
+                if made_here and not _known(storage, leaf):
                     storage._mem_made_by = MadeBy(self, index, leaf)
 
     def makes(self, index: int, record: Record) -> None:
@@ -141,7 +142,11 @@ class Replay:
         self._remaining = len(self.records())
         if not self._remaining:
             return
-        tensors = [handle.bring_back().detach().requires_grad_(wants) for handle, wants in self.inputs]
+        try:
+            tensors = [handle.bring_back().detach().requires_grad_(wants) for handle, wants in self.inputs]
+        except OverwrittenError as error:
+            hint = f"{self} is recomputed from it: take that out of recompute_config, or recompute its producer too"
+            raise OverwrittenError(f"{error}; {hint}") from error
         args, kwargs, attributes = join(self._given, tensors)
         del tensors
         index = 0
@@ -218,6 +223,13 @@ class MadeBy:
         return same and self.replay.inputs is not None
 
 
+def _known(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
+    """Whether the engine has seen the storage with what ``tensor`` holds now: some are written again and again."""
+    mark = getattr(storage, "_mem", None)
+    record = mark() if isinstance(mark, weakref.ref) else mark
+    return hasattr(storage, "_mem_static") or (record is not None and (record is KEEP or record.holds(tensor)))
+
+
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
     global _depth
@@ -248,8 +260,10 @@ def _autocast_now() -> list[dict[str, Any]]:
             "enabled": torch.is_autocast_enabled(kind),
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
-        for kind in _AUTOCAST_KINDS
+        for kind in _autocast_kinds()
     ]
 
 
-_AUTOCAST_KINDS = tuple({"cpu", torch._C._get_accelerator().type})
+@functools.cache
+def _autocast_kinds() -> tuple[str, ...]:
+    return tuple({"cpu": None, torch._C._get_accelerator().type: None})

@@ -34,6 +34,10 @@ KEEP = object()
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
+class OverwrittenError(RuntimeError):
+    """A tensor that backward needs was modified in place meanwhile."""
+
+
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     key = dtype, device
     if key not in _EMPTY:
@@ -116,7 +120,7 @@ class Record:
         written at all, or both are views of one tensor.
         """
         version = tensor._version
-        return version == self.version and (version == 0 or self.base() is base_of(tensor))
+        return version == self.version and (version == 0 or (self.base is not None and self.base() is base_of(tensor)))
 
     def used_at(self, number: int) -> None:
         """Backward of operator ``number`` reads it."""
@@ -134,6 +138,7 @@ class Record:
     def fill(self, tensor: torch.Tensor) -> None:
         """It has been made again, in the storage of ``tensor``."""
         self.buffer, self.state = tensor.detach(), REMADE
+        self.version, self.base = tensor._version, None
         LEDGER.enter_copy(tensor.untyped_storage(), self.layer >= 0)
 
     def bring_back(self) -> None:
@@ -142,6 +147,8 @@ class Record:
             self.mover.await_load(self)
         elif self.state == DROPPED:
             self.replay.remake()
+        elif self.buffer._version != self.version:
+            raise OverwrittenError(f"the output of {self.replay} was overwritten after it had been recomputed")
 
     def live_handles(self) -> list[Handle]:
         return [handle for ref in self.handles if (handle := ref()) is not None]
@@ -196,9 +203,9 @@ class Handle:
     def check_version(self) -> None:
         """Raise as autograd would: a hook switches its own check off."""
         found = self.alias._version
-        if found != self.version:
+        if self.version is not None and found != self.version:
             where = f" by {self.record.op} of layer {self.record.layer}" if self.record is not None else ""
-            raise RuntimeError(
+            raise OverwrittenError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor produced{where} is at version {found}; expected version {self.version} instead"
             )

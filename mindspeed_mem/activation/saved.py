@@ -88,12 +88,12 @@ class SavedTensors:
 
     def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Record | None:
         """Look at a storage for the first time; None when nothing in the plan can ever select it."""
-        nbytes = storage.nbytes()
         keep = storage_mark(storage) is KEEP
-        if not nbytes or getattr(storage, "_mem_static", False):
+        frame, (layer, op, _), region = self._frame, self._stack[-1], self._region
+        # An expert without tokens saves empty tensors: they, too, make its rank repeat the collectives.
+        if getattr(storage, "_mem_static", False) or not (storage.nbytes() or type(region) is Replay):
             storage._mem = KEEP
             return None
-        frame, (layer, op, _), region = self._frame, self._stack[-1], self._region
         owner = OUTSIDE if keep else frame.owner_of(tensor)
         token = LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
         if self._counting:
@@ -112,9 +112,11 @@ class SavedTensors:
         if not movable(tensor, self._device_type):
             return native(tensor)
         storage = tensor.untyped_storage()
-        if storage_mark(storage) is KEEP or not storage.nbytes() or getattr(storage, "_mem_static", False):
+        if storage_mark(storage) is KEEP or getattr(storage, "_mem_static", False):
             return Handle(tensor)
         record, frame = self._record_of(tensor, storage), self._frame
+        if record is None and not storage.nbytes():
+            return Handle(tensor)
         if record is None or record.replay is None:
             owner = frame.owner_of(tensor) if record is None else (record.layer, record.op, record.number)
             if not self.plan.swap_recompute_inputs:
@@ -125,6 +127,8 @@ class SavedTensors:
                 storage._mem = weakref.ref(record)
         handle = Handle(tensor, record)
         record.handles.append(weakref.ref(handle))
+        if record.replay is not None:
+            handle.version = None  # made again, it is as it was, whatever has been written over it meanwhile
         if record.state in (HOST, LOADED, DROPPED):
             handle.let_go()
         elif record.state == KEPT:

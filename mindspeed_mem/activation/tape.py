@@ -21,6 +21,7 @@ from mindspeed_mem.activation.arguments import join, split, tensors_in
 from mindspeed_mem.activation.records import DROPPED, Handle, Record, view_of
 
 _RANDOM = torch.Tag.nondeterministic_seeded
+_COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
 class _Ref(NamedTuple):
@@ -75,6 +76,9 @@ class Tape(TorchDispatchMode):
         return result
 
     def _note(self, func: Callable, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
+        if func.namespace in _COLLECTIVES:
+            self.why_not = "it contains a collective"
+            return
         refs: list[_Ref] = []
         given = split((args, kwargs), self._ref, refs)
         old = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs)) if _plain(tensor)}

@@ -188,6 +188,9 @@ class Watch(TorchDispatchMode):
         """What a `Replay` of each of these runs drops and holds, and its FLOPs."""
         dropped, taken, flops = set(), set(), 0
         for run in runs:
+            steps = self._steps[run.begin : run.end]
+            if any(step.writes & run.inputs for step in steps):
+                continue  # it changes what it was given, so it cannot start from there again
             last = 0
             for key, (saved, _) in self._saved.items():
                 if not run.begin <= self._born[key] < run.end or (key in run.outputs and not run.node[1]):
@@ -195,8 +198,9 @@ class Watch(TorchDispatchMode):
                 if saved < run.end or key in run.outputs:
                     dropped.add(key)
                     last = max(last, min(saved, run.end))
-            taken |= run.inputs
-            flops += sum(step.flops for step in self._steps[run.begin : last])
+            if last:
+                taken |= run.inputs
+                flops += sum(step.flops for step in self._steps[run.begin : last])
         return dropped, taken, flops
 
     def _slice(self, mine: set[int], steps: list[_Step], fused: list[_Run]) -> tuple[set[int], set[int], int]:
