@@ -1,4 +1,4 @@
-"""Watch the first training step of a script, print what its operators keep for backward, and end."""
+"""Watch the first training step of a script, print what its operators keep and what recompute would do, and end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def start(adaptor: ModuleType) -> None:
 
 def _print_and_leave(adaptor: ModuleType) -> NoReturn:
     tree = {layer: sorted(paths) for layer, paths in regions.tagged_layers().items()}
-    everyone = adaptor.gather((engines.current().census.storages(), tree, regions.layer_classes()))
+    census = engines.current().census
+    everyone = adaptor.gather((census.storages(), census.choices(), tree, regions.layer_classes()))
     if everyone is not None:
         print(_merged(everyone), flush=True)
     global printed
@@ -52,8 +53,8 @@ def _print_and_leave(adaptor: ModuleType) -> NoReturn:
 
 def _merged(everyone: list[tuple]) -> str:
     """Each layer as the first rank sees it that has it: data and tensor parallel ranks hold the same operators."""
-    storages, operators, classes = [], {}, {}
-    for rows, tree, labels in everyone:
+    storages, choices, operators, classes = [], [], {}, {}
+    for rows, again, tree, labels in everyone:
         new = set(tree) - set(operators)
         # What comes from outside the layers belongs to the layers that need it.
         storages += [
@@ -61,6 +62,7 @@ def _merged(everyone: list[tuple]) -> str:
             for row in rows
             if row["layer"] in new or (row["layer"] < 0 and {layer for layer, _ in row["saved_by"]} & new)
         ]
+        choices += [row for row in again if row["layer"] in new]
         operators.update({layer: tree[layer] for layer in new})
         classes.update({layer: labels[layer] for layer in new if layer in labels})
-    return format_operators(storages, operators, classes, lambda op: both_names(op)[1])
+    return format_operators(storages, operators, classes, lambda op: both_names(op)[1], choices)

@@ -6,8 +6,10 @@ Import this where the CPU patches are applied: in functions that `tests.worlds.o
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +51,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "saved": entry(activations="saved", op_swap=[op([r"self_attention\.linear_.*", "mlp", ".*norm"], 3)]),
     "both": entry(op_swap=[op(r".*\.core_attention", 2, activations="both"), op(".*_bda", 1, [1, 2])]),
 }
+
+
+def again(select: Any = None, swap_config: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A plan that recomputes what ``select`` names (``recompute=`` whole layers), beside ``swap_config`` if given."""
+    section = more if select is None else {"select_recompute": select, **more}
+    return {"swap_config": swap_config or {"swap": False}, "recompute_config": section}
 
 
 _held_before = 0
@@ -104,6 +112,83 @@ def difference(mine: Any, other: Any) -> list[str]:
     if mine.grad_norm != other.grad_norm:
         found.append(f"gradient norm {mine.grad_norm} {other.grad_norm}")
     return found
+
+
+def trained(
+    layout: dict[str, Any], model: dict[str, Any], steps: int = 2, micro_batches: int = 2, qk_norm: bool = False
+) -> tuple[list, dict]:
+    """A few training steps of a new model, and what they leave behind besides: generators, statistics of experts.
+
+    ``qk_norm``: with normalisation of queries and keys, which `tests.models.build_gpt` has no name for.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    from tests.models import build_gpt, build_optimizer, train_step
+    from tests.worlds import parallel
+
+    spec = gpt_layer_specs.get_gpt_layer_local_spec
+    with parallel(**layout):
+        get_moe_layer_wise_logging_tracker().clear()
+        if qk_norm:
+            gpt_layer_specs.get_gpt_layer_local_spec = functools.partial(spec, qk_layernorm=True)
+        try:
+            chunks = build_gpt(**model)
+        finally:
+            gpt_layer_specs.get_gpt_layer_local_spec = spec
+        optimizer = build_optimizer(chunks)
+        run = functools.partial(train_step, chunks, micro_batches=micro_batches, optimizer=optimizer)
+        results = [run(step=number) for number in range(steps)]
+        besides = {"torch's generator": torch.get_rng_state()}
+        besides |= {f"generator {name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+        besides |= {name: dict(entry)["values"].clone() for name, entry in get_moe_layer_wise_logging_tracker().items()}
+        besides |= {f"{i}.{name}": b.clone() for i, chunk in enumerate(chunks) for name, b in _buffers(chunk)}
+        forget_routing(chunks)
+        return results, besides
+
+
+def _buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return torch.nn.Module.named_buffers(chunk)  # Megatron's data parallel wrapper has a list called buffers
+
+
+def mismatches(
+    plans: dict[str, dict[str, Any]], layout: dict[str, Any], model: dict[str, Any], sdpa: bool = True, **more: Any
+) -> list[str]:
+    """What differs in any bit between a model without the engine and with each plan, what is left over, and plans
+    that free nothing (or, if named "idle", something). ``more``: of `trained`.
+    """
+    found = []
+    with patched(SDPA if sdpa else []):
+        without, besides = trained(layout, model, **more)
+        for name, plan in plans.items():
+            with swap(plan) as engine:
+                results, after = trained(layout, model, **more)
+                report, left = engine.report(), left_over(engine)
+            for number, (one, other) in enumerate(zip(results, without, strict=True)):
+                found += [f"{name}, step {number}: {what}" for what in difference(one, other)]
+            if after.keys() != besides.keys():
+                found.append(f"{name}: {after.keys() ^ besides.keys()}")
+            found += [f"{name}: {key}" for key in after if not torch.equal(after[key], besides.get(key, after[key]))]
+            if any(left.values()):
+                found.append(f"{name}: left over {left}")
+            if (report["peak_bytes"] < report["peak_bytes_without"]) == name.startswith("idle"):
+                found.append(f"{name}: {report['peak_bytes']} of {report['peak_bytes_without']} bytes")
+    return found
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    """What the package warns of inside."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("mindspeed_mem")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def forget_routing(chunks: list[torch.nn.Module]) -> None:

@@ -53,8 +53,11 @@ class Census:
             return bool(self._done)
         self._choices[chunk] = self.watch.choices()
         self.watch.clear()
+        kept = {id(row) for row in self._row_of.values()}  # not what was saved for a part of the graph that is gone
         self._done[chunk] = [
-            {**row, "saved_by": sorted(row["saved_by"]), "uses": sorted(row["uses"])} for row in self._open
+            {**row, "saved_by": sorted(row["saved_by"]), "uses": sorted(row["uses"])}
+            for row in self._open
+            if id(row) in kept
         ]
         self._open.clear()
         self._row_of.clear()

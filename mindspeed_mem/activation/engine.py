@@ -240,6 +240,8 @@ class Engine(RecomputedRegions):
 
     def end_schedule(self, completed: bool) -> None:
         self.order.end(completed)
+        if completed and any(self._operators_of_chunk.values()):
+            self._say_what_never_ran()
         self._abandon()
         self._scheduled = False
 
@@ -313,7 +315,14 @@ class Engine(RecomputedRegions):
             "moved_by_operator": [
                 {"layer": layer, "op": op, "bytes": n} for (layer, op), n in sorted(self.mover.moved.items())
             ],
+            "recomputed_bytes": self.mover.dropped.total(),
+            "recomputed_by_operator": [
+                {"layer": layer, "op": op, "bytes": n, "runs": self.mover.second_runs[layer, op]}
+                for (layer, op), n in sorted(self.mover.dropped.items())
+            ],
             "pinned": self.pinned.rows(),
+            "swaps": self.config.swap.swap,
+            "recomputes": self._recomputes,
         }
 
 

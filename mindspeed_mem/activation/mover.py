@@ -57,6 +57,8 @@ class Mover:
         self._compute: Stream | None = None  # where the last copies were ordered
         self._retired: list[tuple[Any, Event]] = []  # memory that a copy may still use, and until when
         self.moved: Counter[tuple[int, str]] = Counter()
+        self.dropped: Counter[tuple[int, str]] = Counter()  # bytes not kept, by the operator that makes them again
+        self.second_runs: Counter[tuple[int, str]] = Counter()
         self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
         self.bytes_on_host = self.stayed_bytes = 0
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs

@@ -27,6 +27,7 @@ class RecomputedRegions(SavedTensors):
         self._modules: set[tuple[int, str]] = set()  # operators that are modules; the rest is inline code
         self._tape_depth = 0  # how many regions were running when the tape started, its own included
         self._tried: dict[tuple[int, str], bool] = {}  # inline operators: whether their tape repeats them
+        self._ran: set[str] | None = set()  # who asked for what has run so far; None once that has been looked at
 
     def _to_recompute(self, layer: int, path: str) -> bool:
         """Whether the operator that is about to start is to run again in backward."""
@@ -40,6 +41,8 @@ class RecomputedRegions(SavedTensors):
                 f"{wanted.entry} has no effect on {path or 'the layer'}", layer, "it is under another checkpoint there"
             )
             return False
+        if self._ran is not None:
+            self._ran.add(wanted.entry)
         return True
 
     # ---- modules and functions
@@ -133,6 +136,16 @@ class RecomputedRegions(SavedTensors):
         self._region = tape
 
     # ---- what came of it
+    def _say_what_never_ran(self) -> None:
+        """After a training step: which entries name only operators that these layers turned out not to run."""
+        if not self._recomputes or self._ran is None:
+            return
+        for layer in {layer for layer, _ in self._modules}:
+            for entry in self.plan.recompute_entries(layer) - self._ran:
+                self.notes.add(f"{entry} has no effect", layer, "none of the operators that it names has run")
+        self._ran = None
+        self.notes.flush()
+
     def _judge(self, frame: Frame) -> None:
         """Say which recomputed operators free nothing, or no more than inputs take that nobody else keeps."""
         runs = [(key, replay) for *key, ref in frame.recomputed if (replay := ref()) is not None]

@@ -112,6 +112,7 @@ class Record:
         if replay is not None:  # its device memory is left to whoever else holds it
             token.moved = True
             self.token, self.state = None, DROPPED
+            mover.dropped[replay.layer, replay.op] += self.nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether what was copied is still what ``tensor``, a view of the same storage, holds now.
@@ -133,6 +134,7 @@ class Record:
         self.replay = replay
         self.drop_device()
         self.state = DROPPED
+        self.mover.dropped[replay.layer, replay.op] += self.nbytes
         replay.used_at(self.last_use)
 
     def fill(self, tensor: torch.Tensor) -> None:
@@ -147,6 +149,7 @@ class Record:
             self.mover.await_load(self)
         elif self.state == DROPPED:
             self.replay.remake()
+            self.mover.second_runs[self.replay.layer, self.replay.op] += 1
         elif self.buffer._version != self.version:
             raise OverwrittenError(f"the output of {self.replay} was overwritten after it had been recomputed")
 

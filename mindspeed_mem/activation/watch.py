@@ -9,6 +9,7 @@ rules are followed here; kernels that are no torch operations count no FLOPs.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ class Watch(TorchDispatchMode):
         self._open: list[tuple[int, str]] = []
         self._born: list[int] = [0]  # the step that made each storage, or that saw it first
         self._elsewhere: set[int] = set()  # held by others anyway: masks, tables, what a stage received
-        self._saved: dict[int, tuple[int, int]] = {}  # storage: at which step it was saved first, bytes
+        self._saved: dict[int, int] = {}  # at which step each storage was saved first
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._bytes: dict[int, int] = {}
 
     # ---- the forward
@@ -102,7 +104,8 @@ class Watch(TorchDispatchMode):
         """Backward keeps a tensor of this storage."""
         key = self._key_of(storage)
         if key and key not in self._saved:
-            self._saved[key] = self._moment(), storage.nbytes()
+            self._saved[key] = self._moment()
+            self._alive[key] = weakref.ref(storage)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -156,6 +159,7 @@ class Watch(TorchDispatchMode):
         """For each operator that ran, in the order in which they started: ``layer``, ``op``, bytes that recomputing
         it ``frees`` (below zero where its inputs take more), ``flops`` of its second run, and those of its
         ``forward``."""
+        self._saved = {key: step for key, step in self._saved.items() if self._alive[key]() is not None}
         runs: dict[tuple[int, str], list[_Run]] = {}
         inline: dict[tuple[int, str], list[int]] = {}
         starts: dict[tuple[int, str], int] = {}
@@ -180,7 +184,7 @@ class Watch(TorchDispatchMode):
                 dropped, taken, flops = self._slice(set(inline.get(node, ())), steps, fused)
                 forward = sum(step.flops for step in steps)
             taken = {key for key in taken if key not in self._saved and key not in self._elsewhere}
-            frees = sum(self._saved[key][1] for key in dropped) - sum(self._bytes[key] for key in taken)
+            frees = sum(self._bytes[key] for key in dropped) - sum(self._bytes[key] for key in taken)
             found.append({"layer": layer, "op": op, "frees": frees, "flops": flops, "forward": forward})
         return found
 
@@ -192,7 +196,7 @@ class Watch(TorchDispatchMode):
             if any(step.writes & run.inputs for step in steps):
                 continue  # it changes what it was given, so it cannot start from there again
             last = 0
-            for key, (saved, _) in self._saved.items():
+            for key, saved in self._saved.items():
                 if not run.begin <= self._born[key] < run.end or (key in run.outputs and not run.node[1]):
                     continue  # not made here; what a whole layer returns stays
                 if saved < run.end or key in run.outputs:

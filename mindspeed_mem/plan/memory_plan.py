@@ -110,6 +110,11 @@ class MemoryPlan:
         """
         return self._recomputation.decision(layer, op)
 
+    def recompute_entries(self, layer: int) -> set[str]:
+        """Who asked for what runs again in this layer."""
+        found = (self.recompute(layer, op) for op in ("", *self._layers.get(layer, ())))
+        return {answer.entry for answer in found if answer is not None}
+
     def fingerprint(self) -> str:
         """Short and equal for equal plans, to compare ranks: who asked and which layers a rank knows do not count."""
         return self._fingerprint

@@ -1,36 +1,78 @@
-"""The end-of-run report of activation swap: one row per rank, then what had no effect and why."""
+"""The end-of-run report of swap and recompute: one row per rank, then what ran again, what had no effect and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from mindspeed_mem.plan.checks import as_ranges
 from mindspeed_mem.report.units import mib
+
+_COLUMNS = (
+    ("rank", 4),
+    ("out", 10),
+    ("in", 10),
+    ("recomputed", 10),
+    ("peak", 9),
+    ("without", 9),
+    ("saved", 6),
+    ("stall ms", 9),
+    ("host peak", 9),
+)
 
 
 def format_report(ranks: Sequence[dict[str, Any]]) -> str:
     """``ranks``: `Engine.report` of each rank, in rank order, each with ``rank`` added. Sizes are shown in MiB."""
     lines = [
-        "activation swap, per rank (MiB; peaks are of activations kept for backward)",
-        f"{'rank':>4} {'out':>10} {'in':>10} {'peak':>9} {'without':>9} {'saved':>6} {'stall ms':>9} {'host peak':>9}",
+        "activation memory, per rank (MiB in all that was copied out, in, or dropped and recomputed; peaks are of "
+        "activations kept for backward)",
+        " ".join(name.rjust(width) for name, width in _COLUMNS),
     ]
     for row in ranks:
         peak, without = row["peak_bytes"], row["peak_bytes_without"]
-        saved = f"{100 * (1 - peak / without):.0f} %" if without else "-"
-        lines.append(
-            f"{row['rank']:>4} {mib(row['bytes_out']):>10} {mib(row['bytes_in']):>10} {mib(peak):>9} {mib(without):>9} "
-            f"{saved:>6} {1e3 * row['stall_seconds']:>9.1f} {mib(row['host_peak_bytes']):>9}"
+        cells = (
+            str(row["rank"]),
+            mib(row["bytes_out"]),
+            mib(row["bytes_in"]),
+            mib(row["recomputed_bytes"]),
+            mib(peak),
+            mib(without),
+            f"{100 * (1 - peak / without):.0f} %" if without else "-",
+            f"{1e3 * row['stall_seconds']:.1f}",
+            mib(row["host_peak_bytes"]),
         )
+        lines.append(" ".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True)))
+    lines += _second_runs(ranks)
     for row in ranks:
         lines += _remarks(row)
     return "\n".join(lines)
 
 
+def _second_runs(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per operator, its layers and all ranks together."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in ranks:
+        for one in row["recomputed_by_operator"]:
+            found.setdefault(one["op"], []).append(one)
+    lines = []
+    for op, ones in found.items():
+        layers = {one["layer"] for one in ones}
+        nbytes, runs = (sum(one[key] for one in ones) for key in ("bytes", "runs"))
+        where = f"layer{'s' if len(layers) > 1 else ''} {as_ranges(layers)}"
+        lines.append(
+            f"recomputed: {op + ' of ' if op else 'the whole of '}{where}: {mib(nbytes)} MiB dropped, "
+            f"{runs} second run{'' if runs == 1 else 's'}"
+        )
+    return lines
+
+
 def _remarks(row: dict[str, Any]) -> list[str]:
     where = f"rank {row['rank']}: "
     remarks = []
-    if not row["bytes_out"]:
+    if row["swaps"] and not row["bytes_out"]:
         remarks.append(where + "nothing was moved: no selected operator of this rank saved anything for backward")
+    if row["recomputes"] and not row["recomputed_bytes"]:
+        remarks.append(where + "nothing was recomputed: no selected operator of this rank made anything for backward")
     if row["stayed_bytes"]:
         remarks.append(
             where + f"{mib(row['stayed_bytes'])} MiB in all stayed on the device: the host budget was used up "

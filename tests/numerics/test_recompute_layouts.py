@@ -1,0 +1,165 @@
+"""Recompute under tensor, sequence, pipeline, data and expert parallelism, and beside other recomputation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.numerics.test_recompute import ALL_MOVE, EACH, EXPERTS, POLICIES
+from tests.swap_runs import again, mismatches
+from tests.worlds import on_ranks, parallel
+
+pytestmark = pytest.mark.distributed
+
+PLANS = {
+    "whole layers": POLICIES["whole layers"],
+    "defaults and norms": POLICIES["defaults and norms"],
+    "each": POLICIES["each"],
+    "mix": again({"mlp": [1], "input_layernorm": True}, {**ALL_MOVE, "swap_recompute_inputs": True}, recompute=[0, 2]),
+}
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+LAYOUTS = {  # ranks, parallel sizes, model
+    "TP2": (2, {"tp": 2}, {}),
+    "TP2 with sequence parallelism": (2, {"tp": 2}, {"sequence_parallel": True}),
+    "PP2": (2, {"pp": 2}, {}),
+    "PP2, two virtual stages": (2, {"pp": 2, "vpp": 2}, {}),
+    "PP2, two virtual stages, not tied": (2, {"pp": 2, "vpp": 2}, {"tied": False}),
+    "DP2, distributed optimizer with overlap": (2, {}, {"ddp": {**SHARDED, "bucket_size": 20000}}),
+    "TP2 x PP2": (4, {"tp": 2, "pp": 2}, {"sequence_parallel": True}),
+    "PP4": (4, {"pp": 4}, {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout):
+    ranks, sizes, model = LAYOUTS[layout]
+    kinds = ["dropout"] if ranks == 4 else ["dropout", "swiglu_gqa_rope"]
+    plans = PLANS if ranks == 2 else {name: PLANS[name] for name in ("whole layers", "mix")}
+    for kind in kinds:
+        model = {"kind": kind, "hidden_dropout": 0.1, **model}
+        assert on_ranks(ranks, mismatches, plans, sizes, model, micro_batches=4) == [[]] * ranks
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts_of_two_ranks_exchange_their_tokens_again(dispatcher):
+    names = ["whole layers", "router", "dispatch", "its steps", "experts", "dispatch among swapped"]
+    plans = {name: EXPERTS[name] for name in names}
+    model = {"kind": "moe", "hidden_dropout": 0.1, "moe_token_dispatcher_type": dispatcher}
+    assert on_ranks(2, mismatches, plans, {"ep": 2}, model, micro_batches=4) == [[], []]
+
+
+def test_fused_weight_gradients_with_overlapping_reduction():
+    """The parameter says whether its gradient is in place: the second run must use the parameter itself."""
+    model = {"kind": "dropout", "ddp": {**SHARDED, "bucket_size": 20000}, "gradient_accumulation_fusion": True}
+    assert on_ranks(2, mismatches, PLANS, {}, model, micro_batches=4) == [[], []]
+
+
+def recomputed(layout: dict, plan: dict) -> tuple[list[int], list[int], list[int]]:
+    """Layers that the plan recomputes as a whole, those of this rank that ran twice, and those that ran."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import swap
+
+    with parallel(**layout), swap(plan) as engine:
+        chunks = build_gpt("dense", layers=8)
+        runs: dict[int, int] = {}
+        for chunk in chunks:
+            for layer in chunk.module.decoder.layers:
+                number = layer.layer_number - 1
+                runs[number] = 0
+
+                def count(*_, number=number):
+                    runs[number] += 1
+
+                layer.self_attention.linear_qkv.register_forward_pre_hook(count)
+        train_step(chunks, micro_batches=2)
+        planned = [layer for layer in range(8) if engine.plan.recompute(layer, "") is not None]
+        return planned, sorted(n for n, times in runs.items() if times == 4), sorted(runs)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "counts", "expected"),
+    [
+        (2, {"pp": 2}, [2, 1], [0, 1, 4]),
+        (2, {"pp": 2, "vpp": 2}, [[1, 0], [0, 1]], [0, 6]),
+        (2, {"pp": 2, "vpp": 2}, [3, 1], [0, 1, 2, 4][:2] + [4, 2]),
+        (2, {"pp": 2}, [0, 4], [4, 5, 6, 7]),
+        (1, {}, [3], [0, 1, 2]),
+    ],
+)
+def test_counts_per_stage_recompute_these_layers(ranks, layout, counts, expected):
+    found = on_ranks(ranks, recomputed, layout, again(recompute=counts))
+    for planned, twice, here in found:
+        assert planned == sorted(expected)
+        assert twice == [layer for layer in here if layer in expected]
+    assert sorted(layer for _, twice, _ in found for layer in twice) == sorted(expected)
+
+
+def selective(*modules: str) -> dict:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"kind": "dropout", **selective("core_attn")},
+        {"kind": "dropout", **selective("core_attn", "layernorm")},
+        {"kind": "dropout", **selective("mlp"), "add_bias_linear": False},
+        {"kind": "moe", "hidden_dropout": 0.1, **selective("moe")},
+        {"kind": "moe", **selective("shared_experts", "layernorm"), "moe_shared_expert_intermediate_size": 48},
+        {"kind": "mla", "hidden_dropout": 0.1, **selective("mla_up_proj", "core_attn")},
+    ],
+    ids=["core_attn", "layernorm", "mlp", "moe", "shared experts", "mla_up_proj"],
+)
+def test_beside_megatrons_selective_recompute(model):
+    names = ["whole layers", "attention", "defaults", "each"]
+    plans = {name: POLICIES[name] for name in names}
+    plans["mlp"] = again(["mlp"], recompute=False)
+    plans["mix"] = PLANS["mix"]
+    if "mlp" in model.get("recompute_modules", ()):
+        plans["idle defaults"] = plans.pop("defaults")
+    assert on_ranks(1, mismatches, plans, {}, model) == [[]]
+
+
+def under_checkpoints(reentrant: bool, plan: dict) -> tuple[list[str], list[str], list[int]]:
+    """Three steps with torch's checkpoint around two of four layers: what differs, what is said, how often ran what."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import difference, left_over, listening, swap
+
+    runs: list[int] = [0] * 4
+
+    def run() -> list:
+        chunks = build_gpt("dropout")
+        for number, layer in enumerate(chunks[0].module.decoder.layers):
+
+            def count(*_, number=number):
+                runs[number] += 1
+
+            layer.mlp.linear_fc1.register_forward_pre_hook(count)
+            if number in (1, 2):
+                forward = layer.forward
+                layer.forward = lambda hidden_states, *args, forward=forward, **kwargs: (
+                    torch.utils.checkpoint.checkpoint(
+                        lambda hidden: forward(hidden, *args, **kwargs), hidden_states, use_reentrant=reentrant
+                    )
+                )
+        return [train_step(chunks, micro_batches=1, step=step) for step in range(3)]
+
+    with parallel():
+        without = run()
+    runs[:] = [0] * 4
+    with parallel(), listening() as messages, swap(plan) as engine:
+        results = run()
+        assert not any(left_over(engine).values())
+    found = [what for one, other in zip(results, without, strict=True) for what in difference(one, other)]
+    return found, messages, runs
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("plan", ["whole layers", "mlp"])
+def test_under_torchs_checkpoint_it_has_no_effect_and_says_so_once(reentrant, plan):
+    [(found, messages, runs)] = on_ranks(1, under_checkpoints, reentrant, POLICIES[plan])
+    assert found == []
+    assert runs == [6] * 4, "each layer twice in each step, whoever makes it run again"
+    said = [message for message in messages if "checkpoint" in message]
+    assert len(said) == 1, messages
+    assert "in layers 1-2" in said[0] and "recompute_config" in said[0]
