@@ -151,7 +151,7 @@ class Patch:
     def _build(self, owner: Any, found: Any) -> Any:
         if self.kind == "replace":
             return self.function
-        original = getattr(found, "__func__", found)
+        original = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
         if inspect.isclass(original) or not callable(original):
             raise PatchError(f"{self.target} is not a function but {original!r}: replace() can take its place")
         self._check(owner, original)

@@ -77,8 +77,10 @@ def build_gpt(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    get_moe_layer_wise_logging_tracker().clear()  # it keeps the number of layers of the first model
     fields = {**_OF_KIND[kind], **overrides}
     embedding = fields.pop("position_embedding_type", "learned_absolute")
     vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size()

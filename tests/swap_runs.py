@@ -121,6 +121,7 @@ def trained(
 
     ``qk_norm``: with normalisation of queries and keys, which `tests.models.build_gpt` has no name for.
     """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -145,6 +146,7 @@ def trained(
         besides |= {name: dict(entry)["values"].clone() for name, entry in get_moe_layer_wise_logging_tracker().items()}
         besides |= {f"{i}.{name}": b.clone() for i, chunk in enumerate(chunks) for name, b in _buffers(chunk)}
         forget_routing(chunks)
+        RotaryEmbedding.forward.cache_clear()  # Megatron keeps the tables that layers of latent attention make
         return results, besides
 
 
@@ -156,7 +158,7 @@ def mismatches(
     plans: dict[str, dict[str, Any]], layout: dict[str, Any], model: dict[str, Any], sdpa: bool = True, **more: Any
 ) -> list[str]:
     """What differs in any bit between a model without the engine and with each plan, what is left over, and plans
-    that free nothing (or, if named "idle", something). ``more``: of `trained`.
+    that free nothing (named "idle...": something; named "maybe...": either is right). ``more``: of `trained`.
     """
     found = []
     with patched(SDPA if sdpa else []):
@@ -172,7 +174,8 @@ def mismatches(
             found += [f"{name}: {key}" for key in after if not torch.equal(after[key], besides.get(key, after[key]))]
             if any(left.values()):
                 found.append(f"{name}: left over {left}")
-            if (report["peak_bytes"] < report["peak_bytes_without"]) == name.startswith("idle"):
+            frees = report["peak_bytes"] < report["peak_bytes_without"]
+            if frees == name.startswith("idle") and not name.startswith("maybe"):
                 found.append(f"{name}: {report['peak_bytes']} of {report['peak_bytes_without']} bytes")
     return found
 

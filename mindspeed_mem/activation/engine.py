@@ -24,6 +24,7 @@ from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.mover import Mover
 from mindspeed_mem.activation.order import BACKWARD, FORWARD, RecordedOrder
 from mindspeed_mem.activation.pinned import PinnedWatch
+from mindspeed_mem.activation.recompute import Replay
 from mindspeed_mem.activation.recomputed import RecomputedRegions
 from mindspeed_mem.activation.records import KEEP
 from mindspeed_mem.activation.tape import Tape
@@ -99,9 +100,14 @@ class Engine(RecomputedRegions):
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
         """Run a tagged module's forward as an operator."""
         layer, path = module.__dict__[regions.TAG]
-        if self._stack and not recompute.running():
+        if recompute.running():
+            recompute.enters(path, args, kwargs)
+            return original(module, *args, **kwargs)
+        if self._stack:
             return self._run_operator(layer, path, original, module, args, kwargs)
         if path or self._idle or not regions.may_save():
+            if not path and self._recomputes and torch.is_grad_enabled():
+                self._under_another_checkpoint(layer)  # before its backward, or again in it
             return original(module, *args, **kwargs)
         self._enter_layer(layer, args, kwargs)
         if self._covered is not None and layer not in self._covered:
@@ -129,26 +135,32 @@ class Engine(RecomputedRegions):
                 return self._run_operator(layer, path, original, module, args, kwargs)
             finally:
                 self._resume(tape)
+        if type(self._region) is Replay:
+            self._region.enters(path, args, kwargs)
         return self._run_call(layer, path, functools.partial(original, module), args, kwargs)
 
     def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         """Run a function as operator ``name`` of the running module; ``state`` as for `Replay`."""
+        if recompute.running():
+            recompute.enters(name, args, kwargs)
         if not self._stack or recompute.running():
             return call(*args, **kwargs)
         layer, parent, _ = self._stack[-1]
+        if type(self._region) is Replay:
+            self._region.enters(name, args, kwargs)
         return self._run_call(layer, regions.inline_path(parent, name), call, args, kwargs, state)
 
     def _run_call(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         stack = self._stack
         depth = len(stack)
         begin = functools.partial(self._start, layer, path, False)
-        recompute = self._to_recompute(layer, path)
+        again = self._to_recompute(layer, path) and not self._starts_from_managed(layer, path, args, kwargs)
         if self._counting:
             call = functools.partial(self.census.watch.run, (layer, path), state, call)
-        if depth and stack[-1][:2] == (layer, path) and not recompute:
+        if depth and stack[-1][:2] == (layer, path) and not again:
             return call(*args, **kwargs)  # a subclass calling super, or a marker of the same name
         try:
-            if recompute:
+            if again:
                 result = self._replayed(layer, path, call, args, kwargs, begin, state)
             else:
                 begin()

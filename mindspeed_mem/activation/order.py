@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-FORWARD, BACKWARD = "forward", "backward"
-Pass = tuple[str, int | None, int]  # direction, micro-batch, model chunk
+from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
+
+__all__ = ["BACKWARD", "FORWARD", "Pass", "RecordedOrder"]
 
 
 class RecordedOrder:

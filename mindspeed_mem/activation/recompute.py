@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,12 +30,18 @@ if TYPE_CHECKING:
 GUARDS: list[Callable[[], AbstractContextManager]] = []
 """What a second run must not disturb: each is entered around it."""
 
-_depth = 0  # second runs under way
+_TAKE_OUT = "Take it out of recompute_config"
+_again: list[Replay] = []  # second runs under way, innermost last
 
 
 def running() -> bool:
     """Whether an operator is being run again: it must leave counters and statistics alone."""
-    return _depth > 0
+    return bool(_again)
+
+
+def enters(path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    """In a second run, operator ``path`` is about to run on these arguments."""
+    _again[-1].enters_again(path, args, kwargs)
 
 
 class _Enough(BaseException):
@@ -52,6 +58,10 @@ class Replay:
         "inputs",
         "slots",
         "outputs",
+        "_entered",
+        "_entries",
+        "_entered_again",
+        "_filled",
         "_call",
         "_given",
         "_state",
@@ -87,8 +97,26 @@ class Replay:
         self.slots: list[tuple[weakref.ref[Record], tuple] | None] = []
         self.outputs: list[weakref.ref[Record] | None] = []
         self._remaining = 0
+        self._entered: list[str] = []  # operators inside, in order
+        self._entered_again = 0
+        self._filled: list[torch.UntypedStorage] = []
+        self._entries: dict[int, list[tuple[int, weakref.ref[Record]]]] = {}
 
     # ---- the first run
+    def enters(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """An operator inside is about to run on these arguments.
+
+        A function of autograd saves its input only after it has run: the second run can stop before it, if the input is
+        all that is still wanted.
+        """
+        for position, tensor in enumerate(tensors_in((args, kwargs))):
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                known = getattr(storage, "_mem_entry", None)
+                if known is None or known.replay() is not self or known.version != tensor._version:
+                    storage._mem_entry = _Entry(weakref.ref(self), len(self._entered), position, tensor._version)
+        self._entered.append(path)
+
     def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> bool:
         """Whether a storage that ``owner`` (layer, operator, number) produced was produced in here."""
         return owner[2] >= self.number
@@ -100,9 +128,14 @@ class Replay:
         else:  # the first of a storage that it made
             layout = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
             self.slots.append((weakref.ref(record), layout))
+            entry = getattr(tensor.untyped_storage(), "_mem_entry", None)
+            if entry is not None and entry.replay() is self and entry.version == tensor._version:
+                self._entries.setdefault(entry.number, []).append((entry.position, self.slots[-1][0]))
 
     def returns(self, result: Any, frame: Frame) -> None:
         """The operator has run to its end; whoever saves what it returns keeps a record that this makes again."""
+        if any(handle.changed() for handle in self.held()):
+            raise OverwrittenError(f"{self} changes its input in place, so it cannot run again. {_TAKE_OUT}")
         if rng.same(self._random, rng.capture()):
             self._random = None  # it drew nothing
         for index, leaf in enumerate(tensors_in(result)):
@@ -117,6 +150,9 @@ class Replay:
     def makes(self, index: int, record: Record) -> None:
         """``record`` is of the storage of output ``index``."""
         self.outputs[index] = weakref.ref(record)
+
+    def forgets(self, index: int) -> None:
+        """Output ``index`` stays where it is."""
 
     def used_at(self, number: int) -> None:
         """Backward of operator ``number`` will need something of this: the inputs must be there by then."""
@@ -145,7 +181,7 @@ class Replay:
         try:
             tensors = [handle.bring_back().detach().requires_grad_(wants) for handle, wants in self.inputs]
         except OverwrittenError as error:
-            hint = f"{self} is recomputed from it: take that out of recompute_config, or recompute its producer too"
+            hint = f"{self} is recomputed from it. {_TAKE_OUT}, or recompute what produces its input, too"
             raise OverwrittenError(f"{error}; {hint}") from error
         args, kwargs, attributes = join(self._given, tensors)
         del tensors
@@ -168,7 +204,11 @@ class Replay:
             raise RuntimeError(f"{self} computes gradients within its forward, so it cannot be recomputed")
 
         with ExitStack() as stack:
-            for guard in (_running, *GUARDS):
+            _again.append(self)
+            stack.callback(_again.pop)
+            self._entered_again, self._filled = 0, []
+            stack.callback(self._filled.clear)
+            for guard in GUARDS:
                 stack.enter_context(guard())
             if self._random is not None:
                 stack.enter_context(rng.as_of(self._random))
@@ -190,7 +230,26 @@ class Replay:
             self._differs(None, None)
         self.inputs = None
 
+    def enters_again(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """In the second run, what an operator takes is there before it runs."""
+        number, self._entered_again = self._entered_again, self._entered_again + 1
+        wanted = self._entries.get(number)
+        if wanted is None or self._entered[number] != path:
+            return
+        tensors = list(tensors_in((args, kwargs)))
+        for position, ref in wanted:
+            if (record := ref()) is not None and record.state == DROPPED:
+                if tensors[position].untyped_storage().nbytes() != record.nbytes:
+                    self._differs(tensors[position], None)
+                self._fill(record, tensors[position])
+        if not self._remaining:
+            raise _Enough
+
     def _fill(self, record: Record, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if any(storage is other for other in self._filled):
+            self._differs(tensor, None)  # there were two before
+        self._filled.append(storage)
         record.fill(tensor)
         self._remaining -= 1
 
@@ -198,12 +257,20 @@ class Replay:
         what = "saved less" if found is None else f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
         wanted = "" if layout is None else f" instead of shape {tuple(layout[1])} and {layout[0]}"
         raise RuntimeError(
-            f"{self} {what}{wanted} when it was recomputed: it must compute the same each time. "
-            "Take it out of recompute_config"
+            f"{self} {what}{wanted} when it was recomputed: it must compute the same each time. {_TAKE_OUT}"
         )
 
     def __str__(self) -> str:
         return f"{self.op or 'the whole'} of layer {self.layer}" if self.op else f"layer {self.layer}"
+
+
+class _Entry(NamedTuple):
+    """On a storage (as ``_mem_entry``): the first operator inside ``replay`` that took it, and as which argument."""
+
+    replay: weakref.ref[Replay]
+    number: int
+    position: int
+    version: int
 
 
 class MadeBy:
@@ -228,16 +295,6 @@ def _known(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
     mark = getattr(storage, "_mem", None)
     record = mark() if isinstance(mark, weakref.ref) else mark
     return hasattr(storage, "_mem_static") or (record is not None and (record is KEEP or record.holds(tensor)))
-
-
-@contextlib.contextmanager
-def _running() -> Iterator[None]:
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
 
 
 @contextlib.contextmanager

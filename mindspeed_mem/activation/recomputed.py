@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.arguments import tensors_in
 from mindspeed_mem.activation.frame import Frame
 from mindspeed_mem.activation.recompute import MadeBy, Replay
 from mindspeed_mem.activation.saved import SavedTensors
-from mindspeed_mem.activation.tape import Tape
+from mindspeed_mem.activation.tape import MANAGED, Tape
 
 
 class RecomputedRegions(SavedTensors):
@@ -44,6 +44,18 @@ class RecomputedRegions(SavedTensors):
         if self._ran is not None:
             self._ran.add(wanted.entry)
         return True
+
+    def _under_another_checkpoint(self, layer: int) -> None:
+        for entry in self.plan.recompute_entries(layer):
+            self.notes.add(f"{entry} has no effect", layer, "it is under another checkpoint there")
+
+    def _starts_from_managed(self, layer: int, path: str, args: tuple, kwargs: dict) -> bool:
+        """Whether somebody else empties and refills an input in place: it may not be there when it is needed."""
+        plain = (t.untyped_storage() for t in tensors_in((args, kwargs)) if t.layout is torch.strided)
+        found = any(hasattr(storage, "_mem_managed") for storage in plain)
+        if found:
+            self.notes.add(f"recompute has no effect on {path}", layer, MANAGED)
+        return found
 
     # ---- modules and functions
     def _replayed(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, begin: Callable, state=None):
@@ -79,10 +91,12 @@ class RecomputedRegions(SavedTensors):
 
     def _keep_output(self, result: Any) -> None:
         """What a layer returns stays: the next layers would have to run this one again, and all before it."""
-        for leaf in tree_leaves(result) if self._recomputes else ():
+        for leaf in tensors_in(result) if self._recomputes else ():
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 storage = leaf.untyped_storage()
-                if hasattr(storage, "_mem_made_by"):
+                made_by = getattr(storage, "_mem_made_by", None)
+                if made_by is not None:
+                    made_by.replay.forgets(made_by.slot)
                     del storage._mem_made_by
 
     # ---- inline code

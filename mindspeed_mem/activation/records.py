@@ -203,10 +203,14 @@ class Handle:
         self.layout = alias.dtype, alias.size(), alias.stride(), alias.storage_offset()
         alias.data = _empty(alias.dtype, alias.device)
 
+    def changed(self) -> bool:
+        """Whether the tensor has been modified in place since it was saved."""
+        return self.version is not None and self.alias._version != self.version
+
     def check_version(self) -> None:
         """Raise as autograd would: a hook switches its own check off."""
-        found = self.alias._version
-        if self.version is not None and found != self.version:
+        if self.changed():
+            found = self.alias._version
             where = f" by {self.record.op} of layer {self.record.layer}" if self.record is not None else ""
             raise OverwrittenError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -25,3 +25,4 @@ def mark_managed(outputs: Any) -> None:
     for tensor in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
         if isinstance(tensor, torch.Tensor):
             tensor.untyped_storage()._mem = KEEP
+            tensor.untyped_storage()._mem_managed = True

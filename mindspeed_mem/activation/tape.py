@@ -21,6 +21,7 @@ from mindspeed_mem.activation.arguments import join, split, tensors_in
 from mindspeed_mem.activation.records import DROPPED, Handle, Record, view_of
 
 _RANDOM = torch.Tag.nondeterministic_seeded
+MANAGED = "somebody else, such as Megatron's own recompute, drops its input and makes it again"
 _COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
@@ -59,6 +60,7 @@ class Tape(TorchDispatchMode):
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blank: set[int] = set()
         self._keys = 0
+        self._wanted: set[int] = set()  # what it may have to make again
         self._records: dict[int, weakref.ref[Record]] = {}
 
     @classmethod
@@ -115,6 +117,8 @@ class Tape(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if getattr(storage, "_mem_static", False):
             return None
+        if hasattr(storage, "_mem_managed"):
+            self.why_not = MANAGED
         known = self._keys
         key = self._key(storage)
         if key > known:
@@ -146,7 +150,8 @@ class Tape(TorchDispatchMode):
             self._try_out(alive, arguments)
         if self.why_not:
             return []
-        needed = self._slice({key for _, key in alive})[1]
+        self._wanted = {key for _, key in alive}
+        needed = self._slice(self._wanted)[1]
         self.inputs = {key: hold(tensor) for key, tensor in arguments.items() if key in needed}
         return alive
 
@@ -165,6 +170,12 @@ class Tape(TorchDispatchMode):
                 needed |= step.reads | step.writes
                 steps.append(step)
         return steps[::-1], needed
+
+    def forgets(self, key: int) -> None:
+        """The storage ``key`` stays where it is: inputs that only it needs are no longer held."""
+        self._wanted.discard(key)
+        needed = self._slice(self._wanted)[1]
+        self.inputs = {key: handle for key, handle in self.inputs.items() if key in needed}
 
     def makes(self, key: int, record: Record) -> None:
         """``record`` is of the storage ``key``."""

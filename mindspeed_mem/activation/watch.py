@@ -3,7 +3,7 @@
 Every torch operation inside layers is noted with the storages it reads and makes, its FLOPs, and the operator running.
 A module or function that runs again starts from what it was given, and stops once the last storage that backward needs
 of it is there; inline code runs only the operations on which such storages depend. See recompute.py and tape.py, whose
-rules are followed here; kernels that are no torch operations count no FLOPs.
+rules are followed here. Kernels that are no torch operations count no FLOPs; what is compiled runs uncompiled here.
 """
 
 from __future__ import annotations
@@ -113,13 +113,14 @@ class Watch(TorchDispatchMode):
         known = len(self._born)
         result = func(*args, **kwargs)
         made = {key for key in self._keys(tree_leaves(result)) if key >= known}
+        schema = getattr(func, "_schema", None)  # an operation on functions, such as flex attention, has none
         written = {
             key
-            for position, argument in enumerate(func._schema.arguments)
+            for position, argument in enumerate(schema.arguments if schema is not None else ())
             if argument.alias_info is not None and argument.alias_info.is_write
             for key in self._keys(tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)))
         }
-        formula = _FORMULAS.get(func._overloadpacket)
+        formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
         flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
         self._steps.append(_Step(self._running(), flops, frozenset(reads), frozenset(made | written)))
         return result
@@ -201,6 +202,9 @@ class Watch(TorchDispatchMode):
                     continue  # not made here; what a whole layer returns stays
                 if saved < run.end or key in run.outputs:
                     dropped.add(key)
+                    if saved < run.end:  # what an operator inside takes is there before it runs
+                        taken_at = (r.begin for r in self._runs if run.begin < r.begin < saved and key in r.inputs)
+                        saved = min(taken_at, default=saved)
                     last = max(last, min(saved, run.end))
             if last:
                 taken |= run.inputs

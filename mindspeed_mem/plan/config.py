@@ -195,7 +195,7 @@ def _without_effect(config: SwapConfig, found: Mapping[str, Any]) -> list[str]:
             notices.append(f"{names} has no effect, since swap_config.swap is not True")
         return notices
     if (config.layer_swap, config.op_swap) != (None, None):
-        if config.default_prefetch != 1:
+        if config.default_prefetch != 1 and not config.swap_recompute_inputs:
             notices.append(
                 "swap_config.default_prefetch has no effect, since layer_swap or op_swap is given; "
                 "each of their entries has its own backward_prefetch"

@@ -10,8 +10,8 @@ from mindspeed_mem.report.units import mib
 OUTSIDE = -1
 _HEAD = ("operator", "MindFormers", "produced", "saved", "frees", "FLOPs", "its storages are needed by")
 _RIGHT = (2, 3, 4, 5)  # the columns of numbers
-_WIDTH = 55  # of the last column
-_LEGEND = """Each row is a choice, a module for all below it. A name with a dot in front continues the one that it is under.
+_WIDTH = 48  # of the last column
+_LEGEND = """Each row is a choice, a module for all below it. A name with a dot in front continues the one above it.
 MiB per micro-batch and rank; each storage counted once, views of it included.
   produced: what it produced and any backward needs; this is what swapping it moves by default
   saved:    what its own backward needs, whoever produced it (activations: saved); * of it, some is others' as well

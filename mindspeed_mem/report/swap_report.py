@@ -24,8 +24,7 @@ _COLUMNS = (
 def format_report(ranks: Sequence[dict[str, Any]]) -> str:
     """``ranks``: `Engine.report` of each rank, in rank order, each with ``rank`` added. Sizes are shown in MiB."""
     lines = [
-        "activation memory, per rank (MiB in all that was copied out, in, or dropped and recomputed; peaks are of "
-        "activations kept for backward)",
+        "activation memory, per rank (MiB; out, in, recomputed: in all; peaks are of activations kept for backward)",
         " ".join(name.rjust(width) for name, width in _COLUMNS),
     ]
     for row in ranks:

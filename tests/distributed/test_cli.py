@@ -201,12 +201,18 @@ def test_ops_prints_the_operators_and_ends_after_one_step(folder, ranks):
     assert [line.split(" Tr")[0] for line in out.splitlines() if "TransformerLayer[MLP]" in line] == alike
     rows = {line.split()[0]: line.split() for line in out.split("layer 3:")[0].splitlines() if len(line.split()) > 3}
     # Two sequences of 32 tokens, hidden size 64, in fp32: 16 KiB for each value that a token has per hidden unit.
+    # A name with a dot in front continues that of the module above.
     unit = 2 * 32 * 64 * 4 / 2**20
-    name, other, produced, saved, *needed = rows["self_attention.linear_proj"]
-    assert other == "attention.wo" and float(saved) == pytest.approx(unit, abs=0.005)
-    assert rows["self_attention.core_attention"][1] == "attention.flash_attention"
-    assert "self_attention.linear_proj" in rows["self_attention.core_attention"]
-    assert rows["self_attention.linear_qkv"][2] == f"{3 * unit:.2f}"  # q, k and v: one storage, counted once
+    name, other, produced, saved, frees, flops = rows[".linear_proj"]
+    assert other == ".wo" and float(saved) == pytest.approx(unit, abs=0.005)
+    assert (frees, flops) == ("-", "-")  # of what it makes, backward needs nothing
+    assert rows[".core_attention"][1] == ".flash_attention" and ".linear_proj" in rows[".core_attention"]
+    assert rows[".linear_qkv"][2] == f"{3 * unit:.2f}"  # q, k and v: one storage, counted once
+    # Two of six matrix products of hidden by hidden, and what the attention itself computes.
+    assert rows["self_attention"][4:6] == [rows["self_attention"][2], "38"]
+    assert rows["mlp"][:2] == ["mlp", "feed_forward"] and float(rows["mlp"][4]) > 2 * float(rows["mlp"][3]) / 3
+    assert rows["self_attn_bda"][-3:-1] == ["-", "-"]  # it would keep as much as it frees: its input
+    assert rows["input_layernorm"][4:6] == [f"{unit + 2**8 / 2**20:.2f}", "0"]
     assert "from outside the layers" in out
 
 

@@ -24,7 +24,7 @@ def test_pipeline_parallel_with_and_without_swap(everything):
     assert len(base.losses()) == 4 and base.losses()[0] > base.losses()[-1]
     assert swap.losses() == base.losses()
     assert swap.losses("grad norm") == base.losses("grad norm")
-    assert swap.output.count("activation swap") == 1 and "activation swap" not in base.output
+    assert swap.output.count("activation memory, per rank") == 1 and "activation memory, per rank" not in base.output
 
 
 def test_one_rank_saves_loads_and_evaluates(tmp_path, everything):

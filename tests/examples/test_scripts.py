@@ -9,6 +9,11 @@ from tests.examples.jobs import EXAMPLES, free_port, numbers, rows, script
 
 KEYS = "iteration rank loss grad_norm step_ms peak_activation_bytes swapped_bytes host_bytes stall_ms".split()
 ITERATIONS = 30
+PLANS = {
+    "pretrain_gpt_swap.sh": "swap_everything.yaml",
+    "pretrain_gpt_recompute.sh": "recompute_selective.yaml",
+    "pretrain_gpt_swap_recompute.sh": "swap_and_recompute_mix.yaml",
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +78,77 @@ class TestPair:
             assert job.losses()[-1] == pytest.approx(sum(row["loss"] for row in rows(path)[-20:]) / 20, abs=1e-5)
 
     def test_the_report_shows_peaks_with_and_without_swap(self, pair):
-        assert "activation swap" not in pair["baseline"][0].output
-        assert pair["swap"][0].output.count("activation swap") == 1
+        assert "activation memory, per rank" not in pair["baseline"][0].output
+        assert pair["swap"][0].output.count("activation memory, per rank") == 1
+
+
+SHORT = ["--log-interval", 1, "--eval-interval", 100, "--metrics-file"]
+SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernorm, "
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """Numbers of four iterations without any plan."""
+    path = tmp_path_factory.mktemp("unchanged") / "metrics.jsonl"
+    script("pretrain_gpt.sh", *SHORT, path, TRAIN_ITERS=4).succeeded()
+    return numbers(path), [row["peak_activation_bytes"] for row in rows(path)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "arguments", "log", "again"),
+    [
+        (
+            "pretrain_gpt_recompute.sh",
+            (),
+            [SELECTIVE.format(layer) + "self_attention.rotary_pos_emb, mlp.activation_func" for layer in range(4)],
+            {"input_layernorm of layers 0-3": 64, "mlp.activation_func of layers 0-3": 64},
+        ),
+        (
+            "pretrain_gpt_swap_recompute.sh",
+            (),
+            [f"Set op_swap at layer {layer}: .self_attention, value=4" for layer in range(4)]
+            + [SELECTIVE.format(layer) + "mlp.activation_func" for layer in range(4)],
+            {"pre_mlp_layernorm of layers 0-3": 64, "mlp.activation_func of layers 0-3": 64},
+        ),
+        (
+            "pretrain_gpt_recompute.sh",
+            ("--memory-config", EXAMPLES / "configs" / "recompute_layers.yaml"),
+            ["Set full recompute at layer 0", "Set full recompute at layer 2"],
+            {"the whole of layers 0, 2": 32},
+        ),
+        (
+            "pretrain_gpt_swap_recompute.sh",
+            ("--memory-config", EXAMPLES / "configs" / "swap_and_recompute.yaml"),
+            [f"Set select recompute at layer {layer}: feed_forward" for layer in (0, 3)],
+            {"mlp of layers 0, 3": 32},
+        ),
+        (
+            "pretrain_gpt.sh",
+            ("--recompute-layers", "0,2", "--select-recompute", "mlp=0,1"),
+            [f"Set full recompute at layer {layer}" for layer in (0, 2)] + ["Set select recompute at layer 1: mlp"],
+            {"the whole of layers 0, 2": 32, "mlp of layer 1": 16},
+        ),
+    ],
+    ids=["selective", "mix", "layers", "case d", "flags"],
+)
+def test_recompute_changes_no_loss_and_says_what_it_did(unchanged, tmp_path, name, arguments, log, again):
+    path = tmp_path / "metrics.jsonl"
+    job = script(name, *arguments, *SHORT, path, TRAIN_ITERS=4).succeeded()
+    found, peaks = unchanged
+    assert numbers(path) == found
+    assert all(row["peak_activation_bytes"] < before for row, before in zip(rows(path), peaks, strict=True))
+    assert all((row["swapped_bytes"] > 0) == ("swap" in name) for row in rows(path))
+    lines = job.output.splitlines()
+    assert not [line for line in lines if "WARNING mindspeed_mem" in line]
+    for line in log:
+        assert lines.count(line) == 1
+    assert job.output.count("activation memory, per rank") == 1
+    for what, runs in again.items():
+        assert re.search(
+            rf"^recomputed: {re.escape(what)}: \d+\.\d\d MiB dropped, {runs} second runs$", job.output, re.M
+        )
 
 
 @pytest.fixture
@@ -93,19 +167,17 @@ def command_line(tmp_path):
     return get
 
 
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("tree", [None, "megatron"])
-def test_swap_differs_from_the_baseline_by_its_flags_only(command_line, tmp_path, tree):
+def test_a_script_differs_from_the_baseline_by_its_flags_only(command_line, tmp_path, tree, name):
     environment = {"TP": 2, "NPROC": 4, "VPP": 1, "SAVE": "/somewhere"}
     if tree:
         (tmp_path / tree).mkdir()
         environment["MEGATRON_LM"] = tmp_path / tree
     base = command_line("pretrain_gpt.sh", "--bf16", **environment)
-    swap = command_line("pretrain_gpt_swap.sh", "--bf16", **environment)
-    assert base[-1] == swap[-1] == "--bf16"
-    plan = swap[-3:-1]
-    assert swap == [*base[:-1], *plan, "--bf16"]
-    assert plan[0] == "--memory-config"
-    assert plan[1].startswith(str(EXAMPLES / "configs"))
+    other = command_line(name, "--bf16", **environment)
+    assert base[-1] == "--bf16"
+    assert other == [*base[:-1], "--memory-config", str(EXAMPLES / "configs" / PLANS[name]), "--bf16"]
 
 
 def test_variables_become_arguments(command_line):

@@ -135,7 +135,7 @@ CONFIGURE = """
     mem.configure({"memory_config": file})
     found += [engine.current() is first is not None, train() == plain, first.report()["bytes_out"] > 0, applied()]
     text = mem.report()
-    found.append("activation swap, per rank" in text)
+    found.append("activation memory, per rank" in text)
     mem.configure({"memory_config": file, "swap_host_memory_gib": 1.5})
     found += [engine.current() is not first, train() == plain]
     try:

@@ -1,0 +1,19 @@
+"""The pipeline schedule as data: the order of passes on each stage, its peak in closed form, its course over time."""
+
+from mindspeed_mem.schedule.checks import ScheduleError, problems
+from mindspeed_mem.schedule.order import order, warm_up
+from mindspeed_mem.schedule.peak import in_flight, peak
+from mindspeed_mem.schedule.simulation import DeadlockError, Span, Timeline, simulate
+
+__all__ = [
+    "DeadlockError",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "in_flight",
+    "order",
+    "peak",
+    "problems",
+    "simulate",
+    "warm_up",
+]

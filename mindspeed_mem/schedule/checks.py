@@ -1,0 +1,84 @@
+"""Which sizes of a pipeline schedule there are: what Megatron-core runs, and what a cap allows."""
+
+from __future__ import annotations
+
+
+class ScheduleError(ValueError):
+    """These sizes make no schedule; the message lists every reason."""
+
+
+def problems(
+    stages: int,
+    virtual_stages: int,
+    micro_batches: int,
+    *,
+    group_size: int | None = None,
+    cap: int | None = None,
+    megatron_loop: bool = False,
+) -> list[str]:
+    """Every reason, in words, why `order` has no such schedule; an empty list if it has.
+
+    Without a cap these are Megatron-core 0.16.1's own conditions.
+    """
+    given = {
+        "the number of pipeline stages": stages,
+        "the number of virtual stages": virtual_stages,
+        "the number of micro-batches": micro_batches,
+        "the group size": 1 if group_size is None else group_size,
+        "the cap of passes in flight": 1 if cap is None else cap,
+    }
+    found = [f"{what} is {number}, but must be at least 1" for what, number in given.items() if number < 1]
+    if found:
+        return found
+    if virtual_stages == 1:
+        return [] if group_size is None else ["a group size needs virtual stages: without them there are no groups"]
+    if cap is not None and cap < virtual_stages:
+        found.append(
+            f"the cap of passes in flight is {cap}, but the first backward pass of a micro-batch comes after its "
+            f"forward passes on all {virtual_stages} virtual stages: at least {virtual_stages} are in flight"
+        )
+    if stages == 1:
+        return [*found, f"{virtual_stages} virtual stages need a pipeline of at least 2 stages, not 1"]
+    wrong = _of_groups(stages, micro_batches, group_size)
+    if not (found or wrong or cap is None) and megatron_loop:
+        found += _of_loop(stages, virtual_stages, micro_batches, cap)
+    return found + wrong
+
+
+def _of_groups(stages: int, micro_batches: int, group_size: int | None) -> list[str]:
+    group = stages if group_size is None else group_size
+    what = f"the group size is {group}" + (" (the number of stages, as none is given)" if group_size is None else "")
+    if not stages <= group <= micro_batches:
+        return [
+            f"{what}, but with virtual stages Megatron takes only one from the number of stages, {stages}, "
+            f"to the number of micro-batches, {micro_batches}"
+        ]
+    if not fits(stages, micro_batches, group):
+        return [
+            f"{what} and {micro_batches} micro-batches leave a last group of {micro_batches % group}, but Megatron "
+            f"takes only whole groups, or a last one of at least as many micro-batches as stages, {stages}"
+        ]
+    return []
+
+
+def _of_loop(stages: int, virtual_stages: int, micro_batches: int, cap: int) -> list[str]:
+    smallest = next(size for size in range(stages, micro_batches + 1) if fits(stages, micro_batches, size))
+    least = (virtual_stages - 1) * smallest + 2 * stages - 1
+    if cap >= least:
+        return []
+    return [
+        f"the cap of passes in flight is {cap}, but Megatron's own loop needs at least {least}: with virtual stages "
+        f"only the group can be made smaller, and the smallest it takes here is {smallest}"
+    ]
+
+
+def fits(stages: int, micro_batches: int, group: int) -> bool:
+    """Whether the last group of micro-batches is whole or at least as large as Megatron asks for."""
+    return micro_batches % group == 0 or micro_batches % group >= stages
+
+
+def check(stages: int, virtual_stages: int, micro_batches: int, **more) -> None:
+    """Raise ScheduleError with all `problems`, if there are any."""
+    found = problems(stages, virtual_stages, micro_batches, **more)
+    if found:
+        raise ScheduleError("; ".join(found))

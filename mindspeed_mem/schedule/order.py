@@ -1,0 +1,142 @@
+"""The order of passes on each stage: what Megatron-core 0.16.1 runs, and the same with a cap on passes in flight.
+
+All of Megatron's training schedules are one: the forward passes stand in a fixed sequence, the backward passes in
+another, and a stage runs its warm-up forwards, then one forward and one backward in turn, then the backwards that are
+left. Only the number of warm-up forwards differs between stages, and only it decides how many passes are in flight.
+
+[Note: a cap without virtual stages] The micro-batches go in waves of `cap`: each micro-batch of a wave enters the
+first stage as the one before it in the wave before leaves it. No stage waits for itself, since each pass is placed at
+the time it could run if all forwards took equally long, and all backwards. `waves` counts, for each forward, the
+backwards before it. A wave of as many micro-batches as stages is 1F1B. The time is a round trip through all stages
+for each wave, during which stage 0 can hold no more than the cap; trying all orders of small sizes finds none faster.
+Megatron's loop cannot run waves: in the middle of the pipeline they are no turns of one forward and one backward. It
+can run fewer warm-up forwards, best with each stage holding the share cap / stages of what it holds in 1F1B; that
+costs little up to half of the stages and more above (`megatron_loop`).
+
+[Note: a cap with virtual stages] With V of them Megatron's warm-up on stage p of P is (V - 1) * group +
+2 (P - p - 1), which counts: the forwards of all chunks but the last, for a whole group; one forward for each later
+stage, so that the stages follow each other; and one more for each, which only hides communication. A cap takes away
+the last first, which costs equal stages nothing down to a cap of V * P, then makes the group smaller, and in the end
+brings the stages together. Megatron's loop cannot do the first: it receives for the next forward and the next
+backward at once, and the first and the last stage would wait for each other for ever. It can only have a smaller
+group, of no fewer micro-batches than stages, which is an option of Megatron's (`megatron_loop`).
+"""
+
+from __future__ import annotations
+
+from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.schedule.checks import check, fits
+
+
+def order(
+    stages: int,
+    virtual_stages: int,
+    micro_batches: int,
+    *,
+    group_size: int | None = None,
+    cap: int | None = None,
+    forward_only: bool = False,
+    megatron_loop: bool = False,
+) -> list[list[Pass]]:
+    """The passes of each stage in the order they run, as (direction, micro-batch, chunk).
+
+    `group_size` is Megatron's ``microbatch_group_size_per_vp_stage``, by default the number of stages. `cap` bounds
+    how many passes of a stage are in flight, that is run forward and not yet backward: micro-batches, or with virtual
+    stages passes of one chunk. `megatron_loop` asks for an order within the cap that Megatron's own loop can run.
+    Forward-only passes keep nothing in flight, and no cap changes them. Raises ScheduleError.
+    """
+    sizes = (stages, virtual_stages, micro_batches)
+    check(*sizes, group_size=group_size, cap=cap, megatron_loop=megatron_loop)
+    limits = {"group_size": group_size, "cap": None if forward_only else cap, "megatron_loop": megatron_loop}
+    forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
+    if forward_only:
+        return [[(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards] for _ in range(stages)]
+    if virtual_stages == 1 and cap is not None and not megatron_loop:
+        return waves(stages, micro_batches, min(cap, stages))
+    return [_in_turns(forwards, virtual_stages, count) for count in warm_up(*sizes, **limits)]
+
+
+def waves(stages: int, micro_batches: int, size: int) -> list[list[Pass]]:
+    """The order without virtual stages in waves of `size` micro-batches, at most as many as there are stages."""
+    found = []
+    for stage in range(stages):
+        passes: list[Pass] = []
+        done = 0
+        for micro_batch in range(micro_batches):
+            wave, place = divmod(micro_batch, size)
+            enough = max(0, place + 1 - (stages - stage))  # of this wave: they came back from the last stage
+            if wave:
+                enough += (wave - 1) * size + min(size, place + stage + 1)
+            passes += [(BACKWARD, back, 0) for back in range(done, enough)]
+            passes.append((FORWARD, micro_batch, 0))
+            done = max(done, enough)
+        found.append(passes + [(BACKWARD, back, 0) for back in range(done, micro_batches)])
+    return found
+
+
+def warm_up(
+    stages: int,
+    virtual_stages: int,
+    micro_batches: int,
+    *,
+    group_size: int | None = None,
+    cap: int | None = None,
+    megatron_loop: bool = False,
+) -> list[int]:
+    """How many forwards each stage runs before it turns to one forward and one backward, where it does (not waves)."""
+    limits = {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop}
+    check(stages, virtual_stages, micro_batches, **limits)
+    whole = virtual_stages * micro_batches
+    later = range(stages - 1, -1, -1)  # how many stages come after each
+    if virtual_stages == 1:
+        most = stages if cap is None else min(cap, stages)
+        return [min(_ceil((after + 1) * most, stages) - 1, whole) for after in later]
+    group = group_under(stages, virtual_stages, micro_batches, **limits)
+    others = (virtual_stages - 1) * group
+    if group < stages and cap is not None:
+        apart = group + (micro_batches % group or group)  # by more the first stage would wait for the last for ever
+        return [min(others + min(after, apart), cap - 1, whole) for after in later]
+    spare = stages - 1 if cap is None else cap - others - stages
+    return [min(others + after + min(after, spare), whole) for after in later]
+
+
+def group_under(
+    stages: int,
+    virtual_stages: int,
+    micro_batches: int,
+    *,
+    group_size: int | None = None,
+    cap: int | None = None,
+    megatron_loop: bool = False,
+) -> int:
+    """How many micro-batches run on a chunk in a row: `group_size`, or the largest number the cap has room for.
+
+    With room for as many as there are stages it is a number that Megatron takes.
+    """
+    group = min(stages if group_size is None else group_size, micro_batches)
+    if virtual_stages == 1 or cap is None:
+        return group
+    for size in range(group, 1, -1):
+        apart = 2 * stages - 2 if megatron_loop else min(size, stages - 1)
+        if (virtual_stages - 1) * size + apart + 1 <= cap and (size < stages or fits(stages, micro_batches, size)):
+            return size
+    return 1
+
+
+def _table(virtual_stages: int, micro_batches: int, group: int) -> list[tuple[int, int]]:
+    """The forward passes as (micro-batch, chunk): each group of micro-batches runs on one chunk after the other."""
+    firsts = range(0, micro_batches, group)
+    groups = [range(first, min(first + group, micro_batches)) for first in firsts]
+    return [(micro_batch, chunk) for members in groups for chunk in range(virtual_stages) for micro_batch in members]
+
+
+def _in_turns(forwards: list[tuple[int, int]], virtual_stages: int, count: int) -> list[Pass]:
+    """The order of a stage that warms up with `count` forwards. The backwards take the chunks in reverse."""
+    ahead = [(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards]
+    back = [(BACKWARD, micro_batch, virtual_stages - 1 - chunk) for micro_batch, chunk in forwards]
+    steady = [work for pair in zip(ahead[count:], back, strict=False) for work in pair]
+    return ahead[:count] + steady + back[len(forwards) - count :]
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)

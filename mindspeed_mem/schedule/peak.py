@@ -1,0 +1,46 @@
+"""How many passes of each stage are in flight at once: in closed form, and counted by replaying an order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mindspeed_mem.plan.passes import FORWARD, Pass
+from mindspeed_mem.schedule.checks import check
+from mindspeed_mem.schedule.order import warm_up
+
+
+def peak(
+    stages: int,
+    virtual_stages: int,
+    micro_batches: int,
+    *,
+    group_size: int | None = None,
+    cap: int | None = None,
+    forward_only: bool = False,
+    megatron_loop: bool = False,
+) -> list[int]:
+    """The most passes in flight on each stage, for the arguments of `order`.
+
+    For stage p of P and M micro-batches that is min(P - p, M, cap); in Megatron's loop the cap scales the whole,
+    min(ceil((P - p) * cap / P), M). With V virtual stages it is min((V - 1) * group + 2 (P - p - 1) + 1, M V) passes,
+    each of which keeps one chunk's activations, about 1 / V of the stage's; a cap takes from the warm-up, and there
+    is always one pass more than that. Forward-only passes keep nothing. Raises ScheduleError.
+    """
+    limits = {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop}
+    check(stages, virtual_stages, micro_batches, **limits)
+    if forward_only:
+        return [0] * stages
+    if virtual_stages == 1 and not megatron_loop:
+        most = micro_batches if cap is None else min(cap, micro_batches)
+        return [min(stages - stage, most) for stage in range(stages)]
+    warm_ups = warm_up(stages, virtual_stages, micro_batches, **limits)
+    return [min(count + 1, virtual_stages * micro_batches) for count in warm_ups]
+
+
+def in_flight(passes: Iterable[Pass]) -> list[int]:
+    """How many passes are in flight after each pass of this order."""
+    counts, now = [], 0
+    for direction, _, _ in passes:
+        now += 1 if direction == FORWARD else -1
+        counts.append(now)
+    return counts

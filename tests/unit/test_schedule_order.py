@@ -1,0 +1,157 @@
+"""Orders of passes: complete, without deadlock, within the cap, and as long as the closed form says."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.schedule import DeadlockError, ScheduleError, in_flight, order, peak, problems, simulate
+from mindspeed_mem.schedule.simulation import names
+
+
+@st.composite
+def sizes(draw):
+    """Arguments of `order` that make a schedule: stages 1-16, virtual stages 1-4, micro-batches 1-64, caps."""
+    stages, virtual = draw(st.integers(1, 16)), draw(st.integers(1, 4))
+    if virtual == 1 or stages == 1:
+        caps = st.none() | st.integers(1, stages + 1)
+        return (stages, 1, draw(st.integers(1, 64))), {"cap": draw(caps), "megatron_loop": draw(st.booleans())}
+    group = draw(st.integers(stages, 64))
+    rest = draw(st.sampled_from([0, *range(stages, group)]))
+    micro_batches = group * draw(st.integers(1, 64 // group)) + rest
+    if micro_batches > 64:
+        micro_batches = group
+    need = (virtual - 1) * group + 2 * stages - 1
+    megatron_loop = draw(st.booleans())
+    least = need  # of Megatron's loop, when it cannot make the group smaller
+    cap = draw(st.none() | st.integers(least if megatron_loop else virtual, need + 1))
+    default = group == stages and draw(st.booleans())
+    more = {"group_size": None if default else group, "cap": cap, "megatron_loop": megatron_loop}
+    return (stages, virtual, micro_batches), more
+
+
+@given(sizes())
+@settings(max_examples=300)
+def test_every_order_is_whole_ends_and_keeps_its_peak_and_its_cap(case):
+    (stages, virtual, micro_batches), more = case
+    assert problems(stages, virtual, micro_batches, **more) == []
+    passes = order(stages, virtual, micro_batches, **more)
+    wanted = set(itertools.product((FORWARD, BACKWARD), range(micro_batches), range(virtual)))
+    assert len(passes) == stages
+    for of_stage in passes:
+        assert len(of_stage) == len(wanted) and set(of_stage) == wanted
+        place = {work: i for i, work in enumerate(of_stage)}
+        assert all(place[FORWARD, *rest] < place[BACKWARD, *rest] for _, *rest in of_stage)
+    simulate(passes, virtual)  # all that a pass needs comes before it: otherwise DeadlockError
+    peaks = [max(in_flight(of_stage)) for of_stage in passes]
+    assert peaks == peak(stages, virtual, micro_batches, **more)
+    assert peaks == sorted(peaks, reverse=True)
+    assert more["cap"] is None or peaks[0] <= more["cap"]
+
+
+@given(sizes())
+@settings(max_examples=100)
+def test_a_cap_above_the_need_changes_nothing_and_forward_only_knows_none(case):
+    (stages, virtual, micro_batches), more = case
+    free = {"group_size": more.get("group_size")}
+    needed = peak(stages, virtual, micro_batches, **free)[0]
+    if virtual > 1:
+        needed = (virtual - 1) * (free["group_size"] or stages) + 2 * stages - 1
+    for megatron_loop in (False, True):
+        high = order(stages, virtual, micro_batches, **free, cap=max(needed, stages), megatron_loop=megatron_loop)
+        assert high == order(stages, virtual, micro_batches, **free)
+    alone = order(stages, virtual, micro_batches, **more, forward_only=True)
+    assert alone == order(stages, virtual, micro_batches, **free, forward_only=True)
+    assert {work for of_stage in alone for work in of_stage} == {
+        (FORWARD, m, c) for m in range(micro_batches) for c in range(virtual)
+    }
+    simulate(alone, virtual)
+    assert peak(stages, virtual, micro_batches, **more, forward_only=True) == [0] * stages
+
+
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 9), st.integers(1, 9))
+def test_one_forward_one_backward_takes_its_closed_form(stages, micro_batches, forward, backward):
+    line = simulate(order(stages, 1, micro_batches), forward=forward, backward=backward)
+    assert line.makespan == (micro_batches + stages - 1) * (forward + backward)
+    assert line.idle_share() == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    assert peak(stages, 1, micro_batches) == [min(stages - p, micro_batches) for p in range(stages)]
+
+
+@given(st.integers(2, 16), st.integers(2, 4), st.integers(1, 4), st.integers(1, 9))
+def test_virtual_stages_divide_the_bubble(stages, virtual, groups, backward):
+    line = simulate(order(stages, virtual, groups * stages), virtual, backward=backward)
+    assert line.makespan == (groups * stages * virtual + stages - 1) * (1 + backward)
+
+
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 16), st.integers(1, 9))
+def test_a_cap_costs_a_round_trip_a_wave(stages, micro_batches, cap, backward):
+    cap = min(cap, stages)
+    waves, rest = divmod(micro_batches - 1, cap)
+    line = simulate(order(stages, 1, micro_batches, cap=cap), backward=backward)
+    assert line.makespan == (waves * stages + rest + stages) * (1 + backward)
+
+
+@pytest.mark.parametrize("stages, virtual, micro_batches", [(4, 2, 16), (8, 3, 32), (16, 4, 64)])
+def test_a_cap_of_stages_times_virtual_stages_costs_nothing_between_equal_stages(stages, virtual, micro_batches):
+    free = simulate(order(stages, virtual, micro_batches), virtual)
+    capped = order(stages, virtual, micro_batches, cap=stages * virtual)
+    assert simulate(capped, virtual).makespan == free.makespan
+    assert peak(stages, virtual, micro_batches)[0] > peak(stages, virtual, micro_batches, cap=stages * virtual)[0]
+
+
+def every_sequence(micro_batches, cap):
+    """All sequences of forwards and backwards, each in order, with at most `cap` in flight."""
+    for turns in itertools.product((FORWARD, BACKWARD), repeat=2 * micro_batches):
+        counts = {FORWARD: 0, BACKWARD: 0}
+        passes = []
+        for turn in turns:
+            passes.append((turn, counts[turn], 0))
+            counts[turn] += 1
+        if counts[FORWARD] == counts[BACKWARD] and all(0 <= count <= cap for count in in_flight(passes)):
+            yield passes
+
+
+@pytest.mark.parametrize("stages, micro_batches, cap", [(2, 4, 1), (2, 4, 2), (3, 4, 2), (3, 4, 3)])
+@pytest.mark.parametrize("backward", [1, 2])
+def test_no_order_within_the_cap_is_faster(stages, micro_batches, cap, backward):
+    best = float("inf")
+    for passes in itertools.product(list(every_sequence(micro_batches, cap)), repeat=stages):
+        try:
+            best = min(best, simulate(passes, backward=backward).makespan)
+        except DeadlockError:
+            continue
+    assert simulate(order(stages, 1, micro_batches, cap=cap), backward=backward).makespan == best
+
+
+def test_waves_are_as_drawn():
+    passes = order(3, 1, 5, cap=2)
+    assert [names(of_stage, 1) for of_stage in passes] == [
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
+        "F0 F1 B0 B1 F2 F3 B2 B3 F4 B4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ]
+
+
+@pytest.mark.parametrize(
+    "sizes, more, words",
+    [
+        ((0, 1, 0), {}, ["stages is 0", "micro-batches is 0"]),
+        ((4, 1, 8), {"cap": 0}, ["cap of passes in flight is 0"]),
+        ((4, 1, 8), {"group_size": 4}, ["needs virtual stages"]),
+        ((1, 2, 8), {"cap": 1}, ["cap of passes in flight is 1", "at least 2 stages"]),
+        ((4, 2, 2), {}, ["group size is 4 (the number of stages, as none is given)"]),
+        ((4, 2, 10), {}, ["last group of 2"]),
+        ((4, 2, 8), {"group_size": 3, "cap": 1}, ["cap of passes", "group size is 3, but"]),
+        ((4, 2, 8), {"cap": 10, "megatron_loop": True}, ["own loop needs at least 11"]),
+    ],
+)
+def test_sizes_without_a_schedule_are_refused_with_all_reasons(sizes, more, words):
+    found = problems(*sizes, **more)
+    assert len(found) == len(words)
+    for word, reason in zip(words, found, strict=True):
+        assert word in reason
+    with pytest.raises(ScheduleError) as error:
+        order(*sizes, **more)
+    assert str(error.value) == "; ".join(found)
