@@ -66,9 +66,8 @@ def tables(cases):
 
 
 def test_tables_and_warm_ups_are_megatrons_for_large_sizes():
-    cases = [(stages, virtual, 64, group) for stages in (2, 5, 8, 16) for virtual in (2, 3, 4) for group in (16, 32, 64)]
-    for (stages, virtual, micro_batches, group), (table, counts) in zip(cases, on_ranks(1, tables, cases)[0], strict=True):
-        sizes = (stages, virtual, micro_batches)
+    cases = [(stages, virtual, 64, group) for stages in (2, 5, 16) for virtual in (2, 4) for group in (16, 32, 64)]
+    for (*sizes, group), (table, counts) in zip(cases, on_ranks(1, tables, cases)[0], strict=True):
         assert warm_up(*sizes, group_size=group) == counts
         passes = order(*sizes, group_size=group, forward_only=True)
         assert [work[1:] for work in passes[0]] == table
@@ -91,12 +90,11 @@ def test_megatrons_loop_keeps_a_cap_with_fewer_warm_up_forwards(streams):
 
 @pytest.mark.parametrize("sizes", [(3, 2, 6), (4, 2, 8), (4, 3, 8)])
 def test_megatrons_loop_hangs_with_fewer_warm_up_forwards_of_virtual_stages(sizes):
+    """One forward less on the first stage is all that its fused calls bear."""
     whole = warm_up(*sizes)[0] + 1
-    caps = range(sizes[0] * sizes[1], whole)
-    assert loops([(sizes, told(sizes, None, cap, megatron_loop=False)) for cap in [*caps, whole]]) == [
-        *["stuck" for _ in caps],
-        order(*sizes),
-    ]
+    caps = range(sizes[0] * sizes[1], whole - 1)
+    ran = loops([(sizes, told(sizes, None, cap, megatron_loop=False)) for cap in [*caps, whole - 1]])
+    assert ran == [*["stuck" for _ in caps], order(*sizes, cap=whole - 1)]
 
 
 def test_a_cap_on_megatrons_loop_needs_its_grouped_communication():

@@ -43,7 +43,7 @@ def test_every_order_is_whole_ends_and_keeps_its_peak_and_its_cap(case):
     for of_stage in passes:
         assert len(of_stage) == len(wanted) and set(of_stage) == wanted
         place = {work: i for i, work in enumerate(of_stage)}
-        assert all(place[FORWARD, *rest] < place[BACKWARD, *rest] for _, *rest in of_stage)
+        assert all(place[(FORWARD, *rest)] < place[(BACKWARD, *rest)] for _, *rest in of_stage)
     simulate(passes, virtual)  # all that a pass needs comes before it: otherwise DeadlockError
     peaks = [max(in_flight(of_stage)) for of_stage in passes]
     assert peaks == peak(stages, virtual, micro_batches, **more)
