@@ -4,9 +4,10 @@
     python benchmarks/recompute.py --device cuda                         # 7B-shaped layers, bf16
     python benchmarks/recompute.py --json results.json --picture results.png   # the picture needs matplotlib
 
-All variants run interleaved in one process on one model. Times are ratios of medians to the plain model; the step is
-forward and backward without an optimizer, so that nothing dilutes the ratios. Bytes are the most that a step of its own
-held above its start: activations and temporaries (gradients have their memory all the time).
+All variants run interleaved in one process on one model. Times (on the CPU: of the process, one thread) are ratios of
+medians to the plain model; the step is forward and backward without an optimizer, so that nothing dilutes the ratios.
+Bytes are the most that a step of its own held above its start: activations and temporaries (gradients have their memory
+all the time).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
@@ -51,6 +53,9 @@ def variants(layers: int, distance: int) -> dict:
     from variants import Variant
 
     some = [count for count in (layers // 3, 2 * layers // 3, layers) if count]
+    inputs_swapped = {
+        "swap_config": {"swap": True, "op_swap": [], "swap_recompute_inputs": True, "default_prefetch": distance}
+    }
     found = {"no recompute": Variant(peer=True)}
     found |= {f"Megatron full, {n} of {layers} layers": Variant(full=n, peer=True) for n in some}
     found |= {
@@ -60,13 +65,13 @@ def variants(layers: int, distance: int) -> dict:
     found |= {f"layers, {n} of {layers}": Variant(recompute(recompute=[n])) for n in some}
     found |= {
         "norms": Variant(recompute(select_recompute=[NORMS])),
+        "activation": Variant(recompute(select_recompute=[ACTIVATION])),
+        "mlp": Variant(recompute(select_recompute=["mlp"])),
         "norms, activation, rotary": Variant(recompute(select_recompute=CHEAP)),
         "the same and core attention": Variant(recompute(select_recompute=[*CHEAP, ATTENTION])),
         "mlp and norms": Variant(recompute(select_recompute=["mlp", NORMS])),
         "all but core attention": Variant(recompute(recompute=True, select_recompute_exclude=[ATTENTION])),
-        "all but the linear layers": Variant(
-            recompute(recompute=True, select_recompute_exclude=[r"self_attention\.linear_.*", r"mlp\.linear_.*"])
-        ),
+        "all layers, inputs swapped": Variant(inputs_swapped | recompute(recompute=True)),
         "swap everything": Variant(
             {"swap_config": {"swap": True, "layer_swap": {"backward_prefetch": distance, "layers": True}}}
         ),
@@ -105,7 +110,8 @@ def main() -> None:
     step = make_step(model, device, seq, micro_batch, micro_batches, vocab)
     all_variants = variants(layers, args.prefetch)
     setting = Settings(model, backend, all_variants, layers)
-    seconds = interleaved(list(all_variants), setting, step, args.rounds, backend.synchronize)
+    clock = time.process_time if backend.type == "cpu" else time.perf_counter
+    seconds = interleaved(list(all_variants), setting, step, args.rounds, backend.synchronize, clock)
     rows, losses = summary(seconds, "no recompute"), {}
     for name, row in rows.items():
         row["peer"] = all_variants[name].peer

@@ -19,10 +19,12 @@ def interleaved(
     step: Callable[[], None],
     rounds: int,
     synchronize: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of ``step`` under each variant, one per round; every round runs all variants in an order of its own.
 
-    ``setting(name)`` puts a variant in place (untimed). One untimed step of each variant comes first.
+    ``setting(name)`` puts a variant in place (untimed). One untimed step of each variant comes first. ``clock``: for
+    one thread on a shared machine `time.process_time`, which does not count the time that others take.
     """
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -30,11 +32,11 @@ def interleaved(
         for name in order.sample(list(names), len(names)):
             with setting(name):
                 synchronize()
-                start = time.perf_counter()
+                start = clock()
                 step()
                 synchronize()
                 if round_number >= 0:
-                    seconds[name].append(time.perf_counter() - start)
+                    seconds[name].append(clock() - start)
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m mindspeed_mem run | ops | doctor``."""
+"""The command line: ``python -m mindspeed_mem run | ops | schedule | doctor``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import sys
 
 from mindspeed_mem import __version__
+from mindspeed_mem.schedule import command as schedule
 
 _RUN = """Imports mindspeed_mem.megatron_adaptor, which reads our flags among the script's arguments, and runs the
 script as python would. An unmodified pretrain_gpt.py of Megatron-LM needs nothing else:
@@ -35,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=brief, description=text, **raw)
         command.add_argument("script", help="the Python file of the script")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, ours among them")
+    text = schedule.DESCRIPTION
+    schedule.add_arguments(commands.add_parser("schedule", help="show a pipeline schedule", description=text, **raw))
     doctor = commands.add_parser("doctor", help="check versions, devices and patches", description=_DOCTOR, **raw)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return top
@@ -47,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         from mindspeed_mem import doctor
 
         return doctor.main(as_json=given.json)
+    if given.command == "schedule":
+        return schedule.main(given)
     from mindspeed_mem import launch
 
     try:

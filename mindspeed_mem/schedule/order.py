@@ -5,13 +5,14 @@ another, and a stage runs its warm-up forwards, then one forward and one backwar
 left. Only the number of warm-up forwards differs between stages, and only it decides how many passes are in flight.
 
 [Note: a cap without virtual stages] The micro-batches go in waves of `cap`: each micro-batch of a wave enters the
-first stage as the one before it in the wave before leaves it. No stage waits for itself, since each pass is placed at
-the time it could run if all forwards took equally long, and all backwards. `waves` counts, for each forward, the
-backwards before it. A wave of as many micro-batches as stages is 1F1B. The time is a round trip through all stages
-for each wave, during which stage 0 can hold no more than the cap; trying all orders of small sizes finds none faster.
-Megatron's loop cannot run waves: in the middle of the pipeline they are no turns of one forward and one backward. It
-can run fewer warm-up forwards, best with each stage holding the share cap / stages of what it holds in 1F1B; that
-costs little up to half of the stages and more above (`megatron_loop`).
+first stage when that of the same place in the wave before has left it. Every stage runs its passes in the sequence in
+which they then get there if all stages are equally fast: `waves` counts, for each forward, the backwards before it. So
+no pass comes before one it waits for, whatever the passes take. A wave of as many micro-batches as stages is 1F1B. The
+time is a round trip through all stages for each wave, during which stage 0 can hold no more than the cap; trying all
+orders of small sizes finds none faster. Megatron's loop cannot run waves: in the middle of the pipeline they are no
+turns of one forward and one backward. It can run fewer warm-up forwards, each stage holding the share cap / stages of
+what it holds in 1F1B (`megatron_loop`); that takes little longer if the cap divides the number of stages, and much if
+it is more than half of it.
 
 [Note: a cap with virtual stages] With V of them Megatron's warm-up on stage p of P is (V - 1) * group +
 2 (P - p - 1), which counts: the forwards of all chunks but the last, for a whole group; one forward for each later

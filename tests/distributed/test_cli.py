@@ -208,8 +208,9 @@ def test_ops_prints_the_operators_and_ends_after_one_step(folder, ranks):
     assert (frees, flops) == ("-", "-")  # of what it makes, backward needs nothing
     assert rows[".core_attention"][1] == ".flash_attention" and ".linear_proj" in rows[".core_attention"]
     assert rows[".linear_qkv"][2] == f"{3 * unit:.2f}"  # q, k and v: one storage, counted once
-    # Two of six matrix products of hidden by hidden, and what the attention itself computes.
-    assert rows["self_attention"][4:6] == [rows["self_attention"][2], "38"]
+    # The projection to q, k and v and what the attention itself computes; the last linear layer does not run again.
+    share = str(int(rows[".linear_qkv"][5]) + int(rows[".core_attention"][5]))
+    assert rows["self_attention"][4:6] == [rows["self_attention"][2], share]
     assert rows["mlp"][:2] == ["mlp", "feed_forward"] and float(rows["mlp"][4]) > 2 * float(rows["mlp"][3]) / 3
     assert rows["self_attn_bda"][-3:-1] == ["-", "-"]  # it would keep as much as it frees: its input
     assert rows["input_layernorm"][4:6] == [f"{unit + 2**8 / 2**20:.2f}", "0"]

@@ -1,0 +1,174 @@
+"""``python -m mindspeed_mem schedule``: the order of passes, what it holds and how long it idles."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+from mindspeed_mem.schedule import picture
+from mindspeed_mem.schedule.chart import chart
+from mindspeed_mem.schedule.checks import problems
+from mindspeed_mem.schedule.order import group_under, order
+from mindspeed_mem.schedule.peak import peak
+from mindspeed_mem.schedule.simulation import Timeline, names, simulate
+
+DESCRIPTION = """Prints the order in which each pipeline stage runs its passes (F3 is the forward of micro-batch 3, B3.1
+its backward on model chunk 1), how many are in flight at most, how long the stage idles, and a chart over time where
+the terminal has room. Nothing is run, and Megatron is not needed:
+
+    python -m mindspeed_mem schedule --pp 4 --microbatches 8 --max-inflight 3
+"""
+_WIDTH = 80  # where there is no terminal
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of the command. Numbers stay text here, so that all that is wrong is said at once."""
+    command.add_argument("--pp", default="1", metavar="N", help="pipeline stages")
+    command.add_argument("--microbatches", required=True, metavar="N", help="micro-batches of a step")
+    command.add_argument("--vpp", default="1", metavar="N", help="virtual stages (model chunks) of each stage")
+    command.add_argument("--group-size", metavar="N", help="Megatron's microbatch_group_size_per_vp_stage")
+    command.add_argument(
+        "--max-inflight", metavar="N", help="cap on micro-batches (with virtual stages: chunk passes) a stage holds"
+    )
+    command.add_argument(
+        "--megatron-loop", action="store_true", help="with a cap: the order that Megatron's own loop can run"
+    )
+    command.add_argument("--forward-only", action="store_true", help="the passes of an evaluation")
+    command.add_argument("--backward-ratio", default="2", metavar="X", help="time of a backward, in forwards (2)")
+    command.add_argument("--send-ratio", default="0", metavar="X", help="time of a send, in forwards (0)")
+    command.add_argument("--mib", metavar="X", help="MiB that a pass in flight keeps for backward")
+    command.add_argument("--picture", metavar="FILE", help="draw stages and memory over time: .svg, .png or .pdf")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    wrong: list[str] = []
+    sizes = [
+        _whole("--pp", given.pp, wrong),
+        _whole("--vpp", given.vpp, wrong),
+        _whole("--microbatches", given.microbatches, wrong),
+    ]
+    limits = {
+        "group_size": _whole("--group-size", given.group_size, wrong),
+        "cap": _whole("--max-inflight", given.max_inflight, wrong),
+        "megatron_loop": given.megatron_loop,
+    }
+    numbers_wrong = bool(wrong)
+    backward = _time("--backward-ratio", given.backward_ratio, wrong, 0.01)
+    send = _time("--send-ratio", given.send_ratio, wrong, 0.0)
+    mib = _time("--mib", given.mib, wrong, 0.0)
+    if given.megatron_loop and given.max_inflight is None:
+        wrong.append("--megatron-loop chooses among orders with a cap; give one with --max-inflight")
+    wrong += _of_picture(given.picture)
+    if not numbers_wrong:
+        wrong += problems(*sizes, **limits)
+    if wrong:
+        print("mindspeed_mem schedule:", *(f"  {reason}" for reason in wrong), sep="\n", file=sys.stderr)
+        return 2
+    more = {**limits, "forward_only": given.forward_only}
+    timeline = simulate(order(*sizes, **more), sizes[1], backward=backward, send=send)
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    print("\n".join(_text(sizes, more, timeline, mib, width)))
+    for line in _beside(sizes, more, timeline, backward, send):
+        print(line)
+    if given.picture:
+        picture.draw(timeline, sizes[1], given.picture, _title(sizes, more), mib)
+        print(f"drawn to {given.picture}")
+    return 0
+
+
+def _text(sizes: list[int], more: dict, timeline: Timeline, mib: float | None, width: int) -> list[str]:
+    stages, virtual_stages, _ = sizes
+    lines = [_title(sizes, more)]
+    for stage, most in enumerate(peak(*sizes, **more)):
+        held = f", {most * mib:g} MiB" if mib is not None else ""
+        lines.append(f"stage {stage}: at most {most} in flight{held}; idle {timeline.idle_share(stage):.1%}")
+        of_stage = names((span.work for span in timeline.stages[stage]), virtual_stages)
+        lines += textwrap.wrap(of_stage, width, initial_indent="  ", subsequent_indent="  ")
+    drawn = chart(timeline, virtual_stages, width)
+    if drawn is None:
+        drawn = [f"(The chart over time does not fit {width} columns; --picture FILE draws it.)"]
+    return [
+        *lines,
+        "",
+        *drawn,
+        "",
+        f"all stages idle {timeline.idle_share():.1%} of {timeline.makespan:g} forwards' time",
+    ]
+
+
+def _beside(sizes: list[int], more: dict, timeline: Timeline, backward: float, send: float) -> list[str]:
+    """What the same takes without the cap, and in Megatron's own loop."""
+    if more["cap"] is None or more["forward_only"]:
+        return []
+    others = {"without the cap": {**more, "cap": None, "megatron_loop": False}}
+    if not more["megatron_loop"]:
+        others["in Megatron's own loop (--megatron-loop)"] = {**more, "megatron_loop": True}
+    lines = []
+    for what, changed in others.items():
+        limits = {key: value for key, value in changed.items() if key != "forward_only"}
+        if problems(*sizes, **limits):
+            lines.append(f"{what}: not possible: {'; '.join(problems(*sizes, **limits))}")
+            continue
+        other = simulate(order(*sizes, **limits), sizes[1], backward=backward, send=send)
+        most = max(peak(*sizes, **limits))
+        ratio = other.makespan / timeline.makespan - 1
+        lines.append(f"{what}: at most {most} in flight, idle {other.idle_share():.1%}, time {ratio:+.1%}")
+    return lines
+
+
+def _title(sizes: list[int], more: dict) -> str:
+    stages, virtual_stages, micro_batches = sizes
+    words = [f"{stages} stage{'s' * (stages > 1)}", f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"]
+    if virtual_stages > 1:
+        limits = {key: value for key, value in more.items() if key != "forward_only"}
+        words.insert(1, f"{virtual_stages} virtual stages")
+        words.append(f"in groups of {group_under(*sizes, **limits)}")
+    if more["forward_only"]:
+        words.append("forward only")
+    elif more["cap"] is not None:
+        what = "chunk passes" if virtual_stages > 1 else "micro-batches"
+        words.append(f"capped to {more['cap']} {what} in flight" + " in Megatron's loop" * more["megatron_loop"])
+    return ", ".join(words)
+
+
+def _whole(option: str, text: str | None, wrong: list[str]) -> int | None:
+    """The whole number of at least 1 that `text` is; otherwise None, and if there is a text, the reason in `wrong`."""
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    wrong.append(f"{option} takes a whole number of at least 1, not {text!r}")
+    return None
+
+
+def _time(option: str, text: str | None, wrong: list[str], least: float) -> float | None:
+    """The number of at least `least` that `text` is, as `_whole` does."""
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if math.isfinite(number) and number >= least:
+        return number
+    wrong.append(f"{option} takes a number of at least {least:g}, not {text!r}")
+    return None
+
+
+def _of_picture(target: str | None) -> list[str]:
+    if target is None:
+        return []
+    path, found = Path(target), []
+    if path.suffix.lower() not in picture.FORMATS:
+        found.append(f"--picture takes a file that ends in {', '.join(picture.FORMATS)}, not {target!r}")
+    if not path.parent.is_dir():
+        found.append(f"--picture: there is no folder {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        found.append(f"--picture: {picture.INSTALL}")
+    return found
