@@ -27,6 +27,14 @@ def test_pipeline_parallel_with_and_without_swap(everything):
     assert swap.output.count("activation memory, per rank") == 1 and "activation memory, per rank" not in base.output
 
 
+@pytest.mark.parametrize("name", ["pretrain_gpt_recompute.sh", "pretrain_gpt_swap_recompute.sh"])
+def test_recompute(name):
+    base, ours = run("pretrain_gpt.sh", TRAIN_ITERS=3), run(name, TRAIN_ITERS=3)
+    assert ours.losses() == base.losses()
+    assert ours.losses("grad norm") == base.losses("grad norm")
+    assert "second runs" in ours.output
+
+
 def test_one_rank_saves_loads_and_evaluates(tmp_path, everything):
     plan = ["--memory-config", everything]
     whole = run("pretrain_gpt_swap.sh", *plan, NPROC=1, TRAIN_ITERS=6)
