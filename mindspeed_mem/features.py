@@ -181,7 +181,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         notices += ("--swap-host-memory-gib has no effect: nothing is swapped",)
     if memory is not None and not (swaps or recomputes):
         if values["--memory-config"] is not None:
-            notices += (f"--memory-config {memory.source}: swap_config.swap is False, so nothing is swapped",)
+            notices += (f"--memory-config {memory.source}: nothing is swapped (swap_config.swap) or recomputed",)
         on = [f for f in on if not set(_MEMORY_PATCHES) & set(f.patches)]
         memory = None
     problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +81,14 @@ class Feature:
             if self.many:
                 kwargs |= {"nargs": "+", "action": "extend"}
             elif self.read is not str and self.choices is None:
-                kwargs |= {"type": self.read}
+                kwargs |= {"type": self._parse}
             group.add_argument(self.flag, default=self.default, help=self.help, **kwargs)
+
+    def _parse(self, text: str) -> Any:
+        try:
+            return self.read(text)
+        except ValueError as error:
+            raise ArgumentTypeError(f"got {text!r}; allowed: {error}") from error
 
 
 def dest_of(flag: str) -> str:

@@ -1,7 +1,7 @@
 """megatron.core.transformer.moe.token_dispatcher: the steps of token dispatch are operators of an expert layer.
 
 Why here: they are methods of an object that is no module. What a step reads on that object is replaced by the next
-micro-batch, so a second run gets it as it was.
+micro-batch, so a second run gets it as it was. Some gather into a buffer that all layers share.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.static import mark_managed
 from mindspeed_mem.patching import around
 
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher:MoE{}TokenDispatcher.{}"
@@ -33,3 +34,10 @@ def _step(method, name):
 for _kind in ("AllGather", "AlltoAll"):
     for _method, _name in _STEPS.items():
         around(_DISPATCHERS.format(_kind, _method))(_step(_method, _name))
+
+
+@around("megatron.core.utils:GlobalMemoryBuffer.get_tensor")
+def get_tensor(original, self, *args, **kwargs):
+    tensor = original(self, *args, **kwargs)
+    mark_managed(tensor)  # the next layer writes over it, and NCCL does not raise the version when it does
+    return tensor

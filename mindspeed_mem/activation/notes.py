@@ -13,13 +13,13 @@ class Notes:
     """Collects findings and logs those that are new."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, int, str]] = set()
+        self._said: set[tuple[str, int]] = set()
         self._new: dict[tuple[str, str], set[int]] = {}
 
     def add(self, what: str, layer: int, why: str) -> None:
         """``what`` (a phrase that "in layer 3" can follow) is so in ``layer``, because ``why``."""
-        if (what, layer, why) not in self._said:
-            self._said.add((what, layer, why))
+        if (what, layer) not in self._said:
+            self._said.add((what, layer))
             self._new.setdefault((what, why), set()).add(layer)
 
     def flush(self) -> None:

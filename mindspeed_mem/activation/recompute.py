@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GUARDS: list[Callable[[], AbstractContextManager]] = []
 """What a second run must not disturb: each is entered around it."""
 
-_TAKE_OUT = "Take it out of recompute_config"
+TAKE_OUT = "Take it out of recompute_config"
 _again: list[Replay] = []  # second runs under way, innermost last
 
 
@@ -134,8 +134,6 @@ class Replay:
 
     def returns(self, result: Any, frame: Frame) -> None:
         """The operator has run to its end; whoever saves what it returns keeps a record that this makes again."""
-        if any(handle.changed() for handle in self.held()):
-            raise OverwrittenError(f"{self} changes its input in place, so it cannot run again. {_TAKE_OUT}")
         if rng.same(self._random, rng.capture()):
             self._random = None  # it drew nothing
         for index, leaf in enumerate(tensors_in(result)):
@@ -181,10 +179,9 @@ class Replay:
         try:
             tensors = [handle.bring_back().detach().requires_grad_(wants) for handle, wants in self.inputs]
         except OverwrittenError as error:
-            hint = f"{self} is recomputed from it. {_TAKE_OUT}, or recompute what produces its input, too"
+            hint = f"{self} is recomputed from it. {TAKE_OUT}, or recompute what produces its input, too"
             raise OverwrittenError(f"{error}; {hint}") from error
         args, kwargs, attributes = join(self._given, tensors)
-        del tensors
         index = 0
 
         def pack(tensor: torch.Tensor) -> None:
@@ -208,6 +205,7 @@ class Replay:
             stack.callback(_again.pop)
             self._entered_again, self._filled = 0, []
             stack.callback(self._filled.clear)
+            stack.callback(_empty, tensors)
             for guard in GUARDS:
                 stack.enter_context(guard())
             if self._random is not None:
@@ -257,11 +255,17 @@ class Replay:
         what = "saved less" if found is None else f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
         wanted = "" if layout is None else f" instead of shape {tuple(layout[1])} and {layout[0]}"
         raise RuntimeError(
-            f"{self} {what}{wanted} when it was recomputed: it must compute the same each time. {_TAKE_OUT}"
+            f"{self} {what}{wanted} when it was recomputed: it must compute the same each time. {TAKE_OUT}"
         )
 
     def __str__(self) -> str:
         return f"{self.op or 'the whole'} of layer {self.layer}" if self.op else f"layer {self.layer}"
+
+
+def _empty(leaves: list[torch.Tensor]) -> None:
+    """Whoever keeps something of the second run keeps its graph, and that its leaves: leave them no memory."""
+    for leaf in leaves:
+        leaf.data = leaf.new_empty(0)
 
 
 class _Entry(NamedTuple):

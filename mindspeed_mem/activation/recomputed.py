@@ -12,7 +12,8 @@ import torch
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.arguments import tensors_in
 from mindspeed_mem.activation.frame import Frame
-from mindspeed_mem.activation.recompute import MadeBy, Replay
+from mindspeed_mem.activation.recompute import TAKE_OUT, MadeBy, Replay
+from mindspeed_mem.activation.records import OverwrittenError
 from mindspeed_mem.activation.saved import SavedTensors
 from mindspeed_mem.activation.tape import MANAGED, Tape
 
@@ -36,17 +37,19 @@ class RecomputedRegions(SavedTensors):
         wanted = self.plan.recompute(layer, path)
         if wanted is None or type(self._region) is Replay:
             return False
+        if self._ran is not None:
+            self._ran.add(wanted.entry)
         if not regions.may_save():
             self.notes.add(
                 f"{wanted.entry} has no effect on {path or 'the layer'}", layer, "it is under another checkpoint there"
             )
             return False
-        if self._ran is not None:
-            self._ran.add(wanted.entry)
         return True
 
     def _under_another_checkpoint(self, layer: int) -> None:
         for entry in self.plan.recompute_entries(layer):
+            if self._ran is not None:
+                self._ran.add(entry)
             self.notes.add(f"{entry} has no effect", layer, "it is under another checkpoint there")
 
     def _starts_from_managed(self, layer: int, path: str, args: tuple, kwargs: dict) -> bool:
@@ -54,7 +57,7 @@ class RecomputedRegions(SavedTensors):
         plain = (t.untyped_storage() for t in tensors_in((args, kwargs)) if t.layout is torch.strided)
         found = any(hasattr(storage, "_mem_managed") for storage in plain)
         if found:
-            self.notes.add(f"recompute has no effect on {path}", layer, MANAGED)
+            self.notes.add(f"recompute has no effect on {path or 'the layer'}", layer, MANAGED)
         return found
 
     # ---- modules and functions
@@ -62,6 +65,7 @@ class RecomputedRegions(SavedTensors):
         """Run ``call`` as an operator to be recomputed. ``begin()`` starts its region, once its inputs are held."""
         self._about_to_run = layer, path
         frame = self._frame
+        given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
         replay = Replay(layer, path, call, args, kwargs, self._hold, state)
         begin()
         replay.number = frame.count
@@ -70,9 +74,11 @@ class RecomputedRegions(SavedTensors):
             result = call(*args, **kwargs)
         finally:
             self._region = None
-        if path:  # what a whole layer returns goes from layer to layer, and stays
-            replay.returns(result, frame)
-        frame.recomputed.append((layer, path, weakref.ref(replay)))
+        if any(tensor._version != version for tensor, version in given):
+            raise OverwrittenError(f"{replay} changes its input in place, so it cannot run again. {TAKE_OUT}")
+        replay.returns(result if path else None, frame)  # what a whole layer returns stays
+        if not given or any(tensor.numel() for tensor, _ in given):  # an expert may be without tokens
+            frame.recomputed.append((layer, path, weakref.ref(replay)))
         return result
 
     def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
@@ -122,7 +128,8 @@ class RecomputedRegions(SavedTensors):
         self._about_to_run = tape.layer, tape.op
         key = tape.layer, tape.op
         alive = tape.finish(self._hold, try_out=key not in self._tried)
-        self._tried[key] = not tape.why_not
+        if tape.why_not or any(storage.nbytes() for storage, _ in alive):  # nothing shows nothing
+            self._tried[key] = not tape.why_not
         if tape.why_not:
             self.notes.add(f"recompute has no effect on {tape.op}", tape.layer, tape.why_not)
             return
@@ -134,7 +141,8 @@ class RecomputedRegions(SavedTensors):
                 record.drop_for(tape)
             elif mark is None:
                 storage._mem_made_by = MadeBy(tape, number)
-        self._frame.recomputed.append((*key, weakref.ref(tape)))
+        if not alive or any(storage.nbytes() for storage, _ in alive):
+            self._frame.recomputed.append((*key, weakref.ref(tape)))
 
     def _cut_tape(self, depth: int) -> None:
         """What runs above ``depth`` is abandoned."""

@@ -131,11 +131,24 @@ class Record:
 
     def drop_for(self, replay: Tape) -> None:
         """It can be made again by ``replay``: let go of the device memory."""
+        self.mover.keep(self)  # a copy under way is given up
+        if self.state != KEPT:  # it had left already
+            return
         self.replay = replay
         self.drop_device()
         self.state = DROPPED
         self.mover.dropped[replay.layer, replay.op] += self.nbytes
         replay.used_at(self.last_use)
+
+    def stay(self) -> None:
+        """Not to be made again after all: somebody else holds the storage anyway."""
+        storage = self.storage()
+        for handle in self.live_handles():
+            handle.alias.data = view_of(storage, *handle.layout)
+            handle.layout = None
+        self.token = storage._mem_token
+        self.token.moved = False
+        self.state, self.replay = KEPT, None
 
     def fill(self, tensor: torch.Tensor) -> None:
         """It has been made again, in the storage of ``tensor``."""

@@ -73,6 +73,9 @@ class SavedTensors:
         """The record of a storage seen before, unless its content has changed since."""
         mark = storage_mark(storage)
         record = mark() if mark is not None and mark is not KEEP else None
+        if record is not None and record.state == DROPPED and record.holds(tensor) and not self._made_near(record):
+            self.mover.dropped[record.layer, record.replay.op] -= record.nbytes
+            record.stay()
         if record is not None and record.state != KEPT and not record.holds(tensor):
             self.mover.cancel(record)  # what was copied stays with the earlier handles
             record = record if record.state == KEPT else None
@@ -85,6 +88,12 @@ class SavedTensors:
                 replay.makes(made_by.slot, record)
                 storage._mem = weakref.ref(record)
         return record
+
+    def _made_near(self, record: Record) -> bool:
+        """Whether a recomputed operator of this layer and micro-batch made it: running others again would cost more
+        than the memory, which somebody holds (tables are held for all layers, and layers' outputs for the next)."""
+        layer = self._stack[-1][0] if self._stack else self._about_to_run[0]
+        return record.frame is self._frame and record.layer == layer
 
     def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Record | None:
         """Look at a storage for the first time; None when nothing in the plan can ever select it."""

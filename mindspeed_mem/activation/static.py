@@ -21,7 +21,7 @@ def mark_static(models: Iterable[nn.Module]) -> None:
 
 
 def mark_managed(outputs: Any) -> None:
-    """These outputs' storages are emptied and refilled in place by their producer: they are never moved."""
+    """These tensors' storages are emptied, refilled or written over by their owner: they are never moved."""
     for tensor in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
         if isinstance(tensor, torch.Tensor):
             tensor.untyped_storage()._mem = KEEP

@@ -21,7 +21,7 @@ from mindspeed_mem.activation.arguments import join, split, tensors_in
 from mindspeed_mem.activation.records import DROPPED, Handle, Record, view_of
 
 _RANDOM = torch.Tag.nondeterministic_seeded
-MANAGED = "somebody else, such as Megatron's own recompute, drops its input and makes it again"
+MANAGED = "its input is memory that Megatron empties or writes over itself"
 _COLLECTIVES = {"c10d", "_c10d_functional"}
 
 

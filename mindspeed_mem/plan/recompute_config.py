@@ -112,6 +112,13 @@ def read_recompute(
             notices.append(what)
         elif not _is_off(value, zero_is_off=not with_swap):
             excludes += _read(value, f"{path}.{key}", KINDS[of], with_swap, check)
+    for key in (*KINDS, *_EXCLUDES):
+        value = found.get(key)
+        if not with_swap and _is_off(value, zero_is_off=True) and not _is_off(value, zero_is_off=False):
+            notices.append(
+                f"{path}.{key}: got {given(value)}, which counts 0 layers and has no effect; numbers are layer indices "
+                "only where swap_config.swap is True"
+            )
     if excludes and not rules and not check.problems:
         notices.append(_idle(", ".join(rule.entry for rule in excludes), "anything"))
         excludes = []
