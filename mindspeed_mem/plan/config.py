@@ -131,6 +131,8 @@ def load_memory_config(
     if check.problems:
         raise MemoryConfigError(check.problems, name)
     if not recompute.active:
+        if with_swap and (swap.layer_swap, swap.op_swap) != (None, None) and not (swap.layer_swap or swap.op_swap):
+            notices.append("swap_config.swap is True, but layer_swap and op_swap are empty: nothing is swapped")
         if with_swap and swap.swap_recompute_inputs:
             notices.append("swap_config.swap_recompute_inputs has no effect: nothing is recomputed")
         if "swap_config" not in content:
@@ -200,8 +202,6 @@ def _without_effect(config: SwapConfig, found: Mapping[str, Any]) -> list[str]:
                 "swap_config.default_prefetch has no effect, since layer_swap or op_swap is given; "
                 "each of their entries has its own backward_prefetch"
             )
-        if not entries:
-            notices.append("swap_config.swap is True, but layer_swap and op_swap are empty: nothing is swapped")
     notices += [f"{entry.entry} has no effect: its list of layers is empty" for entry in entries if entry.layers == ()]
     return notices
 

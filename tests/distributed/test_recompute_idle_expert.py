@@ -1,4 +1,4 @@
-"""Ranks of one expert-parallel group repeat the same collectives, whatever tokens each of them got."""
+"""Ranks of one expert-parallel group repeat the same collectives, whatever tokens each of them got, into any buffer."""
 
 from __future__ import annotations
 
@@ -51,3 +51,43 @@ def _differences(dispatcher: str):
 def test_a_rank_without_tokens_takes_part(dispatcher):
     for found in on_ranks(2, _differences, dispatcher, timeout=90):
         assert not any(found.values()), found
+
+
+def _with_raw_collectives(plans: dict) -> list[str]:
+    """Collectives that write as NCCL does: into memory, without raising a version."""
+    import torch
+    from megatron.core.tensor_parallel import mappings
+
+    from tests.swap_runs import mismatches
+
+    names = ("dist_all_gather_func", "dist_reduce_scatter_func")
+    originals = {name: getattr(mappings, name) for name in names}
+    for name, original in originals.items():
+
+        def raw(output, given, group=None, original=original, **kwargs):
+            result = torch.empty_like(output)
+            original(result, given.clone(), group=group, **kwargs)
+            output.detach().numpy()[...] = result.numpy()
+
+        setattr(mappings, name, raw)
+    try:
+        model = {"kind": "moe", "moe_token_dispatcher_type": "allgather"}
+        return mismatches(plans, {"ep": 2}, model, micro_batches=4, steps=1)
+    finally:
+        for name, original in originals.items():
+            setattr(mappings, name, original)
+
+
+@pytest.mark.distributed
+def test_nothing_is_made_again_from_a_buffer_that_all_layers_share():
+    dispatch = [r"mlp\.dispatch\.postprocess"]
+    plans = {
+        "maybe postprocess": {"recompute_config": {"select_recompute": dispatch}},
+        "maybe dispatch": {"recompute_config": {"select_recompute": [r"mlp\.dispatch"]}},
+        "maybe whole layers": {"recompute_config": {"recompute": True}},
+        "maybe inputs swapped": {
+            "swap_config": {"swap": True, "swap_recompute_inputs": True, "op_swap": []},
+            "recompute_config": {"select_recompute": dict.fromkeys(dispatch, True)},
+        },
+    }
+    assert on_ranks(2, _with_raw_collectives, plans) == [[], []]

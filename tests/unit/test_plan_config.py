@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -337,3 +340,20 @@ def test_independent_mistakes_give_one_line_each(chosen):
         path = MISTAKES[index][0]
         where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)[1:]
         assert sum(line.startswith(f"{where}: ") or line.startswith(f"{where}[") for line in problems) == 1
+
+
+@pytest.mark.parametrize("section", [{"recompute": [0]}, {"select_recompute": {"mlp": [0]}}])
+def test_counts_of_zero_are_no_silent_mistake(section):
+    """Whoever writes [0] may mean layer 0, which it is only with swap."""
+    notices = load_memory_config({"recompute_config": section}).notices
+    assert any("counts 0 layers" in line and "swap_config.swap is True" in line for line in notices), notices
+    with_swap = load_memory_config({"swap_config": {"swap": True}, "recompute_config": section})
+    assert with_swap.recompute.active and not any("counts 0" in line for line in with_swap.notices)
+
+
+def test_the_plans_in_the_readme_are_good_ones():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    plans = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)]
+    assert len(plans) == 2
+    for plan in plans:
+        assert not load_memory_config(plan, num_layers=4).notices

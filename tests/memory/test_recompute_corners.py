@@ -1,0 +1,168 @@
+"""What recompute must not start from, try out on nothing, adopt, or leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.swap_runs import again, op
+from tests.worlds import on_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Unseen(torch.autograd.Function):
+    """Squares twice in a kernel that is no torch operation, as Triton's and pybind's are not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.empty_like(x)
+        y.detach().numpy()[:] = x.detach().numpy() ** 2
+        ctx.save_for_backward(x)
+        return y * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 4 * ctx.saved_tensors[0] * gradient
+
+
+def with_unseen_kernel(plan: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Experts 0 and 1 get all tokens of the first micro-batch, 2 and 3 those of the second."""
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    results = []
+    for engine in (contextlib.nullcontext(), swap_runs.swap(plan)):
+        with parallel(), swap_runs.listening() as said, engine:
+            chunks = models.build_gpt("moe", gated_linear_unit=False)
+            calls = [0]
+            for module in chunks[0].modules():
+                if type(module).__name__ == "MLP":
+                    module.activation_func = Unseen.apply
+                if type(module).__name__ == "TopKRouter":
+
+                    def routing(logits, *args, original=module.routing, calls=calls, **kwargs):
+                        calls[0] += 1
+                        bias = torch.tensor([2.0, 1.0, -8.0, -8.0])
+                        return original(logits + (bias if calls[0] <= 4 else bias.flip(0)), *args, **kwargs)
+
+                    module.routing = routing
+            results.append(models.train_step(chunks, micro_batches=2))
+            swap_runs.forget_routing(chunks)
+    return swap_runs.difference(*results), said
+
+
+def test_a_tape_is_tried_out_on_tokens_not_on_none():
+    plan = again([r"mlp\.experts\.local_experts\.[0-9]\.activation_func"])
+    [(found, said)] = on_ranks(1, with_unseen_kernel, plan)
+    assert found == []
+    for expert in range(4):
+        assert any(f"local_experts.{expert}.activation_func in layers 0-3: run again" in line for line in said)
+
+
+def left_on_the_host(plan: dict[str, Any]) -> dict[str, int]:
+    from tests import swap_runs
+
+    with swap_runs.patched(swap_runs.SDPA), swap_runs.swap(plan) as engine:
+        swap_runs.trained({}, {"kind": "swiglu_gqa_rope"}, qk_norm=True)
+        return swap_runs.left_over(engine)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        again(
+            {r"self_attention\.qkv": True, r"self_attention\.q_layernorm": True},
+            {"swap": True, "swap_recompute_inputs": True, "default_prefetch": 10, "op_swap": [op("mlp", 2)]},
+        ),
+        again(
+            {r"self_attention\.qkv": True},
+            {"swap": True, "op_swap": [op([r"self_attention\.q_layernorm"], 10, activations="saved")]},
+        ),
+    ],
+    ids=["as an input", "as saved by another"],
+)
+def test_a_copy_under_way_is_given_up_when_its_storage_can_be_made_again(plan):
+    assert on_ranks(1, left_on_the_host, plan) == [{"host bytes": 0, "bytes on host": 0, "device bytes": 0}]
+
+
+def held(plan: dict[str, Any], change: str) -> tuple[int, list[int]]:
+    """The peak of a step, and the layers whose MLP ran in its backward, in order.
+
+    ``change``: "fresh", "table" (all layers share one that is no buffer) or "last" (a layer's last operation saves its
+    own output).
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from mindspeed_mem.activation.ledger import LEDGER
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    again_in: list[int] = []
+    with parallel(), swap_runs.swap(plan):
+        chunks = models.build_gpt("dense")
+        table = torch.rand(256)
+        for layer in chunks[0].module.decoder.layers:
+            layer.mlp.activation_func = lambda x: (
+                torch.nn.functional.gelu(x) * (table if change == "table" else table.clone())
+            )
+
+            def ran(*_, number=layer.layer_number - 1):
+                if torch._C._current_graph_task_id() != -1:
+                    again_in.append(number)
+
+            layer.mlp.linear_fc1.register_forward_pre_hook(ran)
+        original = TransformerLayer._forward_mlp
+        if change == "last":
+            TransformerLayer._forward_mlp = lambda self, *args, **kwargs: torch.tanh(original(self, *args, **kwargs))
+        try:
+            models.train_step(chunks, micro_batches=1)
+            again_in.clear()
+            LEDGER.reset_peak()
+            models.train_step(chunks, micro_batches=1)
+        finally:
+            TransformerLayer._forward_mlp = original
+        return LEDGER.held.peak, again_in
+
+
+@pytest.mark.parametrize("plan", [again(recompute=True), again(["mlp"])], ids=["whole layers", "mlp"])
+def test_tables_and_layers_outputs_belong_to_no_layer(plan):
+    """Otherwise the last layer's backward would run other layers first, and hold all that they make."""
+    [(peak, order)] = on_ranks(1, held, plan, "fresh")
+    assert order == [3, 2, 1, 0]
+    for change in ("table", "last"):
+        [(other, order)] = on_ranks(1, held, plan, change)
+        assert order == [3, 2, 1, 0], change
+        assert other <= peak + 4 * 32 * 2 * 64 * 4, change  # at most an output of each layer, which tanh saves
+
+
+def leaves_of_second_runs() -> list[int]:
+    """Bytes that the graphs kept by token dispatchers hold as leaves after a step."""
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    found = []
+    with parallel(), swap_runs.swap(again(recompute=True)):
+        chunks = models.build_gpt("moe")
+        models.train_step(chunks, micro_batches=2)
+        for layer in chunks[0].module.decoder.layers:
+            todo = [t.grad_fn for t in vars(layer.mlp.token_dispatcher).values() if isinstance(t, torch.Tensor)]
+            seen = {None}
+            while todo:
+                node = todo.pop()
+                if node not in seen:
+                    seen.add(node)
+                    todo += [other for other, _ in node.next_functions]
+                    leaf = getattr(node, "variable", None)
+                    if type(leaf) is torch.Tensor:
+                        found.append(leaf.untyped_storage().nbytes())
+        swap_runs.forget_routing(chunks)
+    return found
+
+
+def test_what_experts_keep_of_a_second_run_holds_no_input():
+    [found] = on_ranks(1, leaves_of_second_runs)
+    assert found and not any(found)
