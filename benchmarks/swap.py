@@ -13,11 +13,9 @@ backward (``save_on_cpu`` keeps its copies in the same memory there, so it has n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
@@ -32,81 +30,33 @@ from mindspeed_mem.activation.ledger import LEDGER  # noqa: E402
 from mindspeed_mem.activation.meter import ActivationMeter  # noqa: E402
 from mindspeed_mem.device import get_backend  # noqa: E402
 from mindspeed_mem.patching import REGISTRY  # noqa: E402
-from mindspeed_mem.plan import load_memory_config  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 512, 8, 1376, 512, 1, 2, 512),
     "cuda": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
     "npu": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
 }
-SWAP_PATCHES = [
-    "mindspeed_mem.patches.activation_" + name
-    for name in ("checkpoint", "linear", "markers", "schedules", "transformer_block")
-]
 
 
 def entry(**more) -> dict:
     return {"swap_config": {"swap": True, **more}}
 
 
-def variants(prefetch: int, layers: int) -> dict[str, dict | None]:
-    """Name -> memory configuration; None where no engine runs."""
+def variants(prefetch: int, layers: int, pinned: bool) -> dict:
+    from variants import Variant
+
     everywhere = {"backward_prefetch": prefetch, "layers": True}
+    half = {"op_name": r".*\.core_attention", "backward_prefetch": prefetch, "layers": list(range(0, layers, 2))}
     return {
-        "no pack": None,
-        "nothing selected": entry(layer_swap=[{"backward_prefetch": 1, "layers": []}]),
-        "handles, all kept": {},
-        "swap core attention": entry(default_prefetch=prefetch),
-        "swap core attention, half the layers": entry(
-            op_swap=[
-                {
-                    "op_name": r".*\.core_attention",
-                    "backward_prefetch": prefetch,
-                    "layers": list(range(0, layers, 2)),
-                }
-            ]
-        ),
-        "swap everything": entry(layer_swap=[everywhere]),
-        "save_on_cpu": None,
-        "Megatron full recompute": None,
+        "no pack": Variant(),
+        "nothing selected": Variant(entry(layer_swap=[{"backward_prefetch": 1, "layers": []}])),
+        "handles, all kept": Variant({}),
+        "swap core attention": Variant(entry(default_prefetch=prefetch)),
+        "swap core attention, half the layers": Variant(entry(op_swap=[half])),
+        "swap everything": Variant(entry(layer_swap=[everywhere])),
+        "save_on_cpu": Variant(around=lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)),
+        "Megatron full recompute": Variant(full=layers),
     }
-
-
-class Settings:
-    """Puts variants in place and takes them away."""
-
-    def __init__(self, model, backend, prefetch: int, layers: int):
-        self.model, self.backend = model, backend
-        self.config = model.config
-        self.engines, self.stalls = {}, Counter()
-        for name, plan in variants(prefetch, layers).items():
-            if plan is not None:
-                self.engines[name] = engines.start(load_memory_config(plan), backend, watch_only=not plan)
-                self.engines[name].num_layers = layers
-        engines.stop()
-
-    @contextlib.contextmanager
-    def __call__(self, name: str):
-        engine = self.engines.get(name)
-        if engine is not None:
-            REGISTRY.apply(SWAP_PATCHES)
-            engines.use(engine)
-        elif name == "Megatron full recompute":
-            self.config.recompute_granularity, self.config.recompute_method = "full", "uniform"
-            self.config.recompute_num_layers = 1
-        hooks = contextlib.nullcontext()
-        if name == "save_on_cpu":
-            hooks = torch.autograd.graph.save_on_cpu(pin_memory=self.backend.type != "cpu")
-        stalled = self.backend.stall_seconds()
-        try:
-            with hooks:
-                yield
-        finally:
-            self.stalls[name] += self.backend.stall_seconds() - stalled
-            engines.stop()
-            REGISTRY.undo(SWAP_PATCHES)
-            self.config.recompute_granularity = self.config.recompute_method = None
-            self.config.recompute_num_layers = None
 
 
 def held_at_peak(name: str, setting, step, backend) -> int | None:
@@ -142,14 +92,17 @@ def main() -> None:
     engines.stop()
     shape = args.shape or SHAPES[backend.type]
     layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape
+    from variants import PATCHES, Settings
+
     device = start_one_rank(backend.type)
     if backend.type == "cpu":
         torch.set_num_threads(1)
     model = build(device, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
-    REGISTRY.undo(SWAP_PATCHES)
+    REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
     step = make_step(model, device, seq, micro_batch, micro_batches, vocab)
-    setting = Settings(model, backend, args.prefetch, layers)
-    names = list(variants(args.prefetch, layers))
+    all_variants = variants(args.prefetch, layers, backend.type != "cpu")
+    setting = Settings(model, backend, all_variants, layers)
+    names = list(all_variants)
     seconds, losses = interleaved(names, setting, step, args.rounds, backend.synchronize), {}
     rows = summary(seconds, "no pack")
     for name in names:
