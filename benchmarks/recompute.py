@@ -13,21 +13,16 @@ all the time).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-import torch  # noqa: E402
-from gpt import build, make_step, start_one_rank  # noqa: E402
-from timing import interleaved, machine, summary  # noqa: E402
+from timing import interleaved, summary  # noqa: E402
+from variants import Settings, Variant, device_bytes_at_peak, set_up, write  # noqa: E402
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
-from mindspeed_mem.activation import engine as engines  # noqa: E402
-from mindspeed_mem.device import get_backend  # noqa: E402
-from mindspeed_mem.patching import REGISTRY  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (6, 512, 8, 1376, 512, 1, 1, 512),
@@ -50,8 +45,6 @@ def mix(distance: int, swapped: list[str], **config) -> dict:
 
 
 def variants(layers: int, distance: int) -> dict:
-    from variants import Variant
-
     some = [count for count in (layers // 3, 2 * layers // 3, layers) if count]
     inputs_swapped = {
         "swap_config": {"swap": True, "op_swap": [], "swap_recompute_inputs": True, "default_prefetch": distance}
@@ -94,22 +87,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--picture", type=Path, help="draw throughput over memory there (PNG or SVG)")
     args = parser.parse_args()
-    backend = get_backend(None if args.device in (None, "auto") else args.device)
-    everything = recompute(recompute=True)
-    mem.configure({"device": backend.type, "sdpa_attention": True, "memory_config": everything})
-    engines.stop()
-    from variants import PATCHES, Settings, device_bytes_at_peak
-
-    shape = args.shape or SHAPES[backend.type]
-    layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape
-    device = start_one_rank(backend.type)
-    if backend.type == "cpu":
-        torch.set_num_threads(1)
-    model = build(device, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
-    REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
-    step = make_step(model, device, seq, micro_batch, micro_batches, vocab)
-    all_variants = variants(layers, args.prefetch)
-    setting = Settings(model, backend, all_variants, layers)
+    backend, model, step, shape = set_up(args, SHAPES, recompute(recompute=True))
+    all_variants = variants(shape["layers"], args.prefetch)
+    setting = Settings(model, backend, all_variants, shape["layers"])
     clock = time.process_time if backend.type == "cpu" else time.perf_counter
     seconds = interleaved(list(all_variants), setting, step, args.rounds, backend.synchronize, clock)
     rows, losses = summary(seconds, "no recompute"), {}
@@ -120,21 +100,11 @@ def main() -> None:
             losses[name] = step(), [p.grad.double().sum().item() for p in model.parameters()]
         row["same"] = losses[name] == losses["no recompute"]
     print(table(rows))
-    if args.json:
-        names = ("layers", "hidden", "heads", "ffn", "seq", "micro_batch", "micro_batches", "vocab")
-        record = {
-            "benchmark": "recompute",
-            "machine": machine(backend.type),
-            "rounds": args.rounds,
-            "prefetch": args.prefetch,
-            "shape": dict(zip(names, shape, strict=True)),
-            "variants": rows,
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    write(args, "recompute", backend, shape, rows)
     if args.picture:
         from picture import draw
 
-        draw(rows, args.picture, f"{layers} layers, hidden {hidden}, sequence {seq}, {backend.type}")
+        draw(rows, args.picture, "{layers} layers, hidden {hidden}, sequence {seq}, ".format(**shape) + backend.type)
 
 
 def table(rows: dict[str, dict]) -> str:

@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from gpt import build, make_step, start_one_rank  # noqa: E402
-from timing import interleaved, machine, summary  # noqa: E402
+from timing import interleaved, summary  # noqa: E402
+from variants import Settings, Variant, device_bytes_at_peak, set_up, write  # noqa: E402
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
-from mindspeed_mem.activation import engine as engines  # noqa: E402
 from mindspeed_mem.activation.ledger import LEDGER  # noqa: E402
 from mindspeed_mem.activation.meter import ActivationMeter  # noqa: E402
-from mindspeed_mem.device import get_backend  # noqa: E402
-from mindspeed_mem.patching import REGISTRY  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 512, 8, 1376, 512, 1, 2, 512),
@@ -43,8 +39,6 @@ def entry(**more) -> dict:
 
 
 def variants(prefetch: int, layers: int, pinned: bool) -> dict:
-    from variants import Variant
-
     everywhere = {"backward_prefetch": prefetch, "layers": True}
     half = {"op_name": r".*\.core_attention", "backward_prefetch": prefetch, "layers": list(range(0, layers, 2))}
     return {
@@ -59,24 +53,17 @@ def variants(prefetch: int, layers: int, pinned: bool) -> dict:
     }
 
 
-def held_at_peak(name: str, setting, step, backend) -> int | None:
+def held_at_peak(name: str, setting: Settings, step) -> int | None:
     """Bytes of one step's activations at their peak."""
+    if setting.backend.type != "cpu":
+        return device_bytes_at_peak(setting, name, step)
+    if name == "save_on_cpu":
+        return None
     gc.collect()
-    with setting(name):
-        if backend.type != "cpu":
-            setting.model.zero_grad(set_to_none=True)
-            backend.synchronize()
-            backend.reset_peak()
-            before = backend.allocated()
-            step()
-            backend.synchronize()
-            return backend.peak() - before
-        if name == "save_on_cpu":
-            return None
-        with ActivationMeter(backend):
-            LEDGER.reset_peak()
-            step()
-            return LEDGER.held.peak
+    with setting(name), ActivationMeter(setting.backend):
+        LEDGER.reset_peak()
+        step()
+        return LEDGER.held.peak
 
 
 def main() -> None:
@@ -87,26 +74,14 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=8, metavar="N", help="layers hidden heads ffn seq mbs n_mb vocab")
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
-    backend = get_backend(None if args.device in (None, "auto") else args.device)
-    mem.configure({"device": backend.type, "sdpa_attention": True, "memory_config": entry()})
-    engines.stop()
-    shape = args.shape or SHAPES[backend.type]
-    layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape
-    from variants import PATCHES, Settings
-
-    device = start_one_rank(backend.type)
-    if backend.type == "cpu":
-        torch.set_num_threads(1)
-    model = build(device, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
-    REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
-    step = make_step(model, device, seq, micro_batch, micro_batches, vocab)
-    all_variants = variants(args.prefetch, layers, backend.type != "cpu")
-    setting = Settings(model, backend, all_variants, layers)
+    backend, model, step, shape = set_up(args, SHAPES, entry())
+    all_variants = variants(args.prefetch, shape["layers"], backend.type != "cpu")
+    setting = Settings(model, backend, all_variants, shape["layers"])
     names = list(all_variants)
     seconds, losses = interleaved(names, setting, step, args.rounds, backend.synchronize), {}
     rows = summary(seconds, "no pack")
     for name in names:
-        rows[name]["peak_bytes"] = held_at_peak(name, setting, step, backend)
+        rows[name]["peak_bytes"] = held_at_peak(name, setting, step)
         with setting(name):
             losses[name] = step()
         rows[name]["same_losses"] = losses[name] == losses["no pack"]
@@ -115,22 +90,7 @@ def main() -> None:
             rows[name]["stall_ms_per_step"] = 1e3 * setting.stalls[name] / (args.rounds + 3)
             rows[name]["bytes_out_per_step"] = engine["bytes_out"] // (args.rounds + 3)
     print(table(rows))
-    if args.json:
-        shape_names = ("layers", "hidden", "heads", "ffn", "seq", "micro_batch", "micro_batches", "vocab")
-        args.json.write_text(
-            json.dumps(
-                {
-                    "benchmark": "swap",
-                    "machine": machine(backend.type),
-                    "rounds": args.rounds,
-                    "prefetch": args.prefetch,
-                    "shape": dict(zip(shape_names, shape, strict=True)),
-                    "variants": rows,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+    write(args, "swap", backend, shape, rows)
 
 
 def table(rows: dict[str, dict]) -> str:

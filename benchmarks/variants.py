@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpt import build, make_step, start_one_rank
+from timing import machine
 
 import mindspeed_mem.megatron_adaptor as mem
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.ledger import Ledger
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 
+SHAPE = ("layers", "hidden", "heads", "ffn", "seq", "micro_batch", "micro_batches", "vocab")
 PATCHES = mem.patch_modules(["activation_*", "recompute_*"])
 
 
@@ -78,6 +83,32 @@ class Settings:
             megatron_selective(self.model, ())
             self.config.recompute_granularity = self.config.recompute_method = None
             self.config.recompute_num_layers = None
+
+
+def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any]):
+    """The device's backend, a model on it with no patch of ours left, its step, and the shape.
+
+    The model is built under ``plan``, so that its operators are named. ``shapes``: by kind of device.
+    """
+    backend = get_backend(None if args.device in (None, "auto") else args.device)
+    mem.configure({"device": backend.type, "sdpa_attention": True, "memory_config": plan})
+    engines.stop()
+    shape = dict(zip(SHAPE, args.shape or shapes[backend.type], strict=True))
+    layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape.values()
+    device = start_one_rank(backend.type)
+    if backend.type == "cpu":
+        torch.set_num_threads(1)
+    model = build(device, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
+    REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
+    return backend, model, make_step(model, device, seq, micro_batch, micro_batches, vocab), shape
+
+
+def write(args, name: str, backend, shape: dict[str, int], rows: dict[str, dict]) -> None:
+    """Put the figures into the JSON file that was asked for, with the machine and what was run."""
+    if args.json:
+        record = {"benchmark": name, "machine": machine(backend.type), "rounds": args.rounds}
+        record |= {"prefetch": args.prefetch, "shape": shape, "variants": rows}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def device_bytes_at_peak(setting: Settings, name: str, step: Callable[[], Any]) -> int:

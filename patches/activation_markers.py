@@ -12,7 +12,7 @@ import sys
 import torch
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import recompute
+from mindspeed_mem.activation import replay
 from mindspeed_mem.patching import around
 
 
@@ -53,4 +53,4 @@ def _ranges_closed():
             torch.cuda.nvtx.range_pop()
 
 
-recompute.GUARDS.append(_ranges_closed)
+replay.GUARDS.append(_ranges_closed)

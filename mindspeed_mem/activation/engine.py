@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from mindspeed_mem.activation import recompute, regions
+from mindspeed_mem.activation import regions, replay
 from mindspeed_mem.activation.agreement import agreed
 from mindspeed_mem.activation.census import Census
 from mindspeed_mem.activation.frame import Frame
@@ -24,9 +24,9 @@ from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.mover import Mover
 from mindspeed_mem.activation.order import BACKWARD, FORWARD, RecordedOrder
 from mindspeed_mem.activation.pinned import PinnedWatch
-from mindspeed_mem.activation.recompute import Replay
-from mindspeed_mem.activation.recomputed import RecomputedRegions
+from mindspeed_mem.activation.recompute_regions import RecomputedRegions
 from mindspeed_mem.activation.records import KEEP
+from mindspeed_mem.activation.replay import Replay
 from mindspeed_mem.activation.tape import Tape
 from mindspeed_mem.device.slabs import HostSlabs
 from mindspeed_mem.plan import MemoryConfig, MemoryPlan, resolve
@@ -100,8 +100,8 @@ class Engine(RecomputedRegions):
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
         """Run a tagged module's forward as an operator."""
         layer, path = module.__dict__[regions.TAG]
-        if recompute.running():
-            recompute.enters(path, args, kwargs)
+        if replay.running():
+            replay.enters(path, args, kwargs)
             return original(module, *args, **kwargs)
         if self._stack:
             return self._run_operator(layer, path, original, module, args, kwargs)
@@ -141,9 +141,9 @@ class Engine(RecomputedRegions):
 
     def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         """Run a function as operator ``name`` of the running module; ``state`` as for `Replay`."""
-        if recompute.running():
-            recompute.enters(name, args, kwargs)
-        if not self._stack or recompute.running():
+        if replay.running():
+            replay.enters(name, args, kwargs)
+        if not self._stack or replay.running():
             return call(*args, **kwargs)
         layer, parent, _ = self._stack[-1]
         if type(self._region) is Replay:
@@ -186,7 +186,7 @@ class Engine(RecomputedRegions):
 
     def mark_start(self, name: str) -> None:
         """Inline operator ``name`` starts inside the running module."""
-        if self._stack and not recompute.running():
+        if self._stack and not replay.running():
             layer, parent, _ = self._stack[-1]
             path = regions.inline_path(parent, name)
             self._start(layer, path, True)
@@ -198,7 +198,7 @@ class Engine(RecomputedRegions):
         if (
             stack
             and stack[-1][2]
-            and not recompute.running()
+            and not replay.running()
             and stack[-1][1].rpartition(".")[2] == regions.inline_path("", name)
         ):
             self._stop(len(stack) - 1)

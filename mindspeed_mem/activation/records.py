@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
     from mindspeed_mem.activation.ledger import Token
     from mindspeed_mem.activation.mover import Mover
-    from mindspeed_mem.activation.recompute import Replay
+    from mindspeed_mem.activation.replay import Replay
     from mindspeed_mem.activation.tape import Tape
 
 # States of a record. KEPT: stays on the device. DEVICE: selected, not copied yet. COPYING: copy out under way or done,
@@ -121,11 +121,13 @@ class Record:
         written at all, or both are views of one tensor.
         """
         version = tensor._version
-        return version == self.version and (version == 0 or (self.base is not None and self.base() is base_of(tensor)))
+        return version == self.version and (version == 0 or self.base() is base_of(tensor))
 
     def used_at(self, number: int) -> None:
         """Backward of operator ``number`` reads it."""
-        self.last_use = max(self.last_use, number)
+        if number < self.last_use:
+            return  # what it is made from is there by then anyway
+        self.last_use = number
         if self.state == DROPPED:
             self.replay.used_at(number)
 
@@ -153,7 +155,7 @@ class Record:
     def fill(self, tensor: torch.Tensor) -> None:
         """It has been made again, in the storage of ``tensor``."""
         self.buffer, self.state = tensor.detach(), REMADE
-        self.version, self.base = tensor._version, None
+        self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         LEDGER.enter_copy(tensor.untyped_storage(), self.layer >= 0)
 
     def bring_back(self) -> None:

@@ -14,8 +14,8 @@ import torch
 from mindspeed_mem.activation.frame import OUTSIDE, Frame
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.notes import Notes
-from mindspeed_mem.activation.recompute import Replay
 from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, KEPT, LOADED, Handle, Record, movable, native
+from mindspeed_mem.activation.replay import Replay
 from mindspeed_mem.activation.tape import Tape
 
 if TYPE_CHECKING:
@@ -183,7 +183,6 @@ class SavedTensors:
     def _unpack(self, kept: Any) -> torch.Tensor:
         if type(kept) is not Handle:
             return kept
-        kept.check_version()
         if kept.frame is not None:
             kept.frame.unpacks(kept.number)
         return kept.bring_back()

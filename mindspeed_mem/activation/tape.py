@@ -90,11 +90,10 @@ class Tape(TorchDispatchMode):
             return
         writes = set()
         for tensor in _written(func, args, kwargs):
-            mine = getattr(tensor.untyped_storage(), "_mem_tape", None)
-            if mine is None or mine[1] not in self._made:
+            if not self.made(tensor.untyped_storage()):
                 self.why_not = "it changes its input in place"
                 return
-            writes.add(mine[1])
+            writes.add(self._key(tensor.untyped_storage()))
         blank = func.__name__.startswith(("empty", "new_empty"))
         results = []
         for tensor in outputs:
@@ -132,7 +131,7 @@ class Tape(TorchDispatchMode):
             mine = storage._mem_tape = weakref.ref(self), self._keys
         return mine[1]
 
-    def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> bool:
+    def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int] | None = None) -> bool:
         """Whether the storage was produced in here."""
         mine = getattr(storage, "_mem_tape", None)
         return mine is not None and mine[0]() is self and mine[1] in self._made
@@ -230,10 +229,6 @@ class Tape(TorchDispatchMode):
 
     def __str__(self) -> str:
         return f"{self.op} of layer {self.layer}"
-
-
-def _tensor(there: dict[int, torch.UntypedStorage], ref: _Ref) -> torch.Tensor:
-    return view_of(there[ref.key], ref.dtype, ref.size, ref.stride, ref.offset)
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Every torch operation inside layers is noted with the storages it reads and makes, its FLOPs, and the operator running.
 A module or function that runs again starts from what it was given, and stops once the last storage that backward needs
-of it is there; inline code runs only the operations on which such storages depend. See recompute.py and tape.py, whose
+of it is there; inline code runs only the operations on which such storages depend. See replay.py and tape.py, whose
 rules are followed here. Kernels that are no torch operations count no FLOPs; what is compiled runs uncompiled here.
 """
 

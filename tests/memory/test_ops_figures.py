@@ -53,7 +53,7 @@ def figures(kind: str, sdpa: bool, backward: bool, fused: bool) -> dict[str, tup
     import torch
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-    from mindspeed_mem.activation import recompute
+    from mindspeed_mem.activation import replay
     from tests.swap_runs import SDPA, patched, swap
 
     on_cpu = {
@@ -78,12 +78,12 @@ def figures(kind: str, sdpa: bool, backward: bool, fused: bool) -> dict[str, tup
             if one["op"] in CHANGES_ITS_INPUT:
                 found[one["op"]] = one["frees"], one["flops"], 0, 0
                 continue
-            recompute.GUARDS.append(count)
+            replay.GUARDS.append(count)
             try:
                 with swap(plan(one["op"])) as engine:
                     freed = without - in_one_pass(engine, kind, backward, fused)
             finally:
-                recompute.GUARDS.remove(count)
+                replay.GUARDS.remove(count)
             found[one["op"]] = one["frees"], one["flops"], freed, sum(flops)
     return found
 

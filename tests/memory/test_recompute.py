@@ -51,7 +51,7 @@ def broken(plan: dict, where: str, call: int) -> tuple[dict, list[str], list[str
     """A step in which what ``where`` names raises in its ``call``-th run in layer 2, then a good one."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    from mindspeed_mem.activation import recompute
+    from mindspeed_mem.activation import replay
     from tests.models import build_gpt, train_step
     from tests.swap_runs import difference, left_over, swap
 
@@ -87,7 +87,7 @@ def broken(plan: dict, where: str, call: int) -> tuple[dict, list[str], list[str
             still = []
             if _get_current_dispatch_mode() is not None:
                 still.append("a dispatch mode")
-            if recompute.running():
+            if replay.running():
                 still.append("a second run")
             if (
                 torch._C._autograd._saved_tensors_hooks_is_enabled()

@@ -8,19 +8,9 @@ from hypothesis import strategies as st
 
 from mindspeed_mem.plan import MemoryConfigError, Swap, load_memory_config, resolve
 from mindspeed_mem.plan.operators import match, with_inline
+from tests.operators import DENSE as LAYER
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
-LAYER = (
-    "input_layernorm",
-    "self_attention",
-    "self_attention.linear_qkv",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "pre_mlp_layernorm",
-    "mlp",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 MODEL = {layer: LAYER for layer in range(4)}
 OPERATORS = with_inline(LAYER)
 

@@ -5,18 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_mem.plan.operators import both_names, match, near_patterns, pattern_error, with_inline
+from tests.operators import DENSE
 
-DENSE = (
-    "input_layernorm",
-    "self_attention",
-    "self_attention.linear_qkv",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "pre_mlp_layernorm",
-    "mlp",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 ATTENTION = {op for op in with_inline(DENSE) if op.startswith("self_attention")}
 MLP = {op for op in with_inline(DENSE) if op == "mlp" or op.startswith("mlp.")}
 MOE = (

@@ -8,18 +8,8 @@ from hypothesis import strategies as st
 
 from mindspeed_mem.plan import MemoryConfigError, Recompute, load_memory_config, resolve
 from mindspeed_mem.plan.operators import nodes_of, selects, with_inline
+from tests.operators import DENSE as LAYER
 
-LAYER = (
-    "input_layernorm",
-    "self_attention",
-    "self_attention.linear_qkv",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "pre_mlp_layernorm",
-    "mlp",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 MODEL = {layer: LAYER for layer in range(4)}
 OPERATORS = with_inline(LAYER)
 EXPERTS = ("mlp", "mlp.router", "mlp.experts", "mlp.shared_experts", "mlp.shared_experts.linear_fc1")

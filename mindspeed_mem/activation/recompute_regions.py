@@ -12,8 +12,8 @@ import torch
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.arguments import tensors_in
 from mindspeed_mem.activation.frame import Frame
-from mindspeed_mem.activation.recompute import TAKE_OUT, MadeBy, Replay
 from mindspeed_mem.activation.records import OverwrittenError
+from mindspeed_mem.activation.replay import TAKE_OUT, MadeBy, Replay
 from mindspeed_mem.activation.saved import SavedTensors
 from mindspeed_mem.activation.tape import MANAGED, Tape
 
@@ -28,6 +28,7 @@ class RecomputedRegions(SavedTensors):
         self._modules: set[tuple[int, str]] = set()  # operators that are modules; the rest is inline code
         self._tape_depth = 0  # how many regions were running when the tape started, its own included
         self._tried: dict[tuple[int, str], bool] = {}  # inline operators: whether their tape repeats them
+        self._judged: set[int] = set()  # model chunks whose recomputed operators have been looked at
         self._ran: set[str] | None = set()  # who asked for what has run so far; None once that has been looked at
 
     def _to_recompute(self, layer: int, path: str) -> bool:
@@ -170,6 +171,9 @@ class RecomputedRegions(SavedTensors):
 
     def _judge(self, frame: Frame) -> None:
         """Say which recomputed operators free nothing, or no more than inputs take that nobody else keeps."""
+        if frame.key[1] in self._judged or not frame.recomputed:
+            return
+        self._judged.add(frame.key[1])
         runs = [(key, replay) for *key, ref in frame.recomputed if (replay := ref()) is not None]
         aliases = Counter(id(handle.alias.untyped_storage()) for _, replay in runs for handle in replay.held())
         freed = dict.fromkeys(((layer, path) for layer, path, _ in frame.recomputed), 0)
