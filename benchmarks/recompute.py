@@ -25,7 +25,7 @@ from variants import Settings, Variant, device_bytes_at_peak, set_up, write  # n
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
-    "cpu": (6, 512, 8, 1376, 512, 1, 1, 512),
+    "cpu": (4, 1024, 16, 2752, 1024, 1, 1, 512),
     "cuda": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
     "npu": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
 }

@@ -72,12 +72,15 @@ class Frame:
             self._alive[number] = 1
             self._saving.append(number)
 
-    def select(self, record: Record, distance: int) -> None:
-        """Move this record: copy out as soon as it is complete, release ``distance`` operators after its producer."""
+    def select(self, record: Record, distance: int, at_once: bool = True) -> None:
+        """Move this record: copy out as soon as it is complete, release ``distance`` operators after its producer.
+
+        Without ``at_once`` the copy waits for the end of the running operator even if it is complete.
+        """
         record.distance = distance
         record.state = DEVICE
         self._fresh.append(weakref.ref(record))
-        if record.number < self.count:
+        if at_once and record.number < self.count:
             self.copy_fresh()
 
     def copy_fresh(self) -> None:

@@ -43,7 +43,16 @@ class SavedTensors:
         self.notes = Notes()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        region = self._region if type(self._region) is Replay else None
+        region = self._region
+        if type(region) is not Tape:
+            return self._keep(tensor, region)
+        region.paused = True
+        try:
+            return self._keep(tensor, None)
+        finally:
+            region.paused = False
+
+    def _keep(self, tensor: torch.Tensor, region: Replay | None) -> Any:
         if not movable(tensor, self._device_type):
             if region is not None:
                 region.saves(None, tensor)
@@ -65,8 +74,8 @@ class SavedTensors:
             handle.let_go()
         elif record.state == KEPT:
             distance = self._distance(record.layer, record.op, *self._stack[-1][:2])
-            if distance is not None:
-                frame.select(record, distance)
+            if distance is not None:  # a tape may turn out to start from it: then it stays
+                frame.select(record, distance, at_once=type(self._region) is not Tape)
         return handle
 
     def _record_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Record | None:

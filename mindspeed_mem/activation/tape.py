@@ -54,6 +54,7 @@ class Tape(TorchDispatchMode):
         self.why_not = ""
         """Why it cannot run again; empty if it can."""
         self.inputs: dict[int, Handle] | None = None
+        self.paused = False  # what runs now is the engine's own: it keeps, copies and looks at tensors
         self._device_type = device_type
         self._steps: list[_Step] = []
         self._arguments: dict[int, torch.Tensor] = {}
@@ -71,6 +72,8 @@ class Tape(TorchDispatchMode):
     # ---- the first run
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         random = rng.capture() if _RANDOM in func.tags else None
         result = func(*args, **kwargs)
         if not self.why_not:

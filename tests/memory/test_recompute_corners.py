@@ -166,3 +166,27 @@ def leaves_of_second_runs() -> list[int]:
 def test_what_experts_keep_of_a_second_run_holds_no_input():
     [found] = on_ranks(1, leaves_of_second_runs)
     assert found and not any(found)
+
+
+def swapped_beside(inputs_too: bool) -> tuple[list[str], list[str], int, int]:
+    """fc1 is swapped, and the activation function that starts from its output is recomputed."""
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    plan = {"swap": True, "swap_recompute_inputs": inputs_too, "op_swap": [op(r"mlp\.linear_fc1", 2)]}
+    results = []
+    for engine in (contextlib.nullcontext(), swap_runs.swap(again([r"mlp\.activation_func"], plan))):
+        with parallel(), swap_runs.listening() as said, engine as running:
+            chunks = models.build_gpt("swiglu_gqa_rope")
+            results.append(models.train_step(chunks, micro_batches=1))
+            output = chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.shape[0] * 4 * 32 * 2
+            moved = running and running.report()["bytes_out"]
+    return swap_runs.difference(*results), said, moved, output
+
+
+@pytest.mark.parametrize("inputs_too", [False, True])
+def test_what_is_swapped_beside_inline_code_is_no_part_of_it(inputs_too):
+    [(found, said, moved, output)] = on_ranks(1, swapped_beside, inputs_too)
+    assert found == []
+    assert not any("recompute" in line and "activation_func" in line and "in place" in line for line in said), said
+    assert moved == (4 * output if inputs_too else 0)
