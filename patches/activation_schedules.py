@@ -8,12 +8,14 @@ The three schedule functions are wrapped only to know where a step begins and en
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 
 import torch.distributed as dist
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.static import mark_static
 from mindspeed_mem.patching import around
+from mindspeed_mem.schedule import ScheduleError, order, settings
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
 
@@ -40,6 +42,33 @@ def _partners():
     return found
 
 
+def _stage(schedule, kwargs):
+    """This rank's pipeline stage, and how many there are."""
+    if schedule == "forward_backward_no_pipelining":
+        return 0, 1
+    communicator = kwargs.get("p2p_communicator")
+    state = sys.modules["megatron.core.parallel_state"]
+    group = state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
+    return group.rank(), group.size()
+
+
+def _chunks(schedule, models):
+    """The number of virtual stages, and how many micro-batches run on one in a row."""
+    if not schedule.endswith("with_interleaving"):
+        return 1, None
+    config = sys.modules["megatron.core.utils"].get_model_config(models[0])
+    return len(models), config.microbatch_group_size_per_vp_stage
+
+
+@lru_cache(maxsize=16)
+def _passes(stage, stages, chunks, group, number, cap, forward_only):
+    """The order of this stage; None for sizes that the pure function does not know."""
+    try:
+        return order(stages, chunks, number, group_size=group, cap=cap, forward_only=forward_only)[stage]
+    except (ScheduleError, TypeError):
+        return None
+
+
 def _schedule(original, **kwargs):
     engine = engines.current()
     if engine is None:
@@ -48,7 +77,16 @@ def _schedule(original, **kwargs):
     if not engine.agreed:
         mark_static(models if isinstance(models, (list, tuple)) else [models])
         engine.resolve(_gather, _partners())
-    engine.begin_schedule((original.__name__, kwargs.get("num_microbatches"), kwargs.get("forward_only", False)))
+    number, forward_only = kwargs.get("num_microbatches"), kwargs.get("forward_only", False)
+    stage, stages = _stage(original.__name__, kwargs)
+    engine.begin_schedule(
+        (original.__name__, number, forward_only),
+        _passes(
+            stage, stages, *_chunks(original.__name__, models), number, settings.current().max_inflight, forward_only
+        ),
+        stage if stages > 1 and not forward_only else None,
+        _gather,
+    )
     completed = False
     try:
         result = original(**kwargs)

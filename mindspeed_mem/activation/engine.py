@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +20,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from mindspeed_mem.activation import regions, replay
 from mindspeed_mem.activation.agreement import agreed
 from mindspeed_mem.activation.census import Census
+from mindspeed_mem.activation.figures import figures
 from mindspeed_mem.activation.frame import Frame
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.mover import Mover
-from mindspeed_mem.activation.order import BACKWARD, FORWARD, RecordedOrder
+from mindspeed_mem.activation.order import BACKWARD, FORWARD, Pass, RecordedOrder
 from mindspeed_mem.activation.pinned import PinnedWatch
 from mindspeed_mem.activation.recompute_regions import RecomputedRegions
 from mindspeed_mem.activation.records import KEEP
 from mindspeed_mem.activation.replay import Replay
+from mindspeed_mem.activation.residency import Residency
 from mindspeed_mem.activation.tape import Tape
 from mindspeed_mem.device.slabs import HostSlabs
 from mindspeed_mem.plan import MemoryConfig, MemoryPlan, resolve
@@ -44,8 +47,8 @@ class Engine(RecomputedRegions):
         super().__init__("cpu" if backend.type == "simulated" else backend.type, counting=watch_only)
         self.config, self.backend, self.watch_only = config, backend, watch_only
         self.mover = Mover(backend, HostSlabs(backend, host_limit_bytes))
-        self._stalled_before = backend.stall_seconds()
-        self.order, self.pinned = RecordedOrder(), PinnedWatch()
+        self.stalled_before = backend.stall_seconds()
+        self.order, self.pinned, self.residency = RecordedOrder(), PinnedWatch(), Residency()
         self.census = Census(self.running, self._device_type) if watch_only else None
         self.plan: MemoryPlan | None = None
         self.agreed = False  # all ranks have made the plan together
@@ -53,6 +56,9 @@ class Engine(RecomputedRegions):
         self._covered: set[int] | None = None  # None: all layers
         self._idle = False  # the plan selects nothing: everything runs natively
         self._scheduled = False  # a schedule says when micro-batches begin and end
+        self._stage: int | None = None  # of a pipeline that trains
+        self._at_once: set[tuple[int, int]] = set()  # micro-batch and chunk of forwards with their backward next
+        self._departed = False
         self._frames: weakref.WeakValueDictionary[tuple[int | None, int], Frame] = weakref.WeakValueDictionary()
         self._of_output: dict[int, tuple[tuple[int | None, int], Any]] = {}
         self._operators_of_chunk: dict[int, int] = {}
@@ -86,7 +92,7 @@ class Engine(RecomputedRegions):
             self._by_producer_only = not self.plan.selects_by_saver
             self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
             self._idle = not touched
-            self._recomputes = self.plan.recomputes
+            self.recomputes = self.plan.recomputes
         if not self._idle and not layers:
             logger.error(
                 "the memory plan has no effect: no layer was built after mindspeed_mem.megatron_adaptor was configured"
@@ -106,7 +112,7 @@ class Engine(RecomputedRegions):
         if self._stack:
             return self._run_operator(layer, path, original, module, args, kwargs)
         if path or self._idle or not regions.may_save():
-            if not path and self._recomputes and torch.is_grad_enabled():
+            if not path and self.recomputes and torch.is_grad_enabled():
                 self._under_another_checkpoint(layer)  # before its backward, or again in it
             return original(module, *args, **kwargs)
         self._enter_layer(layer, args, kwargs)
@@ -190,7 +196,7 @@ class Engine(RecomputedRegions):
             layer, parent, _ = self._stack[-1]
             path = regions.inline_path(parent, name)
             self._start(layer, path, True)
-            if self._recomputes:
+            if self.recomputes:
                 self._start_tape(layer, path)
 
     def mark_stop(self, name: str) -> None:
@@ -244,16 +250,40 @@ class Engine(RecomputedRegions):
         return self._frame
 
     # ---- passes of a schedule
-    def begin_schedule(self, key: tuple) -> None:
-        """A schedule call begins; ``key`` is what its order depends on."""
+    def begin_schedule(
+        self,
+        key: tuple,
+        passes: Sequence[Pass] | None = None,
+        stage: int | None = None,
+        gather: Callable[[Any], list] | None = None,
+    ) -> None:
+        """A schedule call begins.
+
+        Args:
+            key: what its order depends on.
+            passes: its order on this rank, where that is known beforehand.
+            stage: this rank's stage of a pipeline that trains; None: there is no pipeline, or nothing is trained.
+            gather: collects an object from all ranks, in a pipeline.
+        """
         self._abandon()
-        self._scheduled = True
-        self.order.begin(key)
+        self._scheduled, self._stage = True, stage
+        self.order.begin(key, passes)
+        self._at_once = {one[1:] for one, after in pairwise(passes or ()) if after == (BACKWARD, *one[1:])}
+        if stage is not None and self.residency.due and self.plan.moves and self.plan.pp_aware:
+            peaks = LEDGER.held.highest, LEDGER.without.highest
+            mine = self.residency.measured(stage, self.backend.peak(), *peaks)
+            for line in self.residency.settle(mine, gather(mine)):
+                logger.info(line)
 
     def end_schedule(self, completed: bool) -> None:
-        self.order.end(completed)
+        departed = self.order.end(completed)
+        if departed and not self._departed:
+            self._departed = True
+            logger.warning("the schedule left its known order (%s): what runs next is taken from records", departed)
         if completed and any(self._operators_of_chunk.values()):
             self._say_what_never_ran()
+        if completed and self._stage is not None:
+            self.residency.trained()
         self._abandon()
         self._scheduled = False
 
@@ -266,6 +296,9 @@ class Engine(RecomputedRegions):
     def begin_forward(self, micro_batch: int | None, chunk: int) -> None:
         """The forward of one micro-batch through one model chunk begins on this rank."""
         frame = self._new_frame((micro_batch, chunk))
+        if self._stage is not None:
+            staying = sum(other.stays for other in self._frames.values())
+            frame.stays = self.residency.stays(staying, (micro_batch, chunk) in self._at_once, bool(self._at_once))
         frame.ahead = self._backward_after((FORWARD, micro_batch, chunk))
 
     def end_forward(self, output: Any) -> None:
@@ -278,10 +311,12 @@ class Engine(RecomputedRegions):
         self._operators_of_chunk[frame.key[1]] = frame.count
         if isinstance(_first(output), torch.Tensor):
             self._of_output[id(_first(output))] = frame.key, weakref.ref(_first(output))
-        self.pinned.check([record for ref in frame.moved if (record := ref()) is not None], output)
+        moved = [record for ref in frame.moved if (record := ref()) is not None]
+        self.pinned.check(moved, output)
+        self.residency.moves(sum(record.nbytes for record in moved))
         if self._counting:
             self._counting = not self.census.finish(frame.key[1])
-        if self._recomputes:
+        if self.recomputes:
             self._judge(frame)
             self.notes.flush()
 
@@ -310,32 +345,7 @@ class Engine(RecomputedRegions):
     # ---- figures
     def report(self) -> dict[str, Any]:
         """Bytes, counts and seconds of this rank so far, plain data."""
-        slabs = self.mover.slabs
-        return {
-            "bytes_out": self.mover.bytes_out,
-            "bytes_in": self.mover.bytes_in,
-            "copies_out": self.mover.copies_out,
-            "copies_in": self.mover.copies_in,
-            "peak_bytes": LEDGER.held.highest,
-            "peak_owned_bytes": LEDGER.owned.highest,
-            "peak_bytes_without": LEDGER.without.highest,
-            "held_bytes": LEDGER.held.now,
-            "stall_seconds": self.backend.stall_seconds() - self._stalled_before,
-            "host_peak_bytes": slabs.peak_in_use,
-            "host_allocations": slabs.allocations,
-            "stayed_bytes": self.mover.stayed_bytes,
-            "moved_by_operator": [
-                {"layer": layer, "op": op, "bytes": n} for (layer, op), n in sorted(self.mover.moved.items())
-            ],
-            "recomputed_bytes": self.mover.dropped.total(),
-            "recomputed_by_operator": [
-                {"layer": layer, "op": op, "bytes": n, "runs": self.mover.second_runs[layer, op]}
-                for (layer, op), n in sorted(self.mover.dropped.items())
-            ],
-            "pinned": self.pinned.rows(),
-            "swaps": self.config.swap.swap,
-            "recomputes": self._recomputes,
-        }
+        return figures(self)
 
 
 OUTSIDE_REGION = (-1, "", False)

@@ -31,6 +31,7 @@ class Frame:
         self.count = 0  # operators started so far
         self.last_layer = -1
         self.forward_done = False
+        self.stays = False  # nothing of it is moved
         self._bounds: list[int] = []  # autograd sequence numbers at which the running operator changed
         self._running: list[tuple[int, str, int]] = []
         self._fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running

@@ -23,7 +23,7 @@ class RecomputedRegions(SavedTensors):
 
     def __init__(self, device_type: str, counting: bool):
         super().__init__(device_type, counting)
-        self._recomputes = False
+        self.recomputes = False
         self._hooked = False  # our hook is in force: what is dropped can be made again
         self._modules: set[tuple[int, str]] = set()  # operators that are modules; the rest is inline code
         self._tape_depth = 0  # how many regions were running when the tape started, its own included
@@ -33,7 +33,7 @@ class RecomputedRegions(SavedTensors):
 
     def _to_recompute(self, layer: int, path: str) -> bool:
         """Whether the operator that is about to start is to run again in backward."""
-        if not self._recomputes or not self._hooked or not 0 <= layer < self.num_layers:
+        if not self.recomputes or not self._hooked or not 0 <= layer < self.num_layers:
             return False
         wanted = self.plan.recompute(layer, path)
         if wanted is None or type(self._region) is Replay:
@@ -98,7 +98,7 @@ class RecomputedRegions(SavedTensors):
 
     def _keep_output(self, result: Any) -> None:
         """What a layer returns stays: the next layers would have to run this one again, and all before it."""
-        for leaf in tensors_in(result) if self._recomputes else ():
+        for leaf in tensors_in(result) if self.recomputes else ():
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 storage = leaf.untyped_storage()
                 made_by = getattr(storage, "_mem_made_by", None)
@@ -161,7 +161,7 @@ class RecomputedRegions(SavedTensors):
     # ---- what came of it
     def _say_what_never_ran(self) -> None:
         """After a training step: which entries name only operators that these layers turned out not to run."""
-        if not self._recomputes or self._ran is None:
+        if not self.recomputes or self._ran is None:
             return
         for layer in {layer for layer, _ in self._modules}:
             for entry in self.plan.recompute_entries(layer) - self._ran:

@@ -137,7 +137,7 @@ class SavedTensors:
             return Handle(tensor)
         if record is None or record.replay is None:
             owner = frame.owner_of(tensor) if record is None else (record.layer, record.op, record.number)
-            if not self.plan.swap_recompute_inputs:
+            if not self.plan.swap_recompute_inputs or frame.stays:
                 return self._hold_here(tensor, storage, record, owner)
             if record is None:
                 token = LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
@@ -159,7 +159,7 @@ class SavedTensors:
     ) -> Handle:
         """Hold an input on the device, whatever its producer's entry says."""
         swap = self._decision(*owner[:2])
-        if swap is not None and swap.activations != "saved":
+        if swap is not None and swap.activations != "saved" and not self.plan.swap_recompute_inputs:
             layer, op = self._about_to_run
             consumer = f"{op or 'the layer'} of layer {layer}" if layer != owner[0] else op or "the layer"
             self.notes.add(
@@ -178,6 +178,8 @@ class SavedTensors:
 
     def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved: by its producer's entry, else by that of the operator saving it now."""
+        if self._frame.stays:
+            return None
         swap = self._decision(layer, op)
         if swap is not None and swap.activations != "saved":
             return swap.distance

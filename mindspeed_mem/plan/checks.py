@@ -135,6 +135,16 @@ class Checker:
             self.problem(path, out_of_range(outside, self.num_layers))
         return tuple(dict.fromkeys(found)) if len(self.problems) == before else None
 
+    def stages(self, value: Any, path: str) -> Layers | None:
+        """True, or pipeline stages from a list or one number; each once, in order."""
+        if value is True:
+            return True
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
+            return tuple(dict.fromkeys(numbers))
+        self.wrong(path, value, "True (all pipeline stages), or a list of stages counted from 0")
+        return None
+
 
 def out_of_range(outside: Collection[int], num_layers: int) -> str:
     plural = "s" if len(outside) > 1 else ""

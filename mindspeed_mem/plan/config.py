@@ -27,7 +27,7 @@ __all__ = [
 ACTIVATIONS = ("produced", "saved", "both")
 
 _SECTIONS = ("swap_config", "recompute_config")
-_SWAP_KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap", "activations", "swap_recompute_inputs")
+_SWAP_KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap", "activations", "swap_recompute_inputs", "pp_aware")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,8 @@ class LayerSwap:
     """Distance in operators, at least 1: release in forward, start of the copy back in backward."""
     activations: str
     """``produced``, ``saved`` or ``both``."""
+    stages: Layers = True
+    """Only those of the layers that are on these pipeline stages, counted from 0; True: on all."""
     entry: str
     """Where it stands in the file, such as ``swap_config.layer_swap[0]``."""
 
@@ -56,6 +58,8 @@ class OpSwap:
     """Distance in operators, at least 1."""
     activations: str
     """``produced``, ``saved`` or ``both``."""
+    stages: Layers = True
+    """Only those of the layers that are on these pipeline stages, counted from 0; True: on all."""
     entry: str
     """Where it stands in the file, such as ``swap_config.op_swap[1]``."""
 
@@ -74,6 +78,8 @@ class SwapConfig:
     """What an entry moves that does not say it: ``produced``, ``saved`` or ``both``."""
     swap_recompute_inputs: bool = False
     """Also swap what a recomputed region takes as its input."""
+    pp_aware: bool = True
+    """Pipeline stages do not swap what they have room for below the highest stage's peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +184,8 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
     if "swap_recompute_inputs" in found:
         where = f"{path}.swap_recompute_inputs"
         values["swap_recompute_inputs"] = check.boolean(found["swap_recompute_inputs"], where)
+    if "pp_aware" in found:
+        values["pp_aware"] = check.boolean(found["pp_aware"], f"{path}.pp_aware")
     activations = values.get("activations") or "produced"
     for key in ("layer_swap", "op_swap"):
         values[key] = _read_entries(found.get(key), f"{path}.{key}", activations, check)
@@ -224,7 +232,7 @@ def _read_entries(value: Any, path: str, default_activations: str, check: Checke
     entries = []
     for where, item in items:
         before = len(check.problems)
-        found = check.section(item, where, (*required, "activations"), required)
+        found = check.section(item, where, (*required, "activations", "stages"), required)
         read: dict[str, Any] = {"entry": where, "activations": default_activations}
         if "op_name" in found:
             read["op_name"] = check.patterns(found["op_name"], f"{where}.op_name")
@@ -234,6 +242,8 @@ def _read_entries(value: Any, path: str, default_activations: str, check: Checke
             read["layers"] = check.layers(found["layers"], f"{where}.layers")
         if "activations" in found:
             read["activations"] = check.choice(found["activations"], f"{where}.activations", ACTIVATIONS)
+        if "stages" in found:
+            read["stages"] = check.stages(found["stages"], f"{where}.stages")
         if len(check.problems) == before:
             entries.append(OpSwap(**read) if by_name else LayerSwap(**read))
     _check_distances(entries, check)
@@ -247,7 +257,7 @@ def _check_distances(entries: Sequence[LayerSwap | OpSwap], check: Checker) -> N
         for name in dict.fromkeys(entry.op_name) if isinstance(entry, OpSwap) else ("layer_swap",):
             groups.setdefault(name, []).append(entry)
     for name, group in groups.items():
-        everywhere = next((entry for entry in group if entry.layers is True), None)
+        everywhere = next((entry for entry in group if entry.layers is True and entry.stages is True), None)
         for entry in group:
             if everywhere is not None and entry.backward_prefetch != everywhere.backward_prefetch:
                 check.problem(

@@ -38,6 +38,8 @@ class SwapRule:
     layers: Layers
     swap: Swap
     path: str
+    stages: Layers = True
+    """As in the entry; `resolve` has put it into `layers`."""
 
     def covers(self, layer: int) -> bool:
         return self.layers is True or layer in self.layers
@@ -54,6 +56,7 @@ class MemoryPlan:
         recomputation: Recomputation,
         *,
         swap_recompute_inputs: bool = False,
+        pp_aware: bool = True,
         decisive: Sequence[object] = (),
     ):
         self._op_rules = [rule for rule in rules if rule.pattern is not None]
@@ -66,8 +69,12 @@ class MemoryPlan:
         self._idle: dict[tuple[str, str, str], set[int]] = {}
         self.swap_recompute_inputs = swap_recompute_inputs
         """Whether a swap takes effect, too, where its activation is what a recomputed region starts from."""
+        self.pp_aware = pp_aware
+        """Whether pipeline stages may leave out swaps that lower no peak of the job."""
         self.recomputes = any(recomputation.anywhere_in(layer) for layer in self._all_layers)
         """Whether any forward runs again."""
+        self.moves = bool(rules) or (swap_recompute_inputs and self.recomputes)
+        """Whether any swap is asked for."""
         matches = lru_cache(maxsize=None)(match)  # layers of one kind have equal operators
         for layer in self._all_layers:
             self._fill(layer, matches)
@@ -78,7 +85,7 @@ class MemoryPlan:
         )
         self.notices: tuple[str, ...] = (*swaps_idle, *recomputation.notices)
         """What is configured but has no effect, one line each; to be logged once, on rank 0."""
-        text = repr((num_layers, swap_recompute_inputs, *decisive))
+        text = repr((num_layers, swap_recompute_inputs, pp_aware, *decisive))
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def decision(self, layer: int, op: str) -> Swap | None:
@@ -250,5 +257,5 @@ def swap_rules(config: SwapConfig) -> list[SwapRule]:
         for index, name in enumerate(names):
             path = entry.entry if name is None else f"{entry.entry}.op_name"
             path += f"[{index}]" if len(names) > 1 else ""
-            rules.append(SwapRule(pattern=name, layers=entry.layers, swap=swap, path=path))
+            rules.append(SwapRule(pattern=name, layers=entry.layers, swap=swap, path=path, stages=entry.stages))
     return rules

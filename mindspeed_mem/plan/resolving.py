@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mindspeed_mem.plan.checks import Layers, MemoryConfigError, as_ranges, given, out_of_range
 from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig
-from mindspeed_mem.plan.memory_plan import MemoryPlan, swap_rules
+from mindspeed_mem.plan.memory_plan import MemoryPlan, SwapRule, swap_rules
 from mindspeed_mem.plan.operators import match, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
 from mindspeed_mem.plan.recompute_config import RecomputeRule, StageCounts
@@ -30,7 +30,7 @@ def resolve(
             from `num_layers` on (multi-token prediction) are reached by ``layers: True`` and by naming them.
         num_layers: the model's layers, over all pipeline stages.
         places: for each global layer index its pipeline stage and virtual stage, both counted from 0. Only layer
-            counts per stage need it; None: there is one stage.
+            counts per stage and `stages` of swap entries need it; None: there is one stage.
 
     Raises:
         MemoryConfigError: all layers out of range, all patterns that match nothing in any of their layers, and all
@@ -43,7 +43,7 @@ def resolve(
         [_with_layers(rule, stages, known, problems) for rule in found]
         for found in (config.recompute.rules, config.recompute.excludes)
     )
-    swaps = swap_rules(config.swap)
+    swaps = [_on_stages(rule, stages, problems) for rule in swap_rules(config.swap)]
     names = [_Name(rule.path, rule.pattern, rule.covers) for rule in swaps]
     names += [_Name(rule.entry, rule.pattern, rule.covers) for rule in (*rules, *excludes) if not rule.default]
     problems += _name_problems(names, known)
@@ -61,6 +61,7 @@ def resolve(
         num_layers,
         recomputation,
         swap_recompute_inputs=config.swap.swap and config.swap.swap_recompute_inputs,
+        pp_aware=config.swap.pp_aware,
         decisive=decisive,
     )
 
@@ -90,6 +91,28 @@ def _with_layers(rule: RecomputeRule, stages: _Stages, known: Collection[int], p
     return rule
 
 
+def _on_stages(rule: SwapRule, stages: _Stages, problems: list[str]) -> SwapRule:
+    """The rule with those of its layers that are on its stages; of no layer if there is a problem."""
+    if rule.stages is True:
+        return rule
+    there = {layer for stage in rule.stages for layer in stages.layers_of(stage)}
+    layers = tuple(sorted(there if rule.layers is True else there & set(rule.layers)))
+    if outside := {stage for stage in rule.stages if stage >= stages.pipeline} if stages.complete else ():
+        last = f"0 to {stages.pipeline - 1}" if stages.pipeline > 1 else "0"
+        plural = "s" if len(outside) > 1 else ""
+        problems.append(
+            f"{rule.swap.entry}.stages: got stage{plural} {as_ranges(outside)}; allowed: {last}, the pipeline stages "
+            "with layers, counted from 0"
+        )
+    elif not layers and stages.complete:
+        where = f"{as_ranges(there)} are there" if there else "there are none"
+        problems.append(
+            f"{rule.swap.entry}.stages: got {as_ranges(rule.stages)}, where none of its layers is; "
+            f"of all layers {where}"
+        )
+    return dataclasses.replace(rule, layers=layers)
+
+
 class _Stages:
     """Which layers each stage has, in model order."""
 
@@ -102,6 +125,11 @@ class _Stages:
         for layer, (stage, chunk) in inside.items():
             self._of.setdefault((stage, chunk), []).append(layer)
             self._of.setdefault((stage, None), []).append(layer)
+        self.complete = len(inside) == num_layers
+        """Whether the place of every layer is known."""
+
+    def layers_of(self, stage: int) -> list[int]:
+        return self._of.get((stage, None), [])
 
     def _cells(self, counts: StageCounts) -> Iterator[tuple[str, int, list[int], str]]:
         """Each count with its place in the value, the layers it counts from, and the name of their stage."""

@@ -77,6 +77,11 @@ def _remarks(row: dict[str, Any]) -> list[str]:
             where + f"{mib(row['stayed_bytes'])} MiB in all stayed on the device: the host budget was used up "
             "(--swap-host-memory-gib)"
         )
+    if row["passes_kept"]:
+        remarks.append(
+            where + f"{row['passes_kept']} of {row['passes']} forwards since the first step kept their activations on "
+            "the device: swapping them lowers no peak of the job (swap_config.pp_aware)"
+        )
     for pin in row["pinned"]:
         remarks.append(
             where + f"layer {pin['layer']} {pin['op'] or 'layer'}: {mib(pin['bytes'])} MiB pinned by {pin['by']}"

@@ -61,18 +61,32 @@ def test_copies_start_as_soon_as_complete_and_as_late_as_the_distance_says():
     assert far.index("B 2 mlp.linear_fc1") < far.index("copy in") < far.index("B 1 mlp.linear_fc2")
 
 
-def bytes_back_when_backward_begins(orders: list[str]) -> list[list[int]]:
-    """For each step, the bytes copied back for a micro-batch by the time its backward begins."""
+def passes_of(order: str) -> list[tuple]:
+    from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+
+    return [(FORWARD if action[0] == "F" else BACKWARD, int(action[1:]), 0) for action in order.split()]
+
+
+def bytes_back_when_backward_begins(orders: list[str], known: list[str | None]) -> tuple[list[list[int]], list[str]]:
+    """For each step, the bytes copied back for a micro-batch by the time its backward begins; what was said.
+
+    ``known``: the order that each step was said to have beforehand.
+    """
     from tests.models import build_gpt
-    from tests.swap_runs import SDPA, entry, one_forward, patched, swap
+    from tests.swap_runs import SDPA, entry, listening, one_forward, patched, swap
 
     steps = []
-    with patched(SDPA), parallel(), swap(entry(layer_swap=[{"backward_prefetch": 6, "layers": True}])) as engine:
+    with (
+        patched(SDPA),
+        parallel(),
+        listening() as said,
+        swap(entry(layer_swap=[{"backward_prefetch": 6, "layers": True}])) as engine,
+    ):
         chunks = build_gpt("dense", layers=2)
-        for order in orders:
+        for order, before in zip(orders, known, strict=True):
             losses, early, backwards, per_micro_batch = {}, [], 0, 0
             start = engine.mover.bytes_in
-            engine.begin_schedule(("a kind of step",))
+            engine.begin_schedule(("a kind of step",), before and passes_of(before))
             for action in order.split():
                 number = int(action[1:])
                 if action[0] == "F":
@@ -87,15 +101,31 @@ def bytes_back_when_backward_begins(orders: list[str]) -> list[list[int]]:
                 backwards += 1
             engine.end_schedule(True)
             steps.append(early)
-    return steps
+    return steps, said
 
 
 @pytest.mark.distributed
 def test_prefetch_goes_on_to_the_micro_batch_whose_backward_comes_next():
     orders = ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1", "F0 B0 F1 B1"]
-    [(first, second, changed, settled)] = on_ranks(1, bytes_back_when_backward_begins, orders)
+    [((first, second, changed, settled), _)] = on_ranks(1, bytes_back_when_backward_begins, orders, [None] * 4)
     assert first == [0, 0], "the first step shows the order"
     assert second[0] > 0, "while the forward before it ended"
     assert second[1] > 0, "while the backward before it ended"
     assert changed[1:] == [0], "another order than the one before is not trusted"
     assert settled == [0, 0], "a backward right after its own forward has nothing to come early"
+
+
+@pytest.mark.distributed
+def test_a_known_order_serves_the_first_step_and_is_checked():
+    order = "F0 F1 B0 B1"
+    [((first, wrong, after), said)] = on_ranks(
+        1, bytes_back_when_backward_begins, [order, "F0 B0 F1 B1", order], [order, order, order]
+    )
+    assert first[0] > 0 and first[1] > 0
+    assert wrong == [0, 0]
+    assert after[1:] == [0], "what was recorded last counts"
+    departures = [line for line in said if "left its known order" in line]
+    assert departures == [
+        "the schedule left its known order (pass 1 was the backward of micro-batch 0 on chunk 0 instead of the forward "
+        "of micro-batch 1 on chunk 0): what runs next is taken from records"
+    ]

@@ -275,3 +275,36 @@ def test_what_is_known_early_or_late_makes_no_difference(by_name, by_layer):
         for operator in OPERATORS:
             assert early.decision(layer, operator) == late.decision(layer, operator)
     assert early.layers_touched() == late.layers_touched()
+
+
+PLACES = {0: (0, 0), 1: (0, 0), 2: (1, 0), 3: (1, 0)}
+
+
+def staged(places=PLACES, **swap):
+    return resolve(load_memory_config({"swap_config": {"swap": True} | swap}), MODEL, 4, places)
+
+
+def test_entries_of_one_stage():
+    plan = staged(op_swap=[entry("mlp", 3, True, stages=[0]), entry("mlp", 5, [1, 2], stages=[1])])
+    assert [set(distances(plan, layer).values()) for layer in range(4)] == [{3}, {3}, {5}, set()]
+    plan = staged(layer_swap=[{"backward_prefetch": 2, "layers": True, "stages": 1}])
+    assert plan.layers_touched() == {2, 3}
+    everywhere = staged(layer_swap=[{"backward_prefetch": 2, "layers": [2, 3]}])
+    assert plan.fingerprint() == everywhere.fingerprint()
+
+
+def test_stages_that_do_not_fit():
+    with pytest.raises(MemoryConfigError) as caught:
+        staged(op_swap=[entry("mlp", 3, True, stages=[1, 2]), entry("mlp", 3, [0], stages=[1])])
+    assert caught.value.problems == (
+        "swap_config.op_swap[0].stages: got stage 2; allowed: 0 to 1, the pipeline stages with layers, counted from 0",
+        "swap_config.op_swap[1].stages: got 1, where none of its layers is; of all layers 2-3 are there",
+    )
+    with pytest.raises(MemoryConfigError, match="a list of stages counted from 0"):
+        staged(op_swap=[entry("mlp", 3, True, stages="first")])
+    staged({0: (0, 0), 1: (0, 0)}, op_swap=[entry("mlp", 3, True, stages=[1])])  # other ranks know the rest
+
+
+def test_pp_aware_is_on_unless_it_is_switched_off():
+    assert plan_of(op_swap=[entry("mlp", 3, True)]).pp_aware
+    assert not plan_of(op_swap=[entry("mlp", 3, True)], pp_aware=False).pp_aware

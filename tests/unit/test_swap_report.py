@@ -11,6 +11,8 @@ FIGURES = {
     "stall_seconds": 0.0123,
     "host_peak_bytes": 1 * MIB,
     "stayed_bytes": 0,
+    "passes_kept": 0,
+    "passes": 0,
     "pinned": [],
     "recomputed_bytes": 0,
     "recomputed_by_operator": [],
@@ -57,3 +59,10 @@ def test_remarks_only_about_what_is_configured():
         "rank 0: 1.00 MiB in all stayed on the device: the host budget was used up (--swap-host-memory-gib)",
         "rank 0: layer 2 layer: 1.00 MiB pinned by a list",
     ]
+
+
+def test_passes_that_stayed():
+    assert lines({"passes_kept": 6, "passes": 8})[-1] == (
+        "rank 0: 6 of 8 forwards since the first step kept their activations on the device: swapping them lowers no "
+        "peak of the job (swap_config.pp_aware)"
+    )
