@@ -38,10 +38,10 @@ def recompute(**config) -> dict:
 
 
 def mix(distance: int, swapped: list[str], **config) -> dict:
-    """Swap these operators, recompute those; patterns for all layers."""
-    entry = {"op_name": swapped, "backward_prefetch": distance, "layers": True}
+    """Swap these operators, recompute those: a list of patterns for all layers, or patterns with their layers."""
+    entry = [{"op_name": swapped, "backward_prefetch": distance, "layers": True}] if swapped else []
     config = {key: dict.fromkeys(value, True) if isinstance(value, list) else value for key, value in config.items()}
-    return {"swap_config": {"swap": True, "op_swap": [entry]}, "recompute_config": config}
+    return {"swap_config": {"swap": True, "op_swap": entry}, "recompute_config": config}
 
 
 def variants(layers: int, distance: int) -> dict:
@@ -59,6 +59,7 @@ def variants(layers: int, distance: int) -> dict:
     found |= {
         "norms": Variant(recompute(select_recompute=[NORMS])),
         "activation": Variant(recompute(select_recompute=[ACTIVATION])),
+        "activation, norms in layer 0": Variant(mix(distance, [], select_recompute={ACTIVATION: True, NORMS: [0]})),
         "mlp": Variant(recompute(select_recompute=["mlp"])),
         "norms, activation, rotary": Variant(recompute(select_recompute=CHEAP)),
         "the same and core attention": Variant(recompute(select_recompute=[*CHEAP, ATTENTION])),

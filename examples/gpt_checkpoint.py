@@ -26,7 +26,7 @@ qk_pos_emb_head_dim v_head_dim num_experts moe_ffn_hidden_size moe_shared_expert
 bf16 fp16 optimizer use_distributed_optimizer""".split()
 DATA = "train_samples seq_length seed split".split()
 LAYOUT = """world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-expert_model_parallel_size""".split()
+layers_per_chunk expert_model_parallel_size""".split()
 
 
 def latest(directory):

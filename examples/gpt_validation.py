@@ -5,6 +5,9 @@ import os
 
 from gpt_arguments import UsageError
 
+from mindspeed_mem.schedule import ScheduleError
+from mindspeed_mem.schedule.stages import split
+
 POSITIVE = """num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length
 micro_batch_size global_batch_size make_vocab_size_divisible_by max_position_embeddings num_experts moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage vocab_size
@@ -23,13 +26,14 @@ def flag(name):
 def complete(args):
     """Fill in defaults that depend on other arguments and on args.world_size, then check everything.
 
-    Raises UsageError with all problems. Adds data_parallel_size, num_microbatches and
-    virtual_pipeline_model_parallel_size.
+    Raises UsageError with all problems. Adds data_parallel_size, num_microbatches,
+    virtual_pipeline_model_parallel_size and layers_per_chunk (in the model's order).
     """
     problems = _ranges(args)
     if problems:  # the rest divides by these
         raise UsageError("\n".join(problems))
     _fill(args)
+    problems += _stages(args)
     for check in (_shapes, _layout, _batches, _precision, _recompute, _experts, _optimizer, _files):
         problems += check(args)
     if problems:
@@ -63,13 +67,27 @@ def _fill(args):
         args.max_position_embeddings = args.seq_length
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
-    per_chunk = args.num_layers_per_virtual_pipeline_stage
-    per_stage = args.num_layers // args.pipeline_model_parallel_size
-    args.virtual_pipeline_model_parallel_size = None if per_chunk is None else max(1, per_stage // per_chunk)
     if args.lr_decay_iters is None:
         args.lr_decay_iters = max(1, args.train_iters)
     if args.lr_warmup_fraction is not None:
         args.lr_warmup_iters = int(args.lr_warmup_fraction * args.lr_decay_iters)
+
+
+def _stages(args):
+    """Fill in the layers of each pipeline stage and its virtual stages."""
+    pp, per_chunk = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
+    virtual = 1 if per_chunk is None else max(1, args.num_layers // pp // per_chunk)
+    args.virtual_pipeline_model_parallel_size = None if per_chunk is None else virtual
+    args.layers_per_chunk = (args.num_layers // pp // virtual,) * (pp * virtual)
+    if args.pipeline_stages is None or pp == 1:  # the pack warns of stages that one rank cannot have
+        return _divides(args, "num_layers", "pipeline_model_parallel_size")
+    try:
+        chosen = split(args.pipeline_stages, args.num_layers, pp)
+    except ScheduleError as error:
+        return [str(error)]
+    args.virtual_pipeline_model_parallel_size = chosen.virtual_stages if chosen.virtual_stages > 1 else None
+    args.layers_per_chunk = chosen.counts
+    return []
 
 
 def _divides(args, whole, part):
@@ -101,7 +119,7 @@ def _shapes(args):
 
 def _layout(args):
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    problems = _divides(args, "num_layers", "pipeline_model_parallel_size")
+    problems = []
     if args.world_size % (tp * pp):
         problems.append(
             f"{args.world_size} ranks do not fit --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size "
@@ -112,12 +130,12 @@ def _layout(args):
     if args.sequence_parallel and args.seq_length % tp:
         problems += _divides(args, "seq_length", "tensor_model_parallel_size")
     per_chunk = args.num_layers_per_virtual_pipeline_stage
+    if args.virtual_pipeline_model_parallel_size is not None and pp == 2 and not args.overlap_p2p_comm:
+        # Both directions then go between the same two ranks in one batch, which mixes them up.
+        problems.append("--no-overlap-p2p-communication with virtual stages needs 3 pipeline stages or more")
     if per_chunk is not None:
         if pp == 1:
             problems.append("--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size 2 or more")
-        elif pp == 2 and not args.overlap_p2p_comm:
-            # Both directions then go between the same two ranks in one batch, which mixes them up.
-            problems.append("--no-overlap-p2p-communication with virtual stages needs 3 pipeline stages or more")
         if args.num_layers // pp % per_chunk:
             problems.append(
                 f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {args.num_layers // pp} "
@@ -153,7 +171,8 @@ def _precision(args):
 
 def _recompute(args):
     problems = []
-    per_stage = args.num_layers // args.pipeline_model_parallel_size
+    pp = args.pipeline_model_parallel_size
+    per_stage = max(sum(args.layers_per_chunk[stage::pp]) for stage in range(pp))  # of the largest
     if args.recompute_granularity == "full":
         if args.recompute_method is None or args.recompute_num_layers is None:
             problems.append("--recompute-granularity full needs --recompute-method and --recompute-num-layers")

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mem.device import Backend, DeviceError, get_backend
-from mindspeed_mem.options import Feature, Option, by_pattern, gib, layer_list, source
+from mindspeed_mem.options import Feature, Option, at_least_one, by_pattern, gib, layer_list, source, whole_numbers
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
+from mindspeed_mem.schedule import settings as schedule
+from mindspeed_mem.schedule.stages import describes
 
 GROUP = "mindspeed_mem"
 
@@ -28,7 +30,7 @@ class FeatureError(ValueError):
         super().__init__("\n  ".join([f"{count} with the options", *self.problems]))
 
 
-def _core(flag: str, why: str, **condition: str) -> Option:
+def _core(flag: str, why: str, **condition: Any) -> Option:
     return Option(flag=flag, origin="megatron-core", why=why, **condition)
 
 
@@ -38,6 +40,16 @@ def _lm(flag: str, why: str) -> Option:
 
 def _ms(flag: str, why: str) -> Option:
     return Option(flag=flag, origin="mindspeed", why=why)
+
+
+def _made_of_stages(args: Any) -> bool:
+    """Whether the layout in `args` is what --pipeline-stages stands for: its patch puts that there."""
+    given = getattr(args, "pipeline_stages", None)
+    try:
+        entries = schedule.current().stages if given is None else whole_numbers(given)
+    except ValueError:  # reported where it is read
+        return False
+    return entries is not None and describes(str(getattr(args, "pipeline_model_parallel_layout", None)), entries)
 
 
 _SAME = "both decide about the same activations"
@@ -75,6 +87,41 @@ _RECOMPUTE_BARS = (
     ),
 )
 
+_TWO_SPLITS = "both say which layers a pipeline stage has"
+_STAGES_BARS = (
+    _core("--pipeline-model-parallel-layout", _TWO_SPLITS, unless=_made_of_stages),
+    _core("--decoder-first-pipeline-num-layers", _TWO_SPLITS, field="num_layers_in_first_pipeline_stage"),
+    _core("--decoder-last-pipeline-num-layers", _TWO_SPLITS, field="num_layers_in_last_pipeline_stage"),
+    _lm("--decoder-first-pipeline-num-layers", _TWO_SPLITS),
+    _lm("--decoder-last-pipeline-num-layers", _TWO_SPLITS),
+    _core("--account-for-embedding-in-pipeline-split", _TWO_SPLITS),
+    _core("--account-for-loss-in-pipeline-split", _TWO_SPLITS),
+    _lm("--num-layers-per-virtual-pipeline-stage", "the number of virtual stages follows from that of the counts"),
+    _core("--is-hybrid-model", "hybrid models always split their layers evenly"),
+    _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
+    _lm("--yaml-cfg", "it replaces the command line, this option included"),
+)
+
+_OWN_LOOP = "it belongs to Megatron's own loop, whose place a capped schedule takes"
+_CAP_BARS = (
+    _core("--overlap-moe-expert-parallel-comm", _OWN_LOOP),
+    _core("--defer-embedding-wgrad-compute", _OWN_LOOP),
+    _core("--num-microbatches-with-partial-activation-checkpoints", _OWN_LOOP),
+    _core("--fine-grained-activation-offloading", _NOT_YET),
+    _core("--hybrid-context-parallel", _NOT_YET),
+    _core("--variable-seq-lengths", "stages do not tell each other sizes: all micro-batches have one"),
+    _core("--mtp-standalone", "stages do not tell each other sizes: between all of them they are one"),
+    _core("--cuda-graph-impl", "graphs are captured in the order of Megatron's own loop", off="none"),
+    _core("--enable-cuda-graph", "graphs are captured in the order of Megatron's own loop"),
+    _core("--external-cuda-graph", "graphs are captured in the order of Megatron's own loop"),
+    _lm("--use-megatron-fsdp", _NOT_YET),
+    _lm("--use-torch-fsdp2", _NOT_YET),
+    _lm("--yaml-cfg", "it replaces the command line, this option included"),
+    _ms("--recompute-in-bubble", "both decide about the order of passes"),
+    _ms("--recompute-in-advance", "both decide about the order of passes"),
+    _ms("--moe-fb-overlap", "both decide about the order of passes"),
+)
+
 FEATURES = (
     Feature(
         flag="--device",
@@ -82,6 +129,16 @@ FEATURES = (
         default="auto",
         help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of npu, "
         "cuda, cpu. On cpu, megatron-core is made to train on host memory with gloo",
+    ),
+    # Before all that wraps Megatron's schedules: it takes the place of what lies beneath it.
+    Feature(
+        flag="--max-inflight-microbatches",
+        read=at_least_one,
+        metavar="N",
+        help="micro-batches (with virtual stages: passes of one chunk) whose activations a pipeline stage may hold; "
+        "fewer than the schedule would hold cost time in which stages idle",
+        patches=("pipeline_cap",),
+        bars=_CAP_BARS,
     ),
     Feature(
         flag="--memory-config",
@@ -139,6 +196,15 @@ FEATURES = (
         patches=("sdpa_*",),
         needs=(_core("--transformer-impl", "the other layer specs bring their own attention", value="local"),),
     ),
+    Feature(
+        flag="--pipeline-stages",
+        read=whole_numbers,
+        metavar="COUNTS",
+        help="layers of each pipeline stage, such as 3,5,5,3 (with virtual stages one count for each chunk, in the "
+        "model's order), or the stage of each layer, such as 0,0,0,1,1,1,1,1",
+        patches=("pipeline_stages",),
+        bars=_STAGES_BARS,
+    ),
 )
 BY_DEVICE = {"cpu": ("cpu_*",), "simulated": ("cpu_*",)}
 """Patches for a device, as shell patterns: they come before all others."""
@@ -155,6 +221,10 @@ class Settings:
     memory: MemoryConfig | None = None
     """Given only if it swaps or recomputes anything."""
     host_limit_bytes: int | None = None
+    max_inflight: int | None = None
+    """Passes whose activations a pipeline stage may hold."""
+    pipeline_stages: tuple[int, ...] | None = None
+    """Layers of each stage, or the stage of each layer."""
     patches: tuple[str, ...] = ()
     """Shell patterns of patch modules, in the order of application."""
     notices: tuple[str, ...] = ()
@@ -202,6 +272,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         backend=backend,
         memory=memory,
         host_limit_bytes=int(limit * 2**30) if swaps and limit is not None else None,
+        max_inflight=values["--max-inflight-microbatches"],
+        pipeline_stages=values["--pipeline-stages"],
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
     )

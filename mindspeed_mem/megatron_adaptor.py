@@ -26,6 +26,7 @@ from mindspeed_mem import features, patches
 from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.patching import REGISTRY, PatchError
 from mindspeed_mem.report import log
+from mindspeed_mem.schedule.settings import ScheduleSettings, use
 
 __all__ = ["FeatureError", "add_arguments", "configure", "report"]
 
@@ -173,11 +174,23 @@ def _apply(settings: Settings) -> None:
     for module in wanted:
         importlib.import_module(module)
     _connect()
+    _make_room(wanted)
     REGISTRY.undo([module for module in _State.modules if module not in wanted])
     REGISTRY.apply(wanted)
+    use(ScheduleSettings(max_inflight=settings.max_inflight, stages=settings.pipeline_stages))
     _State.modules, _State.settings = tuple(wanted), settings
     for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(notice)
+
+
+def _make_room(wanted: list[str]) -> None:
+    """Take off what shares a symbol with patches that come or go: applied again, all stand in the table's order."""
+    stay = [module for module in _State.modules if module in wanted]
+    symbols = {patch.target for patch in REGISTRY.of(set(wanted) ^ set(_State.modules))}
+    off = {patch.declared_by for patch in REGISTRY.of(stay) if patch.target in symbols}
+    off |= set(_State.modules) - set(wanted)
+    if off:
+        REGISTRY.lift(keep={patch.declared_by for patch in REGISTRY.patches} - off)
 
 
 def _join_mindspeed() -> None:
@@ -188,9 +201,10 @@ def _join_mindspeed() -> None:
 
 def _connect() -> None:
     """Hand our functions to those patches that call back; patches know nothing of this module."""
-    from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain
+    from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain, pipeline_stages
 
     megatron_arguments.when_validated = _validated
+    pipeline_stages.when_refused = refuse
     megatron_pretrain.when_finished = _finished
     first_step.after(_verify)
 

@@ -26,6 +26,8 @@ class Option:
     """This value, too, means off."""
     field: str | None = None
     """Its name in a namespace, where that is not made from the flag."""
+    unless: Callable[[Any], bool] | None = None
+    """Does not hold for arguments of which this is true."""
     why: str
 
     @property
@@ -35,6 +37,8 @@ class Option:
     def holds(self, args: Any) -> bool:
         """Whether `args`, a namespace or a TransformerConfig, meet the condition."""
         actual = getattr(args, self.dest, None)
+        if self.unless is not None and self.unless(args):
+            return False
         if self.value is not None:
             return self.value in map(str, actual if isinstance(actual, list | tuple) else [actual])
         return bool(actual) and str(actual) not in ("False", "0", self.off)
@@ -101,6 +105,27 @@ def gib(value: Any) -> float:
     if number is None or not (math.isfinite(number) and number > 0):
         raise ValueError("a number above 0")
     return number
+
+
+def at_least_one(value: Any) -> int:
+    """A whole number of at least 1."""
+    text = str(value)
+    if isinstance(value, bool) or not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ValueError("a whole number of at least 1")
+    return int(text)
+
+
+def whole_numbers(value: Any) -> tuple[int, ...]:
+    """Whole numbers from 0: ``3,5,5,3``, a list of them, or one number."""
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    texts = [str(item).strip() for item in items]
+    if (
+        not texts
+        or any(isinstance(item, bool) for item in items)
+        or not all(text.isascii() and text.isdecimal() for text in texts)
+    ):
+        raise ValueError("whole numbers from 0 with commas between them, such as 3,5,5,3")
+    return tuple(map(int, texts))
 
 
 def source(value: Any) -> Any:

@@ -201,9 +201,10 @@ class Registry:
         return patch
 
     def of(self, modules: Iterable[str] | None) -> list[Patch]:
-        """The patches declared by these patch modules; ``None`` for all."""
-        wanted = None if modules is None else set(modules)
-        return [p for p in self.patches if wanted is None or p.declared_by in wanted]
+        """The patches declared by these patch modules, in that order; ``None`` for all, as they were declared."""
+        wanted = None if modules is None else list(modules)
+        found = [p for p in self.patches if wanted is None or p.declared_by in wanted]
+        return found if wanted is None else sorted(found, key=lambda p: wanted.index(p.declared_by))
 
     def apply(self, modules: Iterable[str] | None = None, *, keep_going: bool = False) -> None:
         """Apply what these patch modules declare; what is applied already stays as it is.

@@ -55,6 +55,13 @@ def before(work: Pass, stage: int, stages: int, virtual_stages: int) -> tuple[in
     return (part + 1) % stages, (BACKWARD, micro_batch, (part + 1) // stages)
 
 
+def after(work: Pass, stage: int, stages: int, virtual_stages: int) -> tuple[int, Pass] | None:
+    """The (stage, pass) that works on what this pass sends, or None where the model ends in this direction."""
+    direction, micro_batch, chunk = work
+    part = chunk * stages + stage + (1 if direction == FORWARD else -1)
+    return (part % stages, (direction, micro_batch, part // stages)) if 0 <= part < stages * virtual_stages else None
+
+
 def simulate(
     passes: Sequence[Sequence[Pass]],
     virtual_stages: int = 1,

@@ -52,8 +52,13 @@ def script(name, *arguments, **environment):
 
 def train(*arguments, ranks=1, **environment):
     """Run examples/pretrain_gpt.py with the arguments SMALL and these; on one rank without torchrun."""
+    return train_by(EXAMPLES / "pretrain_gpt.py", *arguments, ranks=ranks, **environment)
+
+
+def train_by(program, *arguments, ranks=1, **environment):
+    """The same with another program in the place of pretrain_gpt.py."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, str(EXAMPLES / "pretrain_gpt.py"), *SMALL, *arguments]
+    command = [sys.executable, *launch, str(program), *SMALL, *arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return start(command, {"PYTHONPATH": path, **environment})
 
@@ -77,7 +82,7 @@ def start(command, environment):
 
 
 FORGOTTEN = """RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT NNODES NODE_RANK DEVICE NPROC TP PP VPP SAVE
-TRAIN_ITERS MEGATRON_LM MINDSPEED_MEM_DEVICE""".split()
+TRAIN_ITERS MAX_INFLIGHT MEGATRON_LM MINDSPEED_MEM_DEVICE""".split()
 
 
 def rows(path):

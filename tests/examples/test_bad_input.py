@@ -25,6 +25,22 @@ def test_all_problems_at_once_and_once_only():
     )
 
 
+@pytest.mark.distributed
+def test_pipeline_stages_that_do_not_fit():
+    script(
+        "pretrain_gpt_pipeline.sh", "--num-layers", 9, "--decoder-last-pipeline-num-layers", 1, VPP=1, NPROC=2
+    ).refused(
+        "--pipeline-stages cannot be combined with --num-layers-per-virtual-pipeline-stage",
+        "--pipeline-stages cannot be combined with --decoder-last-pipeline-num-layers",
+    )
+    script("pretrain_gpt_pipeline.sh", "--num-layers", 9, "--min-lr", 7, NPROC=2).refused(
+        "--pipeline-stages: got 2,3,2,1 for 9 layers on 4 pipeline stages",
+        "8 in all, must be 9",
+        "2 ranks do not fit",
+        "--min-lr 7.0 is greater than --lr 0.003",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

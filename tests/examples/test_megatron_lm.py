@@ -55,6 +55,18 @@ def test_layouts(layout, everything):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(("stages", "virtual"), [("3,5", None), ("1,3,2,2", 2)])
+def test_uneven_pipeline_stages(stages, virtual):
+    arguments = ["--num-layers", 8, "--micro-batch-size", 2, "--pipeline-stages", stages]
+    base = run("pretrain_gpt.sh", *arguments, TRAIN_ITERS=3)
+    swap = run("pretrain_gpt_pipeline.sh", *arguments, NPROC=2, PP=2, TRAIN_ITERS=3)
+    assert len(base.losses()) == 3 and base.losses()[0] > base.losses()[-1]
+    assert swap.losses() == base.losses()
+    assert swap.losses("grad norm") == base.losses("grad norm")
+    assert f"Number of virtual stages per pipeline stage: {virtual}" in base.output
+    assert "pipeline_model_parallel_layout .................. Et" in base.output
+
+
 def test_help_lists_the_flags_of_both():
     output = run("pretrain_gpt.sh", "--help", NPROC=1).output
     assert "--memory-config" in output and "--num-layers" in output

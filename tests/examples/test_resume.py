@@ -46,13 +46,20 @@ def test_a_resumed_run_is_bit_identical(runs, tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_another_layout_continues(runs, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, []), (2, ["--pipeline-model-parallel-size", "2", "--pipeline-stages", "1,3"])],
+    ids=["one rank", "uneven pipeline stages"],
+)
+def test_another_layout_continues(runs, tmp_path, ranks, layout):
     arguments, folder = runs["sharded"]
-    job = train(*arguments, *ITERATIONS, "--load", folder / "saved", "--metrics-file", tmp_path / "metrics")
+    load = ["--load", folder / "saved", "--metrics-file", tmp_path / "metrics"]
+    job = train(*arguments, *ITERATIONS, *layout, *load, ranks=ranks)
     job.succeeded()
     assert "another layout" in job.output
     wanted = [loss for _, rank, loss, _ in numbers(folder / "metrics", after=3) if rank == 0]
-    assert [loss for _, _, loss, _ in numbers(tmp_path / "metrics")] == pytest.approx(wanted, rel=2e-3)
+    found = [loss for _, rank, loss, _ in numbers(tmp_path / "metrics") if rank == 0]
+    assert found == pytest.approx(wanted, rel=2e-3)
 
 
 @pytest.mark.slow

@@ -151,6 +151,21 @@ def test_recompute_changes_no_loss_and_says_what_it_did(unchanged, tmp_path, nam
         )
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_swap_on_uneven_pipeline_stages_changes_no_loss(tmp_path):
+    kept, moved = tmp_path / "kept", tmp_path / "moved"
+    stages = ["--num-layers", 8, "--micro-batch-size", 2, "--pipeline-stages", "2,3,2,1"]
+    script("pretrain_gpt.sh", *stages, *SHORT, kept, NPROC=4, PP=4, TRAIN_ITERS=3).succeeded()
+    job = script("pretrain_gpt_pipeline.sh", *SHORT, moved, TRAIN_ITERS=3).succeeded()
+    assert len(numbers(moved)) == 12 and numbers(moved) == numbers(kept)
+    assert {row["rank"] for row in rows(moved) if row["swapped_bytes"]} == {0, 1}
+    log = [f"Set layer swap at layer {layer} and value is: 2" in job.output for layer in range(8)]
+    assert log == [True] * 5 + [False] * 3  # the layers of these stages
+    highest = [max(row["peak_activation_bytes"] for row in rows(path)) for path in (kept, moved)]
+    assert highest[1] < highest[0] / 2
+
+
 @pytest.fixture
 def command_line(tmp_path):
     """command_line(script, **environment): the arguments that the script gives to the interpreter."""
@@ -180,10 +195,21 @@ def test_a_script_differs_from_the_baseline_by_its_flags_only(command_line, tmp_
     assert other == [*base[:-1], "--memory-config", str(EXAMPLES / "configs" / PLANS[name]), "--bf16"]
 
 
-def test_variables_become_arguments(command_line):
-    def value(arguments, flag):
-        return arguments[arguments.index(flag) + 1]
+def value(arguments, flag):
+    return arguments[arguments.index(flag) + 1]
 
+
+def test_the_pipeline_script_differs_from_the_baseline_by_its_flags_only(command_line):
+    base = command_line("pretrain_gpt.sh", "--bf16", NPROC=4, PP=4)
+    plan = str(EXAMPLES / "configs" / "swap_early_stages.yaml")
+    flags = f"--num-layers 8 --pipeline-stages 2,3,2,1 --micro-batch-size 2 --memory-config {plan}".split()
+    assert command_line("pretrain_gpt_pipeline.sh", "--bf16") == [*base[:-1], *flags, "--bf16"]
+    capped = command_line("pretrain_gpt_pipeline.sh", MAX_INFLIGHT=3, NPROC=2, PP=2)
+    assert capped[-2:] == ["--max-inflight-microbatches", "3"]
+    assert value(capped, "--nproc-per-node") == value(capped, "--pipeline-model-parallel-size") == "2"
+
+
+def test_variables_become_arguments(command_line):
     default = command_line("pretrain_gpt.sh")
     assert value(default, "--device") == "cpu"
     assert value(default, "--nproc-per-node") == value(default, "--pipeline-model-parallel-size") == "2"

@@ -158,6 +158,32 @@ def test_configure_starts_replaces_and_stops_the_engine(swap_file):
     assert found[6:] == [True] * 9
 
 
+BENEATH = """
+    import json, sys
+    import mindspeed_mem.megatron_adaptor as mem
+    from megatron.core.pipeline_parallel import schedules
+    def around():
+        link, found = schedules.forward_backward_pipelining_without_interleaving, []
+        while hasattr(link, "__wrapped__"):
+            found.append(link._declared_by.rpartition(".")[2])
+            link = link.__wrapped__
+        return found
+    found = [around()]
+    mem.configure({"max_inflight_microbatches": 2})
+    found.append(around())
+    mem.configure({"max_inflight_microbatches": None})
+    found.append(around())
+    print(json.dumps(found))
+"""
+
+
+def test_what_comes_later_is_put_where_the_table_has_it(swap_file):
+    out, errors = python(BENEATH, "--device", "cpu", "--memory-config", swap_file)
+    without = ["first_step", "activation_schedules"]
+    assert json.loads(out.splitlines()[-1]) == [without, [*without, "pipeline_cap"], without]
+    assert "cannot be undone" not in errors
+
+
 FORGOTTEN = """
     import sys
     import mindspeed_mem.megatron_adaptor

@@ -24,10 +24,14 @@ FLAGS = {  # each as on a command line, and what it stands for
     "--select-recompute": [r"mlp\.linear_fc1=0-1", "self_attention"],
     "--select-comm-recompute": [r".*\.norm=all"],
 }
+OF_SCHEDULE = {"--pipeline-stages": "3,5", "--max-inflight-microbatches": "2"}
 
 # Options of Megatron-LM core_v0.16.1 that are no fields of TransformerConfig, and of MindSpeed core_r0.16.0; both are
 # compared with the real parsers where those are there.
 MEGATRON_LM = {
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--num-layers-per-virtual-pipeline-stage",
     "--use-legacy-models",
     "--use-megatron-fsdp",
     "--use-torch-fsdp2",
@@ -89,7 +93,11 @@ def test_the_list_of_megatron_lm_is_true_and_its_parser_knows_our_flags():
     known = set(json.loads(done.stdout.splitlines()[-1]))
     assert known >= MEGATRON_LM
     # Fields without a flag are barred for the sake of scripts that build their own TransformerConfig.
-    assert {o.flag for o in OPTIONS if o.origin == "megatron-core"} - known == {"--cpu-offloading"}
+    assert {o.flag for o in OPTIONS if o.origin == "megatron-core"} - known == {
+        "--cpu-offloading",
+        "--num-microbatches-with-partial-activation-checkpoints",
+        "--variable-seq-lengths",
+    }
     assert known >= {feature.flag for feature in FEATURES}
 
 
@@ -197,6 +205,8 @@ def asked_by(flag):
     """The settings that switch on what `flag` stands for, and nothing else."""
     if flag == "--memory-config":
         return {"memory_config": SWAP, "device": "cpu"}
+    if flag in OF_SCHEDULE:
+        return {flag[2:].replace("-", "_"): OF_SCHEDULE[flag], "device": "cpu"}
     value = FLAGS[flag][0] if flag == "--recompute-layers" else FLAGS[flag]
     return {flag[2:].replace("-", "_"): value, "device": "cpu"}
 
@@ -341,3 +351,20 @@ def test_scanning_takes_whole_flags_only():
 def test_the_options_of_megatron_near_ours_are_no_mistake():
     names = {field.name: None for field in dataclasses.fields(TransformerConfig)}
     assert check(names) == Settings()
+
+
+def test_a_cap_is_a_whole_number():
+    parser = add_arguments(argparse.ArgumentParser())
+    arguments = ["--device", "cpu", "--max-inflight-microbatches", "2"]
+    settings = check(scan(arguments))
+    assert settings == check(parser.parse_args(arguments)) == check({"device": "cpu", "max_inflight_microbatches": 2})
+    assert settings.max_inflight == 2 and settings.patches == ("cpu_*", "pipeline_cap")
+    assert check({}).max_inflight is None
+    for wrong in ("0", 0, -1, "2.5", 1.5, "two", "", True, [2], "\u0662"):
+        (problem,) = problems_of({"device": "cpu", "max_inflight_microbatches": wrong})
+        assert problem == f"--max-inflight-microbatches: got {wrong!r}; allowed: a whole number of at least 1"
+
+
+def test_a_cap_is_applied_beneath_what_follows_the_passes():
+    patches = check({"device": "cpu", "memory_config": SWAP, "max_inflight_microbatches": 2}).patches
+    assert patches.index("pipeline_cap") < patches.index("activation_*")

@@ -1,0 +1,157 @@
+"""Runs one stage's part of an order of passes: any order that `simulate` brings to its end.
+
+It knows passes, callables that run them, and `Wires` that carry results between stages. Receives are asked for one
+pass ahead, so that data travel while a stage computes; nothing but arrivals is waited for, as in `simulate`.
+
+[Note: when a send is done] gloo and NCCL may complete a send only after its receiver has asked for it. Waiting for that
+right after the send could make two stages wait for each other. So a send is waited for when a result has arrived that
+its receiver made later than it took what was sent: then the wait ends at once, on every transport. A forward's output
+is known to be received at the latest when its gradient arrives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mindspeed_mem.plan.passes import FORWARD, Pass
+from mindspeed_mem.schedule.simulation import after, before
+
+
+class Pending(Protocol):
+    """A send or a receive that was started."""
+
+    def wait(self) -> Any:
+        """Until it is done; a receive returns what arrived."""
+
+
+class Wires(Protocol):
+    """Carries results between this stage and its neighbours; for each direction and sender, first in, first out."""
+
+    def send(self, direction: str, receiver: int, value: Any) -> Pending:
+        """Start to send `value`, the result of a pass in this direction, to a stage."""
+
+    def receive(self, direction: str, sender: int) -> Pending:
+        """Ask for what that stage sends next in this direction."""
+
+
+def run(
+    orders: Sequence[Sequence[Pass]],
+    stage: int,
+    virtual_stages: int,
+    wires: Wires,
+    *,
+    forward: Callable[[int, int, Any], Any],
+    backward: Callable[[int, int, Any, Any, Any], Any],
+    release: Callable[[Any], object],
+) -> None:
+    """Run the passes of one stage; call it on all stages at once, with the same orders of at least two stages.
+
+    Args:
+        orders: the passes of each stage.
+        forward: (micro-batch, chunk, input) -> output; the input is None where the model begins.
+        backward: (micro-batch, chunk, input, output, gradient of the output) -> gradient of the input; the gradient
+            of the output is None where the model ends.
+        release: called with each output that was sent, when its receiver has it, and before its backward.
+
+    What a pass raises, or the wires do, leaves at once: nothing is waited for.
+    """
+    mail = _Mail(orders, stage, virtual_stages, wires, release)
+    held: dict[tuple[int, int], tuple[Any, Any]] = {}
+    for place, work in enumerate(orders[stage]):
+        direction, *which = work
+        given = mail.take(work)
+        mail.ask_ahead(place)
+        if direction == FORWARD:
+            result = forward(*which, given)
+            held[tuple(which)] = given, result
+        else:
+            result = backward(*which, *held.pop(tuple(which)), given)
+        mail.send(work, result)
+        del given, result  # or the next pass would compute beside them
+    mail.close()
+
+
+@dataclass(frozen=True)
+class _Sent:
+    place: int
+    """Where the pass that takes it stands in the receiver's order."""
+    direction: str
+    value: Any
+    pending: Pending
+
+
+class _Mail:
+    """What this stage sends and receives, and what of it is done."""
+
+    def __init__(self, orders, stage: int, virtual_stages: int, wires: Wires, release) -> None:
+        self._sizes = stage, len(orders), virtual_stages
+        self._wires, self._release = wires, release
+        neighbours = {(stage - 1) % len(orders), (stage + 1) % len(orders)}
+        self._places = {peer: {work: place for place, work in enumerate(orders[peer])} for peer in neighbours}
+        self._coming: dict[tuple[str, int], deque[Pass]] = {}
+        for peer in neighbours:
+            for work in orders[peer]:
+                goal = after(work, peer, *self._sizes[1:])
+                if goal is not None and goal[0] == stage:
+                    self._coming.setdefault((work[0], peer), deque()).append(goal[1])
+        self._asked: dict[Pass, Pending] = {}
+        self._sent: dict[int, list[_Sent]] = {peer: [] for peer in neighbours}
+        self._next: list[Pass | None] = []  # for each place, the next pass after it that waits for an arrival
+        following = None
+        for work in reversed(orders[stage]):
+            self._next.append(following)
+            following = work if self._source(work) else following
+        self._next.reverse()
+
+    def take(self, work: Pass) -> Any:
+        """What this pass works on, as soon as it is there; None if no other stage sends it."""
+        source = self._source(work)
+        if source is None:
+            return None
+        self._ask(work, source[0])
+        value = self._asked.pop(work).wait()
+        self._settle(source[0], self._places[source[0]][source[1]])
+        return value
+
+    def ask_ahead(self, place: int) -> None:
+        """Ask for what the next pass after this place needs."""
+        work = self._next[place]
+        if work is not None:
+            self._ask(work, self._source(work)[0])
+
+    def send(self, work: Pass, value: Any) -> None:
+        """Send the result of this pass to where the model goes on, if it does so on another stage."""
+        goal = after(work, *self._sizes)
+        if goal is not None:
+            peer, taker = goal
+            pending = self._wires.send(work[0], peer, value)
+            self._sent[peer].append(_Sent(self._places[peer][taker], work[0], value, pending))
+
+    def close(self) -> None:
+        """Wait for the sends that nothing has shown to be done."""
+        for peer, of_peer in self._places.items():
+            self._settle(peer, len(of_peer))
+
+    def _source(self, work: Pass) -> tuple[int, Pass] | None:
+        source = before(work, *self._sizes)
+        return None if source is None or source[0] == self._sizes[0] else source
+
+    def _ask(self, work: Pass, sender: int) -> None:
+        """Ask for what comes on this line, in the order in which it is sent, up to what this pass needs."""
+        coming = self._coming[work[0], sender]
+        while work not in self._asked:
+            self._asked[coming.popleft()] = self._wires.receive(work[0], sender)
+
+    def _settle(self, peer: int, place: int) -> None:
+        """That stage has begun its passes up to this place, and so taken what was sent to them."""
+        sent, self._sent[peer] = self._sent[peer], []
+        for one in sent:
+            if one.place > place:
+                self._sent[peer].append(one)
+                continue
+            one.pending.wait()
+            if one.direction == FORWARD:
+                self._release(one.value)

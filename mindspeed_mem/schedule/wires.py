@@ -1,0 +1,154 @@
+"""Carries tensors between pipeline stages by torch.distributed, for `executor.run`.
+
+[Note: a communicator for each line] A line goes from one stage to a neighbour, in one direction of the model. On NCCL
+and HCCL the operations of a rank on one communicator run one after the other, a receive that waits holding up the
+send behind it. So no rank both sends and receives in one group here, or is in it with two neighbours: the lines of one
+direction are split by whether the sender's number is even, and the line that closes the circle between the last and
+the first stage, which virtual stages need, has a group of its own. These are at most 6 groups for a pipeline.
+
+[Note: greetings] NCCL sets up a connection when a pair first uses it, and blocks both until the other comes. An order
+of passes may use lines in any order, so each line carries one greeting right after its group was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+
+
+def lines(stages: int, circle: bool) -> Iterator[tuple[str, int, int]]:
+    """All lines of a pipeline as (group's name, sender, receiver), the same order on every rank.
+
+    ``circle``: with those between the last and the first stage.
+    """
+    for direction, step in ((FORWARD, 1), (BACKWARD, -1)):
+        for sender in range(stages):
+            if circle or 0 <= sender + step < stages:
+                yield group_name(direction, sender, stages), sender, (sender + step) % stages
+
+
+def group_name(direction: str, sender: int, stages: int) -> str:
+    """Which group of a pipeline carries what this stage sends in this direction."""
+    if sender == (stages - 1 if direction == FORWARD else 0):
+        return f"{direction}, circle"
+    return f"{direction}, {'odd' if sender % 2 else 'even'}"
+
+
+class _Known:
+    """The groups made so far. torch owns them: held here, their threads would outlive `destroy_process_group`."""
+
+    world: Callable[[], Any] = staticmethod(lambda: None)
+    groups: dict[tuple, weakref.WeakValueDictionary] = {}
+
+
+def connect(
+    pipeline: dist.ProcessGroup, device: torch.device | str, *, circle: bool, backend: str | None = None
+) -> dict[str, dist.ProcessGroup]:
+    """The groups of the lines of this rank's pipeline, by name.
+
+    The first call for a pipeline makes those of all pipelines and is collective: every rank of the default group has
+    to make it, whatever its pipeline. They end with the default group.
+    """
+    world = dist.group.WORLD
+    if _Known.world() is not world:
+        _Known.world, _Known.groups = weakref.ref(world), {}
+    mine = (tuple(dist.get_process_group_ranks(pipeline)), circle, backend)
+    if mine not in _Known.groups:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        timeout = _timeout(pipeline, device)
+        made = {}
+        for one in sorted(set(everyone), key=repr):
+            for name in dict.fromkeys(name for name, _, _ in lines(len(one[0]), one[1])):
+                group = dist.new_group(list(one[0]), timeout=timeout, backend=one[2])
+                if one == mine:
+                    made[name] = group
+        _greet(made, pipeline, device, circle)
+        _Known.groups[mine] = weakref.WeakValueDictionary(made)
+    return dict(_Known.groups[mine])
+
+
+class Wires:
+    """The lines of one stage, for tensors that all have one shape.
+
+    Args:
+        pipeline: the process group whose ranks are the stages, in their order.
+        groups: what `connect` returned for it.
+        shape, dtype, device: of every tensor.
+        timed: ``with timed("forward-recv"):`` is put around each wait for an arrival.
+
+    A receive is started on, and its wait orders, the current stream, as torch does it for every process group.
+    """
+
+    def __init__(
+        self,
+        pipeline: dist.ProcessGroup,
+        groups: dict[str, dist.ProcessGroup],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        timed: Callable[[str], AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
+        self._groups, self._ranks, self._timed = groups, dist.get_process_group_ranks(pipeline), timed
+        self._stage, self._shape, self._dtype, self._device = pipeline.rank(), tuple(shape), dtype, device
+
+    def send(self, direction: str, receiver: int, value: Any) -> _Transfer:
+        """Start to send. Raises ValueError if `value` is not the one tensor that the other stage waits for."""
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != self._shape or value.dtype != self._dtype:
+            found = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"stage {self._stage} made ({found}) in a {direction} pass, but stage {receiver} expects one tensor "
+                f"({self._shape}, {self._dtype}): between stages a capped schedule passes on nothing else"
+            )
+        group = self._groups[group_name(direction, self._stage, len(self._ranks))]
+        tensor = value.detach().contiguous()
+        return _Transfer(tensor, dist.isend(tensor, self._ranks[receiver], group=group), contextlib.nullcontext())
+
+    def receive(self, direction: str, sender: int) -> _Transfer:
+        """Ask for a tensor; what comes forward requires a gradient."""
+        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device, requires_grad=direction == FORWARD)
+        group = self._groups[group_name(direction, sender, len(self._ranks))]
+        work = dist.irecv(tensor, self._ranks[sender], group=group)
+        return _Transfer(tensor, work, self._timed(f"{direction}-recv"))
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """What is on its way, kept from being freed."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+    timed: AbstractContextManager
+
+    def wait(self) -> torch.Tensor:
+        with self.timed:
+            self.work.wait()
+        return self.tensor
+
+
+def _greet(groups: dict[str, dist.ProcessGroup], pipeline: dist.ProcessGroup, device, circle: bool) -> None:
+    ranks, stage = dist.get_process_group_ranks(pipeline), pipeline.rank()
+    token = torch.zeros(1, device=device)
+    for name, sender, receiver in lines(len(ranks), circle):
+        if stage == sender:
+            dist.isend(token, ranks[receiver], group=groups[name]).wait()
+        elif stage == receiver:
+            dist.irecv(token, ranks[sender], group=groups[name]).wait()
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device | str) -> timedelta | None:
+    """That of this group; torch has no public way to ask, and None is torch's default."""
+    try:
+        return group._get_backend(torch.device(device)).options._timeout
+    except (AttributeError, RuntimeError):
+        return None

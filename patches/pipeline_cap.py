@@ -1,0 +1,211 @@
+"""--max-inflight-microbatches: pipeline schedules that hold fewer micro-batches, run by our executor.
+
+Why here: Megatron's loops cannot run these orders (`mindspeed_mem.schedule.order` says why), and every script reaches
+them through these three functions. Only a training call that the cap changes leaves Megatron's loop; its passes are
+still Megatron's ``forward_step`` and ``backward_step``, looked up for each call, so that what others put around them
+stays in force. What lies beneath this patch around the loop itself does not run then: it is applied first.
+
+On each chunk micro-batches keep their order: gradients are added up as in Megatron's loop, and are bit-identical.
+Dropout draws other masks only where a cap makes the groups of virtual stages smaller: chunks take turns earlier then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mem import features
+from mindspeed_mem.patching import around
+from mindspeed_mem.plan.passes import BACKWARD
+from mindspeed_mem.schedule import ScheduleError, executor, order, peak, problems, settings, wires
+from mindspeed_mem.schedule.reductions import GradientReductions, ParameterGathers
+
+logger = logging.getLogger(__name__)
+
+_FLAG = "--max-inflight-microbatches"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
+_GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")  # what Megatron's loops hand on
+_said: set[int] = set()  # the caps of which it was said that they change nothing
+
+
+@around(_SCHEDULES + "forward_backward_no_pipelining")
+def no_pipelining(original, **kwargs):
+    cap = settings.current().max_inflight
+    if cap is not None and not kwargs.get("forward_only", False):
+        _say_idle(cap, "without pipeline stages one micro-batch is in flight")
+    return original(**kwargs)
+
+
+@around(_SCHEDULES + "forward_backward_pipelining_without_interleaving")
+def without_interleaving(original, **kwargs):
+    return _pipelining(original, kwargs, interleaved=False)
+
+
+@around(_SCHEDULES + "forward_backward_pipelining_with_interleaving")
+def with_interleaving(original, **kwargs):
+    return _pipelining(original, kwargs, interleaved=True)
+
+
+def _pipelining(original, kwargs, interleaved):
+    cap = settings.current().max_inflight
+    communicator, groups = kwargs.get("p2p_communicator"), kwargs.get("pg_collection")
+    if cap is None or kwargs.get("forward_only", False) or (communicator is None) != (groups is None):
+        return original(**kwargs)
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import get_model_config
+
+    models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+    config = get_model_config(models[0])
+    groups = ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS)) if groups is None else groups
+    pipeline = groups.pp if communicator is None else communicator.pp_group
+    group_size = config.microbatch_group_size_per_vp_stage if len(models) > 1 else None
+    sizes = (pipeline.size(), len(models), kwargs["num_microbatches"])
+    orders = _capped(*sizes, group_size, cap)
+    if orders is None:
+        if not problems(*sizes, group_size=group_size):
+            most = max(peak(*sizes, group_size=group_size))
+            _say_idle(cap, f"no stage of this schedule holds more than {most} {_unit(len(models))} at once")
+        return original(**kwargs)
+    _refuse(config, kwargs)
+    if hasattr(original, "_declared_by"):
+        raise RuntimeError(f"{_FLAG}: {original._declared_by} lies beneath it: give all options in one place")
+    return _run(orders, kwargs, models, config, groups, pipeline, interleaved)
+
+
+def _run(orders, kwargs, models, config, groups, pipeline, interleaved):
+    """One training step; returns what the loss function gave for each micro-batch, on the last stage."""
+    from megatron.core.pipeline_parallel import schedules
+
+    timers = config.timers
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    stage = pipeline.rank()
+    devices = (parameter.device for model in models for parameter in model.parameters())
+    device = next(devices, None) or torch.cuda.current_device()  # a stage may have no parameters
+    tokens, results = torch.zeros([], dtype=torch.int, device=device), []
+    iterators = kwargs["data_iterator"]
+    iterators = iterators if isinstance(iterators, list) else [iterators] * len(models)
+    gathers = ParameterGathers(config.param_sync_func if interleaved else None, models)
+    model_type = schedules.get_model_type(models[0])
+    last_of_chunk = {chunk: micro_batch for direction, micro_batch, chunk in orders[stage] if direction == BACKWARD}
+
+    def forward(micro_batch, chunk, given):
+        gathers.before(chunk)
+        output, count = schedules.forward_step(
+            kwargs["forward_step_func"],
+            iterators[chunk],
+            models[chunk],
+            kwargs["num_microbatches"],
+            given,
+            results,
+            config,
+            cp_group_size=groups.cp.size(),
+            collect_non_loss_data=kwargs.get("collect_non_loss_data", False),
+            is_first_microbatch=micro_batch == 0,
+            current_microbatch=micro_batch,
+            vp_stage=chunk if interleaved else None,
+            is_last_stage=stage == len(orders) - 1 and chunk == len(models) - 1,
+        )
+        tokens.add_(count)
+        return output
+
+    def backward(micro_batch, chunk, given, output, gradient):
+        with reductions.backward(chunk, last=micro_batch == last_of_chunk[chunk]):
+            return schedules.backward_step(given, output, gradient, model_type, config)
+
+    circle = len(models) > 1
+    backend = config.pipeline_model_parallel_comm_backend
+    carried = wires.Wires(
+        pipeline,
+        wires.connect(pipeline, device, circle=circle, backend=backend),
+        _shape(schedules, kwargs, config, groups, interleaved),
+        config.pipeline_dtype,
+        device,
+        functools.partial(_timed, timers),
+    )
+    with GradientReductions(config.no_sync_func, config.grad_sync_func, models) as reductions:
+        executor.run(
+            orders,
+            stage,
+            len(models),
+            carried,
+            forward=forward,
+            backward=backward,
+            release=lambda output: schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs),
+        )
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            models,
+            tokens if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=kwargs.get("force_all_reduce", False),
+        )
+    if timers is not None:
+        timers("forward-backward").stop()
+    return results
+
+
+def _shape(schedules, kwargs, config, groups, interleaved):
+    """Of what one stage sends to the next: (sequence, micro-batch, hidden), the sequence as this rank holds it."""
+    (shape,) = schedules.get_tensor_shapes(
+        seq_length=kwargs["seq_length"],
+        micro_batch_size=kwargs["micro_batch_size"],
+        decoder_seq_length=None if interleaved else kwargs.get("decoder_seq_length"),
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    return shape
+
+
+@functools.lru_cache(maxsize=64)
+def _capped(stages, virtual_stages, micro_batches, group_size, cap):
+    """The order of every stage under the cap; None where it changes nothing, or Megatron has no such schedule."""
+    sizes = (stages, virtual_stages, micro_batches)
+    if problems(*sizes, group_size=group_size):
+        return None
+    try:
+        capped = order(*sizes, group_size=group_size, cap=cap)
+    except ScheduleError as error:
+        least = f"With {virtual_stages} virtual stages give {virtual_stages} or more"
+        raise ScheduleError(f"{_FLAG} {cap}: {error}. {least}, or leave it out") from error
+    return None if capped == order(*sizes, group_size=group_size) else capped
+
+
+def _refuse(config, kwargs):
+    """Raise FeatureError with what the executor cannot do, before anything was sent."""
+    found = features.conflicts(config, [_FLAG])
+    if kwargs.get("adjust_tensor_shapes_fn") is not None:
+        found.append(f"{_FLAG} needs one tensor of one shape between stages: adjust_tensor_shapes_fn has to be None")
+    if isinstance(kwargs["model"], list) and len(kwargs["model"]) > 1 and not isinstance(kwargs["data_iterator"], list):
+        found.append("data_iterator has to be a list with an iterator for each model chunk")
+    if config.pipeline_dtype is None:
+        found.append(f"{_FLAG} needs pipeline_dtype, the dtype of what stages send, in the model's config")
+    if found:
+        raise features.FeatureError(found)
+
+
+def _say_idle(cap, why):
+    """Once for each cap, on rank 0."""
+    if cap not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning("%s %d has no effect: %s", _FLAG, cap, why)
+    _said.add(cap)
+
+
+def _unit(virtual_stages):
+    return "micro-batches" if virtual_stages == 1 else "passes of one chunk"
+
+
+@contextlib.contextmanager
+def _timed(timers, name):
+    """Within one of Megatron's timers, if there are any."""
+    if timers is None:
+        yield
+        return
+    timers(name, log_level=2).start()
+    yield
+    timers(name).stop()

@@ -1,0 +1,151 @@
+"""What a cap says and refuses, and what happens when a pass fails; the orders themselves are tested in numerics."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.worlds import on_ranks, parallel
+
+pytestmark = pytest.mark.distributed
+
+
+def said(layout: dict, cap: int, steps: int = 2) -> list[str]:
+    """The warnings of some training steps and an evaluation."""
+    from tests.capped_runs import capped
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import listening
+
+    with parallel(**layout), capped(cap), listening() as messages:
+        chunks = build_gpt("dense")
+        for step in range(steps):
+            train_step(chunks, step=step, forward_only=step == 1)
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("layout", "cap", "why"),
+    [
+        ({}, 1, "without pipeline stages one micro-batch is in flight"),
+        ({"pp": 2}, 2, "no stage of this schedule holds more than 2 micro-batches at once"),
+        ({"pp": 2, "vpp": 2}, 5, "no stage of this schedule holds more than 5 passes of one chunk at once"),
+    ],
+    ids=["pp1", "pp2", "pp2-vpp2"],
+)
+def test_a_cap_without_effect_is_said_once(layout, cap, why):
+    assert on_ranks(2, said, layout, cap, steps=3) == [[f"--max-inflight-microbatches {cap} has no effect: {why}"], []]
+
+
+def test_a_cap_with_effect_says_nothing():
+    assert on_ranks(2, said, {"pp": 2}, 1) == [[], []]
+
+
+def refused(layout: dict, cap: int, model: dict, **call) -> str:
+    """What is raised, before anything is sent: the ranks do not even meet."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tests.capped_runs import capped
+    from tests.models import build_gpt
+
+    with parallel(**layout), capped(cap):
+        chunks = build_gpt("dense")
+        for name, value in model.items():
+            setattr(chunks[0].config, name, value)
+        arguments = {
+            "forward_step_func": None,
+            "data_iterator": [None] * len(chunks),
+            "model": chunks,
+            "num_microbatches": 4,
+            "seq_length": 32,
+            "micro_batch_size": 1,
+        }
+        try:
+            get_forward_backward_func()(**{**arguments, **call})
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "cap", "model", "call", "words"),
+    [
+        ({"pp": 2, "vpp": 2}, 1, {}, {}, ["--max-inflight-microbatches 1", "virtual stages", "give 2 or more"]),
+        ({"pp": 2}, 1, {"variable_seq_lengths": True}, {}, ["--max-inflight-microbatches", "--variable-seq-lengths"]),
+        ({"pp": 2}, 1, {"pipeline_dtype": None}, {}, ["pipeline_dtype"]),
+        ({"pp": 2}, 1, {}, {"adjust_tensor_shapes_fn": max}, ["adjust_tensor_shapes_fn has to be None"]),
+        ({"pp": 2, "vpp": 2}, 3, {}, {"data_iterator": None}, ["data_iterator has to be a list"]),
+        ({"pp": 2}, 1, {}, {"p2p_communicator": 1}, ["process groups"]),  # Megatron's own words
+    ],
+    ids=["cap", "option", "dtype", "shapes", "iterator", "groups"],
+)
+def test_what_cannot_run_is_refused_on_every_rank(layout, cap, model, call, words):
+    for message in on_ranks(2, refused, layout, cap, model, **call):
+        assert all(word in message for word in words), message
+
+
+def one_fails() -> tuple[str, float]:
+    """Stage 1 fails in its second forward; what each rank gets, and after how long."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tests.capped_runs import capped
+    from tests.models import SEQUENCE, _texts, build_gpt
+
+    def forward_step(batches, model):
+        if dist.get_rank() == 1 and len(seen) == 1:
+            raise ValueError("in a pass")
+        seen.append(model)
+        text = next(batches)
+        positions = torch.arange(SEQUENCE).expand(1, -1)
+        output = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+        return output, lambda output: (output.mean(), {})
+
+    seen: list = []
+    with parallel(pp=2), capped(1):
+        chunks = build_gpt("dense")
+        begin = time.monotonic()
+        try:
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[_texts(range(4), 1)],
+                model=chunks,
+                num_microbatches=4,
+                seq_length=SEQUENCE,
+                micro_batch_size=1,
+            )
+        except Exception as error:
+            seconds = time.monotonic() - begin
+            dist.destroy_process_group()  # as when the process ends
+            return f"{type(error).__name__}: {error}", seconds
+    return "", 0.0
+
+
+def test_an_exception_leaves_the_failing_rank_at_once():
+    (_, _), (error, seconds) = on_ranks(2, one_fails)
+    assert error == "ValueError: in a pass"
+    assert seconds < 20
+
+
+def grouped() -> list[int]:
+    """How many process groups there are after steps of two layouts, each with its pipelines."""
+    import torch.distributed as dist
+
+    from tests.capped_runs import capped
+    from tests.models import build_gpt, train_step
+
+    counts = []
+    for layout in ({"pp": 2}, {"pp": 2, "vpp": 2}):
+        with parallel(**layout), capped(2 if "vpp" in layout else 1):
+            chunks = build_gpt("dense")
+            before = len(dist.distributed_c10d._world.pg_map)
+            for step in range(2):
+                train_step(chunks, micro_batches=8, step=step)
+            counts.append(len(dist.distributed_c10d._world.pg_map) - before)
+    return counts
+
+
+def test_groups_are_made_once():
+    """Two pipelines of two stages; each rank keeps those that it is in."""
+    assert on_ranks(4, grouped) == [[2, 4]] * 4

@@ -1,0 +1,169 @@
+"""The executor brings every order to its end on transports as reluctant as NCCL, and frees what has arrived."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.schedule import executor, in_flight, order, peak, problems
+from mindspeed_mem.schedule.wires import group_name, lines
+from tests.pipeline_loops import Stuck, Wires
+
+SIZES = [
+    (stages, virtual, number, group, cap)
+    for stages, virtual, number in itertools.product((2, 3, 4, 5), (1, 2, 3), (1, 2, 5, 8))
+    for group in ((None,) if virtual == 1 else (None, stages + 1))
+    for cap in (None, 1, 2, 3, virtual + 1, virtual * stages)
+    if not problems(stages, virtual, number, group_size=group, cap=cap)
+]
+
+
+class _Lines:
+    """One stage's lines on `tests.pipeline_loops.Wires`; a member of a group is a stage of its own there."""
+
+    def __init__(self, wires: Wires, stage: int, stages: int) -> None:
+        self.wires, self.stage, self.stages = wires, stage, stages
+
+    def send(self, direction, receiver, value):
+        return self._post("send", group_name(direction, self.stage, self.stages), receiver, value)
+
+    def receive(self, direction, sender):
+        return self._post("recv", group_name(direction, sender, self.stages), sender, None)
+
+    def _post(self, kind, group, peer, value):
+        [op] = self.wires.post([(kind, (group, self.stage), (group, peer), value)])
+        return _Pending(self.wires, op)
+
+
+class _Pending:
+    def __init__(self, wires, op):
+        self.wires, self.op = wires, op
+
+    def wait(self):
+        self.wires.wait([self.op])
+        return self.op.value
+
+
+def play(orders, virtual, streams) -> list[list[tuple]]:
+    """The passes of each stage as the executor runs them, one thread for each; outputs freed are among them."""
+    stages = len(orders)
+    wires = Wires(stages, streams)
+    ran: list[list[tuple]] = [[] for _ in orders]
+    errors: list[BaseException] = []
+    last = stages * virtual - 1
+
+    def of_stage(stage):
+        def forward(micro_batch, chunk, given):
+            part = chunk * stages + stage
+            assert given == ((FORWARD, micro_batch, part - 1) if part else None)
+            ran[stage].append((FORWARD, micro_batch, chunk))
+            return FORWARD, micro_batch, part
+
+        def backward(micro_batch, chunk, given, output, gradient):
+            part = chunk * stages + stage
+            assert given == ((FORWARD, micro_batch, part - 1) if part else None)
+            assert output == (FORWARD, micro_batch, part)
+            assert gradient == ((BACKWARD, micro_batch, part + 1) if part < last else None)
+            ran[stage].append((BACKWARD, micro_batch, chunk))
+            return BACKWARD, micro_batch, part
+
+        def release(output):
+            direction, micro_batch, part = output
+            ran[stage].append(("freed", micro_batch, part // stages))
+
+        try:
+            mine = _Lines(wires, stage, stages)
+            executor.run(orders, stage, virtual, mine, forward=forward, backward=backward, release=release)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            wires.leave()
+
+    threads = [threading.Thread(target=of_stage, args=(stage,), daemon=True) for stage in range(stages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda error: isinstance(error, Stuck)):
+        raise error
+    assert not wires.open
+    return ran
+
+
+@pytest.mark.parametrize("streams", [None, "batched"])
+def test_every_order_comes_to_its_end(streams):
+    """ "batched": what a stage does in a group comes one after the other, a receive that waits holding up all else."""
+    for stages, virtual, number, group, cap in SIZES:
+        orders = order(stages, virtual, number, group_size=group, cap=cap)
+        ran = play(orders, virtual, streams)
+        for stage, passes in enumerate(ran):
+            assert [one for one in passes if one[0] != "freed"] == orders[stage]
+            freed = [one[1:] for one in passes if one[0] == "freed"]
+            sent = {(n, c) for n, c in itertools.product(range(number), range(virtual))}
+            if stage == stages - 1:
+                sent -= {(n, virtual - 1) for n in range(number)}
+            assert len(freed) == len(sent) and set(freed) == sent
+            for which in freed:
+                assert passes.index(("freed", *which)) < passes.index((BACKWARD, *which))
+        held = [max(in_flight(one for one in passes if one[0] != "freed")) for passes in ran]
+        assert held == peak(stages, virtual, number, group_size=group, cap=cap)
+
+
+def test_other_orders_than_ours():
+    """All forwards first; and each stage as far ahead of the next as it can be."""
+    gpipe = [(FORWARD, n, 0) for n in range(6)] + [(BACKWARD, n, 0) for n in range(6)]
+    backwards_reversed = [(FORWARD, n, 0) for n in range(6)] + [(BACKWARD, n, 0) for n in reversed(range(6))]
+    one_by_one = [(direction, n, 0) for n in range(6) for direction in (FORWARD, BACKWARD)]
+    ahead = [gpipe, order(4, 1, 6)[1], order(4, 1, 6)[2], one_by_one]
+    for orders in ([gpipe] * 4, [backwards_reversed] * 4, [one_by_one] * 4, ahead):
+        for streams in (None, "batched"):
+            ran = play(orders, 1, streams)
+            assert [[one for one in passes if one[0] != "freed"] for passes in ran] == orders
+
+
+def test_an_order_that_cannot_end_is_stuck():
+    crossed = [[(FORWARD, 0, 0), (BACKWARD, 0, 0), (FORWARD, 1, 0), (BACKWARD, 1, 0)]]
+    crossed.append([(FORWARD, 0, 0), (FORWARD, 1, 0), (BACKWARD, 0, 0), (BACKWARD, 1, 0)])
+    with pytest.raises(Stuck):
+        play(crossed, 1, None)
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_what_a_pass_raises_leaves_at_once(direction):
+    class Arrived:
+        def wait(self):
+            return "arrived"
+
+    class Never:
+        def wait(self):
+            raise AssertionError("waited for a send that nobody takes")
+
+    class OneWay:
+        def send(self, *_):
+            return Never()
+
+        def receive(self, *_):
+            return Arrived()
+
+    def fails(*_):
+        raise ValueError("in a pass")
+
+    calls = {"forward": lambda *_: "output", "backward": lambda *_: "gradient", "release": lambda _: None}
+    calls[direction] = fails
+    with pytest.raises(ValueError, match="in a pass"):
+        executor.run(order(2, 1, 4), 1, 1, OneWay(), **calls)
+
+
+@pytest.mark.parametrize("circle", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4, 7])
+def test_in_a_group_a_stage_sends_or_receives_and_has_one_neighbour(stages, circle):
+    """What makes it safe that all of a stage's operations in a group come one after the other."""
+    found = list(lines(stages, circle))
+    assert len({(name, sender, receiver) for name, sender, receiver in found}) == len(found)
+    assert len(found) == 2 * (stages if circle else stages - 1)
+    ends = [(name, end) for name, sender, receiver in found for end in (sender, receiver)]
+    assert len(ends) == len(set(ends))
+    assert len({name for name, _, _ in found}) <= (6 if circle else 4)
