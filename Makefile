@@ -4,6 +4,7 @@
 #
 # PYTHON=python3.12       the interpreter to make the environment with (3.10, 3.11 or 3.12)
 # TORCH="torch==2.6.0"    another torch than the one in requirements-cpu.txt (export it, or give it in every call)
+# JOBS=2                  how many test files run at a time (0: in pytest's own process)
 # VENV=/some/folder       where the environment goes; VENV= installs nothing and takes PYTHON as it is
 
 PYTHON ?= python3
@@ -12,6 +13,7 @@ TORCH ?=
 DEVICE ?= cpu
 TESTS ?= tests
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
@@ -36,9 +38,9 @@ endif
 pretrain: environment
 	$(ENVIRONMENT) PYTHON="$(RUN)" DEVICE=$(DEVICE) examples/pretrain_gpt_swap.sh
 
-# One pytest: tests/conftest.py puts the fast tests first.
+# tests/conftest.py puts the fast tests first; most of the others start up to four ranks of their own.
 test: environment
-	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 $(PYTEST_ARGS) $(TESTS)
+	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist loadfile) $(PYTEST_ARGS) $(TESTS)
 
 lint: environment
 	$(ENVIRONMENT) $(RUN) -m ruff check .
