@@ -1,4 +1,4 @@
-"""The command line: ``python -m mindspeed_mem run | ops | schedule | doctor``."""
+"""The command line: ``python -m mindspeed_mem run | ops | plan | schedule | doctor``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import sys
 
 from mindspeed_mem import __version__
+from mindspeed_mem.adaptive import command as plan
 from mindspeed_mem.schedule import command as schedule
 
 _RUN = """Imports mindspeed_mem.megatron_adaptor, which reads our flags among the script's arguments, and runs the
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=brief, description=text, **raw)
         command.add_argument("script", help="the Python file of the script")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, ours among them")
+    plan.add_arguments(commands.add_parser("plan", help="find a memory plan", description=plan.DESCRIPTION, **raw))
     text = schedule.DESCRIPTION
     schedule.add_arguments(commands.add_parser("schedule", help="show a pipeline schedule", description=text, **raw))
     doctor = commands.add_parser("doctor", help="check versions, devices and patches", description=_DOCTOR, **raw)
@@ -52,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
         return doctor.main(as_json=given.json)
     if given.command == "schedule":
         return schedule.main(given)
+    if given.command == "plan":
+        return plan.main(given)
     from mindspeed_mem import launch
 
     try:

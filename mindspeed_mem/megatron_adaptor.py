@@ -23,12 +23,13 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from mindspeed_mem import features, patches
+from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
 from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.patching import REGISTRY, PatchError
 from mindspeed_mem.report import log
 from mindspeed_mem.schedule.settings import ScheduleSettings, use
 
-__all__ = ["FeatureError", "add_arguments", "configure", "report"]
+__all__ = ["FeatureError", "adapt_mem_func_wrapper", "add_arguments", "configure", "report"]
 
 logger = logging.getLogger(__name__)
 

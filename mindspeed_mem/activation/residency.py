@@ -75,8 +75,8 @@ class Residency:
                 stages.setdefault(keep, set()).add(one.stage)
         return [
             f"pipeline stage{'s' if len(found) > 1 else ''} {', '.join(map(str, sorted(found)))}: "
-            f"{'no micro-batch is' if keep == math.inf else f'{keep:g} at a time are not'} swapped from now on, as that "
-            "lowers no peak of the job (swap_config.pp_aware: False swaps them all the same)"
+            f"{'no micro-batch is' if keep == math.inf else f'{keep:g} at a time are not'} swapped from now on, as "
+            "that lowers no peak of the job (swap_config.pp_aware: False swaps them all the same)"
             for keep, found in sorted(stages.items())
         ]
 

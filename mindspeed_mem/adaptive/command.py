@@ -1,0 +1,93 @@
+"""``python -m mindspeed_mem plan``: what fits, the best plan, and what it is predicted to take."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+
+from mindspeed_mem.adaptive import estimate, options, picture, table, trace
+from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.infeasible import InfeasibleError
+from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config
+from mindspeed_mem.adaptive.problem import Problem
+from mindspeed_mem.adaptive.search import Found, Search
+
+DESCRIPTION = """Finds which layers and operators should keep, swap or recompute their activations, from a model's shape
+or from a profile, and predicts step time and memory. Nothing is run; neither Megatron nor a device is needed:
+
+    python -m mindspeed_mem plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 \\
+        --micro-batch-size 1 --global-batch-size 16 --device-memory-gib 80 --link-gbps 50
+
+Options of the model have Megatron's names and defaults, in bf16 without dropout. The exit status is 1 if nothing fits.
+"""
+_WIDTH = 100  # where there is no terminal
+
+add_arguments = options.add_arguments
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    request = options.read(given)
+    profile = None
+    if given.trace is not None:
+        try:
+            profile = trace.read(given.trace)
+        except trace.ProfileError as error:
+            request.wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
+    if request.wrong:
+        print("mindspeed_mem plan:", *(f"  {reason}" for reason in request.wrong), sep="\n", file=sys.stderr)
+        return 2
+    if profile is None:
+        problem = estimate.problem(request.shape, request.layout, request.machine)
+        profile = trace.Profile(
+            problem=problem,
+            origin="estimated",
+            machine=dataclasses.asdict(request.machine),
+            model=dataclasses.asdict(request.shape),
+            shapes=dataclasses.asdict(request.layout),
+        )
+    limits = {"device_limit": request.device_bytes}
+    if request.host_bytes is not None:
+        limits["host_limit"] = request.host_bytes
+    profile = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, **limits))
+    if given.write_trace:
+        trace.write(profile, given.write_trace)
+    return _plan(given, profile)
+
+
+def _plan(given: argparse.Namespace, profile: trace.Profile) -> int:
+    problem = profile.problem
+    search = Search(problem)
+    kept, full = keep_all(problem), full_recompute(problem)
+    status, found, error = 0, None, None
+    try:
+        if given.picture:
+            floor = search.floor()
+            asked = picture.limits(floor, max(kept.peaks), problem.device_limit)
+            curve = list(zip(asked, search.curve(asked), strict=True))
+            title = " ".join(table.head(profile)[:1])
+            picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
+        found = search.best()
+    except InfeasibleError as shortage:
+        status, error = 1, shortage
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    print("\n".join(table.lines(profile, kept, full, found, width)))
+    if error is not None:
+        print(f"mindspeed_mem plan: {error}", file=sys.stderr)
+    if given.picture:
+        print(f"drawn to {given.picture}")
+    if given.output and found is not None:
+        _write(given.output, problem, found, profile)
+        print(f"written to {given.output}: train with --memory-config {given.output}")
+    return status
+
+
+def _write(target: str, problem: Problem, found: Found, profile: trace.Profile) -> None:
+    origin = "estimates" if profile.origin == "estimated" else "a measured profile"
+    peak = table.gib(max(found.simulated.peaks))
+    first = f"mindspeed_mem plan: {found.simulated.seconds:.4g} s a step, {peak} GiB at most, from {origin}"
+    remarks = [first, *table.head(profile)]
+    with open(target, "w", encoding="utf-8") as file:
+        file.write(as_yaml(memory_config(problem, found.plan), remarks))

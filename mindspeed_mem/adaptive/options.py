@@ -1,0 +1,230 @@
+"""The options of ``python -m mindspeed_mem plan``: read from text, so that all that is wrong is said at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mindspeed_mem.adaptive.picture import FORMATS, INSTALL
+from mindspeed_mem.adaptive.problem import GIB
+from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+from mindspeed_mem.schedule import problems as schedule_problems
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
+_WHOLE = {
+    "num_layers": "decoder layers",
+    "hidden_size": None,
+    "ffn_hidden_size": "4 times the hidden size; with --swiglu 2/3 of that, as Megatron rounds it",
+    "num_attention_heads": None,
+    "num_query_groups": "the number of heads; with --group-query-attention 1",
+    "kv_channels": "hidden size / heads",
+    "seq_length": None,
+    "vocab_size": "before padding (50257)",
+    "micro_batch_size": None,
+    "global_batch_size": None,
+    "tensor_model_parallel_size": "1",
+    "pipeline_model_parallel_size": "1",
+    "num_layers_per_virtual_pipeline_stage": "no virtual stages",
+    "data_parallel_size": "ranks that share the global batch (1); not an option of Megatron, which divides its ranks",
+}
+_SWITCHES = {
+    "swiglu": "gated activation function",
+    "group_query_attention": "see --num-query-groups",
+    "disable_bias_linear": "no biases in linears",
+    "untie_embeddings_and_output_weights": "an output matrix of its own",
+    "sequence_parallel": "split what stands between the blocks over tensor-parallel ranks",
+    "use_distributed_optimizer": "split optimizer states over data-parallel ranks",
+    "no_bias_gelu_fusion": "bias and GELU apart",
+    "no_bias_swiglu_fusion": "bias and SwiGLU apart",
+}
+_CHOICES = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "attention_backend": ("flash", "unfused"),
+}
+_SPEEDS = {
+    "link_gbps": (Machine.link_gbps, "host copies, GB/s each way while computing"),
+    "tflops": (Machine.tflops, "TFLOP/s that matrix products reach"),
+    "memory_gbps": (Machine.memory_gbps, "GB/s that device memory reaches"),
+    "tensor_gbps": (Machine.tensor_gbps, "GB/s of collectives between tensor-parallel ranks"),
+}
+
+
+@dataclass
+class Request:
+    """What was asked for; `wrong` holds every reason why it cannot be done."""
+
+    shape: Shape | None = None
+    layout: Layout | None = None
+    machine: Machine | None = None
+    device_bytes: int = 0
+    host_bytes: int | None = None
+    wrong: list[str] = field(default_factory=list)
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    model = command.add_argument_group("the model and its layout (Megatron's options)")
+    for name, text in _WHOLE.items():
+        flags = [_flag(name)] + (["--layers"] if name == "num_layers" else [])
+        model.add_argument(*flags, dest=name, metavar="N", help=text)
+    for name, text in _SWITCHES.items():
+        model.add_argument(_flag(name), action="store_true", help=text)
+    for name, choices in _CHOICES.items():
+        model.add_argument(_flag(name), default=None, metavar="NAME", help=f"{', '.join(choices)} ({choices[0]})")
+    machine = command.add_argument_group("the machine")
+    machine.add_argument("--device-memory-gib", required=True, metavar="GIB", help="memory that a rank may use")
+    machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
+    for name, (default, text) in _SPEEDS.items():
+        machine.add_argument(_flag(name), metavar="X", help=f"{text} ({default:g})")
+    files = command.add_argument_group("files")
+    files.add_argument("--trace", metavar="FILE", help="plan from this profile instead of from a shape")
+    files.add_argument("--output", metavar="FILE", help="write the plan: a YAML file for --memory-config")
+    files.add_argument("--write-trace", metavar="FILE", help="write what was planned from as a profile")
+    files.add_argument("--picture", metavar="FILE", help="draw step time over memory limits: .svg, .png or .pdf")
+
+
+def read(given: argparse.Namespace) -> Request:
+    """Shape, layout and machine, or with a profile only the limits."""
+    request = Request()
+    wrong = request.wrong
+    request.device_bytes = round(_number("--device-memory-gib", given.device_memory_gib, wrong) * GIB)
+    if given.swap_host_memory_gib is not None:
+        host = _number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
+        request.host_bytes = round(host * GIB)
+    if given.trace is not None:
+        others = [
+            name for name in (*_WHOLE, *_SWITCHES, *_CHOICES, *_SPEEDS) if getattr(given, name) not in (None, False)
+        ]
+        if others:
+            wrong.append(f"--trace says what {', '.join(map(_flag, others))} would; give either")
+    else:
+        _shape(given, request)
+    _files(given, wrong)
+    return request
+
+
+def _shape(given: argparse.Namespace, request: Request) -> None:
+    wrong = request.wrong
+    missing = [_flag(name) for name in _NEEDED if getattr(given, name) is None]
+    if missing:
+        wrong.append(f"{', '.join(missing)}: missing; without --trace the model's shape is needed")
+    whole = {name: _whole(_flag(name), getattr(given, name), wrong) for name in _WHOLE}
+    for name, choices in _CHOICES.items():
+        if getattr(given, name) not in (None, *choices):
+            wrong.append(f"{_flag(name)} takes {', '.join(choices)}, not {getattr(given, name)!r}")
+    speeds = {
+        name: default if getattr(given, name) is None else _number(_flag(name), getattr(given, name), wrong)
+        for name, (default, _) in _SPEEDS.items()
+    }
+    if wrong:
+        return
+    tensor, pipeline = whole["tensor_model_parallel_size"] or 1, whole["pipeline_model_parallel_size"] or 1
+    heads, hidden = whole["num_attention_heads"], whole["hidden_size"]
+    if whole["kv_channels"] is None and hidden % heads:
+        wrong.append(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
+    wide = 4 * hidden
+    multiple = 128 * tensor
+    shape = Shape(
+        num_layers=whole["num_layers"],
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=whole["seq_length"],
+        micro_batch_size=whole["micro_batch_size"],
+        ffn_hidden_size=whole["ffn_hidden_size"] or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
+        num_query_groups=whole["num_query_groups"] or (1 if given.group_query_attention else heads),
+        kv_channels=whole["kv_channels"] or hidden // heads,
+        vocab_size=-(-(whole["vocab_size"] or 50257) // multiple) * multiple,
+        swiglu=given.swiglu,
+        normalization=given.normalization or "LayerNorm",
+        rope=given.position_embedding_type == "rope",
+        bias=not given.disable_bias_linear,
+        untied=given.untie_embeddings_and_output_weights,
+        flash=given.attention_backend != "unfused",
+        fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
+    )
+    request.shape = shape
+    data, per_part = whole["data_parallel_size"] or 1, whole["num_layers_per_virtual_pipeline_stage"]
+    virtual, micro_batches = 1, 1
+    if per_part is not None and (shape.num_layers % (pipeline * per_part) or pipeline == 1):
+        wrong.append(
+            f"--num-layers-per-virtual-pipeline-stage {per_part} needs --pipeline-model-parallel-size above 1 and "
+            f"layers that are a multiple of both: {shape.num_layers} layers, {pipeline} stages"
+        )
+    elif per_part is not None:
+        virtual = shape.num_layers // pipeline // per_part
+    elif shape.num_layers % pipeline:
+        wrong.append(f"--num-layers {shape.num_layers} is no multiple of --pipeline-model-parallel-size {pipeline}")
+    batch, each = whole["global_batch_size"], shape.micro_batch_size * data
+    if batch % each:
+        wrong.append(
+            f"--global-batch-size {batch} is no multiple of --micro-batch-size times data-parallel ranks, {each}"
+        )
+    else:
+        micro_batches = batch // each
+        wrong += schedule_problems(pipeline, virtual, micro_batches)
+    if shape.num_attention_heads % shape.num_query_groups:
+        wrong.append(f"--num-attention-heads {heads} is no multiple of --num-query-groups {shape.num_query_groups}")
+    if not shape.flash and shape.num_query_groups < heads:
+        wrong.append("--attention-backend unfused copies keys and values for each head; --num-query-groups needs flash")
+    divided = {
+        "--num-attention-heads": heads,
+        "--num-query-groups": shape.num_query_groups,
+        "--ffn-hidden-size": shape.ffn_hidden_size,
+        **({"--seq-length": shape.seq_length} if given.sequence_parallel else {}),
+    }
+    for flag, size in divided.items():
+        if size % tensor:
+            wrong.append(f"{flag} {size} is no multiple of --tensor-model-parallel-size {tensor}")
+    request.layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual=virtual,
+        data=data,
+        micro_batches=micro_batches,
+        sequence_parallel=given.sequence_parallel and tensor > 1,
+        distributed_optimizer=given.use_distributed_optimizer,
+    )
+    request.machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **speeds)
+
+
+def _files(given: argparse.Namespace, wrong: list[str]) -> None:
+    for flag, target in (
+        ("--output", given.output),
+        ("--write-trace", given.write_trace),
+        ("--picture", given.picture),
+    ):
+        if target is not None and not Path(target).parent.is_dir():
+            wrong.append(f"{flag}: there is no folder {Path(target).parent}")
+    if given.picture is not None:
+        if Path(given.picture).suffix.lower() not in FORMATS:
+            wrong.append(f"--picture takes a file that ends in {', '.join(FORMATS)}, not {given.picture!r}")
+        if importlib.util.find_spec("matplotlib") is None:
+            wrong.append(f"--picture: {INSTALL}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _whole(option: str, text: str | None, wrong: list[str]) -> int | None:
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    wrong.append(f"{option} takes a whole number of at least 1, not {text!r}")
+    return None
+
+
+def _number(option: str, text: str, wrong: list[str], least: float | None = None) -> float:
+    """The number that `text` is, above 0 or at least `least`; 0 after noting a problem."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if math.isfinite(number) and (number > 0 if least is None else number >= least):
+        return number
+    wrong.append(f"{option} takes a number {'above 0' if least is None else f'of at least {least:g}'}, not {text!r}")
+    return 0.0

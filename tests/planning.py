@@ -1,0 +1,114 @@
+"""Small planning problems for the tests of the planner."""
+
+from __future__ import annotations
+
+from mindspeed_mem.adaptive.problem import (
+    Chunk,
+    Group,
+    LayerClass,
+    Link,
+    Operator,
+    Outside,
+    Pipeline,
+    Problem,
+    Stage,
+)
+
+MB = 10**6
+# A layer like a transformer's: a norm, a product, attention, a product, an activation function, a product.
+LAYER = LayerClass(
+    name="layer",
+    operators=(
+        Operator(name=""),
+        Operator(name="norm", forward_seconds=0.01, backward_seconds=0.02),
+        Operator(name="qkv", forward_seconds=0.1, backward_seconds=0.2),
+        Operator(name="core", forward_seconds=0.05, backward_seconds=0.12),
+        Operator(name="up", forward_seconds=0.2, backward_seconds=0.4),
+        Operator(name="act", forward_seconds=0.02, backward_seconds=0.03),
+        Operator(name="down", forward_seconds=0.2, backward_seconds=0.4),
+    ),
+    groups=(
+        Group(name="input", bytes=64 * MB, operators=("down",), used_by=("norm",), from_previous=True),
+        Group(
+            name="norm",
+            bytes=66 * MB,
+            operators=("norm",),
+            used_by=("norm", "qkv"),
+            recompute_seconds=0.01,
+            needs=("input",),
+        ),
+        Group(
+            name="qkv", bytes=192 * MB, operators=("qkv",), used_by=("core",), recompute_seconds=0.1, needs=("norm",)
+        ),
+        Group(
+            name="core",
+            bytes=70 * MB,
+            operators=("core",),
+            used_by=("core", "up"),
+            recompute_seconds=0.05,
+            needs=("qkv",),
+        ),
+        Group(
+            name="up",
+            bytes=256 * MB,
+            operators=("up",),
+            used_by=("act",),
+            recompute_seconds=0.2,
+            recompute_keeps=10 * MB,
+            needs=("core",),
+        ),
+        Group(name="act", bytes=256 * MB, operators=("act",), used_by=("down",), recompute_seconds=0.02, needs=("up",)),
+    ),
+    input_bytes=64 * MB,
+)
+
+
+def small_problem(
+    *,
+    stages: int = 1,
+    virtual: int = 1,
+    layers: int = 2,
+    micro_batches: int = 2,
+    link: float = 4.0,
+    send: float = 0.0,
+    limit: int = 10**12,
+    host: int | None = None,
+    kind: LayerClass = LAYER,
+) -> Problem:
+    """`layers` in each chunk; head and loss on the last stage. Link in GB/s."""
+    made = []
+    for number in range(stages):
+        chunks = []
+        for chunk in range(virtual):
+            last = number == stages - 1 and chunk == virtual - 1
+            head = Outside(forward_seconds=0.1, backward_seconds=0.2, bytes=90 * MB) if last else Outside()
+            first_layer = (chunk * stages + number) * layers
+            before = Outside(bytes=64 * MB, forward_seconds=0.01 if first_layer == 0 else 0.0)
+            chunks.append(Chunk(layers=(kind.name,) * layers, first_layer=first_layer, before=before, after=head))
+        made.append(Stage(chunks=tuple(chunks), static_bytes=500 * MB, temporary_bytes=30 * MB, step_seconds=0.1))
+    return Problem(
+        classes=(kind,),
+        stages=tuple(made),
+        pipeline=Pipeline(micro_batches=micro_batches, send_seconds=send),
+        link=Link(out=link, back=link),
+        device_limit=limit,
+        host_limit=host,
+    )
+
+
+def tiny_class(sizes: list[int], seconds: list[float], needs: bool = True) -> LayerClass:
+    """A layer of three groups, of MB and seconds to make again (0: impossible); forward takes 0.1 s an operator."""
+    names = ("a", "b", "c")
+    operators = [Operator(name=name, forward_seconds=0.1, backward_seconds=0.2) for name in (*names, "end")]
+    groups = [
+        Group(
+            name=name,
+            bytes=size * MB,
+            operators=(name,),
+            used_by=(operators[place + 1].name,),
+            recompute_seconds=again or None,
+            needs=(names[place - 1],) if needs and place else (),
+        )
+        for place, (name, size, again) in enumerate(zip(names, sizes, seconds, strict=True))
+    ]
+    return LayerClass(name="tiny", operators=tuple(operators), groups=tuple(groups))

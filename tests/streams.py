@@ -1,0 +1,223 @@
+"""A discrete-event machine that runs memory plans: the reference for the planner's simulation.
+
+Written from what the engine does, without the planner's shortcuts: devices have a compute stream and two copy streams
+of queued commands; a command waits for events of others; a heap of times says what ends next. Memory is counted as
+commands of the compute stream run. Each operator of each layer is a command of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+
+from mindspeed_mem.plan.passes import FORWARD
+
+GB = 1e9
+
+
+class Stream:
+    """Commands in order: (events to wait for, seconds, events to set, bytes taken at its start, given at its end)."""
+
+    def __init__(self):
+        self.queue, self.place, self.running = [], 0, False
+        self.waited = 0.0
+        self.free_at = 0.0
+
+    def put(self, wait=(), seconds=0.0, sets=(), take=0, give=0, copy_wait=False):
+        self.queue.append((tuple(wait), seconds, tuple(sets), take, give, copy_wait))
+
+
+class Machine:
+    """All stages of a pipeline. `run` returns seconds and peaks."""
+
+    def __init__(self, problem, plan):
+        self.problem, self.plan = problem, plan
+        self.streams = [[Stream() for _ in range(3)] for _ in problem.stages]
+        for number in range(len(problem.stages)):
+            self._enqueue(number)
+
+    def run(self):
+        done, now, heap, tie = set(), 0.0, [], 0
+        held = [s.static_bytes + s.temporary_bytes for s in self.problem.stages]
+        peaks = list(held)
+        while True:
+            progress = True
+            while progress:
+                progress = False
+                for stage, streams in enumerate(self.streams):
+                    for which, stream in enumerate(streams):
+                        if stream.running or stream.place == len(stream.queue):
+                            continue
+                        wait, seconds, sets, take, give, _ = stream.queue[stream.place]
+                        if any(event not in done for event in wait):
+                            continue
+                        stream.running, progress = True, True
+                        held[stage] += take
+                        peaks[stage] = max(peaks[stage], held[stage])
+                        tie += 1
+                        heapq.heappush(heap, (now + seconds, tie, stage, which, sets, give))
+            if not heap:
+                break
+            now, _, stage, which, sets, give = heapq.heappop(heap)
+            stream = self.streams[stage][which]
+            stream.running, stream.place = False, stream.place + 1
+            held[stage] -= give
+            done.update(sets)
+        for streams in self.streams:
+            assert all(stream.place == len(stream.queue) for stream in streams), "the machine is stuck"
+        return now + max(s.step_seconds for s in self.problem.stages), peaks
+
+    # ---- what the engine would ask the streams for
+    def _enqueue(self, number):
+        passes = self.problem.passes[number]
+        self.items = {chunk: self._items(number, chunk) for chunk in range(self.problem.virtual_stages)}
+        fetched = set()
+        for place, (direction, micro_batch, chunk) in enumerate(passes):
+            coming = passes[place + 1] if place + 1 < len(passes) else None
+            ahead = None
+            if coming and coming[0] != FORWARD and coming[1:] != (micro_batch, chunk):
+                ahead = coming[1:]
+            if direction == FORWARD:
+                self._forward(number, micro_batch, chunk, ahead, fetched)
+            else:
+                self._backward(number, micro_batch, chunk, ahead, fetched)
+
+    def _layers(self, number, chunk):
+        of_chunk = self.problem.stages[number].chunks[chunk]
+        return [self.problem.class_of[name] for name in of_chunk.layers]
+
+    def _items(self, number, chunk):
+        """Every group of every layer with global operator numbers, counted from 1."""
+        kinds, base, items = self._layers(number, chunk), 1, []
+        for layer, kind in enumerate(kinds):
+            names = [operator.name for operator in kind.operators]
+            text = self.plan.stages[number].chunks[chunk][layer]
+            letters = {group.name: letter for group, letter in zip(kind.groups, text, strict=True)}
+            for group in kind.groups:
+                if letters[group.name] == "-":
+                    continue
+                if group.from_previous:
+                    others = [operator.name for operator in kinds[layer - 1].operators]
+                    made = base - len(others) + max(others.index(name) for name in group.operators)
+                else:
+                    made = base + max(names.index(name) for name in group.operators)
+                users = [base + names.index(name) for name in group.used_by]
+                items.append(
+                    {
+                        "group": group,
+                        "act": letters[group.name],
+                        "made": made,
+                        "first": min(users),
+                        "last": max(users),
+                        "due": self._due(kind, letters, group.name, base),
+                    }
+                )
+            base += len(kind.operators)
+        return items
+
+    def _due(self, kind, letters, name, base):
+        """When backward needs it: for its own users, or for what is made again from it."""
+        names = [operator.name for operator in kind.operators]
+        own = max(base + names.index(user) for user in kind.groups[kind.group_index[name]].used_by)
+        makes = [g.name for g in kind.groups if name in g.needs and letters[g.name] == "R"]
+        return max([own, *(self._due(kind, letters, other, base) for other in makes)])
+
+    def _count(self, number, chunk):
+        return sum(len(kind.operators) for kind in self._layers(number, chunk))
+
+    def _tail(self, number, chunk):
+        """The final norm is an operator of the last chunk."""
+        after = self.problem.stages[number].chunks[chunk].after
+        return int(bool(after.bytes or after.forward_seconds or after.backward_seconds))
+
+    def _load(self, number, key, position, fetched):
+        """Start the copies back that are due when the operator numbered `position` is about to run backward."""
+        compute, _, back = self.streams[number]
+        far = self.plan.stages[number].distance
+        found = [
+            (item["due"] + far, index)
+            for index, item in enumerate(self.items[key[1]])
+            if item["act"] == "S" and item["due"] + far >= position and (number, key, index) not in fetched
+        ]
+        for _, index in sorted(found, reverse=True):
+            item = self.items[key[1]][index]
+            fetched.add((number, key, index))
+            asked = ("asked", number, key, index)
+            compute.put(take=item["group"].bytes, sets=[asked])
+            seconds = item["group"].bytes / GB / self.problem.link.back
+            back.put(wait=[asked, ("out", number, key, index)], seconds=seconds, sets=[("back", number, key, index)])
+
+    def _arrival(self, number, direction, micro_batch, chunk):
+        """The pass on another stage that has to be done."""
+        stages, virtual = len(self.problem.stages), self.problem.virtual_stages
+        part = chunk * stages + number
+        other = part - 1 if direction == FORWARD else part + 1
+        if 0 <= other < stages * virtual:
+            return [("pass", other % stages, direction, micro_batch, other // stages)]
+        return []
+
+    def _forward(self, number, micro_batch, chunk, ahead, fetched):
+        compute, out, _ = self.streams[number]
+        of_chunk, key = self.problem.stages[number].chunks[chunk], (micro_batch, chunk)
+        items, count, far = self.items[chunk], self._count(number, chunk), self.plan.stages[number].distance
+        compute.put(wait=self._arrival(number, FORWARD, micro_batch, chunk), take=of_chunk.before.bytes)
+        compute.put(seconds=of_chunk.before.forward_seconds)
+        releases = defaultdict(list)
+        position = 0
+        for kind in self._layers(number, chunk):
+            for operator in kind.operators:
+                position += 1
+                if ahead:
+                    left = count - position + 1
+                    self._load(
+                        number, ahead, self._count(number, ahead[1]) + self._tail(number, ahead[1]) + left, fetched
+                    )
+                ran = ("ran", number, key, position)
+                taken = sum(item["group"].bytes for item in items if item["made"] == position)
+                compute.put(seconds=operator.forward_seconds, take=taken, sets=[ran])
+                for index, item in enumerate(items):
+                    size = item["group"].bytes
+                    if item["act"] == "S" and max(item["made"], item["first"]) == position:
+                        seconds = size / GB / self.problem.link.out
+                        out.put(wait=[ran], seconds=seconds, sets=[("out", number, key, index)])
+                        releases[max(item["made"] + far, position)].append((index, size))
+                    if item["act"] == "R" and max(item["made"], item["last"]) == position:
+                        compute.put(give=size - item["group"].recompute_keeps)
+                for index, size in releases.pop(position, []):
+                    compute.put(wait=[("out", number, key, index)], give=size)
+        for index, size in releases.pop(count + 1, []) if self._tail(number, chunk) else ():
+            compute.put(wait=[("out", number, key, index)], give=size)
+        compute.put(seconds=of_chunk.after.forward_seconds)
+        compute.put(take=of_chunk.after.bytes)
+        for due in sorted(releases):
+            for index, size in releases[due]:
+                compute.put(wait=[("out", number, key, index)], give=size)
+        compute.put(sets=[("pass", number, FORWARD, micro_batch, chunk)])
+
+    def _backward(self, number, micro_batch, chunk, ahead, fetched):
+        compute = self.streams[number][0]
+        of_chunk, key = self.problem.stages[number].chunks[chunk], (micro_batch, chunk)
+        items, position = self.items[chunk], self._count(number, chunk)
+        own = [("pass", number, FORWARD, micro_batch, chunk)]
+        compute.put(wait=own + self._arrival(number, "backward", micro_batch, chunk))
+        self._load(number, key, position + self._tail(number, chunk) + 1, fetched)
+        compute.put(seconds=of_chunk.after.backward_seconds, give=of_chunk.after.bytes)
+        self._load(number, key, position + self._tail(number, chunk), fetched)
+        for kind in reversed(self._layers(number, chunk)):
+            for operator in reversed(kind.operators):
+                self._load(number, key, position, fetched)
+                if ahead:
+                    last = self._count(number, ahead[1]) + self._tail(number, ahead[1])
+                    self._load(number, ahead, last + position, fetched)
+                for index, item in enumerate(items):
+                    if item["act"] == "S" and item["due"] == position:
+                        compute.put(wait=[("back", number, key, index)])
+                for item in items:
+                    if item["act"] == "R" and item["due"] == position:
+                        size = item["group"].bytes - item["group"].recompute_keeps
+                        compute.put(seconds=item["group"].recompute_seconds, take=size)
+                compute.put(seconds=operator.backward_seconds)
+                compute.put(give=sum(item["group"].bytes for item in items if item["first"] == position))
+                position -= 1
+        compute.put(seconds=of_chunk.before.backward_seconds)
+        compute.put(give=of_chunk.before.bytes, sets=[("pass", number, "backward", micro_batch, chunk)])

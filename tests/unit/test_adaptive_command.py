@@ -1,0 +1,149 @@
+"""`python -m mindspeed_mem plan`: what it prints, writes, draws and refuses."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed_mem.__main__ import main
+from mindspeed_mem.adaptive import trace
+from mindspeed_mem.adaptive.picture import INSTALL
+from mindspeed_mem.adaptive.problem import GIB
+from mindspeed_mem.plan import load_memory_config
+
+SHAPE = (
+    "--layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 2 "
+    "--global-batch-size 8 --pipeline-model-parallel-size 2 --data-parallel-size 1 --link-gbps 20 "
+)
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-query-groups 8 "
+
+
+@pytest.fixture
+def plan(capsys, monkeypatch):
+    """Runs the command with these words; returns its status, output and errors."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(words):
+        status = main(["plan", *words.split()])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def row(out, name):
+    return next(line for line in out.splitlines() if line.startswith(name)).removeprefix(name).split()
+
+
+def test_it_compares_the_plan_with_the_alternatives_and_writes_it(plan, tmp_path):
+    target = tmp_path / "plan.yaml"
+    status, out, err = plan(f"{SHAPE} --device-memory-gib 24 --output {target}")
+    assert (status, err) == (0, "")
+    assert out.startswith("8 layers, 2 pipeline stages, 4 micro-batches; limit 24.00 GiB on each rank\n")
+    assert "estimates from FLOPs" in out and "400 TFLOP/s" in out and "20 GB/s to the host" in out
+    kept, full, found = (row(out, name) for name in ("keep all", "Megatron's full recompute", "this plan"))
+    assert kept[-1] == "no" and found[-1] == "yes" and float(found[-2]) <= 24 < float(kept[-2])
+    assert float(kept[0]) <= float(found[0]) < float(full[0]) and full[1:3] == ["+0.0", "%"]
+    assert "K keep, S swap, R recompute" in out and "self_attention.linear_qkv" in out
+    loaded = load_memory_config(target, num_layers=8)
+    assert loaded.notices == () and (loaded.swap.op_swap or loaded.recompute.active)
+    assert "estimates from FLOPs" in target.read_text()
+
+
+def test_what_it_planned_from_can_be_kept_and_planned_from_again(plan, tmp_path):
+    target = tmp_path / "profile.json"
+    _, first, _ = plan(f"{SHAPE} {LLAMA} --device-memory-gib 24 --write-trace {target}")
+    profile = trace.read(target)
+    assert profile.origin == "estimated" and profile.shapes["pipeline"] == 2
+    assert profile.problem.device_limit == 24 * GIB
+    status, again, _ = plan(f"--trace {target} --device-memory-gib 24")
+    assert status == 0 and again == first
+    _, other, _ = plan(f"--trace {target} --device-memory-gib 20 --swap-host-memory-gib 1")
+    assert "limit 20.00 GiB, host 1.00 GiB" in other
+    assert float(row(other, "this plan")[0]) >= float(row(again, "this plan")[0])
+
+
+def test_what_does_not_fit_ends_with_status_1_and_says_what_is_needed(plan, tmp_path):
+    target = tmp_path / "plan.yaml"
+    status, out, err = plan(f"{SHAPE} --device-memory-gib 10 --output {target}")
+    assert status == 1 and not target.exists()
+    assert "keep all" in out and "this plan" not in out
+    assert "no plan fits: pipeline stage" in err and "three things to try" in err
+
+
+def test_virtual_stages_and_tensor_parallel_ranks_are_planned_for(plan):
+    words = SHAPE + "--num-layers-per-virtual-pipeline-stage 2 --tensor-model-parallel-size 4 --sequence-parallel "
+    status, out, _ = plan(words + "--use-distributed-optimizer --device-memory-gib 8")
+    assert status == 0 and "2 virtual stages" in out and "+" in row(out, "0 ")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "reasons"),
+    [
+        (
+            "--hidden-size x --num-attention-heads 0 --seq-length 8 --micro-batch-size 1 --normalization L "
+            "--device-memory-gib -3 --link-gbps none --output no/such.yaml --picture plan.gif",
+            [
+                "--device-memory-gib takes a number above 0, not '-3'",
+                "--num-layers, --global-batch-size: missing; without --trace the model's shape is needed",
+                "--hidden-size takes a whole number of at least 1, not 'x'",
+                "--num-attention-heads takes a whole number of at least 1, not '0'",
+                "--normalization takes LayerNorm, RMSNorm, not 'L'",
+                "--link-gbps takes a number above 0, not 'none'",
+                "--output: there is no folder no",
+                "--picture takes a file that ends in .svg, .png, .pdf, not 'plan.gif'",
+            ],
+        ),
+        (
+            "--num-layers 7 --hidden-size 100 --num-attention-heads 3 --seq-length 8 --micro-batch-size 2 "
+            "--global-batch-size 5 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+            "--num-query-groups 2 --device-memory-gib 1",
+            [
+                "--hidden-size 100 is no multiple of --num-attention-heads 3; give --kv-channels",
+                "--num-layers 7 is no multiple of --pipeline-model-parallel-size 2",
+                "--global-batch-size 5 is no multiple of --micro-batch-size times data-parallel ranks, 2",
+                "--num-attention-heads 3 is no multiple of --num-query-groups 2",
+                "--num-attention-heads 3 is no multiple of --tensor-model-parallel-size 2",
+            ],
+        ),
+        (
+            "--trace no/such.json --hidden-size 4 --device-memory-gib 1",
+            [
+                "--trace says what --hidden-size would; give either",
+                "--trace no/such.json: 1 problem",
+                "--trace cannot be read (No such file or directory)",
+            ],
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_all_reasons(plan, words, reasons):
+    status, out, err = plan(words)
+    first, *lines = [line for line in err.splitlines() if INSTALL not in line]  # one more where matplotlib is absent
+    assert (status, out, first) == (2, "", "mindspeed_mem plan:")
+    assert lines == ["  " + reason for reason in reasons]
+
+
+def test_it_draws_step_time_over_limits(plan, tmp_path):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "plan.svg"
+    words = SHAPE.replace("--layers 8", "--layers 2").replace("--global-batch-size 8", "--global-batch-size 4")
+    status, out, _ = plan(f"{words} --device-memory-gib 11 --picture {target}")
+    assert status == 0 and f"drawn to {target}" in out
+    assert target.read_bytes().startswith(b"<?xml")
+
+
+def test_without_matplotlib_it_says_how_to_install_it(plan, tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    status, out, err = plan(f"{SHAPE} --device-memory-gib 24 --picture {tmp_path / 'a.svg'}")
+    assert (status, out) == (2, "") and "pip install matplotlib" in err
+
+
+def test_it_needs_neither_torch_nor_megatron_nor_matplotlib():
+    code = (
+        "import sys; from mindspeed_mem.__main__ import main; "
+        f"main(['plan', *{SHAPE.split()!r}, '--device-memory-gib', '60']); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'matplotlib')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,66 @@
+"""Estimates from a model's shape: how bytes and seconds follow from sizes and layouts."""
+
+import dataclasses
+
+import pytest
+
+from mindspeed_mem.adaptive import estimate
+from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.checks import problems_of
+from mindspeed_mem.adaptive.layer_bytes import BDA1, CORE, FC1, INPUT, NORM1, QKV, layer_bytes
+from mindspeed_mem.adaptive.problem import GIB
+from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+
+GPT = Shape(
+    num_layers=16,
+    hidden_size=4096,
+    num_attention_heads=32,
+    seq_length=4096,
+    micro_batch_size=1,
+    ffn_hidden_size=16384,
+    num_query_groups=32,
+    kv_channels=128,
+)
+LLAMA = dataclasses.replace(GPT, swiglu=True, normalization="RMSNorm", rope=True, bias=False, num_query_groups=8)
+MACHINE = Machine(memory_bytes=80 * GIB)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA, dataclasses.replace(GPT, flash=False, fused=False)])
+@pytest.mark.parametrize("layout", [Layout(micro_batches=4), Layout(tensor=4, pipeline=4, virtual=2, micro_batches=8)])
+def test_a_problem_is_sound_and_full_recompute_costs_about_a_forward(shape, layout):
+    problem = estimate.problem(shape, layout, MACHINE)
+    assert problems_of(problem) == [] and problem.num_layers == 16
+    kept, full = keep_all(problem), full_recompute(problem)
+    assert 1.2 < full.seconds / kept.seconds < 1.36
+    assert max(full.peaks) < max(kept.peaks)
+
+
+def test_tensor_parallel_ranks_divide_what_they_compute_and_sequence_parallelism_the_rest():
+    whole, split, both = (
+        layer_bytes(GPT, layout) for layout in (Layout(), Layout(tensor=4), Layout(tensor=4, sequence_parallel=True))
+    )
+    for name in (QKV, CORE, FC1):
+        assert whole[name] == 4 * split[name] == 4 * both[name]
+    for name in (INPUT, NORM1, BDA1):
+        assert whole[name] == split[name] == 4 * both[name]
+
+
+def test_a_layer_keeps_17_sbh_with_flash_attention():
+    unit = GPT.tokens * GPT.hidden_size * 2
+    sizes = layer_bytes(GPT, Layout())
+    assert sum(sizes.values()) / unit == pytest.approx(16, abs=0.1)  # 2 sbh bf16 each, statistics aside
+
+
+def test_static_memory_is_18_bytes_a_parameter_or_less_with_a_distributed_optimizer():
+    alone = estimate.problem(GPT, Layout(), MACHINE).stages[0].static_bytes
+    shared = estimate.problem(GPT, Layout(data=4, distributed_optimizer=True), MACHINE).stages[0].static_bytes
+    parameters = 16 * GPT.layer_parameters + GPT.embedding_parameters
+    assert (alone, shared) == (18 * parameters, 9 * parameters)
+
+
+def test_twice_the_speed_is_half_the_time():
+    slow, fast = (
+        estimate.problem(GPT, Layout(micro_batches=2), dataclasses.replace(MACHINE, tflops=t, memory_gbps=m))
+        for t, m in ((200, 1000), (400, 2000))
+    )
+    assert keep_all(slow).seconds == pytest.approx(2 * keep_all(fast).seconds)

@@ -1,0 +1,99 @@
+"""The planner's simulation: step time and peaks are those of a discrete-event machine that runs command by command."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_mem.adaptive import Plan, StagePlan, simulate
+from mindspeed_mem.adaptive.improve import is_valid
+from tests.planning import LAYER, small_problem
+from tests.streams import Machine
+
+CLOSE = 1e-6  # the goal is 2 %; where the rules are the same, nothing but rounding is left
+
+
+def letters_for(draw, kind, inputs_move, first):
+    """One layer's letters, made valid by keeping what cannot be done."""
+    text = ""
+    for group in kind.groups:
+        letter = "-" if group.from_previous and first else draw(st.sampled_from("KSR"))
+        rest = "K" * (len(kind.groups) - len(text) - 1)
+        fine = letter == "-" or is_valid(kind, text + letter + rest, inputs_move)
+        text += letter if fine else "K"
+    return text
+
+
+@st.composite
+def cases(draw):
+    stages = draw(st.integers(1, 3))
+    virtual = draw(st.sampled_from([1, 2])) if stages > 1 else 1
+    micro_batches = stages * draw(st.integers(1, 3)) if virtual > 1 else draw(st.integers(1, 5))
+    problem = small_problem(
+        stages=stages,
+        virtual=virtual,
+        layers=draw(st.integers(1, 3)),
+        micro_batches=micro_batches,
+        link=draw(st.sampled_from([1.0, 4.0, 20.0])),
+        send=draw(st.sampled_from([0.0])),
+    )
+    inputs_move = draw(st.booleans())
+    plans = []
+    for stage in problem.stages:
+        chunks = tuple(
+            tuple(letters_for(draw, LAYER, inputs_move, place == 0) for place in range(len(chunk.layers)))
+            for chunk in stage.chunks
+        )
+        plans.append(StagePlan(chunks=chunks, distance=draw(st.integers(1, 14))))
+    return problem, Plan(stages=tuple(plans), inputs_move=inputs_move)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_time_and_peaks_are_those_of_the_machine(case):
+    problem, plan = case
+    seconds, peaks = Machine(problem, plan).run()
+    found = simulate(problem, plan)
+    assert found.seconds == pytest.approx(seconds, rel=CLOSE)
+    assert found.peaks == pytest.approx(peaks, rel=CLOSE)
+
+
+@pytest.mark.parametrize(("virtual", "link"), [(1, 1.0), (1, 4.0), (2, 1.0)])
+def test_many_micro_batches_go_on_at_the_pace_of_the_first(virtual, link):
+    problem = small_problem(stages=3, virtual=virtual, layers=2, micro_batches=75, link=link)
+    chunks = tuple(("-SKSKR"[: len(LAYER.groups)].ljust(len(LAYER.groups), "K"),) * 2 for _ in range(virtual))
+    chunks = tuple((of[0], "K" + of[1][1:]) for of in chunks)
+    plan = Plan(stages=(StagePlan(chunks=chunks, distance=3),) * 3)
+    seconds, peaks = Machine(problem, plan).run()
+    found = simulate(problem, plan)
+    assert found.seconds == pytest.approx(seconds, rel=0.002)
+    assert found.peaks == pytest.approx(peaks, rel=CLOSE)
+
+
+def test_copies_that_hide_cost_nothing_and_those_that_do_not_are_waited_for():
+    fast, slow = (small_problem(stages=1, layers=3, micro_batches=2, link=link) for link in (1000.0, 0.02))
+    kept = StagePlan(chunks=((f"-{'K' * 5}", "K" * 6, "K" * 6),))
+    moved = StagePlan(chunks=((f"-{'K' * 5}".replace("K", "S", 1), "K" * 6, "K" * 6),), distance=4)
+    for problem, waits in ((fast, False), (slow, True)):
+        without, with_swap = (simulate(problem, Plan(stages=(stage,))) for stage in (kept, moved))
+        assert (with_swap.seconds > without.seconds * 1.001) == waits
+        assert (with_swap.stalls[0] > 0) == waits
+        assert with_swap.seconds - without.seconds == pytest.approx(with_swap.stalls[0])
+
+
+def test_recomputation_frees_what_it_makes_again_and_takes_its_time():
+    problem = small_problem(stages=1, layers=4, micro_batches=2, link=1.0)
+    group = LAYER.groups[-1]
+    kept = StagePlan(chunks=(("-KKKKK", *["K" * 6] * 3),))
+    again = StagePlan(chunks=(("-KKKKR", *["KKKKKR"] * 3),))
+    without, found = (simulate(problem, Plan(stages=(stage,))) for stage in (kept, again))
+    assert found.seconds - without.seconds == pytest.approx(2 * 4 * group.recompute_seconds)
+    assert 3 * group.bytes <= without.peaks[0] - found.peaks[0] <= 4 * group.bytes  # one is there while it is needed
+
+
+def test_a_later_stage_waits_for_the_one_before():
+    problem = small_problem(stages=2, layers=1, micro_batches=1, link=1.0)
+    later = dataclasses.replace(problem, pipeline=dataclasses.replace(problem.pipeline, send_seconds=0.25))
+    plan = Plan(stages=(StagePlan(chunks=(("-KKKKK",),)),) * 2)
+    assert simulate(later, plan).seconds == pytest.approx(simulate(problem, plan).seconds + 0.5)
