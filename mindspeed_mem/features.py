@@ -186,7 +186,16 @@ FEATURES = (
         metavar="GIB",
         help="host memory that each rank may fill with swapped activations; beyond it an activation stays on the "
         "device (default: no limit)",
-        needs_feature="--memory-config",
+        needs_features=("--memory-config", "--survive-oom"),
+    ),
+    Feature(
+        flag="--survive-oom",
+        read=bool,
+        default=False,
+        help="when device memory runs out in the middle of a step, move activations to the host and go on, whatever "
+        "the memory plan says",
+        patches=(*_MEMORY_PATCHES, "survive_*"),
+        bars=_MEMORY_BARS,
     ),
     Feature(
         flag="--sdpa-attention",
@@ -221,6 +230,7 @@ class Settings:
     memory: MemoryConfig | None = None
     """Given only if it swaps or recomputes anything."""
     host_limit_bytes: int | None = None
+    survive_oom: bool = False
     max_inflight: int | None = None
     """Passes whose activations a pipeline stage may hold."""
     pipeline_stages: tuple[int, ...] | None = None
@@ -247,21 +257,25 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     memory = _load(values["--memory-config"], flags, getattr(args, "num_layers", None), problems)
     notices = () if memory is None else memory.notices
     swaps, recomputes = memory is not None and memory.swap.swap, memory is not None and memory.recompute.active
-    if recomputes and not swaps and values["--swap-host-memory-gib"] is not None:
+    survives = values["--survive-oom"]
+    if recomputes and not (swaps or survives) and values["--swap-host-memory-gib"] is not None:
         notices += ("--swap-host-memory-gib has no effect: nothing is swapped",)
     if memory is not None and not (swaps or recomputes):
         if values["--memory-config"] is not None:
             notices += (f"--memory-config {memory.source}: nothing is swapped (swap_config.swap) or recomputed",)
-        on = [f for f in on if not set(_MEMORY_PATCHES) & set(f.patches)]
+        on = [f for f in on if not set(_MEMORY_PATCHES) & set(f.patches) or f.flag == "--survive-oom"]
         memory = None
     problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)
     given = [f.flag for f in FEATURES if getattr(args, f.dest, f.default) not in (f.default, None)]
     problems += [
-        f"{f.flag} needs {f.needs_feature}: it limits nothing otherwise. Add {f.needs_feature}, or leave {f.flag} out"
+        f"{f.flag} needs {' or '.join(f.needs_features)}: it limits nothing otherwise. Add {f.needs_features[0]}, or "
+        f"leave {f.flag} out"
         for f in FEATURES
-        if f.needs_feature and f.flag in given and f.needs_feature not in given
+        if f.needs_features and f.flag in given and not set(f.needs_features) & set(given)
     ]
     backend = _device(values["--device"], bool(given) or always, problems)
+    if survives and backend is not None and (allocator := backend.foreign_allocator()):
+        problems.append(f"--survive-oom cannot be combined with {allocator}: both manage memory. Leave one of them out")
     if problems:
         raise FeatureError(problems)
     patches = [*BY_DEVICE.get(backend.type if backend else "", ()), *(p for f in on for p in f.patches)]
@@ -271,7 +285,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         on=tuple(f.flag for f in on),
         backend=backend,
         memory=memory,
-        host_limit_bytes=int(limit * 2**30) if swaps and limit is not None else None,
+        host_limit_bytes=int(limit * 2**30) if (swaps or survives) and limit is not None else None,
+        survive_oom=survives,
         max_inflight=values["--max-inflight-microbatches"],
         pipeline_stages=values["--pipeline-stages"],
         patches=tuple(dict.fromkeys(patches)),

@@ -43,8 +43,8 @@ class _State:
     settings = Settings()
     modules: tuple[str, ...] = ()
     """The patch modules applied."""
-    engine: tuple = (None, None, None)
-    """What the engine was started with: memory configuration, backend, host limit."""
+    engine: tuple = ()
+    """What the engine was started with: memory configuration, backend, host limit, whether it survives."""
     observing = False
 
 
@@ -162,7 +162,7 @@ def _apply(settings: Settings) -> None:
     if settings == _State.settings:
         return
     patterns = list(settings.patches)
-    if settings.memory is not None:
+    if settings.memory is not None or settings.survive_oom:
         patterns.append("megatron_pretrain")
     if settings.patches:
         patterns.append("first_step")  # outermost: it comes after what the others do at the end of a step
@@ -219,20 +219,25 @@ def _validated(args: Namespace) -> None:
 
 def _verify() -> None:
     REGISTRY.verify_once(logger)
-    if _State.settings.memory is not None and _State.engine[0] is None:
+    if (_State.settings.memory is not None or _State.settings.survive_oom) and not _State.engine:
         logger.error("the memory plan is not in force: the script never called megatron_adaptor.configure(args)")
 
 
 def _start_engine(settings: Settings) -> None:
-    wanted = (settings.memory, settings.backend, settings.host_limit_bytes)
-    if _State.observing or wanted == _State.engine or (settings.memory is None and _State.engine[0] is None):
+    wanted = (settings.memory, settings.backend, settings.host_limit_bytes, settings.survive_oom)
+    needed = settings.memory is not None or settings.survive_oom
+    if _State.observing or wanted == _State.engine or not (needed or _State.engine):
         return
     from mindspeed_mem.activation import engine as engines
+    from mindspeed_mem.activation.surviving import SurvivingEngine
+    from mindspeed_mem.plan import load_memory_config
 
     engines.stop()
-    if settings.memory is not None:
-        engines.start(*wanted)
-    _State.engine = wanted
+    if needed:
+        config = settings.memory or load_memory_config(None)
+        kind = SurvivingEngine if settings.survive_oom else engines.Engine
+        engines.start(config, settings.backend, settings.host_limit_bytes, kind=kind)
+    _State.engine = wanted if needed else ()
 
 
 _read_command_line(sys.argv[1:])

@@ -65,7 +65,8 @@ class Feature:
     """Modules of mindspeed_mem.patches, as shell patterns."""
     needs: tuple[Option, ...] = ()
     """Each must hold where the arguments know the option."""
-    needs_feature: str | None = None
+    needs_features: tuple[str, ...] = ()
+    """It limits or changes one of these features, so that one must be on."""
     bars: tuple[Option, ...] = ()
     """None may hold."""
     recompute_bars: tuple[Option, ...] = ()

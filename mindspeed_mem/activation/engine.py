@@ -359,10 +359,14 @@ _engine: Engine | None = None
 
 
 def start(
-    config: MemoryConfig, backend: Backend, host_limit_bytes: int | None = None, watch_only: bool = False
+    config: MemoryConfig,
+    backend: Backend,
+    host_limit_bytes: int | None = None,
+    watch_only: bool = False,
+    kind: type[Engine] = Engine,
 ) -> Engine:
     """Make this process's engine, replacing an earlier one (whose handles stay valid)."""
-    engine = Engine(config, backend, host_limit_bytes, watch_only)
+    engine = kind(config, backend, host_limit_bytes, watch_only)
     LEDGER.forget()
     use(engine)
     return engine

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,11 @@ from mindspeed_mem.activation.records import COPYING, DEVICE, HOST, KEEP, KEPT, 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
+
     from mindspeed_mem.device import Backend
     from mindspeed_mem.device.base import Event, Stream
-    from mindspeed_mem.device.slabs import HostSlabs
+    from mindspeed_mem.device.slabs import HostSlabs, Slab
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class Mover:
         self.second_runs: Counter[tuple[int, str]] = Counter()
         self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
         self.bytes_on_host = self.stayed_bytes = 0
+        self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
         self._warned_full = False
 
@@ -93,18 +97,22 @@ class Mover:
                     if ready is None:
                         ready = self.backend.record(compute)
                         self.backend.wait(out_stream, ready, OUT_AFTER_COMPUTE)
-                    if slab.ready is not None:
-                        self.backend.wait(out_stream, slab.ready, OUT_AFTER_SLAB)
-                    self.backend.copy(slab.buffer, source, out_stream)
+                    self._send(record, source, slab, out_stream)
                 except BaseException:
                     self.slabs.give(slab, slab.ready)
                     record.state = KEPT
                     raise
-                record.slab, record.source, record.state = slab, source, COPYING
-                record.out_event = self.backend.record(out_stream)
-                self.bytes_out += record.nbytes
-                self.copies_out += 1
-                self.bytes_on_host += record.nbytes
+
+    def _send(self, record: Record, source: torch.Tensor, slab: Slab, out_stream: Stream) -> None:
+        """Copy ``source``, the record's bytes, to ``slab``; the stream has waited for compute."""
+        if slab.ready is not None:
+            self.backend.wait(out_stream, slab.ready, OUT_AFTER_SLAB)
+        self.backend.copy(slab.buffer, source, out_stream)
+        record.slab, record.source, record.state = slab, source, COPYING
+        record.out_event = self.backend.record(out_stream)
+        self.bytes_out += record.nbytes
+        self.copies_out += 1
+        self.bytes_on_host += record.nbytes
 
     def release(self, record: Record) -> bool:
         """Drop the device memory of a copied record; False when it must stay."""

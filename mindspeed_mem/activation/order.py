@@ -40,6 +40,12 @@ class RecordedOrder:
         self._trusted = self._trusted and index < len(known) and known[index] == now
         return known[index + 1] if self._trusted and index + 1 < len(known) else None
 
+    def ahead(self) -> dict[Pass, int]:
+        """The passes to come, with how many come before each; empty where the order is not known."""
+        if self._key is None or not self._trusted:
+            return {}
+        return {coming: index for index, coming in enumerate(self._known[self._key][len(self._passes) :])}
+
     def end(self, completed: bool) -> str:
         """The call is over. Returns how it departed from the expected order, or "" if it did not."""
         departed = ""

@@ -12,7 +12,7 @@ import torch
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.arguments import tensors_in
 from mindspeed_mem.activation.frame import Frame
-from mindspeed_mem.activation.records import OverwrittenError
+from mindspeed_mem.activation.records import STAYS, OverwrittenError
 from mindspeed_mem.activation.replay import TAKE_OUT, MadeBy, Replay
 from mindspeed_mem.activation.saved import SavedTensors
 from mindspeed_mem.activation.tape import MANAGED, Tape
@@ -183,7 +183,8 @@ class RecomputedRegions(SavedTensors):
             for handle in replay.held():
                 storage = handle.alias.untyped_storage()
                 mine = aliases.pop(id(storage), 0)  # once for all that hold it
-                if mine and handle.record is None and not _held_elsewhere(storage, mine):
+                stays = handle.record is None or handle.record.distance == STAYS
+                if mine and stays and not _held_elsewhere(storage, mine):
                     taken[tuple(key)] += storage.nbytes()
         for (layer, path), nbytes in freed.items():
             if nbytes <= taken[layer, path]:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 KEPT, DEVICE, COPYING, HOST, LOADED = "kept", "device", "copying", "host", "loaded"
 DROPPED, REMADE = "dropped", "remade"
 
+STAYS = -1
+"""The distance of a record that the plan may not select: it leaves only if memory runs out."""
+
 KEEP = object()
 """On a storage (as ``_mem``, where a movable one has a weak reference to its record): stays on the device for good."""
 
@@ -109,6 +112,8 @@ class Record:
         self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         self.slab = self.source = self.out_event = self.buffer = self.in_event = None
         self.replay = replay
+        if mover.known is not None:
+            mover.known.add(self)
         if replay is not None:  # its device memory is left to whoever else holds it
             token.moved = True
             self.token, self.state = None, DROPPED

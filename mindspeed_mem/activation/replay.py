@@ -99,7 +99,7 @@ class Replay:
         self._remaining = 0
         self._entered: list[str] = []  # operators inside, in order
         self._entered_again = 0
-        self._filled: list[torch.UntypedStorage] = []
+        self._filled: list[weakref.ref[torch.UntypedStorage]] = []
         self._entries: dict[int, list[tuple[int, weakref.ref[Record]]]] = {}
 
     # ---- the first run
@@ -245,9 +245,9 @@ class Replay:
 
     def _fill(self, record: Record, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if any(storage is other for other in self._filled):
+        if any(storage is other() for other in self._filled):
             self._differs(tensor, None)  # there were two before
-        self._filled.append(storage)
+        self._filled.append(weakref.ref(storage))  # weakly: it may have to leave before the run ends
         record.fill(tensor)
         self._remaining -= 1
 

@@ -34,6 +34,11 @@ def capture() -> Any:
     return _Source.capture()
 
 
+def restore(states: Any) -> None:
+    """Go on from what `capture` returned."""
+    _Source.restore(states)
+
+
 def same(states: Any, others: Any) -> bool:
     """Whether nothing was drawn between the two; False where that cannot be told."""
     if isinstance(states, torch.Tensor) and isinstance(others, torch.Tensor):

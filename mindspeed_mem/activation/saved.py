@@ -14,7 +14,7 @@ import torch
 from mindspeed_mem.activation.frame import OUTSIDE, Frame
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.notes import Notes
-from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, KEPT, LOADED, Handle, Record, movable, native
+from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, KEPT, LOADED, STAYS, Handle, Record, movable, native
 from mindspeed_mem.activation.replay import Replay
 from mindspeed_mem.activation.tape import Tape
 
@@ -37,6 +37,7 @@ class SavedTensors:
         self._device_type = device_type
         self._counting = counting  # the census is open
         self._by_producer_only = True  # no entry moves what an operator saves: who produced a storage decides at once
+        self._all_records = False  # also for what the plan never selects: it may have to leave when memory runs out
         self._stack: list[tuple[int, str, bool]] = []  # (layer, operator, is a marker) now running, innermost last
         self._frame: Frame | None = None
         self._region: Replay | Tape | None = None  # the recomputed operator that runs now
@@ -72,7 +73,7 @@ class SavedTensors:
         record.used_at(number)
         if record.state in (HOST, LOADED, DROPPED):
             handle.let_go()
-        elif record.state == KEPT:
+        elif record.state == KEPT and record.distance != STAYS:
             distance = self._distance(record.layer, record.op, *self._stack[-1][:2])
             if distance is not None:  # a tape may turn out to start from it: then it stays
                 frame.select(record, distance, at_once=type(self._region) is not Tape)
@@ -117,7 +118,12 @@ class SavedTensors:
         if self._counting:
             self.census.add(owner, (layer, op, frame.count), tensor, storage)
         made_here = region is not None and not keep and region.made(storage, owner)
-        if keep or (self._by_producer_only and not made_here and self._distance(*owner[:2], layer, op) is None):
+        if keep or not (
+            self._all_records
+            or made_here
+            or not self._by_producer_only
+            or self._distance(*owner[:2], layer, op) is not None
+        ):
             storage._mem = KEEP
             return None
         replay = region if made_here and type(region) is Replay else None
@@ -167,11 +173,19 @@ class SavedTensors:
                 owner[0],
                 f"{consumer} is recomputed from it (swap_config.swap_recompute_inputs: True swaps it)",
             )
-        LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
+        token = LEDGER.enter(storage, 0 <= owner[0] < self.num_layers)
         if record is not None:
             self.mover.keep(record)
-        storage._mem = KEEP
-        return Handle(tensor)
+        if not self._all_records:
+            storage._mem = KEEP
+            return Handle(tensor)
+        if record is None:
+            record = Record(self.mover, self._frame, owner, storage, token, tensor)
+            storage._mem = weakref.ref(record)
+        record.distance = STAYS
+        handle = Handle(tensor, record)
+        record.handles.append(weakref.ref(handle))
+        return handle
 
     _about_to_run: tuple[int, str] = (-1, "")
     """The recomputed operator whose inputs are being held."""

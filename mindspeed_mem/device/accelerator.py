@@ -151,6 +151,14 @@ class AcceleratorBackend(Backend):
     def limit(self) -> int | None:
         return self._module.get_device_properties(self._module.current_device()).total_memory
 
+    def room(self) -> int | None:
+        # What the driver has free, and what torch keeps without using it.
+        return self._module.mem_get_info()[0] + self._module.memory_reserved() - self._module.memory_allocated()
+
+    def foreign_allocator(self) -> str | None:
+        name = getattr(getattr(self._module, "memory", None), "get_allocator_backend", lambda: "native")()
+        return "a pluggable allocator" if name == "pluggable" else None
+
     def is_out_of_memory(self, exc: BaseException) -> bool:
         return isinstance(exc, torch.OutOfMemoryError)
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import abc
+import re
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+_WANTED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 class DeviceError(ValueError):
@@ -130,6 +135,24 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def is_out_of_memory(self, exc: BaseException) -> bool:
         """Whether `exc` says that an allocation on this device did not fit."""
+
+    def bytes_wanted(self, exc: BaseException) -> int:
+        """How many bytes that allocation had asked for; 0 where the message does not say."""
+        found = _WANTED.search(str(exc))
+        return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+
+    def room(self) -> int | None:
+        """Bytes of device memory that can still be had; None where nobody knows."""
+        allocated, limit = self.allocated(), self.limit()
+        return None if allocated is None or limit is None else limit - allocated
+
+    def foreign_allocator(self) -> str | None:
+        """What has taken the place of torch's own allocator on this device; None if nothing has."""
+        return None
+
+    def on_host(self) -> AbstractContextManager:
+        """Inside, torch's host tensors do not count as device memory, on a device where they otherwise would."""
+        return nullcontext()
 
     # ---- the rest
 

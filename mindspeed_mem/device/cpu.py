@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 import time
+from contextlib import AbstractContextManager
 
 import numpy
 import torch
 
 from mindspeed_mem.device.base import Backend, Event, Stream, check_copy
 from mindspeed_mem.device.ledger import Ledger
+from mindspeed_mem.device.limited_cpu import LimitedMemory
 
 _STREAM = Stream("cpu", "cpu", side=False)
 _DONE = Event()
@@ -22,10 +24,10 @@ class CpuBackend(Backend):
 
     def __init__(self) -> None:
         self._copy_seconds = 0.0
-        self.ledger: Ledger | None = None
+        self.ledger: Ledger | LimitedMemory | None = None
 
-    def attach_ledger(self, ledger: Ledger | None) -> None:
-        """Answer `allocated` and `peak` from `ledger` from now on; None detaches it."""
+    def attach_ledger(self, ledger: Ledger | LimitedMemory | None) -> None:
+        """Answer `allocated`, `peak` and `limit` from `ledger` from now on; None detaches it."""
         self.ledger = ledger
 
     def current_stream(self) -> Stream:
@@ -72,13 +74,16 @@ class CpuBackend(Backend):
             self.ledger.reset_peak()
 
     def limit(self) -> int | None:
-        return None
+        return None if self.ledger is None else self.ledger.limit
 
     def is_out_of_memory(self, exc: BaseException) -> bool:
         # torch's own CPU allocator raises a plain RuntimeError; an allocator with a limit raises the real type.
         return isinstance(exc, (torch.OutOfMemoryError, MemoryError)) or (
             isinstance(exc, RuntimeError) and "DefaultCPUAllocator" in str(exc)
         )
+
+    def on_host(self) -> AbstractContextManager:
+        return self.ledger.on_host() if isinstance(self.ledger, LimitedMemory) else super().on_host()
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()

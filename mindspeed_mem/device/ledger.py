@@ -19,6 +19,9 @@ class Ledger:
     to it tell exactly when the memory is freed.
     """
 
+    limit: int | None = None
+    """Bytes that it should not exceed; it refuses nothing itself."""
+
     def __init__(self) -> None:
         self.allocated = 0
         self.peak = 0

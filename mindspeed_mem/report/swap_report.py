@@ -72,6 +72,11 @@ def _remarks(row: dict[str, Any]) -> list[str]:
         remarks.append(where + "nothing was moved: no selected operator of this rank saved anything for backward")
     if row["recomputes"] and not row["recomputed_bytes"]:
         remarks.append(where + "nothing was recomputed: no selected operator of this rank made anything for backward")
+    if row.get("evictions"):
+        remarks.append(
+            where + f"{mib(row['evicted_bytes'])} MiB in {row['evictions']} activations left because device memory had "
+            "run out (--survive-oom): a plan that swaps or recomputes more would not wait for that"
+        )
     if row["stayed_bytes"]:
         remarks.append(
             where + f"{mib(row['stayed_bytes'])} MiB in all stayed on the device: the host budget was used up "

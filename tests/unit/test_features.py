@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from mindspeed_mem import features
+from mindspeed_mem.device import Backend
 from mindspeed_mem.features import FEATURES, FeatureError, Settings, add_arguments, check, conflicts, scan
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +180,25 @@ def test_a_file_that_only_recomputes():
     assert check({"memory_config": off, "device": "cpu"}).notices == ()
 
 
+def test_surviving_needs_no_plan_and_takes_the_host_budget():
+    settings = check(scan(["--survive-oom", "--swap-host-memory-gib", "2", "--device", "cpu"]))
+    assert settings.on == ("--device", "--swap-host-memory-gib", "--survive-oom")
+    assert settings.survive_oom and settings.memory is None and settings.host_limit_bytes == 2 * 2**30
+    assert settings.patches == ("cpu_*", "activation_*", "survive_*") and settings.notices == ()
+    off = check({"memory_config": {"swap_config": {"swap": False}}, "survive_oom": True, "device": "cpu"})
+    assert off.survive_oom and off.memory is None and off.patches == settings.patches
+    both = check({"memory_config": RECOMPUTE, "survive_oom": True, "swap_host_memory_gib": 1, "device": "cpu"})
+    assert both.memory is not None and both.host_limit_bytes == 2**30 and both.notices == ()
+    assert both.patches == ("cpu_*", "activation_*", "survive_*", "recompute_*")
+
+
+def test_surviving_refuses_an_allocator_that_is_not_torchs(monkeypatch):
+    monkeypatch.setattr(Backend, "foreign_allocator", lambda self: "a pluggable allocator")
+    (problem,) = problems_of({"survive_oom": True, "device": "cpu"})
+    assert "--survive-oom cannot be combined with a pluggable allocator" in problem
+    check({"memory_config": SWAP, "device": "cpu"})
+
+
 def test_a_configuration_without_swap_switches_nothing_on_and_bars_nothing():
     off = {"swap_config": {"swap": False}}
     settings = check({"memory_config": off, "recompute_granularity": "full", "device": "cpu"})
@@ -205,6 +225,8 @@ def asked_by(flag):
     """The settings that switch on what `flag` stands for, and nothing else."""
     if flag == "--memory-config":
         return {"memory_config": SWAP, "device": "cpu"}
+    if flag == "--survive-oom":
+        return {"survive_oom": True, "device": "cpu"}
     if flag in OF_SCHEDULE:
         return {flag[2:].replace("-", "_"): OF_SCHEDULE[flag], "device": "cpu"}
     value = FLAGS[flag][0] if flag == "--recompute-layers" else FLAGS[flag]

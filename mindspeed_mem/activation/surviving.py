@@ -1,0 +1,170 @@
+"""An engine whose steps do not die for lack of device memory as long as the host has room (--survive-oom).
+
+Every saved tensor is a handle on a record, also outside the layers, and any of them can be moved to the host while an
+operator waits. The guard that notices a lack of memory runs only in steps in which memory may become tight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from mindspeed_mem.activation.engine import Engine
+from mindspeed_mem.activation.eviction import EvictingMover
+from mindspeed_mem.activation.frame import OUTSIDE
+from mindspeed_mem.activation.ledger import LEDGER
+from mindspeed_mem.activation.order import BACKWARD
+from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, LOADED, Handle, Record, movable, native
+from mindspeed_mem.activation.saved import storage_mark
+from mindspeed_mem.device.op_guard import OpGuard
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.frame import Frame
+    from mindspeed_mem.device import Backend
+    from mindspeed_mem.plan import MemoryConfig
+
+_AT_ONCE = 100  # at least this part of the device's memory is freed at a time: each lack costs an attempt
+_UNKNOWN = 3  # steps of which nobody can tell yet whether memory becomes tight in them
+_TIGHT = 0.1  # of the device's memory: with less left at the peak, the next step may lack some
+_NAMED = 5  # operators in a message
+
+
+class NoRoomError(torch.OutOfMemoryError):
+    """Device memory does not suffice even with everything on the host that can be there. The message says what was
+    needed, what holds the memory, and what to try."""
+
+
+class SurvivingEngine(Engine):
+    """One per process, like any engine."""
+
+    def __init__(
+        self, config: MemoryConfig, backend: Backend, host_limit_bytes: int | None = None, watch_only: bool = False
+    ):
+        super().__init__(config, backend, host_limit_bytes, watch_only)
+        self.mover = EvictingMover(backend, self.mover.slabs, self._turn)
+        self.guard = OpGuard(backend, self._make_room, self.no_room)
+        self.everything = False
+        """Move whatever is saved, whatever the plan says: the second attempt at a step."""
+        self.forwards = 0
+        """How many forwards of micro-batches have begun."""
+        self._all_records = True
+        self._guarding = False
+        self._steps = self._highest = self.guarded_steps = 0
+
+    def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
+        super().resolve(gather, partners)
+        self._covered, self._idle = None, False
+
+    # ---- when memory runs out
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around what may lack memory: a step's forwards and backwards, or its optimizer."""
+        if self._guarding:  # by somebody further out
+            yield
+            return
+        guard = self.guard if self._may_lack() else contextlib.nullcontext()
+        self._guarding, self._steps = True, self._steps + 1
+        self.guarded_steps += guard is self.guard
+        try:
+            with guard:
+                yield
+        finally:
+            self._guarding = False
+            self._highest = max(self._highest, self.backend.peak() or 0)  # who trains may reset the backend's
+
+    def _may_lack(self) -> bool:
+        if self.guard.retries or self.everything:
+            return True
+        limit, room = self.backend.limit(), self.backend.room()
+        if limit is None or room is None:
+            return False
+        return self._steps < _UNKNOWN or room - (self._highest - self.backend.allocated()) < _TIGHT * limit
+
+    def _make_room(self, nbytes: int, pinned: set[int]) -> int | None:
+        limit = self.backend.limit()
+        return self.mover.make_room(max(nbytes, limit // _AT_ONCE if limit else 0), pinned)
+
+    def no_room(self, op: str, nbytes: int, why: str) -> NoRoomError:
+        """What to raise when ``nbytes`` (0: unknown) are needed in ``op``; ``why`` nothing more was tried, if that is
+        not for lack of what could leave."""
+        holders = self.mover.on_device()
+        allocated, limit, slabs = self.backend.allocated(), self.backend.limit(), self.mover.slabs
+        where = self.running()
+        lines = [
+            f"{nbytes or 'an unknown number of'} bytes of device memory are needed in {op}"
+            + (f" ({_name(*where)})" if where is not None else "")
+            + (f", which {why}" if why else ", and no activation that could leave is left"),
+            f"in use: {allocated} of {limit} bytes; {holders.total()} of them are activations that backward needs",
+            f"on the host: {slabs.bytes_in_use} bytes of activations"
+            + (f", budget {slabs.limit_bytes} bytes" if slabs.limit_bytes is not None else "")
+            + (": it is full" if self.mover.host_full else ""),
+        ]
+        named = [f"{_name(*who)} {n} bytes" for who, n in holders.most_common(_NAMED)]
+        lines.append("largest activations on the device: " + ("; ".join(named) or "none"))
+        more = "raise --swap-host-memory-gib; " if self.mover.host_full else ""
+        lines.append(
+            f"try: {more}a smaller --micro-batch-size or --seq-length; --recompute-layers all; more ranks for the same "
+            "model (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer)"
+        )
+        return NoRoomError("\n  ".join(lines))
+
+    def _turn(self, frame: Frame) -> float:
+        """How many passes come before this frame's backward."""
+        if frame is self._frame:
+            return -1
+        ahead = self.order.ahead().get((BACKWARD, *frame.key))
+        if ahead is not None:
+            return ahead
+        frames = [id(one) for one in self._frames.values()]  # the older, the sooner
+        return frames.index(id(frame)) if id(frame) in frames else 0
+
+    def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
+        distance = super()._distance(layer, op, saver_layer, saver)
+        return 1 if distance is None and self.everything else distance
+
+    # ---- what is saved outside the layers: embedding, loss
+    @contextlib.contextmanager
+    def holding_all(self) -> Iterator[None]:
+        """Around the forward of a micro-batch, loss included; layers have their own hooks inside."""
+        self.forwards += 1
+        hooks = saved_tensors_hooks(self._pack_outside, self._unpack)
+        try:
+            hooks.__enter__()
+        except RuntimeError:  # somebody has disabled hooks here
+            yield
+            return
+        try:
+            yield
+        finally:
+            hooks.__exit__()
+
+    def _pack_outside(self, tensor: torch.Tensor) -> Any:
+        frame = self._frame
+        if frame is None or not movable(tensor, self._device_type):
+            return native(tensor)
+        if self._stack:
+            return self._pack(tensor)
+        storage = tensor.untyped_storage()
+        record = None
+        if storage_mark(storage) is not KEEP and storage.nbytes() and not getattr(storage, "_mem_static", False):
+            record = self._record_of(tensor, storage)
+            if record is None:
+                token = LEDGER.enter(storage, owned=False)
+                record = Record(self.mover, frame, (*OUTSIDE[:2], frame.count), storage, token, tensor)
+                storage._mem = weakref.ref(record)
+        handle = Handle(tensor, record)
+        if record is not None:
+            record.handles.append(weakref.ref(handle))
+            record.used_at(frame.count)
+            if record.state in (HOST, LOADED, DROPPED):
+                handle.let_go()
+        return handle
+
+
+def _name(layer: int, op: str) -> str:
+    return f"{op or 'the layer'} of layer {layer}" if layer >= 0 else "outside the layers"

@@ -1,0 +1,185 @@
+"""megatron.core.pipeline_parallel.schedules: a training call that runs out of device memory comes through.
+
+Why here: everything between two optimizer steps runs inside these three functions: forwards, backwards, what stages
+send and receive, the reduction of gradients. The loops stay Megatron's. Inside, operators are guarded one by one; only
+what escapes that ends a call, and where no other rank is concerned the call is repeated once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+
+import torch.distributed as dist
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import replay
+from mindspeed_mem.activation.step_retry import BeforeStep, RecordedIterator, forget_frames
+from mindspeed_mem.activation.surviving import NoRoomError, SurvivingEngine
+from mindspeed_mem.patching import around
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
+_NEWS = "mindspeed_mem/out_of_memory"
+_told: list[bool] = []
+
+
+@around(_SCHEDULES + "forward_step")
+def forward_step(original, *args, **kwargs):
+    engine = engines.current()
+    if not isinstance(engine, SurvivingEngine):
+        return original(*args, **kwargs)
+    with engine.holding_all():
+        return original(*args, **kwargs)
+
+
+def _schedule(original, **kwargs):
+    engine = engines.current()
+    if not isinstance(engine, SurvivingEngine):
+        return original(**kwargs)
+    _take_back()
+    if original.__name__ != "forward_backward_no_pipelining" or kwargs.get("forward_only", False):
+        return _once(engine, original, kwargs)
+    return _twice(engine, original, kwargs)
+
+
+for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
+    around(_SCHEDULES + "forward_backward_" + _name)(_schedule)
+
+
+def _once(engine, original, kwargs):
+    try:
+        with engine.guarded():
+            return original(**kwargs)
+    except (RuntimeError, MemoryError) as error:
+        if not engine.backend.is_out_of_memory(error):
+            _hear(error)
+            raise
+        failed = _explained(engine, error)
+        _tell(failed)
+        raise failed from (error if failed is not error else error.__cause__)
+
+
+def _twice(engine, original, kwargs):
+    models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+    zeroed = [vars(model).pop("_mindspeed_mem_zeroed", not hasattr(model, "zero_grad_buffer")) for model in models]
+    before = BeforeStep(models, zeroed)
+    iterator, kwargs = _recorded(kwargs)
+    started, collectives, timers, losses = engine.forwards, _collectives(), _timers(models[0]), _expert_losses()
+    with contextlib.ExitStack() as stack:
+        for guard in replay.GUARDS:
+            stack.enter_context(guard())
+        try:
+            with engine.guarded():
+                return original(**kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not engine.backend.is_out_of_memory(error):
+                _hear(error)
+                raise
+            failed = _explained(engine, error)
+    why_not = "the host is full" if engine.mover.host_full else ""
+    why_not = why_not or _shared(models, collectives) or before.why_not(iterator, engine.forwards > started)
+    if why_not:
+        _tell(failed)
+        raise NoRoomError(f"{failed}\n  the step was not tried again: {why_not}") from failed
+    logger.warning("the step is tried again with all activations swapped: %s", str(failed).partition("\n")[0])
+    forget_frames(failed)
+    del failed
+    before.put_back(iterator)
+    for timer in _timers(models[0]) - timers:
+        timer.stop()
+    for values, earlier in losses:
+        values.copy_(earlier)
+    engine.everything = True
+    try:
+        return _once(engine, original, kwargs)
+    finally:
+        engine.everything = False
+
+
+def _explained(engine, error):
+    """The error that says what was needed and what to try."""
+    if isinstance(error, NoRoomError):
+        return error
+    why = "no guard saw: compiled code, or a step in which memory had not been tight before"
+    failed = engine.no_room("an operation", engine.backend.bytes_wanted(error), why)
+    failed.__cause__ = error
+    return failed
+
+
+def _recorded(kwargs):
+    """The iterator that remembers what it gave (None without data), and the call's arguments with it."""
+    given = kwargs.get("data_iterator")
+    single = given[0] if isinstance(given, list) and given else given
+    if single is None or isinstance(single, list):
+        return None, kwargs
+    iterator = RecordedIterator(single)
+    return iterator, {**kwargs, "data_iterator": [iterator] if isinstance(given, list) else iterator}
+
+
+def _shared(models, collectives):
+    """Why a second attempt would leave other ranks behind; empty if it would not."""
+    if any(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False) for model in models):
+        return "gradients are reduced while backward runs (--overlap-grad-reduce)"
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return ""
+    state = sys.modules["megatron.core.parallel_state"]
+    getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
+    if any(getattr(state, f"get_{name}_world_size")() > 1 for name in getters):
+        return "other ranks compute the same micro-batches with this one"
+    if collectives is None or collectives != _collectives():
+        return "it has taken part in a collective, which cannot be taken back"
+    return ""
+
+
+def _collectives():
+    """How many collectives this rank has begun in groups of several ranks; None where nobody counts them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    try:
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+        return sum(group._get_sequence_number_for_group() for group in groups)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _timers(model):
+    """Megatron's timers that run now: they refuse to be started twice."""
+    timers = sys.modules["megatron.core.utils"].get_model_config(model).timers
+    return {timer for timer in getattr(timers, "_timers", {}).values() if getattr(timer, "_started", False)}
+
+
+def _expert_losses():
+    """What Megatron has summed up of the experts' losses for its log, with a copy."""
+    experts = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    entries = experts.get_moe_layer_wise_logging_tracker().values() if experts is not None else ()
+    return [(values, values.clone()) for entry in entries if (values := dict(entry).get("values")) is not None]
+
+
+def _tell(error):
+    """Leave word for the other ranks: they notice only that this one is gone."""
+    with contextlib.suppress(Exception):
+        if dist.get_world_size() > 1:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_NEWS, f"rank {dist.get_rank()} ran out of device memory: {error}")
+            _told.append(True)
+
+
+def _take_back():
+    """The job goes on after all: what was said is no longer news."""
+    if _told:
+        _told.clear()
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._get_default_store().delete_key(_NEWS)
+
+
+def _hear(error):
+    """Raise what another rank has left word of instead of what followed from it."""
+    news = ""
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        news = store.get(_NEWS).decode() if store.check([_NEWS]) else ""
+    if news:
+        raise RuntimeError(news) from error

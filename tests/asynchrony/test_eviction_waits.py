@@ -1,0 +1,68 @@
+"""Activations that leave because memory has run out, on a device whose copies run as late as they may."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_mem.activation import mover
+from tests.worlds import on_ranks, parallel
+
+PIPELINE = "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4".split()
+
+
+def run(leave_out: str | None, plan: dict | None = None) -> str:
+    """Two steps in which room is made within every layer, forward and backward; what the simulated device finds."""
+    from mindspeed_mem.activation import engine as engines
+    from mindspeed_mem.activation.surviving import SurvivingEngine
+    from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
+    from mindspeed_mem.plan import load_memory_config
+    from tests.limited_runs import SURVIVE
+    from tests.models import build_gpt
+    from tests.swap_runs import SDPA, SWAP, one_forward, patched
+
+    backend = SimulatedBackend()
+    backend.leave_out = {leave_out} if leave_out else set()
+    try:
+        with patched([*SDPA, *SWAP, *SURVIVE]), parallel(), backend.tracker():
+            engine = engines.start(load_memory_config(plan), backend, kind=SurvivingEngine)
+            chunks = build_gpt("dense", layers=2)
+            for layer in chunks[0].module.decoder.layers:
+                layer.mlp.register_forward_hook(lambda *_: engine.mover.make_room(60_000, set()) and None)
+                layer.mlp.register_full_backward_hook(lambda *_: engine.mover.make_room(30_000, set()) and None)
+            for _ in range(2):
+                engine.begin_schedule(("test",))
+                losses = {}
+                for action in PIPELINE:
+                    micro_batch = int(action[1:])
+                    if action.startswith("F"):
+                        with engine.holding_all():
+                            losses[micro_batch] = one_forward(engine, chunks, micro_batch)
+                    else:
+                        loss = losses.pop(micro_batch)
+                        engine.begin_backward(loss)
+                        loss.sum().backward()
+                        engine.end_backward()
+                engine.end_schedule(True)
+            assert engine.mover.evictions > 50
+            backend.check()
+    except RaceError as error:
+        return str(error)
+    finally:
+        engines.stop()
+    return ""
+
+
+PLAN = {"swap_config": {"swap": True, "op_swap": [{"op_name": "mlp", "backward_prefetch": 2, "layers": True}]}}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", [None, PLAN], ids=["alone", "beside a plan"])
+def test_making_room_has_no_races(plan):
+    assert on_ranks(1, run, None, plan) == [""]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wait", [mover.OUT_AFTER_COMPUTE, mover.RELEASE_AFTER_OUT, mover.COMPUTE_AFTER_IN])
+def test_a_wait_that_is_left_out_is_missed(wait):
+    [found] = on_ranks(1, run, wait)
+    assert found, f"nothing was found although the wait '{wait}' was left out"

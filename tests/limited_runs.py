@@ -1,0 +1,131 @@
+"""Trains tiny GPT models while the memory of the CPU is limited, for the tests of --survive-oom.
+
+Import this where the CPU patches are applied: in functions that `tests.worlds.on_ranks` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.surviving import SurvivingEngine
+from mindspeed_mem.device import get_backend
+from mindspeed_mem.device.limited_cpu import LimitedMemory
+from mindspeed_mem.plan import load_memory_config
+from tests.models import SEQUENCE, _texts, build_gpt, build_optimizer, global_parameters
+from tests.swap_runs import SWAP, patched
+
+SURVIVE = [f"mindspeed_mem.patches.survive_{name}" for name in ("schedules", "optimizer", "gradients")]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[LimitedMemory]:
+    """The CPU backend's memory is counted, and can be limited.
+
+    Random states are not: those of a device lie on the host, and nothing that torch calls sees them being allocated.
+    """
+    backend = get_backend("cpu")
+    with LimitedMemory() as memory, contextlib.ExitStack() as stack:
+        for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+            stack.enter_context(mock.patch.object(module, "get_rng_state", memory.on_host()(module.get_rng_state)))
+        backend.attach_ledger(memory)
+        gc.collect()
+        gc.freeze()  # garbage is collected in each step: let that not look through all modules loaded
+        try:
+            yield memory
+        finally:
+            gc.unfreeze()
+            backend.attach_ledger(None)
+
+
+@contextlib.contextmanager
+def surviving(plan: Any = None, host_limit: int | None = None) -> Iterator[SurvivingEngine]:
+    """--survive-oom, beside a plan if one is given."""
+    with patched([*SWAP, *SURVIVE]):
+        engine = engines.start(load_memory_config(plan), get_backend("cpu"), host_limit, kind=SurvivingEngine)
+        try:
+            yield engine
+        finally:
+            engines.stop()
+            gc.collect()
+
+
+class Training:
+    """A model and its optimizer, trained step by step.
+
+    Limits hold from the beginning of a step's forward to the end of its optimizer's step: what the test itself
+    allocates is none of it. Gradients and parameters are kept by numpy, which is not counted.
+    """
+
+    def __init__(self, memory: LimitedMemory, kind: str = "dense", micro_batches: int = 2, **model: Any):
+        self.memory, self.micro_batches = memory, micro_batches
+        self.chunks = build_gpt(kind, **model)
+        self.optimizer = build_optimizer(self.chunks)
+        self.number = 0
+        self.zero = True
+        """Zero the gradients before each step."""
+        self.peak = 0
+        """Bytes above what was allocated before, at most, in the last step."""
+
+    def step(self, above: int | None = None) -> dict[str, numpy.ndarray]:
+        """One step in which no more than ``above`` bytes beyond those allocated now can be had: all it computed."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        ranks, mine = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        first = self.number * self.micro_batches * ranks
+        numbers = range(first + mine, first + self.micro_batches * ranks, ranks)
+        self.number += 1
+        for chunk in self.chunks if self.zero else ():
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        texts = [list(_texts(numbers, 2)) for _ in self.chunks]
+        gc.collect()
+        before = self.memory.allocated
+        self.memory.reset_peak()
+        self.memory.limit = None if above is None else before + above
+        try:
+            losses = get_forward_backward_func()(
+                forward_step_func=self.forward,
+                data_iterator=[iter(batches) for batches in texts],
+                model=self.chunks,
+                num_microbatches=self.micro_batches,
+                seq_length=SEQUENCE,
+                micro_batch_size=2,
+            )
+            norm = self.optimizer.step()[1]
+        finally:
+            self.memory.limit = None
+        self.peak = self.memory.peak - before
+        found = {f"loss {n}": _kept(one["loss"]) for n, one in enumerate(losses)}
+        found |= {name: _kept(p.main_grad) for name, p in global_parameters(self.chunks)}
+        found |= {f"new {name}": _kept(p) for name, p in global_parameters(self.chunks)}
+        return found | {"norm": numpy.array(float(norm))}
+
+    def forward(self, batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        text = next(batches)
+        positions = torch.arange(SEQUENCE).unsqueeze(0).expand(2, -1)
+        output = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+
+        def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            mean = output.float().mean()
+            return mean, {"loss": mean.detach().clone()}
+
+        return output, loss
+
+
+def _kept(tensor: torch.Tensor) -> numpy.ndarray:
+    return tensor.detach().float().numpy().copy()
+
+
+def different(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> list[str]:
+    """What differs in any bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if one[name].tobytes() != other[name].tobytes()]

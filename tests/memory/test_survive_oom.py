@@ -1,0 +1,253 @@
+"""--survive-oom: steps come through with a fraction of the memory they need, and compute the same bits.
+
+Memory is really limited: torch's own out-of-memory error is raised inside operators (`LimitedMemory`).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
+from tests.worlds import on_ranks, parallel
+
+SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2)  # of what a step needs beyond parameters, gradients and optimizer
+LAYERS = 6
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler():
+    try:
+        LimitedMemory()
+    except CompilerError as error:
+        pytest.skip(str(error))
+
+
+def reference(memory, kind: str, steps: int, micro_batches: int = 2, **model) -> tuple[list, int]:
+    """What a model computes in some steps without limit and without us, and the most bytes its last step needed."""
+    from tests.limited_runs import Training
+
+    with parallel():
+        training = Training(memory, kind, micro_batches, **model)
+        return [training.step() for _ in range(steps)], training.peak
+
+
+def nothing_left(engine, memory, before: int) -> list[str]:
+    import gc
+
+    gc.collect()
+    figures = {
+        "host": engine.mover.slabs.bytes_in_use,
+        "on host": engine.mover.bytes_on_host,
+        "device": memory.allocated - before,
+        "known": len(engine.mover.known),
+    }
+    return [f"{name}: {number}" for name, number in figures.items() if number]
+
+
+def under_limits(kind: str, shares: tuple, plan: dict | None = None, **model) -> list[str]:
+    from tests.limited_runs import Training, counted, different, surviving
+    from tests.swap_runs import listening
+
+    found = []
+    with counted() as memory, listening() as messages:
+        expected, peak = reference(memory, kind, steps=3, **model)
+        for share in shares:
+            with surviving(plan) as engine, parallel():
+                training = Training(memory, kind, **model)
+                training.step()  # the optimizer's states stay
+                before = memory.allocated
+                for number in (1, 2):
+                    result = training.step(above=int(share * peak))
+                    found += [f"{share}, step {number}: {name}" for name in different(result, expected[number])]
+                    if training.peak > share * peak:
+                        found.append(f"{share}, step {number}: {training.peak} of {peak} bytes")
+                found += [f"{share}: {left}" for left in nothing_left(engine, memory, before)]
+                if not engine.guard.rescued and not engine.mover.bytes_out and plan is None:
+                    found.append(f"{share}: nothing was rescued")
+    return found + [message for message in messages if "tried again" in message]
+
+
+@pytest.mark.parametrize("kind", ["dense", "swiglu_gqa_rope", "moe", "dropout"])
+def test_with_less_and_less_memory_every_bit_is_the_same(kind):
+    assert on_ranks(1, under_limits, kind, SHARES, layers=LAYERS) == [[]]
+
+
+SWAPS = {"swap_config": {"swap": True, "op_swap": [{"op_name": "mlp", "backward_prefetch": 2, "layers": True}]}}
+RECOMPUTES = {
+    "swap_config": {"swap": True, "op_swap": []},
+    "recompute_config": {"recompute": [1, 2], "select_recompute": {"mlp": [3], r"mlp\.activation_func": [4]}},
+}
+BOTH = {
+    "swap_config": {**SWAPS["swap_config"], "swap_recompute_inputs": True},
+    "recompute_config": {"recompute": [1, 2], "select_recompute": {r"mlp\.activation_func": True}},
+}
+
+
+@pytest.mark.parametrize("plan", [SWAPS, RECOMPUTES, BOTH], ids=["swap", "recompute", "both"])
+def test_beside_a_memory_plan(plan):
+    assert on_ranks(1, under_limits, "dropout", (0.5, 0.3, 0.2), plan, layers=5) == [[]]
+
+
+def many_steps(steps: int) -> list[str]:
+    from tests.limited_runs import Training, counted, surviving
+
+    model = {"micro_batches": 1, "layers": 4}
+    with counted() as memory:
+        _, peak = reference(memory, "dropout", steps=2, **model)
+        with surviving() as engine, parallel():
+            training = Training(memory, "dropout", **model)
+            figures = []
+            for _ in range(steps):
+                training.step(above=int(0.35 * peak) if figures else None)
+                slabs = engine.mover.slabs
+                figures.append((memory.allocated, slabs.bytes_held, slabs.allocations, engine.mover.evictions))
+            after, last = figures[steps // 10], figures[-1]
+            found = [] if last[3] > steps else [f"only {last[3]} activations were moved"]
+            if after[:3] != last[:3]:
+                found.append(f"device bytes, host bytes, host allocations: {after[:3]} have become {last[:3]}")
+            return found
+
+
+def test_a_hundred_steps_under_pressure_grow_nothing():
+    assert on_ranks(1, many_steps, 110) == [[]]
+
+
+def one_rank_lacks(layout: dict, share: float, micro_batches: int) -> tuple[list[str], int]:
+    """Rank 1 alone has little memory."""
+    import torch.distributed as dist
+
+    from tests.limited_runs import Training, counted, different, surviving
+
+    model = {"micro_batches": micro_batches, "layers": 4}
+    found = []
+    with counted() as memory:
+        with parallel(**layout):
+            training = Training(memory, "swiglu_gqa_rope", **model)
+            expected = [training.step() for _ in range(3)]
+            peak = training.peak
+        del training
+        with surviving() as engine, parallel(**layout):
+            training = Training(memory, "swiglu_gqa_rope", **model)
+            training.step()
+            before = memory.allocated
+            for number in (1, 2):
+                result = training.step(above=int(share * peak) if dist.get_rank() == 1 else None)
+                found += [f"step {number}: {name}" for name in different(result, expected[number])]
+            return found + nothing_left(engine, memory, before), engine.guard.rescued
+
+
+@pytest.mark.parametrize(
+    ("layout", "share", "micro_batches"),
+    [({"tp": 2}, 0.3, 2), ({"pp": 2}, 0.4, 4), ({"pp": 2, "vpp": 2}, 0.4, 4), ({}, 0.3, 2)],
+    ids=["tensor", "pipeline", "virtual stages", "data"],
+)
+def test_one_rank_alone_lacks_memory(layout, share, micro_batches):
+    (others, rescued_there), (mine, rescued) = on_ranks(2, one_rank_lacks, layout, share, micro_batches, timeout=60)
+    assert others == mine == []
+    assert rescued_there == 0 < rescued
+
+
+def too_small(host_limit: int | None, share: float) -> tuple[str, str, list[str]]:
+    """A step that cannot be rescued, and one after it that has room again."""
+    from tests.limited_runs import Training, counted, different, surviving
+
+    with counted() as memory:
+        expected, peak = reference(memory, "dense", steps=2, layers=LAYERS)
+        with surviving(host_limit=host_limit) as engine, parallel():
+            training = Training(memory, "dense", layers=LAYERS)
+            found = different(training.step(), expected[0])
+            before = memory.allocated
+            try:
+                training.step(above=int(share * peak))
+            except Exception as error:
+                name, text = type(error).__name__, str(error)
+                error.__traceback__ = error.__cause__ = error.__context__ = None
+            found += nothing_left(engine, memory, before)
+            training.number -= 1
+            return name, text, found + different(training.step(), expected[1])
+
+
+@pytest.mark.parametrize(("host_limit", "share"), [(None, 0.02), (100_000, 0.3)], ids=["device", "host"])
+def test_what_cannot_be_rescued_says_what_it_needs_and_leaves_a_process_to_go_on_with(host_limit, share):
+    [(name, text, found)] = on_ranks(1, too_small, host_limit, share)
+    assert name == "NoRoomError"
+    assert "bytes of device memory are needed in aten." in text
+    assert "in use: " in text and "try: " in text and "--micro-batch-size" in text
+    if host_limit is not None:
+        assert "budget 100000 bytes: it is full" in text and "--swap-host-memory-gib" in text
+        assert "bytes; " in text.split("largest activations on the device: ")[1]
+    assert found == []
+
+
+def unseen(layout: dict | None = None, accumulate: bool = False) -> tuple[list[str], list[str], str]:
+    """On the last rank, layer 5 asks for memory where no operator is: only a second attempt can help.
+
+    Returns what differs, the warnings and the error.
+    """
+    import gc
+
+    import torch
+    import torch.distributed as dist
+
+    from tests.limited_runs import Training, counted, surviving
+    from tests.swap_runs import listening
+
+    layout = layout or {}
+
+    def train(engine=None, limit=None, nbytes=0) -> tuple[list, int, str]:
+        training, results, error = Training(memory, "dropout", layers=LAYERS), [], ""
+        results.append(training.step())
+        if limit is not None:
+            layer = training.chunks[0].module.decoder.layers[5]
+            layer.register_forward_hook(lambda *_: torch.empty(0).untyped_storage().resize_(nbytes) and None)
+        training.zero = not accumulate
+        before = memory.allocated
+        try:
+            results += [training.step(above=limit) for _ in range(2)]
+        except RuntimeError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            caught.__traceback__ = caught.__cause__ = caught.__context__ = None
+        else:
+            results.append(nothing_left(engine, memory, before) if engine else [])
+        return results, training.peak, error
+
+    with counted() as memory, listening() as messages:
+        with parallel(**layout):
+            expected, peak, _ = train()
+        with surviving() as engine, parallel(**layout):
+            last = dist.get_rank() == dist.get_world_size() - 1
+            results, _, error = train(engine, int(0.6 * peak) if last else None, int(0.3 * peak))
+    if error:
+        del engine
+        gc.collect()
+        dist.destroy_process_group()  # as at the end of a process: the others notice
+    return _differences(results, expected), messages, error
+
+
+def _differences(results: list, expected: list) -> list[str]:
+    from tests.limited_runs import different
+
+    found = [name for one, other in zip(results[:3], expected[:3], strict=False) for name in different(one, other)]
+    return found + [left for lefts in results[3:] for left in lefts]
+
+
+@pytest.mark.parametrize("layout", [None, {}], ids=["one rank", "data parallel"])
+def test_what_no_operator_asked_for_is_had_in_a_second_attempt_at_the_step(layout):
+    ranks = on_ranks(1 if layout is None else 2, unseen, layout, timeout=60)
+    for found, _, error in ranks:
+        assert (found, error) == ([], "")
+    warnings = [message for message in ranks[-1][1] if "tried again with all activations swapped" in message]
+    assert len(warnings) == 2
+
+
+def test_no_second_attempt_on_top_of_earlier_gradients():
+    [(_, messages, error)] = on_ranks(1, unseen, None, True)
+    assert error.startswith("NoRoomError") and "gradients of an earlier call were in the buffers" in error
+    assert not any("tried again with" in message for message in messages)
+
+
+def test_no_second_attempt_where_others_take_part_and_all_are_told():
+    (_, _, told), (_, _, mine) = on_ranks(2, unseen, {"tp": 2}, timeout=60)
+    assert "the step was not tried again: other ranks compute the same micro-batches" in mine
+    assert "rank 1 ran out of device memory" in told

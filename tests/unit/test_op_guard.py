@@ -1,0 +1,256 @@
+"""The guard around single operators: memory runs out inside, room is made, and nothing is done twice."""
+
+import pytest
+import torch
+
+from mindspeed_mem.device import get_backend
+from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
+from mindspeed_mem.device.op_guard import OpGuard, Rule, rule_of
+
+aten = torch.ops.aten
+N = 4096  # elements
+
+
+class Sandbag:
+    """Memory that can be given up, piece by piece."""
+
+    def __init__(self, memory, pieces=64):
+        self.memory, self.asked, self.pinned = memory, [], []
+        self.pieces = [torch.empty(N, dtype=torch.uint8) for _ in range(pieces)]
+
+    def make_room(self, nbytes, pinned):
+        self.asked.append(nbytes)
+        self.pinned.append(pinned)
+        freed = 0
+        while self.pieces and freed < nbytes:
+            freed += self.pieces.pop().numel()
+        return freed
+
+
+class GaveUp(torch.OutOfMemoryError):
+    pass
+
+
+@pytest.fixture
+def memory():
+    try:
+        limited = LimitedMemory()
+    except CompilerError as error:
+        pytest.skip(str(error))
+    backend = get_backend("cpu")
+    backend.attach_ledger(limited)
+    with limited:
+        yield limited
+    backend.attach_ledger(None)
+
+
+def guarded(sandbag):
+    return OpGuard(get_backend("cpu"), sandbag.make_room, lambda op, nbytes, why: GaveUp(f"{op}: {nbytes}: {why}"))
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+OPERATORS = {
+    "new": lambda: numbers(64, 64) @ numbers(64, 64, seed=1),
+    "several allocations": lambda: torch.linalg.svd(numbers(64, 64)),
+    "views and copies": lambda: numbers(64, 64).t().contiguous() + 1,
+    "backward": lambda: _gradient(),
+    "in place": lambda: numbers(N).add_(numbers(N, seed=1, dtype=torch.float64)),
+    "index_add_": lambda: numbers(64, 64).index_add_(0, torch.arange(64).flip(0), numbers(64, 64, seed=1)),
+    "index_put_": lambda: numbers(N).index_put_((torch.arange(N) % 100,), numbers(N, seed=1), accumulate=True),
+    "addmm_": lambda: numbers(64, 64).addmm_(numbers(64, 64, seed=1), numbers(64, 64, seed=2)),
+    "out": lambda: torch.linalg.qr(numbers(64, 64), out=(torch.zeros(64, 64), torch.zeros(64, 64))),
+    "lists": lambda: _lists(),
+    "dropout": lambda: torch.nn.functional.dropout(numbers(N), 0.5),
+    "native_dropout": lambda: torch.native_dropout(numbers(N), 0.5, True),
+    "rand": lambda: torch.rand(N),
+    "normal_": lambda: numbers(N).normal_(),
+    "its own generator": lambda: torch.rand(N, generator=torch.Generator().manual_seed(7)),
+    "randperm": lambda: torch.randperm(N),
+}
+
+
+def _gradient():
+    leaf = numbers(64, 64).requires_grad_()
+    (torch.tanh(leaf @ leaf).softmax(-1) ** 2).sum().backward()
+    return leaf.grad
+
+
+def _lists():
+    targets = [numbers(N), numbers(N, seed=1), numbers(N, seed=2)]
+    torch._foreach_add_(targets, [numbers(N, seed=3), numbers(N, seed=4, dtype=torch.float64), numbers(N, seed=5)])
+    torch._foreach_addcdiv_(targets, [numbers(N, seed=6)] * 3, [numbers(N, seed=7)] * 3, [1.0, 2.0, 3.0])
+    return targets
+
+
+def tensors(result):
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_wherever_memory_runs_out_the_result_is_the_same(memory, name):
+    run = OPERATORS[name]
+    torch.manual_seed(5)
+    expected = [tensor.numpy().copy() for tensor in map(torch.Tensor.detach, tensors(run()))]
+    after = torch.get_rng_state()
+    retries = 0
+    for room in range(0, 24 * N, N // 2 + 64):
+        torch.manual_seed(5)
+        sandbag = Sandbag(memory)
+        guard = guarded(sandbag)
+        memory.limit = memory.allocated + room
+        try:
+            with guard:
+                result = run()
+        finally:
+            memory.limit = None
+        for one, other in zip(tensors(result), expected, strict=True):
+            assert one.detach().numpy().tobytes() == other.tobytes(), f"{room} bytes of room"
+        assert torch.equal(torch.get_rng_state(), after), f"{room} bytes of room: the random state"
+        retries += guard.retries
+        del result, sandbag, guard
+    assert retries
+
+
+def test_without_the_guard_a_list_would_be_changed_in_part(memory):
+    """What the rule for lists is there for."""
+    targets = [numbers(N), numbers(N, seed=1)]
+    before = [target.clone() for target in targets]
+    others = [numbers(N, seed=2), numbers(N, seed=3, dtype=torch.float64)]
+    memory.limit = memory.allocated + 100
+    with pytest.raises(torch.OutOfMemoryError):
+        torch._foreach_add_(targets, others)
+    memory.limit = None
+    assert [torch.equal(*pair) for pair in zip(targets, before, strict=True)] == [False, True]
+
+
+def test_what_the_operator_works_on_is_pinned(memory):
+    sandbag, one, other = Sandbag(memory), numbers(64, 64), numbers(64, 64, seed=1)
+    memory.limit = memory.allocated
+    with guarded(sandbag):
+        one @ other
+    memory.limit = None
+    assert sandbag.asked == [64 * 64 * 4]
+    assert {one.untyped_storage()._cdata, other.untyped_storage()._cdata} <= sandbag.pinned[0]
+
+
+def test_each_time_more_is_asked_for(memory):
+    """Free memory in pieces is of no use to a request that needs it in one."""
+    sandbag = Sandbag(memory)
+
+    def in_vain(nbytes, pinned):
+        sandbag.asked.append(nbytes)
+        return 1 if len(sandbag.asked) < 5 else sandbag.make_room(1 << 20, pinned)
+
+    memory.limit = memory.allocated
+    with OpGuard(get_backend("cpu"), in_vain, None):
+        torch.empty(1000, dtype=torch.uint8)
+    memory.limit = None
+    assert sandbag.asked[:5] == [1000, 2000, 4000, 8000, 16000]
+
+
+def test_when_nothing_is_left_the_error_says_so_and_holds_nothing(memory):
+    one = numbers(64, 64)
+    memory.limit = memory.allocated + 100
+    with pytest.raises(GaveUp, match="aten.mm.default: 16384: $") as caught, guarded(Sandbag(memory, pieces=0)):
+        one @ one
+    memory.limit = None
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert torch.equal(one @ one, one.clone() @ one)
+
+
+def test_errors_of_other_kinds_pass(memory):
+    sandbag = Sandbag(memory)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), guarded(sandbag):
+        numbers(3, 4) @ numbers(3, 4)
+    assert not sandbag.asked
+
+
+def test_a_request_that_is_not_urgent_fails_as_it_is(memory):
+    memory.limit = memory.allocated
+    with pytest.raises(torch.OutOfMemoryError) as caught, OpGuard(get_backend("cpu"), lambda *_: None, None):
+        torch.empty(1000)
+    memory.limit = None
+    assert type(caught.value) is torch.OutOfMemoryError
+
+
+def half_done(target: torch.Tensor) -> None:
+    target.add_(1)
+    torch.empty(target.numel())
+
+
+def test_what_may_have_been_done_in_part_is_not_repeated(memory):
+    with torch.library._scoped_library("mindspeed_mem_tests", "DEF") as library:
+        library.define("half_done(Tensor(a!) x) -> ()")
+        library.impl("half_done", half_done, "CPU")
+        target, sandbag = torch.zeros(N), Sandbag(memory)
+        images, statistics = numbers(8, 512), (torch.zeros(512), torch.ones(512))
+        memory.limit = memory.allocated + 100
+        with pytest.raises(GaveUp, match="may communicate"), guarded(sandbag):
+            torch.ops.mindspeed_mem_tests.half_done(target)
+        with pytest.raises(GaveUp, match="perhaps in part already"), guarded(sandbag):
+            aten.native_batch_norm(images, None, None, *statistics, True, 0.1, 1e-5)
+        memory.limit = None
+        assert not sandbag.asked
+
+
+class _Distributed(torch.Tensor):
+    """As torch's DTensor: its operators may communicate inside."""
+
+    __module__ = "torch.distributed.tensor"
+
+    @staticmethod
+    def __new__(cls, inner):
+        outer = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        outer.inner = inner
+        return outer
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        return op(*(arg.inner for arg in args))
+
+
+def test_what_may_have_communicated_is_not_repeated(memory):
+    tensor, sandbag = _Distributed(numbers(64, 64)), Sandbag(memory)
+    memory.limit = memory.allocated + 100
+    with pytest.raises(GaveUp, match="works on distributed tensors"), guarded(sandbag):
+        torch.mm(tensor, tensor)
+    memory.limit = None
+    assert not sandbag.asked
+
+
+def test_rules():
+    assert rule_of(aten.mm.default) is Rule.AGAIN
+    assert rule_of(aten.mul_.Tensor) is Rule.AGAIN
+    assert rule_of(aten.copy_.default) is Rule.AGAIN
+    assert rule_of(aten.native_dropout.default) is Rule.AGAIN
+    assert rule_of(aten._foreach_add.List) is Rule.AGAIN
+    assert rule_of(aten._foreach_add_.List) is Rule.APART
+    assert rule_of(aten._fused_adamw_.default) is Rule.APART
+    assert rule_of(aten._amp_foreach_non_finite_check_and_unscale_.default) is Rule.APART
+    assert rule_of(aten.mm.out) is Rule.OVERWRITES
+    assert rule_of(aten.rrelu_with_noise_.default) is Rule.UNSURE
+    assert rule_of(torch.ops.c10d.allreduce_.default) is Rule.COLLECTIVE
+
+
+def test_an_output_that_is_also_read_is_not_written_twice(memory):
+    one, sandbag = numbers(64, 64), Sandbag(memory)
+    memory.limit = memory.allocated
+    with pytest.raises(GaveUp, match="changes its arguments"), guarded(sandbag):
+        torch.linalg.qr(one, out=(torch.empty(0), one))
+    memory.limit = None
+
+
+def test_an_output_that_was_to_grow_is_left_alone(memory):
+    """It has its new size but not the memory: a second run would write beyond its end."""
+    one, out, sandbag = numbers(N), torch.empty(0), Sandbag(memory)
+    memory.limit = memory.allocated
+    with pytest.raises(GaveUp, match="changes its arguments"), guarded(sandbag):
+        torch.cumsum(one, 0, out=out)
+    memory.limit = None
+
+
+def test_compiled_functions_stay_compiled_inside():
+    assert OpGuard.ignore_compile_internals()
