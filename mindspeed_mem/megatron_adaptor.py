@@ -25,7 +25,7 @@ import torch.distributed as dist
 from mindspeed_mem import features, patches
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
 from mindspeed_mem.features import FeatureError, Settings
-from mindspeed_mem.patching import REGISTRY, PatchError
+from mindspeed_mem.patching import REGISTRY, Patch, PatchError
 from mindspeed_mem.report import log
 from mindspeed_mem.schedule.settings import ScheduleSettings, use
 
@@ -175,23 +175,26 @@ def _apply(settings: Settings) -> None:
     for module in wanted:
         importlib.import_module(module)
     _connect()
-    _make_room(wanted)
-    REGISTRY.undo([module for module in _State.modules if module not in wanted])
-    REGISTRY.apply(wanted)
+    lifted = _make_room(wanted)
+    try:
+        REGISTRY.undo([module for module in _State.modules if module not in wanted])
+        REGISTRY.apply(wanted)
+    except PatchError:
+        REGISTRY.put_back(lifted)
+        raise
     use(ScheduleSettings(max_inflight=settings.max_inflight, stages=settings.pipeline_stages))
     _State.modules, _State.settings = tuple(wanted), settings
     for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(notice)
 
 
-def _make_room(wanted: list[str]) -> None:
+def _make_room(wanted: list[str]) -> list[Patch]:
     """Take off what shares a symbol with patches that come or go: applied again, all stand in the table's order."""
     stay = [module for module in _State.modules if module in wanted]
     symbols = {patch.target for patch in REGISTRY.of(set(wanted) ^ set(_State.modules))}
     off = {patch.declared_by for patch in REGISTRY.of(stay) if patch.target in symbols}
     off |= set(_State.modules) - set(wanted)
-    if off:
-        REGISTRY.lift(keep={patch.declared_by for patch in REGISTRY.patches} - off)
+    return REGISTRY.lift(keep={patch.declared_by for patch in REGISTRY.patches} - off) if off else []
 
 
 def _join_mindspeed() -> None:

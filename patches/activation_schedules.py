@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
+from itertools import count
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -69,6 +71,16 @@ def _passes(stage, stages, chunks, group, number, cap, forward_only):
         return None
 
 
+def _number_of(model):
+    """The models in the order in which they first came here: unlike their ids, the same on all ranks."""
+    if model not in _numbers:
+        _numbers[model] = next(_serial)
+    return _numbers[model]
+
+
+_numbers, _serial = WeakKeyDictionary(), count()
+
+
 def _schedule(original, **kwargs):
     engine = engines.current()
     if engine is None:
@@ -79,11 +91,11 @@ def _schedule(original, **kwargs):
         engine.resolve(_gather, _partners())
     number, forward_only = kwargs.get("num_microbatches"), kwargs.get("forward_only", False)
     stage, stages = _stage(original.__name__, kwargs)
+    of_order = (*_chunks(original.__name__, models), number, settings.current().max_inflight, forward_only)
+    sizes = (kwargs.get("seq_length"), kwargs.get("micro_batch_size"))
     engine.begin_schedule(
-        (original.__name__, number, forward_only),
-        _passes(
-            stage, stages, *_chunks(original.__name__, models), number, settings.current().max_inflight, forward_only
-        ),
+        (original.__name__, *of_order, *sizes, _number_of(models[0] if isinstance(models, (list, tuple)) else models)),
+        _passes(stage, stages, *of_order),
         stage if stages > 1 and not forward_only else None,
         _gather,
     )

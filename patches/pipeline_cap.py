@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
+import sys
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,31 @@ _FLAG = "--max-inflight-microbatches"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")  # what Megatron's loops hand on
 _said: set[int] = set()  # the caps of which it was said that they change nothing
+
+
+@around("megatron.core.parallel_state:initialize_model_parallel")
+def initialize_model_parallel(original, *args, **kwargs):
+    """Every rank is here, as making groups needs it; a training step may be that of a few."""
+    original(*args, **kwargs)
+    state = sys.modules[original.__module__]
+    pipeline = state.get_pipeline_model_parallel_group()
+    if settings.current().max_inflight is None or pipeline.size() == 1:
+        return
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    wires.connect(
+        pipeline,
+        _device_of(pipeline),
+        circle=(state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1,
+        backend=given.get("pipeline_model_parallel_comm_backend"),
+    )
+
+
+def _device_of(group):
+    """Where its tensors are."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    kind = torch._C._get_accelerator().type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 @around(_SCHEDULES + "forward_backward_no_pipelining")

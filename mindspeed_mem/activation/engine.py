@@ -59,6 +59,7 @@ class Engine(RecomputedRegions):
         self._stage: int | None = None  # of a pipeline that trains
         self._at_once: set[tuple[int, int]] = set()  # micro-batch and chunk of forwards with their backward next
         self._departed = False
+        self._pp_aware = False  # on all ranks
         self._frames: weakref.WeakValueDictionary[tuple[int | None, int], Frame] = weakref.WeakValueDictionary()
         self._of_output: dict[int, tuple[tuple[int | None, int], Any]] = {}
         self._operators_of_chunk: dict[int, int] = {}
@@ -75,15 +76,16 @@ class Engine(RecomputedRegions):
             return
         self.agreed = gather is not None
         tree = regions.tagged_layers()
-        mine = (tree, self.num_layers, regions.places())
+        mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
         everyone = gather(mine) if gather is not None else [mine]
         layers: dict[int, set[str]] = {}
         places: dict[int, tuple[int, int]] = {}
-        for their_tree, _, theirs in everyone:
+        self._pp_aware = all(aware for *_, aware in everyone)
+        for their_tree, _, theirs, _ in everyone:
             places.update(theirs)
             for index, paths in their_tree.items():
                 layers.setdefault(index, set()).update(paths)
-        self.num_layers = max([n for _, n, _ in everyone] + [index + 1 for index in layers])
+        self.num_layers = max([n for _, n, *_ in everyone] + [index + 1 for index in layers])
         make = functools.partial(resolve, self.config, layers, self.num_layers, places)
         self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
         self._modules = {(index, path) for index, paths in tree.items() for path in paths}
@@ -269,10 +271,8 @@ class Engine(RecomputedRegions):
         self._scheduled, self._stage = True, stage
         self.order.begin(key, passes)
         self._at_once = {one[1:] for one, after in pairwise(passes or ()) if after == (BACKWARD, *one[1:])}
-        if stage is not None and self.residency.due and self.plan.moves and self.plan.pp_aware:
-            peaks = LEDGER.held.highest, LEDGER.without.highest
-            mine = self.residency.measured(stage, self.backend.peak(), *peaks)
-            for line in self.residency.settle(mine, gather(mine)):
+        if stage is not None and self._pp_aware and self.residency.begin(key):
+            for line in self.residency.compare(gather):
                 logger.info(line)
 
     def end_schedule(self, completed: bool) -> None:
@@ -282,8 +282,9 @@ class Engine(RecomputedRegions):
             logger.warning("the schedule left its known order (%s): what runs next is taken from records", departed)
         if completed and any(self._operators_of_chunk.values()):
             self._say_what_never_ran()
-        if completed and self._stage is not None:
-            self.residency.trained()
+        if completed and self._stage is not None and self._pp_aware:
+            peak = self.backend.peak()
+            self.residency.end(self._stage, LEDGER.held.highest if peak is None else peak)
         self._abandon()
         self._scheduled = False
 
@@ -296,7 +297,7 @@ class Engine(RecomputedRegions):
     def begin_forward(self, micro_batch: int | None, chunk: int) -> None:
         """The forward of one micro-batch through one model chunk begins on this rank."""
         frame = self._new_frame((micro_batch, chunk))
-        if self._stage is not None:
+        if self._stage is not None and self._pp_aware:
             staying = sum(other.stays for other in self._frames.values())
             frame.stays = self.residency.stays(staying, (micro_batch, chunk) in self._at_once, bool(self._at_once))
         frame.ahead = self._backward_after((FORWARD, micro_batch, chunk))
@@ -313,7 +314,8 @@ class Engine(RecomputedRegions):
             self._of_output[id(_first(output))] = frame.key, weakref.ref(_first(output))
         moved = [record for ref in frame.moved if (record := ref()) is not None]
         self.pinned.check(moved, output)
-        self.residency.moves(sum(record.nbytes for record in moved))
+        away = LEDGER.without.now - LEDGER.held.now
+        self.residency.passed(sum(record.nbytes for record in moved), away, len(self._frames))
         if self._counting:
             self._counting = not self.census.finish(frame.key[1])
         if self.recomputes:

@@ -140,7 +140,9 @@ class Checker:
         if value is True:
             return True
         numbers = value if isinstance(value, list | tuple) else [value]
-        if all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
+        if numbers and all(
+            isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers
+        ):
             return tuple(dict.fromkeys(numbers))
         self.wrong(path, value, "True (all pipeline stages), or a list of stages counted from 0")
         return None

@@ -56,7 +56,6 @@ class MemoryPlan:
         recomputation: Recomputation,
         *,
         swap_recompute_inputs: bool = False,
-        pp_aware: bool = True,
         decisive: Sequence[object] = (),
     ):
         self._op_rules = [rule for rule in rules if rule.pattern is not None]
@@ -69,12 +68,8 @@ class MemoryPlan:
         self._idle: dict[tuple[str, str, str], set[int]] = {}
         self.swap_recompute_inputs = swap_recompute_inputs
         """Whether a swap takes effect, too, where its activation is what a recomputed region starts from."""
-        self.pp_aware = pp_aware
-        """Whether pipeline stages may leave out swaps that lower no peak of the job."""
         self.recomputes = any(recomputation.anywhere_in(layer) for layer in self._all_layers)
         """Whether any forward runs again."""
-        self.moves = bool(rules) or (swap_recompute_inputs and self.recomputes)
-        """Whether any swap is asked for."""
         matches = lru_cache(maxsize=None)(match)  # layers of one kind have equal operators
         for layer in self._all_layers:
             self._fill(layer, matches)
@@ -85,7 +80,7 @@ class MemoryPlan:
         )
         self.notices: tuple[str, ...] = (*swaps_idle, *recomputation.notices)
         """What is configured but has no effect, one line each; to be logged once, on rank 0."""
-        text = repr((num_layers, swap_recompute_inputs, pp_aware, *decisive))
+        text = repr((num_layers, swap_recompute_inputs, *decisive))
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def decision(self, layer: int, op: str) -> Swap | None:

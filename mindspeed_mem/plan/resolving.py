@@ -61,7 +61,6 @@ def resolve(
         num_layers,
         recomputation,
         swap_recompute_inputs=config.swap.swap and config.swap.swap_recompute_inputs,
-        pp_aware=config.swap.pp_aware,
         decisive=decisive,
     )
 

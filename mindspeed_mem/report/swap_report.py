@@ -84,8 +84,8 @@ def _remarks(row: dict[str, Any]) -> list[str]:
         )
     if row["passes_kept"]:
         remarks.append(
-            where + f"{row['passes_kept']} of {row['passes']} forwards since the first step kept their activations on "
-            "the device: swapping them lowers no peak of the job (swap_config.pp_aware)"
+            where + f"{row['passes_kept']} of {row['passes']} forwards, since that was decided, kept their activations "
+            "on the device: swapping them lowers no peak of the job (swap_config.pp_aware)"
         )
     for pin in row["pinned"]:
         remarks.append(

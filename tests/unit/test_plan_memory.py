@@ -300,11 +300,12 @@ def test_stages_that_do_not_fit():
         "swap_config.op_swap[0].stages: got stage 2; allowed: 0 to 1, the pipeline stages with layers, counted from 0",
         "swap_config.op_swap[1].stages: got 1, where none of its layers is; of all layers 2-3 are there",
     )
-    with pytest.raises(MemoryConfigError, match="a list of stages counted from 0"):
-        staged(op_swap=[entry("mlp", 3, True, stages="first")])
+    for wrong in ("first", [], [-1], [True], 1.0):
+        with pytest.raises(MemoryConfigError, match="a list of stages counted from 0"):
+            staged(op_swap=[entry("mlp", 3, True, stages=wrong)])
     staged({0: (0, 0), 1: (0, 0)}, op_swap=[entry("mlp", 3, True, stages=[1])])  # other ranks know the rest
 
 
 def test_pp_aware_is_on_unless_it_is_switched_off():
-    assert plan_of(op_swap=[entry("mlp", 3, True)]).pp_aware
-    assert not plan_of(op_swap=[entry("mlp", 3, True)], pp_aware=False).pp_aware
+    assert load_memory_config({"swap_config": {"swap": True}}).swap.pp_aware
+    assert not load_memory_config({"swap_config": {"swap": True, "pp_aware": False}}).swap.pp_aware

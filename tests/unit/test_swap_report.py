@@ -63,6 +63,6 @@ def test_remarks_only_about_what_is_configured():
 
 def test_passes_that_stayed():
     assert lines({"passes_kept": 6, "passes": 8})[-1] == (
-        "rank 0: 6 of 8 forwards since the first step kept their activations on the device: swapping them lowers no "
-        "peak of the job (swap_config.pp_aware)"
+        "rank 0: 6 of 8 forwards, since that was decided, kept their activations on the device: swapping them lowers "
+        "no peak of the job (swap_config.pp_aware)"
     )
