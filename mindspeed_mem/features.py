@@ -194,7 +194,7 @@ FEATURES = (
         default=False,
         help="when device memory runs out in the middle of a step, move activations to the host and go on, whatever "
         "the memory plan says",
-        patches=(*_MEMORY_PATCHES, "survive_*"),
+        patches=(*_MEMORY_PATCHES, "recompute_random", "survive_*"),
         bars=_MEMORY_BARS,
     ),
     Feature(

@@ -18,11 +18,11 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.surviving import SurvivingEngine
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
+from mindspeed_mem.features import check
 from mindspeed_mem.plan import load_memory_config
 from tests.models import SEQUENCE, _texts, build_gpt, build_optimizer, global_parameters
-from tests.swap_runs import SWAP, patched
-
-SURVIVE = [f"mindspeed_mem.patches.survive_{name}" for name in ("schedules", "optimizer", "gradients")]
+from tests.swap_runs import patched
+from tests.worlds import patch_modules
 
 
 @contextlib.contextmanager
@@ -48,7 +48,9 @@ def counted() -> Iterator[LimitedMemory]:
 @contextlib.contextmanager
 def surviving(plan: Any = None, host_limit: int | None = None) -> Iterator[SurvivingEngine]:
     """--survive-oom, beside a plan if one is given."""
-    with patched([*SWAP, *SURVIVE]):
+    asked = {"survive_oom": True, "device": "cpu"} | ({} if plan is None else {"memory_config": plan})
+    modules = patch_modules(*check(asked).patches)
+    with patched([module for module in modules if module.rpartition(".")[2].partition("_")[0] != "cpu"]):
         engine = engines.start(load_memory_config(plan), get_backend("cpu"), host_limit, kind=SurvivingEngine)
         try:
             yield engine

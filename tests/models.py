@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse as text_source
 import re
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,9 +137,26 @@ def build_gpt(
         fill_by_name(model)
         model = Float16Module(config, model) if config.bf16 else model
         chunks.append(DistributedDataParallel(config, settings, model))
+    _built.update(chunks)
     if settings.overlap_grad_reduce:  # reduce after the last micro-batch only
         config.no_sync_func = chunks[0].no_sync if vpp is None else [chunk.no_sync for chunk in chunks]
     return chunks
+
+
+_built: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def forget_routing(chunks: Iterable[torch.nn.Module] | None = None) -> None:
+    """Drop the last micro-batch's tensors from the token dispatchers of experts; None: of all models built here.
+
+    Their graph keeps a trained model with experts alive after its last use, and with it the threads of its process
+    groups, which cost time even when idle. Megatron does so with or without this pack.
+    """
+    for chunk in list(_built) if chunks is None else chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            if dispatcher is not None:
+                vars(dispatcher).clear()
 
 
 def build_optimizer(chunks: list[torch.nn.Module], *, lr: float = 1e-3, **overrides: Any) -> Any:

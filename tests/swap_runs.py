@@ -126,7 +126,7 @@ def trained(
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    from tests.models import build_gpt, build_optimizer, train_step
+    from tests.models import build_gpt, build_optimizer, forget_routing, train_step
     from tests.worlds import parallel
 
     spec = gpt_layer_specs.get_gpt_layer_local_spec
@@ -192,18 +192,6 @@ def listening() -> Iterator[list[str]]:
         yield messages
     finally:
         logger.removeHandler(handler)
-
-
-def forget_routing(chunks: list[torch.nn.Module]) -> None:
-    """Drop the last micro-batch's indices from the token dispatchers of experts.
-
-    Megatron keeps a trained model with experts alive after its last use, with or without swap.
-    """
-    for chunk in chunks:
-        for module in chunk.modules():
-            dispatcher = getattr(module, "token_dispatcher", None)
-            if dispatcher is not None:
-                vars(dispatcher).clear()
 
 
 def owned_now() -> int:

@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import faulthandler
 import fnmatch
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -227,6 +228,10 @@ def _answer(number: int, size: int, meeting: str, timeout: float, case: bytes) -
         return True, pickle.dumps(function(*args, **kwargs))
     except BaseException:
         return False, f"rank {number} of {size}:\n{traceback.format_exc()}"
+    finally:
+        if "tests.models" in sys.modules:
+            sys.modules["tests.models"].forget_routing()
+        gc.collect()
 
 
 def _die_with_parent() -> None:

@@ -168,8 +168,11 @@ class Record:
         if self.replay is None:
             self.mover.await_load(self)
         elif self.state == DROPPED:
-            self.replay.remake()
-            self.mover.second_runs[self.replay.layer, self.replay.op] += 1
+            replay = self.replay
+            replay.remake()
+            self.mover.second_runs[replay.layer, replay.op] += 1
+            if self.replay is None:  # memory ran out later in the second run, and it had to leave
+                self.mover.await_load(self)
         elif self.buffer._version != self.version:
             raise OverwrittenError(f"the output of {self.replay} was overwritten after it had been recomputed")
 

@@ -17,6 +17,7 @@ Running again must not do anything twice:
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -35,9 +36,9 @@ _COMMUNICATES = ("all_reduce", "all_gather", "all_to_all", "alltoall", "reduce_s
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 # They allocate all they need before they write anything; pointwise operators (which torch marks as such) do, too.
 _ALLOCATE_FIRST = frozenset(
-    "add_ sub_ mul_ div_ addmm_ addmv_ addr_ addbmm_ baddbmm_ copy_ fill_ zero_ masked_fill_ masked_scatter_ clamp_ "
-    "index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ index_reduce_ scatter_ scatter_add_ "
-    "scatter_reduce_ put_ tril_ triu_ cumsum_ cumprod_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ "
+    "add_ sub_ mul_ div_ addmm_ addmv_ addr_ baddbmm_ copy_ fill_ zero_ masked_fill_ masked_scatter_ clamp_ "
+    "index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ scatter_ scatter_add_ "
+    "put_ tril_ triu_ cumsum_ cumprod_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ "
     "log_normal_ cauchy_ as_strided_ squeeze_ unsqueeze_ transpose_ t_ detach_ requires_grad_".split()
 )
 # They update running statistics that their schemas do not call mutable.
@@ -92,6 +93,8 @@ class OpGuard(TorchDispatchMode):
         give_up: called as ``give_up(operator, nbytes, why)``; the error to raise, chained to the device's own.
     """
 
+    supports_higher_order_operators = True  # they fail as others of unknown effect do
+
     def __init__(
         self,
         backend: Backend,
@@ -100,6 +103,7 @@ class OpGuard(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._backend, self._make_room, self._give_up = backend, make_room, give_up
+        self._process = os.getpid()
         self.retries = 0
         """How often an operator ran again."""
         self.rescued = 0
@@ -112,6 +116,8 @@ class OpGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if os.getpid() != self._process:  # a data loader's, forked meanwhile: it has the mode, but not the device
+            return op(*args, **kwargs)
         if _apart(op):
             return self._one_by_one(op, args, kwargs)
         return self._run(op, args, kwargs)
@@ -160,12 +166,17 @@ class OpGuard(TorchDispatchMode):
         if count < 2:
             return self._run(op, args, kwargs)
 
-        def pick(argument: Any, index: int) -> Any:
-            fits = isinstance(argument, (list, tuple)) and len(argument) == count
-            return argument[index : index + 1] if fits else argument
+        names = [argument.name for argument in op._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+
+        def pick(name: str, index: int) -> Any:
+            argument = given[name]
+            fits = isinstance(argument, (list, tuple)) or (name == "scalars" and isinstance(argument, torch.Tensor))
+            return argument[index : index + 1] if fits and len(argument) == count else argument
 
         for index in range(count):
-            self._run(op, tuple(pick(a, index) for a in args), {key: pick(a, index) for key, a in kwargs.items()})
+            positional = tuple(pick(name, index) for name, _ in zip(names, args, strict=False))
+            self._run(op, positional, {name: pick(name, index) for name in kwargs})
         return None
 
 

@@ -14,8 +14,8 @@ def attribution(kind: str, sdpa: bool) -> tuple[int, list[str]]:
     from torch.utils._pytree import tree_iter
 
     from mindspeed_mem.activation import engine as engines
-    from tests.models import build_gpt, train_step
-    from tests.swap_runs import SDPA, forget_routing, patched, swap
+    from tests.models import build_gpt, forget_routing, train_step
+    from tests.swap_runs import SDPA, patched, swap
 
     class Allocations(TorchDispatchMode):
         """Notes on each new storage which operator of the engine was running."""

@@ -51,7 +51,7 @@ def with_unseen_kernel(plan: dict[str, Any]) -> tuple[list[str], list[str]]:
 
                     module.routing = routing
             results.append(models.train_step(chunks, micro_batches=2))
-            swap_runs.forget_routing(chunks)
+            models.forget_routing(chunks)
     return swap_runs.difference(*results), said
 
 
@@ -159,7 +159,7 @@ def leaves_of_second_runs() -> list[int]:
                     leaf = getattr(node, "variable", None)
                     if type(leaf) is torch.Tensor:
                         found.append(leaf.untyped_storage().nbytes())
-        swap_runs.forget_routing(chunks)
+        models.forget_routing(chunks)
     return found
 
 

@@ -251,3 +251,41 @@ def test_no_second_attempt_where_others_take_part_and_all_are_told():
     (_, _, told), (_, _, mine) = on_ranks(2, unseen, {"tp": 2}, timeout=60)
     assert "the step was not tried again: other ranks compute the same micro-batches" in mine
     assert "rank 1 ran out of device memory" in told
+
+
+def with_nothing_on_the_device(plan: dict | None) -> tuple[list[str], tuple[int, int, int]]:
+    """All that may leave does so before every operator, three steps long."""
+    from torch.utils._pytree import tree_iter
+
+    from mindspeed_mem.device import op_guard
+    from tests.limited_runs import Training, counted, different, surviving
+
+    class EvictsAll(op_guard.OpGuard):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            leaves = tree_iter((args, kwargs or {}))
+            self._make_room(1 << 40, {found for leaf in leaves if (found := op_guard._storage(leaf)) is not None})
+            return super().__torch_dispatch__(op, types, args, kwargs)
+
+    with counted() as memory:
+        with parallel():
+            training = Training(memory, "dropout", layers=2)
+            expected = [training.step() for _ in range(3)]
+        with surviving(plan) as engine, parallel():
+            engine.guard = EvictsAll(engine.backend, engine._make_room, engine.no_room)
+            engine.guard.retries = 1  # it is on from the first step
+            training = Training(memory, "dropout", layers=2)
+            found = [name for one in expected for name in different(training.step(above=1 << 40), one)]
+            left = engine.mover.slabs.bytes_in_use, engine.mover.bytes_on_host, len(engine.mover.known)
+    return found, left
+
+
+LAYERS_AGAIN = {"swap_config": {"swap": True, "op_swap": []}, "recompute_config": {"recompute": True}}
+SOME_AGAIN = {
+    "swap_config": SWAPS["swap_config"],
+    "recompute_config": {"recompute": [0], "select_recompute": {r"mlp\.activation_func": [1], "input_layernorm": [1]}},
+}
+
+
+@pytest.mark.parametrize("plan", [None, LAYERS_AGAIN, SOME_AGAIN], ids=["none", "layers again", "swap, some again"])
+def test_everything_may_leave_before_every_operator(plan):
+    assert on_ranks(1, with_nothing_on_the_device, plan) == [([], (0, 0, 0))]

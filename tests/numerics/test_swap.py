@@ -27,8 +27,8 @@ LAYOUTS = {  # ranks, parallel sizes, model
 
 def compare(layout: dict, model: dict, policies: list[str], sdpa: bool = True, steps: int = 2) -> list[str]:
     """Two training steps without and with each policy, from the same start; what differs."""
-    from tests.models import build_gpt, build_optimizer, train_step
-    from tests.swap_runs import POLICIES, SDPA, difference, forget_routing, left_over, patched, swap
+    from tests.models import build_gpt, build_optimizer, forget_routing, train_step
+    from tests.swap_runs import POLICIES, SDPA, difference, left_over, patched, swap
 
     def run() -> list:
         with parallel(**layout):

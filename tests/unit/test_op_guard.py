@@ -254,3 +254,17 @@ def test_an_output_that_was_to_grow_is_left_alone(memory):
 
 def test_compiled_functions_stay_compiled_inside():
     assert OpGuard.ignore_compile_internals()
+
+
+def test_what_may_add_twice_does_not_run_again():
+    for op in (aten.scatter_reduce_.two, aten.index_reduce_.default, aten.addbmm_.default):
+        assert rule_of(op) is Rule.UNSURE, op
+
+
+def test_higher_order_operators_and_tensors_of_scalars_pass(memory):
+    with guarded(Sandbag(memory)):
+        taken = torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.zeros(3),))
+        many = [torch.ones(2), torch.ones(3)]
+        torch._foreach_addcdiv_(many, [t * 2 for t in many], [t * 4 for t in many], torch.tensor([1.0, 2.0]))
+    assert torch.equal(taken, torch.zeros(3))
+    assert [t.tolist() for t in many] == [[1.5] * 2, [2.0] * 3]
