@@ -95,6 +95,9 @@ def parallel(
         unset_num_microbatches_calculator()
         parallel_state.destroy_global_memory_buffer()
         parallel_state.destroy_model_parallel()
+        for group in list(torch.distributed.distributed_c10d._world.pg_map):
+            if group is not torch.distributed.group.WORLD:  # their threads cost time, and a case may make hundreds
+                torch.distributed.destroy_process_group(group)
 
 
 def apply_cpu_patches() -> list[str]:
