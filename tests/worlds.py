@@ -38,6 +38,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+MOST_THREADS = 150  # what a trained model leaves behind costs time even when idle: then a new process is cheaper
 GRACE = 10  # seconds that the other ranks have after one has failed
 _ranks: list[_Rank] = []
 _folder: Path | None = None
@@ -69,6 +70,7 @@ def on_ranks(size: int, function: Callable, *args: Any, timeout: float = 180, **
         silent = ""
         for rank in ranks:  # only now: a rank that leaves its group early would break the others' last operations
             rank.pipe.send_bytes(b"leave")
+        _stop([rank for rank in ranks if rank.threads() > MOST_THREADS])
     errors = [answer[1] for answer in answers if answer is not None and not answer[0]]
     if errors or silent:
         raise RankError("\n".join([*errors, silent]))
@@ -138,6 +140,12 @@ class _Rank:
     process: multiprocessing.Process
     pipe: connection.Connection
     log: Path
+
+    def threads(self) -> int:
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:
+            return 0
 
     def last_words(self, number: int) -> str:
         """Why it does not answer: the end of what it printed in this case, with its stack if it is alive."""
