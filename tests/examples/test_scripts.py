@@ -138,8 +138,11 @@ def test_recompute_changes_no_loss_and_says_what_it_did(unchanged, tmp_path, nam
     job = script(name, *arguments, *SHORT, path, TRAIN_ITERS=4).succeeded()
     found, peaks = unchanged
     assert numbers(path) == found
-    assert all(row["peak_activation_bytes"] < before for row, before in zip(rows(path), peaks, strict=True))
-    assert all((row["swapped_bytes"] > 0) == ("swap" in name) for row in rows(path))
+    pairs = list(zip(rows(path), peaks, strict=True))
+    assert max(row["peak_activation_bytes"] for row, _ in pairs) < max(peaks)
+    first = [(row, before) for row, before in pairs if row["iteration"] <= 2]  # then stages with room stop swapping
+    assert all(row["peak_activation_bytes"] < before for row, before in first)
+    assert all((row["swapped_bytes"] > 0) == ("swap" in name) for row, _ in first)
     lines = job.output.splitlines()
     assert not [line for line in lines if "WARNING mindspeed_mem" in line]
     for line in log:
