@@ -48,7 +48,6 @@ class EvictingMover(Mover):
         self.known = weakref.WeakSet()
         self._turn = turn
         self._prefetching = False
-        self.evicted_bytes = self.evictions = 0
         self.host_full = False
         """Whether the host had no room in the last `make_room`."""
 

@@ -26,8 +26,8 @@ def figures(engine: Engine) -> dict[str, Any]:
         "host_peak_bytes": slabs.peak_in_use,
         "host_allocations": slabs.allocations,
         "stayed_bytes": engine.mover.stayed_bytes,
-        "evicted_bytes": getattr(engine.mover, "evicted_bytes", 0),
-        "evictions": getattr(engine.mover, "evictions", 0),
+        "evicted_bytes": engine.mover.evicted_bytes,
+        "evictions": engine.mover.evictions,
         "passes_kept": engine.residency.stayed,
         "passes": engine.residency.seen,
         "moved_by_operator": [

@@ -64,6 +64,7 @@ class Mover:
         self.second_runs: Counter[tuple[int, str]] = Counter()
         self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
         self.bytes_on_host = self.stayed_bytes = 0
+        self.evicted_bytes = self.evictions = 0  # of what left because memory had run out
         self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
         self._warned_full = False

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from mindspeed_mem.adaptive.picture import FORMATS, INSTALL
 from mindspeed_mem.adaptive.problem import GIB
 from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+from mindspeed_mem.command_line import check_file, check_picture, number, whole
 from mindspeed_mem.schedule import problems as schedule_problems
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
@@ -90,10 +87,10 @@ def read(given: argparse.Namespace) -> Request:
     """Shape, layout and machine, or with a profile only the limits."""
     request = Request()
     wrong = request.wrong
-    request.device_bytes = round(_number("--device-memory-gib", given.device_memory_gib, wrong) * GIB)
-    if given.swap_host_memory_gib is not None:
-        host = _number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
-        request.host_bytes = round(host * GIB)
+    device = number("--device-memory-gib", given.device_memory_gib, wrong)
+    request.device_bytes = round((device or 0) * GIB)
+    host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
+    request.host_bytes = None if host is None else round(host * GIB)
     if given.trace is not None:
         others = [
             name for name in (*_WHOLE, *_SWITCHES, *_CHOICES, *_SPEEDS) if getattr(given, name) not in (None, False)
@@ -111,32 +108,32 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
     missing = [_flag(name) for name in _NEEDED if getattr(given, name) is None]
     if missing:
         wrong.append(f"{', '.join(missing)}: missing; without --trace the model's shape is needed")
-    whole = {name: _whole(_flag(name), getattr(given, name), wrong) for name in _WHOLE}
+    sizes = {name: whole(_flag(name), getattr(given, name), wrong) for name in _WHOLE}
     for name, choices in _CHOICES.items():
         if getattr(given, name) not in (None, *choices):
             wrong.append(f"{_flag(name)} takes {', '.join(choices)}, not {getattr(given, name)!r}")
     speeds = {
-        name: default if getattr(given, name) is None else _number(_flag(name), getattr(given, name), wrong)
+        name: default if getattr(given, name) is None else number(_flag(name), getattr(given, name), wrong)
         for name, (default, _) in _SPEEDS.items()
     }
     if wrong:
         return
-    tensor, pipeline = whole["tensor_model_parallel_size"] or 1, whole["pipeline_model_parallel_size"] or 1
-    heads, hidden = whole["num_attention_heads"], whole["hidden_size"]
-    if whole["kv_channels"] is None and hidden % heads:
+    tensor, pipeline = sizes["tensor_model_parallel_size"] or 1, sizes["pipeline_model_parallel_size"] or 1
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    if sizes["kv_channels"] is None and hidden % heads:
         wrong.append(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
     wide = 4 * hidden
     multiple = 128 * tensor
     shape = Shape(
-        num_layers=whole["num_layers"],
+        num_layers=sizes["num_layers"],
         hidden_size=hidden,
         num_attention_heads=heads,
-        seq_length=whole["seq_length"],
-        micro_batch_size=whole["micro_batch_size"],
-        ffn_hidden_size=whole["ffn_hidden_size"] or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
-        num_query_groups=whole["num_query_groups"] or (1 if given.group_query_attention else heads),
-        kv_channels=whole["kv_channels"] or hidden // heads,
-        vocab_size=-(-(whole["vocab_size"] or 50257) // multiple) * multiple,
+        seq_length=sizes["seq_length"],
+        micro_batch_size=sizes["micro_batch_size"],
+        ffn_hidden_size=sizes["ffn_hidden_size"] or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
+        num_query_groups=sizes["num_query_groups"] or (1 if given.group_query_attention else heads),
+        kv_channels=sizes["kv_channels"] or hidden // heads,
+        vocab_size=-(-(sizes["vocab_size"] or 50257) // multiple) * multiple,
         swiglu=given.swiglu,
         normalization=given.normalization or "LayerNorm",
         rope=given.position_embedding_type == "rope",
@@ -146,7 +143,7 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
     )
     request.shape = shape
-    data, per_part = whole["data_parallel_size"] or 1, whole["num_layers_per_virtual_pipeline_stage"]
+    data, per_part = sizes["data_parallel_size"] or 1, sizes["num_layers_per_virtual_pipeline_stage"]
     virtual, micro_batches = 1, 1
     if per_part is not None and (shape.num_layers % (pipeline * per_part) or pipeline == 1):
         wrong.append(
@@ -157,7 +154,7 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         virtual = shape.num_layers // pipeline // per_part
     elif shape.num_layers % pipeline:
         wrong.append(f"--num-layers {shape.num_layers} is no multiple of --pipeline-model-parallel-size {pipeline}")
-    batch, each = whole["global_batch_size"], shape.micro_batch_size * data
+    batch, each = sizes["global_batch_size"], shape.micro_batch_size * data
     if batch % each:
         wrong.append(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size times data-parallel ranks, {each}"
@@ -191,40 +188,10 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
 
 
 def _files(given: argparse.Namespace, wrong: list[str]) -> None:
-    for flag, target in (
-        ("--output", given.output),
-        ("--write-trace", given.write_trace),
-        ("--picture", given.picture),
-    ):
-        if target is not None and not Path(target).parent.is_dir():
-            wrong.append(f"{flag}: there is no folder {Path(target).parent}")
-    if given.picture is not None:
-        if Path(given.picture).suffix.lower() not in FORMATS:
-            wrong.append(f"--picture takes a file that ends in {', '.join(FORMATS)}, not {given.picture!r}")
-        if importlib.util.find_spec("matplotlib") is None:
-            wrong.append(f"--picture: {INSTALL}")
+    check_file("--output", given.output, wrong)
+    check_file("--write-trace", given.write_trace, wrong)
+    check_picture("--picture", given.picture, wrong)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _whole(option: str, text: str | None, wrong: list[str]) -> int | None:
-    if text is None:
-        return None
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return int(text)
-    wrong.append(f"{option} takes a whole number of at least 1, not {text!r}")
-    return None
-
-
-def _number(option: str, text: str, wrong: list[str], least: float | None = None) -> float:
-    """The number that `text` is, above 0 or at least `least`; 0 after noting a problem."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if math.isfinite(number) and (number > 0 if least is None else number >= least):
-        return number
-    wrong.append(f"{option} takes a number {'above 0' if least is None else f'of at least {least:g}'}, not {text!r}")
-    return 0.0

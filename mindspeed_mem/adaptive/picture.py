@@ -9,8 +9,6 @@ from mindspeed_mem.adaptive.problem import GIB
 from mindspeed_mem.adaptive.search import Found
 from mindspeed_mem.adaptive.simulation import Simulated
 
-FORMATS = (".svg", ".png", ".pdf")
-INSTALL = "matplotlib, which draws it, is not installed: pip install matplotlib, or 'mindspeed-mem[picture]'"
 POINTS = 16
 
 

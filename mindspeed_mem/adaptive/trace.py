@@ -124,13 +124,7 @@ def _read(kind: Any, value: Any, path: str, wrong: list[str]) -> Any:
         return float(value)
     if (kind is int and type(value) is int and value >= 0) or (kind in (str, bool) and type(value) is kind):
         return value
-    allowed = {
-        float: "a number of at least 0",
-        int: "a whole number of at least 0",
-        str: "a text",
-        bool: "true or false",
-    }
-    wrong.append(f"{path}: got {_short(value)}; allowed: {allowed[kind]}")
+    wrong.append(f"{path}: got {_short(value)}; allowed: {_ALLOWED[kind]}")
     return None
 
 

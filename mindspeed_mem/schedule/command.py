@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
 import shutil
 import sys
 import textwrap
-from pathlib import Path
 
+from mindspeed_mem.command_line import check_picture, number, whole
 from mindspeed_mem.schedule import picture
 from mindspeed_mem.schedule.chart import chart
 from mindspeed_mem.schedule.checks import problems
@@ -49,22 +47,22 @@ def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     wrong: list[str] = []
     sizes = [
-        _whole("--pp", given.pp, wrong),
-        _whole("--vpp", given.vpp, wrong),
-        _whole("--microbatches", given.microbatches, wrong),
+        whole("--pp", given.pp, wrong),
+        whole("--vpp", given.vpp, wrong),
+        whole("--microbatches", given.microbatches, wrong),
     ]
     limits = {
-        "group_size": _whole("--group-size", given.group_size, wrong),
-        "cap": _whole("--max-inflight", given.max_inflight, wrong),
+        "group_size": whole("--group-size", given.group_size, wrong),
+        "cap": whole("--max-inflight", given.max_inflight, wrong),
         "megatron_loop": given.megatron_loop,
     }
     numbers_wrong = bool(wrong)
-    backward = _time("--backward-ratio", given.backward_ratio, wrong, 0.01)
-    send = _time("--send-ratio", given.send_ratio, wrong, 0.0)
-    mib = _time("--mib", given.mib, wrong, 0.0)
+    backward = number("--backward-ratio", given.backward_ratio, wrong, 0.01)
+    send = number("--send-ratio", given.send_ratio, wrong, 0.0)
+    mib = number("--mib", given.mib, wrong, 0.0)
     if given.megatron_loop and given.max_inflight is None:
         wrong.append("--megatron-loop chooses among orders with a cap; give one with --max-inflight")
-    wrong += _of_picture(given.picture)
+    check_picture("--picture", given.picture, wrong)
     if not numbers_wrong:
         wrong += problems(*sizes, **limits)
     if wrong:
@@ -135,40 +133,3 @@ def _title(sizes: list[int], more: dict) -> str:
         what = "chunk passes" if virtual_stages > 1 else "micro-batches"
         words.append(f"capped to {more['cap']} {what} in flight" + " in Megatron's loop" * more["megatron_loop"])
     return ", ".join(words)
-
-
-def _whole(option: str, text: str | None, wrong: list[str]) -> int | None:
-    """The whole number of at least 1 that `text` is; otherwise None, and if there is a text, the reason in `wrong`."""
-    if text is None:
-        return None
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return int(text)
-    wrong.append(f"{option} takes a whole number of at least 1, not {text!r}")
-    return None
-
-
-def _time(option: str, text: str | None, wrong: list[str], least: float) -> float | None:
-    """The number of at least `least` that `text` is, as `_whole` does."""
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if math.isfinite(number) and number >= least:
-        return number
-    wrong.append(f"{option} takes a number of at least {least:g}, not {text!r}")
-    return None
-
-
-def _of_picture(target: str | None) -> list[str]:
-    if target is None:
-        return []
-    path, found = Path(target), []
-    if path.suffix.lower() not in picture.FORMATS:
-        found.append(f"--picture takes a file that ends in {', '.join(picture.FORMATS)}, not {target!r}")
-    if not path.parent.is_dir():
-        found.append(f"--picture: there is no folder {path.parent}")
-    if importlib.util.find_spec("matplotlib") is None:
-        found.append(f"--picture: {picture.INSTALL}")
-    return found

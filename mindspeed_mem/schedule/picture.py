@@ -8,8 +8,6 @@ from mindspeed_mem.plan.passes import FORWARD
 from mindspeed_mem.schedule.peak import in_flight
 from mindspeed_mem.schedule.simulation import Span, Timeline
 
-FORMATS = (".svg", ".png", ".pdf")
-INSTALL = "matplotlib, which draws it, is not installed: pip install matplotlib, or 'mindspeed-mem[picture]'"
 _NAMED = 1200  # passes: more of them have no room for their names
 
 

@@ -45,10 +45,11 @@ def group_name(direction: str, sender: int, stages: int) -> str:
 
 
 class _Known:
-    """The groups made so far. torch owns them: held here, their threads would outlive `destroy_process_group`."""
+    """The groups made so far. torch owns them: held here, their threads would outlive `destroy_process_group`, which
+    may end them one by one too."""
 
     world: Callable[[], Any] = staticmethod(lambda: None)
-    groups: dict[tuple, weakref.WeakValueDictionary] = {}
+    groups: dict[tuple, weakref.WeakValueDictionary[str, dist.ProcessGroup]] = {}
 
 
 def connect(
@@ -63,7 +64,8 @@ def connect(
     if _Known.world() is not world:
         _Known.world, _Known.groups = weakref.ref(world), {}
     mine = (tuple(dist.get_process_group_ranks(pipeline)), circle, backend)
-    if mine not in _Known.groups:
+    names = {name for name, _, _ in lines(pipeline.size(), circle)}
+    if set(_Known.groups.get(mine, ())) != names:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         timeout = _timeout(pipeline, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from mindspeed_mem.activation import mover
@@ -10,25 +12,25 @@ from tests.worlds import on_ranks, parallel
 PIPELINE = "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4".split()
 
 
+def make_room(engine, wanted: int, *_) -> None:
+    engine.mover.make_room(wanted, set())
+
+
 def run(leave_out: str | None, plan: dict | None = None) -> str:
     """Two steps in which room is made within every layer, forward and backward; what the simulated device finds."""
-    from mindspeed_mem.activation import engine as engines
-    from mindspeed_mem.activation.surviving import SurvivingEngine
     from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
-    from mindspeed_mem.plan import load_memory_config
-    from tests.limited_runs import SURVIVE
+    from tests.limited_runs import surviving
     from tests.models import build_gpt
-    from tests.swap_runs import SDPA, SWAP, one_forward, patched
+    from tests.swap_runs import one_forward
 
     backend = SimulatedBackend()
     backend.leave_out = {leave_out} if leave_out else set()
     try:
-        with patched([*SDPA, *SWAP, *SURVIVE]), parallel(), backend.tracker():
-            engine = engines.start(load_memory_config(plan), backend, kind=SurvivingEngine)
+        with parallel(), backend.tracker(), surviving(plan, backend=backend) as engine:
             chunks = build_gpt("dense", layers=2)
             for layer in chunks[0].module.decoder.layers:
-                layer.mlp.register_forward_hook(lambda *_: engine.mover.make_room(60_000, set()) and None)
-                layer.mlp.register_full_backward_hook(lambda *_: engine.mover.make_room(30_000, set()) and None)
+                layer.mlp.register_forward_hook(functools.partial(make_room, engine, 60_000))
+                layer.mlp.register_full_backward_hook(functools.partial(make_room, engine, 30_000))
             for _ in range(2):
                 engine.begin_schedule(("test",))
                 losses = {}
@@ -47,8 +49,6 @@ def run(leave_out: str | None, plan: dict | None = None) -> str:
             backend.check()
     except RaceError as error:
         return str(error)
-    finally:
-        engines.stop()
     return ""
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from mindspeed_mem.__main__ import main
 from mindspeed_mem.adaptive import trace
-from mindspeed_mem.adaptive.picture import INSTALL
 from mindspeed_mem.adaptive.problem import GIB
+from mindspeed_mem.command_line import NO_MATPLOTLIB
 from mindspeed_mem.plan import load_memory_config
 
 SHAPE = (
@@ -119,7 +119,9 @@ def test_virtual_stages_and_tensor_parallel_ranks_are_planned_for(plan):
 )
 def test_bad_input_is_refused_with_all_reasons(plan, words, reasons):
     status, out, err = plan(words)
-    first, *lines = [line for line in err.splitlines() if INSTALL not in line]  # one more where matplotlib is absent
+    first, *lines = [
+        line for line in err.splitlines() if NO_MATPLOTLIB not in line
+    ]  # one more where matplotlib is absent
     assert (status, out, first) == (2, "", "mindspeed_mem plan:")
     assert lines == ["  " + reason for reason in reasons]
 

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FLOORS = {
+    "command_line": 0,
     "device": 0,
     "patching": 0,
     "plan": 1,

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from mindspeed_mem.__main__ import main
+from mindspeed_mem.command_line import NO_MATPLOTLIB
 from mindspeed_mem.plan.passes import BACKWARD, FORWARD
 from mindspeed_mem.schedule import DeadlockError, Span, order, simulate
 from mindspeed_mem.schedule.chart import chart
-from mindspeed_mem.schedule.picture import INSTALL, held_over_time
+from mindspeed_mem.schedule.picture import held_over_time
 
 
 @pytest.fixture
@@ -81,7 +82,9 @@ def test_forward_only_passes_hold_nothing(schedule):
 )
 def test_bad_input_is_refused_with_all_reasons(schedule, words, reasons):
     status, out, err = schedule(words)
-    first, *lines = [line for line in err.splitlines() if INSTALL not in line]  # one more where matplotlib is absent
+    first, *lines = [
+        line for line in err.splitlines() if NO_MATPLOTLIB not in line
+    ]  # one more where matplotlib is absent
     assert (status, out, first) == (2, "", "mindspeed_mem schedule:")
     assert len(lines) == len(reasons)
     assert all(line.startswith("  " + reason) for line, reason in zip(lines, reasons, strict=True))

@@ -1,0 +1,51 @@
+"""Reads the options of our sub-commands from text; what is wrong is collected in a list, and said at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+PICTURES = (".svg", ".png", ".pdf")
+NO_MATPLOTLIB = "matplotlib, which draws it, is not installed: pip install matplotlib, or 'mindspeed-mem[picture]'"
+
+
+def whole(option: str, text: str | None, wrong: list[str]) -> int | None:
+    """The whole number of at least 1 that `text` is; otherwise None, and if there is a text, the reason in `wrong`."""
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    wrong.append(f"{option} takes a whole number of at least 1, not {text!r}")
+    return None
+
+
+def number(option: str, text: str | None, wrong: list[str], least: float | None = None) -> float | None:
+    """The number above 0, or of at least `least`, that `text` is, as `whole` does."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and (value > 0 if least is None else value >= least):
+        return value
+    wrong.append(f"{option} takes a number {'above 0' if least is None else f'of at least {least:g}'}, not {text!r}")
+    return None
+
+
+def check_file(option: str, target: str | None, wrong: list[str]) -> None:
+    """Note in `wrong` why nothing can be written to `target`."""
+    if target is not None and not Path(target).parent.is_dir():
+        wrong.append(f"{option}: there is no folder {Path(target).parent}")
+
+
+def check_picture(option: str, target: str | None, wrong: list[str]) -> None:
+    """Note in `wrong` why no picture can be drawn to `target`."""
+    if target is None:
+        return
+    if Path(target).suffix.lower() not in PICTURES:
+        wrong.append(f"{option} takes a file that ends in {', '.join(PICTURES)}, not {target!r}")
+    check_file(option, target, wrong)
+    if importlib.util.find_spec("matplotlib") is None:
+        wrong.append(f"{option}: {NO_MATPLOTLIB}")
