@@ -73,6 +73,7 @@ def small_problem(
     send: float = 0.0,
     limit: int = 10**12,
     host: int | None = None,
+    blocking: bool = False,
     kind: LayerClass = LAYER,
 ) -> Problem:
     """`layers` in each chunk; head and loss on the last stage. Link in GB/s."""
@@ -90,7 +91,7 @@ def small_problem(
         classes=(kind,),
         stages=tuple(made),
         pipeline=Pipeline(micro_batches=micro_batches, send_seconds=send),
-        link=Link(out=link, back=link),
+        link=Link(out=link, back=link, blocking=blocking),
         device_limit=limit,
         host_limit=host,
     )

@@ -1,7 +1,8 @@
 """A discrete-event machine that runs memory plans: the reference for the planner's simulation.
 
 Written from what the engine does, without the planner's shortcuts: devices have a compute stream and two copy streams
-of queued commands; a command waits for events of others; a heap of times says what ends next. Memory is counted as
+of queued commands; a command waits for events of others; a heap of times says what ends next. Over a link that blocks
+all commands are in one stream. Memory is counted as
 commands of the compute stream run. Each operator of each layer is a command of its own.
 """
 
@@ -32,7 +33,9 @@ class Machine:
 
     def __init__(self, problem, plan):
         self.problem, self.plan = problem, plan
-        self.streams = [[Stream() for _ in range(3)] for _ in problem.stages]
+        self.streams = [
+            [Stream()] * 3 if problem.link.blocking else [Stream() for _ in range(3)] for _ in problem.stages
+        ]
         for number in range(len(problem.stages)):
             self._enqueue(number)
 

@@ -5,6 +5,7 @@ For a stage p with w micro-batches in flight, groups i of a bytes each, n layers
     memory   static + temporary + w (outside + sum a (n - s - r) + keeps r) + sum a (s + r) / n + ahead sum a s / n
     forward  F + wait,  wait >= sum a s / out - F      (a forward ends when its copies out have)
     backward B + sum r again + wait,  wait >= sum a s / back - B - sum r again
+             (over a link that blocks both waits are all of the copies, without - F or - B - sum r again)
     step     (M - 1/V) max C + sum C / V,  C = forward + backward      (1F1B; V virtual stages)
 
 The last terms of memory stand for the layer at work and the copies under way. Simulation is the judge: these figures
@@ -118,7 +119,8 @@ def cycle_seconds(problem: Problem, counts: Counts, stage: int) -> float:
             for group, count in zip(block.kind.groups, counts[key(block)], strict=True):
                 backward += count.recompute * (group.recompute_seconds or 0.0)
                 moved += count.swap * group.bytes / GB
-        total += max(forward, moved / problem.link.out) + max(backward, moved / problem.link.back)
+        out, back = moved / problem.link.out, moved / problem.link.back
+        total += forward + out + backward + back if problem.link.blocking else max(forward, out) + max(backward, back)
     return total
 
 

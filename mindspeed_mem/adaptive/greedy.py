@@ -2,7 +2,8 @@
 
 From keep-all, one layer of one group at a time: recompute what is cheap for its bytes, swap while the copies hide
 behind compute, recompute the rest by price, then swap at the price of waiting. Where memory is tight this misses
-plans that the program finds; "cheap, swap, dear" is the best of the simple orders.
+plans that the program finds; "cheap, swap, dear" is the best of the simple orders. Over a link that blocks a swap has a
+price like any recomputation, and all are taken by price.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ class _Stage:
         self.blocks = [block for block in blocks(problem) if block.stage == stage]
 
     def fit(self) -> None:
-        for move, price in self._by_price():
+        if self.problem.link.blocking:
+            for move, _ in self._by_price():
+                self._repeat(move)
+        for move, price in self._recomputations():
             if price <= _CHEAP:
                 self._repeat(move)
-        for move in self._by_recompute_price():
+        for move in self._swaps():
             self._repeat(move, hidden=True)
-        for move, price in self._by_price():
+        for move, price in self._recomputations():
             if price > _CHEAP:
                 self._repeat(move)
-        for move in self._by_recompute_price():
+        for move in self._swaps():
             self._repeat(move)
         self._take_back()
 
@@ -79,13 +83,21 @@ class _Stage:
 
     def _take_back(self) -> None:
         """Undo what turned out not to be needed, the dearest first."""
-        for move, _ in sorted(self._by_price(), key=lambda one: -one[1]):
+        moves = self._by_price() if self.problem.link.blocking else self._recomputations()
+        for move, _ in reversed(moves):
             while self._change(move, -1):
                 if stage_gb(self.problem, self.counts, self.stage, self.rules) > self.budget:
                     self._change(move, 1)
                     break
 
     def _by_price(self) -> list[tuple[Move, float]]:
+        """Recomputations and swaps, each with its seconds per GB where no copy is hidden."""
+        link = self.problem.link
+        swaps = [(move, 1 / link.out + 1 / link.back) for move in self._swaps()]
+        return sorted([*self._recomputations(), *swaps], key=lambda one: one[1])
+
+    def _recomputations(self) -> list[tuple[Move, float]]:
+        """With their seconds per GB, the cheapest first."""
         found = []
         for block in self.blocks:
             for place, group in enumerate(block.kind.groups):
@@ -94,9 +106,9 @@ class _Stage:
                     found.append(((key(block), place, "recompute"), group.recompute_seconds / freed))
         return sorted(found, key=lambda one: one[1])
 
-    def _by_recompute_price(self) -> Iterator[Move]:
-        """Swaps, first of what is dear to recompute."""
-        prices = {move[:2]: price for move, price in self._by_price()}
+    def _swaps(self) -> Iterator[Move]:
+        """First of what is dear to recompute."""
+        prices = {move[:2]: price for move, price in self._recomputations()}
         moves = [(key(block), place) for block in self.blocks for place in range(len(block.kind.groups))]
         for block, place in sorted(moves, key=lambda one: -prices.get(one, float("inf"))):
             yield block, place, "swap"

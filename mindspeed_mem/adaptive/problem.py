@@ -136,6 +136,9 @@ class Link:
     out_alone: float | None = None
     """While nothing is computed; a plan counts on `out` and `back`, which hold during compute."""
     back_alone: float | None = None
+    blocking: bool = False
+    """Computation stands still while anything is copied, as on a CPU, which copies in the computing thread: no copy
+    hides behind compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +197,14 @@ class Problem:
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
+
+    def without_swap(self) -> Problem:
+        """The same where nothing may be swapped."""
+        classes = []
+        for kind in self.classes:
+            groups = tuple(dataclasses.replace(group, swappable=False) for group in kind.groups)
+            classes.append(dataclasses.replace(kind, groups=groups))
+        return dataclasses.replace(self, classes=tuple(classes))
 
     def with_micro_batches(self, count: int) -> Problem:
         """The same with another number of micro-batches."""

@@ -137,7 +137,7 @@ def _block(program: Program, problem: Problem, block: Block, rules: Rules) -> No
 def _stage(
     program: Program, problem: Problem, number: int, mine: Sequence[Block], budget: float, beside: dict[tuple, float]
 ) -> None:
-    """The rows that join the blocks of a stage: copies hide behind compute, and what is held has room."""
+    """The rows that join the blocks of a stage: what of the copies is waited for, and what is held has room."""
     stage, link = problem.stages[number], problem.link
     kept: list[tuple[float, dict[tuple, float]]] = []
     moved: list[dict[tuple, float]] = []
@@ -156,6 +156,8 @@ def _stage(
                 again[("r", *name)] = -link.back * (group.recompute_seconds or 0.0)
         # What every plan takes, so that the gap is one of the cycle and not of what is added to it.
         program.variable(("compute", place), forward + backward, price=1.0, low=forward + backward)
+        if link.blocking:  # nothing hides behind compute
+            forward, backward, again = 0.0, 0.0, {}
         program.at_most(swapped | {("out", place): -link.out}, link.out * forward)
         program.at_most(swapped | again | {("back", place): -link.back}, link.back * backward)
         kept.append((held, terms))

@@ -1,7 +1,8 @@
 """A plan played over time: each stage has a compute stream and one copy stream each way.
 
 Every stream runs in the order in which it is given work, and what waits for what is known beforehand (course.py). So
-time follows from one walk over each stage's passes; stages wait for each other as in schedule/simulation.py.
+time follows from one walk over each stage's passes; stages wait for each other as in schedule/simulation.py. Over a
+link that blocks, copies run in the compute stream.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Simulated:
     peaks: tuple[int, ...]
     """The most bytes each stage holds."""
     stalls: tuple[float, ...]
-    """Seconds of a step in which each stage's compute waits for copies."""
+    """Seconds of a step in which each stage's compute stands still for copies."""
     timeline: Timeline
     """The passes that were simulated."""
 
@@ -87,6 +88,7 @@ class Track:
 
     def __init__(self, problem: Problem, number: int, plan: StagePlan):
         stage = problem.stages[number]
+        self._blocking = problem.link.blocking
         self.passes = problem.passes[number]
         self.courses = [
             Course(problem, chunk, letters, plan.distance)
@@ -113,8 +115,11 @@ class Track:
         """Run the next pass, no earlier than what it works on arrives; returns when it ends."""
         place = len(self.spans)
         work, script = self.passes[place], self._scripts[place]
-        course = self.courses[work[2]]
         now = start = max(self._now, arrival)
+        if self._blocking:
+            stall = self._copy_seconds(place)
+            return self._end(work, start, start + script.seconds + stall, stall)
+        course = self.courses[work[2]]
         out_free, back_free, stall = self._out_free, self._back_free, 0.0
         copies = course.copies
         out_done = [0.0] * len(copies) if work[0] == FORWARD else []
@@ -140,11 +145,28 @@ class Track:
                 if done > now:
                     stall += done - now
                     now = done
-        now += script.rest
-        self._now, self._out_free, self._back_free = now, out_free, back_free
+        self._out_free, self._back_free = out_free, back_free
+        return self._end(work, start, now + script.rest, stall)
+
+    def _end(self, work: Pass, start: float, end: float, stall: float) -> float:
+        self._now = end
         self.stall += stall
-        self.spans.append(Span(work, start, now))
-        return now
+        self.spans.append(Span(work, start, end))
+        return end
+
+    def _copy_seconds(self, place: int) -> float:
+        """All copies that start in a pass, one after the other."""
+        copies = self.courses[self.passes[place][2]].copies
+        ahead = self.courses[self.passes[place + 1][2]].copies if self._fetches(place) else []
+        total = 0.0
+        for _, what, copy in self._scripts[place].steps:
+            if what == OUT:
+                total += copies[copy].out_seconds
+            elif what == BACK:
+                total += copies[copy].back_seconds
+            elif what == AHEAD:
+                total += ahead[copy].back_seconds
+        return total
 
     def _fetches(self, place: int) -> bool:
         """Whether the pass after this one is the backward of another pass, whose first copies back start here."""

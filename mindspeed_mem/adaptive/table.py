@@ -35,9 +35,11 @@ def head(profile: Profile) -> list[str]:
     if profile.origin == "estimated":
         return [first, *(text.format(**profile.machine) for text in _ESTIMATED)]
     facts = ", ".join(f"{name} {value}" for name, value in profile.machine.items())
+    blocking = ["Computation stands still while anything is copied to or from the host."] * problem.link.blocking
     return [
         first,
         f"Times, bytes and link speeds were measured ({facts or 'machine unknown'}); the plan is a prediction.",
+        *blocking,
     ]
 
 

@@ -1,5 +1,6 @@
 """`python -m mindspeed_mem plan`: what it prints, writes, draws and refuses."""
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -62,6 +63,20 @@ def test_what_it_planned_from_can_be_kept_and_planned_from_again(plan, tmp_path)
     _, other, _ = plan(f"--trace {target} --device-memory-gib 20 --swap-host-memory-gib 1")
     assert "limit 20.00 GiB, host 1.00 GiB" in other
     assert float(row(other, "this plan")[0]) >= float(row(again, "this plan")[0])
+
+
+def test_a_plan_over_a_link_that_blocks_says_so_and_is_slower(plan, tmp_path):
+    target = tmp_path / "profile.json"
+    plan(f"{SHAPE} {LLAMA} --device-memory-gib 24 --write-trace {target}")
+    measured = dataclasses.replace(trace.read(target), origin="measured")
+    link = dataclasses.replace(measured.problem.link, blocking=True)
+    trace.write(measured, target)
+    _, hidden, _ = plan(f"--trace {target} --device-memory-gib 20")
+    trace.write(dataclasses.replace(measured, problem=dataclasses.replace(measured.problem, link=link)), target)
+    status, out, _ = plan(f"--trace {target} --device-memory-gib 20")
+    text = "Computation stands still while anything is copied"
+    assert status == 0 and text in out and text not in hidden
+    assert float(row(hidden, "this plan")[0]) < float(row(out, "this plan")[0])
 
 
 def test_what_does_not_fit_ends_with_status_1_and_says_what_is_needed(plan, tmp_path):

@@ -30,6 +30,7 @@ problems = st.builds(
     layers=st.integers(1, 3),
     micro_batches=st.integers(1, 3),
     link=st.sampled_from([0.3, 1.0, 3.0, 30.0]),
+    blocking=st.booleans(),
     host=st.sampled_from([None, 300 * MB]),
 )
 shares = st.floats(0.0, 1.0)
@@ -92,8 +93,9 @@ def every_plan(problem, distances):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data(), kinds, st.integers(1, 2), st.integers(1, 2), st.sampled_from([0.3, 1.0, 3.0, 30.0]), shares)
 def test_the_search_finds_the_fastest_of_all_plans(data, kind, layers, micro_batches, link, share):
-    host = data.draw(st.sampled_from([None, 300 * MB]))
-    problem = small_problem(kind=kind, layers=layers, micro_batches=micro_batches, link=link, host=host)
+    host, blocking = data.draw(st.sampled_from([None, 300 * MB])), data.draw(st.booleans())
+    sizes = {"layers": layers, "micro_batches": micro_batches}
+    problem = small_problem(kind=kind, **sizes, link=link, host=host, blocking=blocking)
     searching = Search(problem)
     distances = searching._stages[0].distances
     results = [simulate(problem, plan) for plan in every_plan(problem, distances)]
@@ -119,9 +121,9 @@ def test_more_memory_never_gives_a_slower_plan(problem, several):
 
 
 @pytest.mark.parametrize("solver", [pytest.param(None, marks=needs_scipy), greedy.solve])
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_on_a_pipeline_every_stage_fits_and_early_stages_do_more(solver, virtual):
-    problem = small_problem(stages=3, virtual=virtual, layers=4, micro_batches=6, link=2.0)
+@pytest.mark.parametrize(("virtual", "blocking"), [(1, False), (2, False), (1, True), (2, True)])
+def test_on_a_pipeline_every_stage_fits_and_early_stages_do_more(solver, virtual, blocking):
+    problem = small_problem(stages=3, virtual=virtual, layers=4, micro_batches=6, link=2.0, blocking=blocking)
     searching = Search(problem, solver)
     peaks = searching.simulated(searching.keep_all).peaks
     limit = round(min(peaks) * 1.02)
@@ -141,6 +143,31 @@ def test_the_greedy_fallback_fits_and_says_what_it_is(monkeypatch):
     assert found.solver.startswith("greedy") and "pip install" in found.solver
 
 
+@pytest.mark.parametrize("solver", [pytest.param(None, marks=needs_scipy), greedy.solve])
+def test_over_a_link_that_blocks_each_group_goes_the_cheaper_way(solver):
+    kind = tiny_class([100, 100, 100], [0.002, 0.02, 0.2], needs=False)  # 100 MB are copied out and back in 0.05 s
+    problem = small_problem(kind=kind, layers=4, micro_batches=2, link=4.0, blocking=True)
+    for limit, letters in ((1_250, {"R", "K"}), (1_000, {"R", "S", "K"})):
+        found = Search(problem, solver).best(limit * MB)
+        [texts] = found.plan.stages[0].chunks
+        assert {letter for text in texts for letter in text} == letters
+        assert {text[0] for text in texts} <= {"R", "K"} and {text[1] for text in texts} <= {"R", "K"}
+        assert {text[2] for text in texts} <= {"S", "K"}
+
+
+@pytest.mark.parametrize("solver", [pytest.param(None, marks=needs_scipy), greedy.solve])
+def test_without_swap_plans_keep_and_recompute(solver):
+    problem = small_problem(layers=4, micro_batches=2, link=50.0)
+    joint, alone = Search(problem, solver), Search(problem, solver, swap=False)
+    assert joint.floor() < alone.floor()
+    limit = round(alone.floor() * 1.1)
+    found, best = alone.best(limit), joint.best(limit)
+    letters = {letter for text in found.plan.stages[0].chunks[0] for letter in text}
+    assert letters == {"-", "K", "R"} and not found.plan.inputs_move
+    assert simulate(problem, found.plan) == found.simulated
+    assert max(found.simulated.peaks) <= limit and found.simulated.seconds > best.simulated.seconds
+
+
 def test_what_does_not_fit_names_bytes_stage_holders_and_what_to_try():
     problem = small_problem(stages=2, layers=3, micro_batches=4)
     with pytest.raises(InfeasibleError) as error:
@@ -151,7 +178,9 @@ def test_what_does_not_fit_names_bytes_stage_holders_and_what_to_try():
     assert len(advice.split(";")) == 3
     needed = error.value.needed_bytes
     assert Search(problem).best(needed).simulated.peaks[error.value.stage] <= needed
-    assert Search(problem).floor() == needed
+    least = Search(problem).least()
+    assert Search(problem).floor() == needed == max(least.simulated.peaks)
+    assert least.simulated == simulate(problem, least.plan)
 
 
 def test_the_host_limit_holds():

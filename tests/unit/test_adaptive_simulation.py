@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mindspeed_mem.adaptive import Plan, StagePlan, simulate
 from mindspeed_mem.adaptive.improve import is_valid
+from mindspeed_mem.adaptive.problem import GB
 from tests.planning import LAYER, small_problem
 from tests.streams import Machine
 
@@ -37,6 +38,7 @@ def cases(draw):
         micro_batches=micro_batches,
         link=draw(st.sampled_from([1.0, 4.0, 20.0])),
         send=draw(st.sampled_from([0.0])),
+        blocking=draw(st.booleans()),
     )
     inputs_move = draw(st.booleans())
     plans = []
@@ -80,6 +82,20 @@ def test_copies_that_hide_cost_nothing_and_those_that_do_not_are_waited_for():
         assert (with_swap.seconds > without.seconds * 1.001) == waits
         assert (with_swap.stalls[0] > 0) == waits
         assert with_swap.seconds - without.seconds == pytest.approx(with_swap.stalls[0])
+
+
+def test_over_a_link_that_blocks_every_copy_takes_its_time_wherever_it_starts():
+    problem = small_problem(stages=1, layers=3, micro_batches=2, link=1000.0, blocking=True)
+    group = LAYER.groups[1]
+    kept = StagePlan(chunks=(("-KKKKK", "KKKKKK", "KKKKKK"),))
+    moved = [StagePlan(chunks=(("-SKKKK", "KSKKKK", "KSKKKK"),), distance=distance) for distance in (1, 3, 7, 40)]
+    without, *found = (simulate(problem, Plan(stages=(stage,))) for stage in (kept, *moved))
+    copies = 2 * 3 * 2 * group.bytes / GB / 1000.0  # micro-batches, layers, out and back
+    for one in found:
+        assert one.seconds - without.seconds == pytest.approx(copies)
+        assert one.stalls[0] == pytest.approx(copies)
+    peaks = [one.peaks[0] for one in found]
+    assert peaks == sorted(peaks) and peaks[0] < min(peaks[-1], without.peaks[0])
 
 
 def test_recomputation_frees_what_it_makes_again_and_takes_its_time():

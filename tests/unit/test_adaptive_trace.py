@@ -33,6 +33,17 @@ def test_what_was_written_is_read_back(written):
     assert content["problem"]["classes"][0]["groups"][1]["name"] == LAYER.groups[1].name
 
 
+def test_a_link_that_blocks_is_kept_and_links_of_older_files_do_not_block(written):
+    profile, path, content = written
+    assert content["problem"]["link"].pop("blocking") is False
+    path.write_text(json.dumps(content))
+    assert trace.read(path) == profile
+    link = dataclasses.replace(profile.problem.link, blocking=True)
+    blocking = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, link=link))
+    trace.write(blocking, path)
+    assert trace.read(path) == blocking != profile
+
+
 def test_all_problems_of_a_file_are_said_at_once(written):
     _, path, content = written
     problem = content["problem"]
@@ -47,7 +58,7 @@ def test_all_problems_of_a_file_are_said_at_once(written):
         "origin: got 'guessed'; allowed: measured, estimated",
         "problem.classes[0].groups[1].recompute_seconds: got 'fast'; allowed: a number of at least 0",
         "problem.classes[0].groups[2].bytes: got -1; allowed: a whole number of at least 0",
-        "problem.link.speed: unknown; allowed: out, back, out_alone, back_alone",
+        "problem.link.speed: unknown; allowed: out, back, out_alone, back_alone, blocking",
         "problem.device_limit: missing",
     )
 
