@@ -1,4 +1,4 @@
-"""The command line: ``python -m mindspeed_mem run | ops | plan | schedule | doctor``."""
+"""The command line: ``python -m mindspeed_mem run | ops | plan | schedule | doctor | build-allocator``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ _OPS = """Runs a training script for one step, watches what every operator keeps
 operators (with Megatron's and MindFormers' names, either of which a memory configuration may use) and ends:
 
     python -m mindspeed_mem ops pretrain_gpt.py --num-layers 2 ...
+"""
+_BUILD = """Builds the allocator that stands in front of torch's own and, where device memory runs out, has activations
+moved to the host and tries again, inside any operator; --survive-oom and --adaptive-memory-optimization use it where it
+is there. It is built for the torch that is installed, takes seconds, and needs a C++ compiler and the headers of CUDA
+(nvcc is not needed). With --output, set MINDSPEED_MEM_ALLOCATOR to that folder where you train. It has not been run on
+a GPU or NPU yet.
+
+    python -m mindspeed_mem build-allocator
 """
 _DOCTOR = """Prints the versions of what matters, the devices present, and for each patch whether it can be applied to
 what is installed. The exit status is 1 if something is wrong."""
@@ -42,6 +50,10 @@ def parser() -> argparse.ArgumentParser:
     schedule.add_arguments(commands.add_parser("schedule", help="show a pipeline schedule", description=text, **raw))
     doctor = commands.add_parser("doctor", help="check versions, devices and patches", description=_DOCTOR, **raw)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    build = commands.add_parser("build-allocator", help="build the delegating allocator", description=_BUILD, **raw)
+    what = "npu if torch_npu is installed, else cuda; cpu is for tests"
+    build.add_argument("--device", choices=("cuda", "npu", "cpu"), help=what)
+    build.add_argument("--output", metavar="FOLDER", help="where to put it (default: the user's cache folder)")
     return top
 
 
@@ -56,6 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
         return schedule.main(given)
     if given.command == "plan":
         return plan.main(given)
+    if given.command == "build-allocator":
+        from mindspeed_mem.device import allocator_build
+
+        return allocator_build.main(given)
     from mindspeed_mem import launch
 
     try:

@@ -9,7 +9,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
@@ -27,14 +26,9 @@ from tests.worlds import patch_modules
 
 @contextlib.contextmanager
 def counted() -> Iterator[LimitedMemory]:
-    """The CPU backend's memory is counted, and can be limited.
-
-    Random states are not: those of a device lie on the host, and nothing that torch calls sees them being allocated.
-    """
+    """The CPU backend's memory is counted, and can be limited."""
     backend = get_backend("cpu")
-    with LimitedMemory() as memory, contextlib.ExitStack() as stack:
-        for module in (torch, torch.random, torch.cuda, torch.cuda.random):
-            stack.enter_context(mock.patch.object(module, "get_rng_state", memory.on_host()(module.get_rng_state)))
+    with LimitedMemory() as memory:
         backend.attach_ledger(memory)
         gc.collect()
         gc.freeze()  # garbage is collected in each step: let that not look through all modules loaded
@@ -79,6 +73,8 @@ class Training:
         """Zero the gradients before each step."""
         self.peak = 0
         """Bytes above what was allocated before, at most, in the last step."""
+        self.total: int | None = None
+        """If set, the limit of every step, in bytes of all that is allocated."""
 
     def step(self, above: int | None = None) -> dict[str, numpy.ndarray]:
         """One step in which no more than ``above`` bytes beyond those allocated now can be had: all it computed."""
@@ -96,7 +92,7 @@ class Training:
         gc.collect()
         before = self.memory.allocated
         self.memory.reset_peak()
-        self.memory.limit = None if above is None else before + above
+        self.memory.limit = self.total if above is None else before + above
         try:
             losses = get_forward_backward_func()(
                 forward_step_func=self.forward,

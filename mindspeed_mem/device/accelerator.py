@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from mindspeed_mem.device.base import Backend, Event, Stream, check_copy
+from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_limit
 
 _PENDING_STALLS = 256  # event pairs kept before those that have happened are added up
 
@@ -40,6 +40,7 @@ class AcceleratorBackend(Backend):
         self._stalled = 0.0
         self._lock = threading.Lock()
         self._told_unpinned = False
+        self._fractions: dict[int, float] = {}  # of a device's memory that this process may use, if we have set it
 
     @property
     def device(self) -> torch.device:
@@ -95,6 +96,16 @@ class AcceleratorBackend(Backend):
         self._add_up()
         return self._stalled
 
+    def timestamp(self, stream: Stream | None = None) -> object:
+        native = self._timing_event()
+        native.record(self._module.current_stream() if stream is None else stream.native)
+        return NativeEvent(native, self._timing)
+
+    def seconds_between(self, begin: NativeEvent, end: NativeEvent) -> float:
+        begin.native.synchronize()  # the two may be of different streams
+        end.native.synchronize()
+        return begin.native.elapsed_time(end.native) / 1000.0
+
     def _timing_event(self) -> object:
         try:
             return self._timing.pop()
@@ -149,11 +160,37 @@ class AcceleratorBackend(Backend):
         self._module.reset_peak_memory_stats()
 
     def limit(self) -> int | None:
-        return self._module.get_device_properties(self._module.current_device()).total_memory
+        index = self._module.current_device()
+        read = getattr(self._module, "get_per_process_memory_fraction", None)  # others may set it, too
+        fraction = self._fractions.get(index, 1.0) if read is None else read(index)
+        return int(min(fraction, 1.0) * self._total())
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        index, total = self._module.current_device(), self._total()
+        check_limit(nbytes, total, f"{self.type} {index}")
+        # The half: the allocator rounds down what it makes of the fraction.
+        self._fractions[index] = fraction = 1.0 if nbytes is None else min((nbytes + 0.5) / total, 1.0)
+        if nbytes is not None and self._module.memory_reserved() > nbytes:
+            self._module.empty_cache()  # what the allocator keeps already, no limit takes away from it
+        self._module.set_per_process_memory_fraction(fraction, index)
 
     def room(self) -> int | None:
-        # What the driver has free, and what torch keeps without using it.
-        return self._module.mem_get_info()[0] + self._module.memory_reserved() - self._module.memory_allocated()
+        # What torch may still ask the driver for, and what it keeps without using it.
+        free, reserved = self._module.mem_get_info()[0], self._module.memory_reserved()
+        return max(min(free, self.limit() - reserved), 0) + reserved - self._module.memory_allocated()
+
+    def index(self) -> int | None:
+        return self._module.current_device()
+
+    def pci_address(self) -> str | None:
+        found = self._module.get_device_properties(self._module.current_device())
+        place = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+        if not all(isinstance(number, int) for number in place):
+            return None  # older torch, and torch_npu, do not tell
+        return "{:04x}:{:02x}:{:02x}.0".format(*place)
+
+    def _total(self) -> int:
+        return self._module.get_device_properties(self._module.current_device()).total_memory
 
     def foreign_allocator(self) -> str | None:
         name = getattr(getattr(self._module, "memory", None), "get_allocator_backend", lambda: "native")()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import re
+import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -48,6 +49,9 @@ class Backend(abc.ABC):
 
     type: str
 
+    copies_block: bool = False
+    """Whether computation stands still while anything is copied: `copy` returns when it is done."""
+
     @property
     def name(self) -> str:
         """The name that `get_backend` knows this backend by."""
@@ -86,6 +90,17 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def synchronize(self, event: Event | None = None) -> None:
         """Let the host wait for `event`, or for everything on the device."""
+
+    def timestamp(self, stream: Stream | None = None) -> object:
+        """The moment when all work submitted so far to `stream` (None: the current one) is done, for `seconds_between`.
+
+        The host does not wait.
+        """
+        return time.perf_counter()
+
+    def seconds_between(self, begin: object, end: object) -> float:
+        """Seconds from one `timestamp` to a later one; the host may wait until both have happened."""
+        return end - begin
 
     # ---- memory
 
@@ -130,7 +145,16 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def limit(self) -> int | None:
-        """Bytes of memory the device has; None where it has no limit of its own."""
+        """Bytes of memory that this process may use: what the device has, or less; None where nothing limits it."""
+
+    @abc.abstractmethod
+    def limit_memory(self, nbytes: int | None) -> None:
+        """Let this process use no more than `nbytes` of device memory from now on; None: as much as there is.
+
+        Beyond it an allocation raises the device's out-of-memory error, and `limit` and `room` answer accordingly. To
+        be called before the model is built; called again it replaces the limit. Raises DeviceError for a number that
+        is not above 0 or is more than the device has.
+        """
 
     @abc.abstractmethod
     def is_out_of_memory(self, exc: BaseException) -> bool:
@@ -145,6 +169,14 @@ class Backend(abc.ABC):
         """Bytes of device memory that can still be had; None where nobody knows."""
         allocated, limit = self.allocated(), self.limit()
         return None if allocated is None or limit is None else limit - allocated
+
+    def index(self) -> int | None:
+        """The number of the current device; None where the host is the device."""
+        return None
+
+    def pci_address(self) -> str | None:
+        """Where the current device sits on the PCI bus, such as "0000:3b:00.0"; None if unknown or nowhere."""
+        return None
 
     def foreign_allocator(self) -> str | None:
         """What has taken the place of torch's own allocator on this device; None if nothing has."""
@@ -183,3 +215,12 @@ def check_copy(target: torch.Tensor, source: torch.Tensor) -> None:
             )
     if target.numel() != source.numel():
         raise ValueError(f"copy: target has {target.numel()} bytes, source {source.numel()}; they must be equal")
+
+
+def check_limit(nbytes: int | None, available: int, where: str) -> None:
+    """Refuse what `Backend.limit_memory` cannot do on a device (`where`) that has `available` bytes."""
+    if nbytes is None or 0 < nbytes <= available:
+        return
+    raise DeviceError(
+        f"limit of device memory: got {nbytes} bytes; {where} has {available} bytes: give 1 to {available}, or no limit"
+    )

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
+import warnings
 from contextlib import AbstractContextManager
 
 import numpy
 import torch
 
-from mindspeed_mem.device.base import Backend, Event, Stream, check_copy
+from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_limit
 from mindspeed_mem.device.ledger import Ledger
-from mindspeed_mem.device.limited_cpu import LimitedMemory
+from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 
 _STREAM = Stream("cpu", "cpu", side=False)
 _DONE = Event()
 
 
 class CpuBackend(Backend):
-    """Device memory is what an attached `Ledger` counts; host buffers come from numpy and so stay outside it."""
+    """Device memory is what an attached `Ledger` or `LimitedMemory` counts; host buffers are numpy's: outside it."""
 
     type = "cpu"
+    copies_block = True
 
     def __init__(self) -> None:
         self._copy_seconds = 0.0
         self.ledger: Ledger | LimitedMemory | None = None
+        self._own_memory: LimitedMemory | None = None  # attached by limit_memory
+        self._unenforced: int | None = None
 
     def attach_ledger(self, ledger: Ledger | LimitedMemory | None) -> None:
         """Answer `allocated`, `peak` and `limit` from `ledger` from now on; None detaches it."""
@@ -74,7 +79,31 @@ class CpuBackend(Backend):
             self.ledger.reset_peak()
 
     def limit(self) -> int | None:
-        return None if self.ledger is None else self.ledger.limit
+        return self._unenforced if self.ledger is None else self.ledger.limit
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        """See `Backend.limit_memory`. Counted is what torch's CPU allocator hands out from the first call on.
+
+        Where a C++ compiler is missing, there is one warning, and the limit is only the number that `limit` returns:
+        nothing is refused, and `allocated` stays None. A `Ledger` that is attached refuses nothing either.
+        """
+        check_limit(nbytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this host")
+        self._unenforced = None
+        if nbytes is None and self._own_memory is not None:
+            if self.ledger is self._own_memory:
+                self.attach_ledger(None)
+            self._own_memory.__exit__()
+            self._own_memory = None
+        if nbytes is not None and self.ledger is None:
+            try:
+                self._own_memory = LimitedMemory().__enter__()
+            except CompilerError as error:
+                self._unenforced = nbytes
+                warnings.warn(f"cpu: the memory limit is not enforced: {error}", RuntimeWarning, stacklevel=2)
+            else:
+                self.attach_ledger(self._own_memory)
+        if self.ledger is not None:
+            self.ledger.limit = nbytes
 
     def is_out_of_memory(self, exc: BaseException) -> bool:
         # torch's own CPU allocator raises a plain RuntimeError; an allocator with a limit raises the real type.

@@ -12,24 +12,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import torch
+from mindspeed_mem.device.native_build import SOURCES, CompilerError, cache_folder, compile_library, library_name
 
-from mindspeed_mem.device.base import DeviceError
+__all__ = ["CompilerError", "LimitedMemory", "on_host"]
 
-_SOURCE = Path(__file__).parent / "csrc" / "limited_cpu.cpp"
-
-
-class CompilerError(DeviceError):
-    """A C++ source cannot be compiled here: there is no compiler, or it refuses. The message says which."""
+_SOURCE = SOURCES / "limited_cpu.cpp"
 
 
 class LimitedMemory:
@@ -44,11 +35,13 @@ class LimitedMemory:
 
     def __enter__(self) -> LimitedMemory:
         self._library.limited_cpu_install()
+        LimitedMemory._installed = self
         self.reset_peak()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.limit = None
+        LimitedMemory._installed = None
         self._library.limited_cpu_uninstall()
 
     @property
@@ -79,6 +72,7 @@ class LimitedMemory:
         self._library.limited_cpu_set_limit(-1 if nbytes is None else nbytes)
 
     _limit: int | None = None
+    _installed: LimitedMemory | None = None
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -94,49 +88,25 @@ class LimitedMemory:
         self._library.limited_cpu_reset_peak()
 
 
+@contextmanager
+def on_host() -> Iterator[None]:
+    """What this thread allocates inside is host memory, where CPU memory is limited; elsewhere nothing changes."""
+    if LimitedMemory._installed is None:
+        yield
+    else:
+        with LimitedMemory._installed.on_host():
+            yield
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(_compiled()))
+    target = cache_folder() / library_name(_SOURCE)
+    if not target.exists():
+        compile_library(_SOURCE, target, purpose="limited CPU memory")
+    library = ctypes.CDLL(str(target))
     for name in ("allocated", "peak", "refused"):
         getattr(library, f"limited_cpu_{name}").restype = ctypes.c_int64
     library.limited_cpu_set_limit.argtypes = [ctypes.c_int64]
+    # A forked data loader works in host memory: what it adds to the copied figures is nobody's device memory.
+    os.register_at_fork(after_in_child=functools.partial(library.limited_cpu_set_limit, -1))
     return library
-
-
-def _compiled() -> Path:
-    """The compiled source, from the user's cache folder where it has been compiled for this torch before."""
-    abi = int(torch.compiled_with_cxx11_abi())
-    version = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
-    target = _cache_folder() / f"limited_cpu-torch{torch.__version__}-abi{abi}-{version}.so"
-    if target.exists():
-        return target
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
-    if compiler is None:
-        raise CompilerError("limited CPU memory needs a C++ compiler (g++ or clang++), and none is on the PATH")
-    base = Path(torch.__file__).parent
-    # Several ranks may compile at once: each under a name of its own, and the last rename wins.
-    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(handle)
-    flags = ["-O2", "-std=c++20", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-    where = [f"-I{base / 'include'}", f"-L{base / 'lib'}", "-lc10"]
-    try:
-        done = subprocess.run([compiler, str(_SOURCE), *flags, *where, "-o", name], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise CompilerError(f"{compiler} cannot compile {_SOURCE.name}: {done.stderr.strip()[-2000:]}")
-        os.replace(name, target)
-    finally:
-        if os.path.exists(name):
-            os.unlink(name)
-    return target
-
-
-def _cache_folder() -> Path:
-    """A folder of this user that can be written to; where there is none, one that is new each time."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed_mem"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="mindspeed_mem"))

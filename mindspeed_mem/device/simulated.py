@@ -81,6 +81,7 @@ class SimulatedBackend(CpuBackend):
     """
 
     type = "simulated"
+    copies_block = False
 
     def __init__(
         self, *, check: bool = True, bandwidth: float = 10e9, latency: float = 1e-5, op_seconds: float = 1e-5
@@ -150,6 +151,9 @@ class SimulatedBackend(CpuBackend):
 
     def stall_seconds(self) -> float:
         return self._stalled
+
+    def timestamp(self, stream: Stream | None = None) -> object:
+        return (self._compute if stream is None else stream).seconds
 
     def _stand_still(self, until: float) -> None:
         self._stalled += max(0.0, until - self._compute.seconds)

@@ -156,6 +156,18 @@ def test_stall_is_measured_only_where_computation_meets_an_unfinished_copy(backe
     assert len([e for e in npu.made if e.timing]) == 2  # the pair is used again
 
 
+def test_timestamps_are_timing_events_of_their_stream_and_are_used_again(backend, npu):
+    begin = backend.timestamp()
+    npu.clock_ms = 40.0
+    end = backend.timestamp(side := backend.new_stream("out"))
+    assert (begin.native.stream, end.native.stream) == (npu.main, side.native)
+    assert not begin.native.happened and not end.native.happened  # the host has not waited
+    assert backend.seconds_between(begin, end) == 0.04
+    used = begin.native
+    del begin
+    assert backend.timestamp().native is used
+
+
 def test_memory_figures_and_random_state_are_torch_npus(backend, npu):
     assert (backend.allocated(), backend.peak(), backend.limit()) == (100, 200, 64 << 30)
     backend.reset_peak()

@@ -95,7 +95,8 @@ def test_wheel_holds_all_modules_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"mindspeed_mem/{name}" for name in _modules(ROOT / "mindspeed_mem")}
     expected |= {f"mindspeed_mem/patches/{name}" for name in _modules(ROOT / "patches")}
-    expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "mindspeed_mem").rglob("*.cpp")}
+    sources = [path for path in (ROOT / "mindspeed_mem").rglob("*") if path.suffix in (".cpp", ".h")]
+    expected |= {path.relative_to(ROOT).as_posix() for path in sources}
     expected.add("mindspeed_mem/py.typed")
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("LICENSE") for name in names)

@@ -60,7 +60,8 @@ struct LimitedAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t n) const override { default_copy_data(to, from, n); }
 };
 
-LimitedAllocator limited;
+// Never destroyed: at the end of the process other threads may still allocate.
+LimitedAllocator& limited = *new LimitedAllocator;
 constexpr uint8_t kPriority = 100;  // above whatever torch set; the last of equals wins
 
 }  // namespace

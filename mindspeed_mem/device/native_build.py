@@ -1,0 +1,97 @@
+"""Compiles the package's C++ sources on demand, with the user's own compiler against the user's own torch.
+
+Nothing is compiled at installation: what is built lies in the user's cache folder, under a name that tells for which
+torch, and is built once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from mindspeed_mem.device.base import DeviceError
+
+SOURCES = Path(__file__).parent / "csrc"
+
+
+class CompilerError(DeviceError):
+    """A C++ source cannot be compiled here: there is no compiler, or it refuses. The message says which."""
+
+
+def library_name(source: Path, version: str = "") -> str:
+    """The file name of what `source` becomes: another torch, C++ ABI, source or `version` has another name."""
+    abi = int(torch.compiled_with_cxx11_abi())
+    content = hashlib.sha256(source.read_bytes() + version.encode()).hexdigest()[:12]
+    return f"{source.stem}-torch{torch.__version__}-abi{abi}-{content}.so"
+
+
+def compile_library(
+    source: Path,
+    target: Path,
+    *,
+    purpose: str,
+    includes: Iterable[Path] = (),
+    library_folders: Iterable[Path] = (),
+    libraries: Iterable[str] = ("c10",),
+    flags: Iterable[str] = (),
+) -> Path:
+    """Compile `source` into the shared library `target` against torch's headers; returns `target`.
+
+    Args:
+        purpose: what needs it, for messages.
+        includes: folders with headers besides torch's.
+        library_folders: folders with libraries besides torch's.
+        libraries: what to link with, without "lib".
+        flags: what else the compiler gets.
+
+    Raises CompilerError when there is no compiler, or when it refuses: with what it said.
+    """
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise CompilerError(
+            f"{purpose} needs a C++ compiler (g++ or clang++), and none is on the PATH: install one, or set CXX to it"
+        )
+    base = Path(torch.__file__).parent
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    command = [compiler, str(source), "-O2", "-std=c++20", "-shared", "-fPIC", abi, *flags]
+    command += [f"-I{folder}" for folder in (base / "include", *includes)]
+    command += [f"-L{folder}" for folder in (base / "lib", *library_folders)]
+    command += [f"-l{name}" for name in libraries]
+    # Several ranks may compile at once: each under a name of its own, and the last rename wins.
+    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    try:
+        done = subprocess.run([*command, "-o", name], capture_output=True, text=True)
+        if done.returncode != 0:
+            said = done.stderr.strip()
+            shown = said if len(said) <= 3000 else f"{said[:2000]}\n...\n{said[-1000:]}"
+            raise CompilerError(f"{compiler} cannot compile {source.name}: {shown}")
+        os.replace(name, target)
+    finally:
+        if os.path.exists(name):
+            os.unlink(name)
+    return target
+
+
+def cache_folder(create: bool = True) -> Path:
+    """A folder of this user that can be written to; where there is none, one that is new each time.
+
+    With `create=False` nothing is made: the folder may be missing.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed_mem"
+    if not create:
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="mindspeed_mem"))

@@ -1,0 +1,65 @@
+"""Training on where memory runs out, with the delegating allocator in front of limited memory.
+
+What it rescues, the guard of operators never sees: it makes room inside of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mindspeed_mem.device import delegating, get_backend
+from mindspeed_mem.device.allocator_build import build
+from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
+from tests.worlds import on_ranks, parallel
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    place = tmp_path_factory.mktemp("allocator")
+    try:
+        LimitedMemory()
+    except CompilerError as error:
+        pytest.skip(str(error))
+    build("cpu", place)
+    return str(place)
+
+
+def plain(kind: str) -> list:
+    from tests.limited_runs import Training, counted
+
+    with parallel(), counted() as memory:
+        training = Training(memory, kind)
+        return [training.step() for _ in range(3)]
+
+
+def with_less_memory(kind: str, share: float, folder: str) -> tuple[list, int, int]:
+    """Three steps, two of them with this share of the memory that the first needs: what they computed, and how often
+    the allocator and the guard of operators have rescued them."""
+    from tests.limited_runs import Training, counted, surviving
+
+    os.environ[delegating.FOLDER_VARIABLE] = folder
+    with parallel(), counted() as memory, surviving() as engine:
+        training = Training(memory, kind)
+        steps = [training.step()]
+        limit, before = int(share * training.peak), delegating.retries("cpu")
+        undo = delegating.install(get_backend("cpu"), lambda nbytes: engine.mover.make_room(nbytes, set()) or 0)
+        try:
+            steps += [training.step(limit) for _ in range(2)]
+        finally:
+            undo()
+        assert training.peak <= limit
+        return steps, delegating.retries("cpu") - before, engine.guard.retries
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_every_bit_is_the_same_with_half_the_memory(folder, kind):
+    from tests.limited_runs import different
+
+    (expected,) = on_ranks(1, plain, kind)
+    ((found, rescued, by_guard),) = on_ranks(1, with_less_memory, kind, 0.5, folder)
+    assert [different(one, other) for one, other in zip(expected, found, strict=True)] == [[], [], []]
+    assert rescued > 0 and by_guard == 0

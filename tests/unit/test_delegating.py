@@ -1,0 +1,282 @@
+"""The delegating allocator: for the CPU it is built and really asked for room; for CUDA and NPU it says what lacks."""
+
+import gc
+import shutil
+import threading
+import weakref
+
+import pytest
+import torch
+
+from mindspeed_mem.__main__ import main
+from mindspeed_mem.device import DeviceError, allocator_build, delegating, get_backend
+from mindspeed_mem.device.allocator_build import build
+from mindspeed_mem.device.limited_cpu import LimitedMemory
+from mindspeed_mem.device.native_build import SOURCES, CompilerError, compile_library
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("allocator")
+    try:
+        build("cpu", place)
+    except CompilerError as error:
+        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            pytest.skip(str(error))
+        raise
+    return place
+
+
+@pytest.fixture
+def installed(folder, monkeypatch):
+    """A function that installs the CPU's allocator over limited memory with a given `make_room`; undone at the end."""
+    monkeypatch.setenv(delegating.FOLDER_VARIABLE, str(folder))
+    with LimitedMemory() as memory:
+        undo = []
+
+        def install(make_room):
+            undo.append(delegating.install(get_backend("cpu"), make_room))
+            return memory, undo[0]
+
+        yield install
+        for one in undo:
+            one()
+
+
+def empty(nbytes):
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_room_is_asked_for_and_the_request_made_again(installed):
+    held, asked = [], []
+
+    def make_room(nbytes):
+        asked.append(nbytes)
+        return held.pop().nbytes if held else 0
+
+    memory, _ = installed(make_room)
+    before = delegating.retries("cpu")
+    held += [empty(MB) for _ in range(8)]
+    memory.limit = memory.allocated
+    got = torch.ones(MB // 2)  # 2 MiB: two of those held
+    assert asked == [2 * MB, 4 * MB] and delegating.retries("cpu") == before + 2  # more each time
+    assert len(held) == 6
+    memory.limit = None
+    assert float(got.sum()) == MB // 2
+
+
+def test_where_no_room_can_be_made_the_error_is_torchs_own(installed):
+    asked = []
+    memory, undo = installed(lambda nbytes: asked.append(nbytes) or 0)
+    memory.limit = memory.allocated
+    with pytest.raises(torch.OutOfMemoryError, match=f"Tried to allocate {MB} bytes") as caught:
+        empty(MB)
+    assert asked == [MB] and get_backend("cpu").is_out_of_memory(caught.value)
+    undo()
+    with pytest.raises(torch.OutOfMemoryError):
+        empty(MB)
+    assert asked == [MB]
+
+
+def test_undone_it_keeps_nothing_of_who_made_room(installed):
+    class Engine:
+        def make_room(self, nbytes):
+            return 0
+
+    engine = Engine()
+    gone = weakref.ref(engine)
+    _, undo = installed(engine.make_room)
+    undo()
+    del engine
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_exception_while_making_room_is_logged_and_the_request_fails(installed, caplog):
+    def make_room(nbytes):
+        raise KeyError("what")
+
+    memory, _ = installed(make_room)
+    memory.limit = memory.allocated
+    with pytest.raises(torch.OutOfMemoryError):
+        empty(MB)
+    assert "making room for 1048576 bytes failed" in caplog.text
+
+
+def test_who_makes_room_is_not_asked_for_its_own_requests(installed):
+    asked = []
+
+    def make_room(nbytes):
+        asked.append(nbytes)
+        with pytest.raises(torch.OutOfMemoryError):
+            empty(MB)
+        return 0
+
+    memory, _ = installed(make_room)
+    memory.limit = memory.allocated
+    with pytest.raises(torch.OutOfMemoryError):
+        empty(MB)
+    assert len(asked) == 1
+
+
+def test_it_works_in_the_middle_of_a_backward(installed):
+    """Gradients are bit-identical though what was held leaves while an operator of backward allocates."""
+
+    def gradients():
+        torch.manual_seed(5)
+        layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        layers(torch.randn(64, 256)).square().sum().backward()
+        return [parameter.grad.numpy().copy() for parameter in layers.parameters()]
+
+    expected, held = gradients(), []
+    gc.collect()
+    memory, _ = installed(lambda nbytes: held.pop().nbytes if held else 0)
+    held += [empty(64 << 10) for _ in range(100)]
+    memory.limit = memory.allocated + MB  # the parameters alone have that
+    found = gradients()
+    assert all((one == other).all() for one, other in zip(found, expected, strict=True)) and 0 < len(held) < 100
+
+
+def test_threads_do_not_wait_for_each_other(installed):
+    """Some allocate, which makes room under the GIL, while others free: with a lock held meanwhile they would hang."""
+    held, lock = [], threading.Lock()
+
+    def make_room(nbytes):
+        with lock:
+            gone = [held.pop() for _ in range(min(len(held), 2))]
+        return sum(one.nbytes for one in gone)
+
+    memory, _ = installed(make_room)
+    memory.limit = memory.allocated + 16 * MB
+    failures = []
+
+    def work():
+        try:
+            for _ in range(60):
+                one = torch.ones(MB // 4).mul(2).add(1)
+                assert float(one[0]) == 3.0
+                with lock:
+                    held.append(one)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads) and not failures
+
+
+def test_what_is_not_built_is_not_available(monkeypatch, tmp_path):
+    monkeypatch.setenv(delegating.FOLDER_VARIABLE, str(tmp_path))
+    assert [delegating.available(device) for device in (*delegating.DEVICES, "simulated")] == [None] * 4
+    assert delegating.retries("cpu") == 0
+    with pytest.raises(
+        DeviceError, match="not built for cpu and torch .*: run python -m mindspeed_mem build-allocator"
+    ):
+        delegating.install(get_backend("cpu"), lambda nbytes: 0)
+
+
+def test_the_command_builds_it_where_asked(folder, tmp_path, capsys, monkeypatch):
+    assert main(["build-allocator", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1] == f"where you train: export MINDSPEED_MEM_ALLOCATOR={tmp_path}"
+    monkeypatch.setenv("MINDSPEED_MEM_ALLOCATOR", str(tmp_path))
+    assert str(delegating.available("cpu")) == printed[0]
+
+
+def refusal(capsys, *arguments):
+    assert main(["build-allocator", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_exist_is_refused(capsys, tmp_path):
+    assert "there is no folder" in refusal(capsys, "--device", "cpu", "--output", str(tmp_path / "none"))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_without_cuda_it_says_which_torch_is_needed(capsys):
+    assert "is built without CUDA, so it has no such allocator: install a CUDA build" in refusal(
+        capsys, "--device", "cuda"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cuda", "packages"),
+    [
+        ("12.6", "nvidia-cuda-runtime-cu12 nvidia-cuda-nvcc-cu12"),
+        ("13.0", "nvidia-cuda-runtime nvidia-cuda-crt"),
+    ],
+)
+def test_missing_headers_are_named_with_the_packages_that_have_them(capsys, monkeypatch, tmp_path, cuda, packages):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime_api.h").touch()
+    monkeypatch.setattr(allocator_build, "_cuda_folders", lambda: [tmp_path / "include"])  # whatever this machine has
+    said = refusal(capsys, "--device", "cuda")
+    assert f"headers of CUDA {cuda} are missing: crt/host_config.h. Set CUDA_HOME" in said
+    assert f"pip install {packages}." in said and str(tmp_path / "include") in said
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written for torch 2.13")
+def test_the_source_for_cuda_compiles(tmp_path):
+    """Every method that the interface requires is there, with its types; linking takes a torch with CUDA."""
+    folders = allocator_build._cuda_folders()
+    found = [next((f for f in folders if (f / name).is_file()), None) for name in allocator_build._CUDA_HEADERS]
+    if None in found:
+        pytest.skip("this machine has no headers of CUDA")
+    generated = tmp_path / "c10/cuda/impl/cuda_cmake_macros.h"  # torch's builds for the CPU lack it
+    generated.parent.mkdir(parents=True)
+    generated.write_text("#pragma once\n")
+    source, target = SOURCES / "delegating_cuda.cpp", tmp_path / "object.o"
+    compile_library(source, target, purpose="a test", includes=[*found, tmp_path], libraries=(), flags=["-c"])
+    assert target.stat().st_size > 10_000
+
+
+def test_another_torch_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu126")
+    assert "torch is 2.9.1+cu126; the allocator's interface changes" in refusal(capsys, "--device", "cuda")
+
+
+def test_without_torch_npu_it_says_so(capsys, monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch_npu" else found(name))
+    assert "torch_npu is not installed: pip install torch_npu" in refusal(capsys, "--device", "npu")
+
+
+def test_the_library_of_another_torch_has_another_name(monkeypatch):
+    mine = {delegating.file_name(device) for device in delegating.DEVICES}
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    assert len(mine) == 3 and not mine & {delegating.file_name(device) for device in delegating.DEVICES}
+
+
+@pytest.mark.gpu
+def test_a_gpu_asks_for_room(tmp_path, monkeypatch):
+    """Built and installed for real; the limit makes the GPU small."""
+    try:
+        build("cuda", tmp_path)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv(delegating.FOLDER_VARIABLE, str(tmp_path))
+    backend, held = get_backend("cuda"), []
+    torch.cuda.empty_cache()
+    undo = delegating.install(backend, lambda nbytes: held.pop().nbytes if held else 0)
+    try:
+        backend.limit_memory(backend.allocated() + 512 * MB)
+        held += [backend.empty(64 * MB) for _ in range(6)]
+        stats = torch.cuda.memory_stats()
+        got = backend.empty(256 * MB).fill_(3)
+        assert int(got[-1]) == 3 and len(held) < 6
+        assert torch.cuda.memory_stats()["num_ooms"] > stats["num_ooms"]
+        with pytest.raises(torch.OutOfMemoryError):
+            backend.empty(1024 * MB)
+    finally:
+        undo()
+        backend.limit_memory(None)
