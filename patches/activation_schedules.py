@@ -7,59 +7,16 @@ The three schedule functions are wrapped only to know where a step begins and en
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from itertools import count
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-
+from mindspeed_mem.activation import calls
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation.static import mark_static
 from mindspeed_mem.patching import around
 from mindspeed_mem.schedule import ScheduleError, order, settings
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
-
-
-def _gather(mine):
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [mine]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _partners():
-    """Global ranks of the groups whose collectives run inside layers: tensor, context and expert parallel."""
-    state = sys.modules["megatron.core.parallel_state"]
-    getters = ("tensor_model_parallel", "context_parallel", "expert_tensor_and_model_parallel")
-    found = set()
-    for name in getters if dist.is_available() and dist.is_initialized() else ():
-        try:
-            group = getattr(state, f"get_{name}_group")()
-        except AssertionError:  # not set up
-            continue
-        found.update(dist.get_process_group_ranks(group))
-    return found
-
-
-def _stage(schedule, kwargs):
-    """This rank's pipeline stage, and how many there are."""
-    if schedule == "forward_backward_no_pipelining":
-        return 0, 1
-    communicator = kwargs.get("p2p_communicator")
-    state = sys.modules["megatron.core.parallel_state"]
-    group = state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
-    return group.rank(), group.size()
-
-
-def _chunks(schedule, models):
-    """The number of virtual stages, and how many micro-batches run on one in a row."""
-    if not schedule.endswith("with_interleaving"):
-        return 1, None
-    config = sys.modules["megatron.core.utils"].get_model_config(models[0])
-    return len(models), config.microbatch_group_size_per_vp_stage
 
 
 @lru_cache(maxsize=16)
@@ -85,19 +42,17 @@ def _schedule(original, **kwargs):
     engine = engines.current()
     if engine is None:
         return original(**kwargs)
-    models = kwargs["model"]
-    if not engine.agreed:
-        mark_static(models if isinstance(models, (list, tuple)) else [models])
-        engine.resolve(_gather, _partners())
+    models = calls.models_of(kwargs)
+    calls.agree(engine, models)
     number, forward_only = kwargs.get("num_microbatches"), kwargs.get("forward_only", False)
-    stage, stages = _stage(original.__name__, kwargs)
-    of_order = (*_chunks(original.__name__, models), number, settings.current().max_inflight, forward_only)
+    stage, stages = calls.stage_of(original.__name__, kwargs)
+    of_order = (*calls.chunks_of(original.__name__, models), number, settings.current().max_inflight, forward_only)
     sizes = (kwargs.get("seq_length"), kwargs.get("micro_batch_size"))
     engine.begin_schedule(
-        (original.__name__, *of_order, *sizes, _number_of(models[0] if isinstance(models, (list, tuple)) else models)),
+        (original.__name__, *of_order, *sizes, _number_of(models[0])),
         _passes(stage, stages, *of_order),
         stage if stages > 1 and not forward_only else None,
-        _gather,
+        calls.gather,
     )
     completed = False
     try:

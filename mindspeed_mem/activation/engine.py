@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import regions, replay
-from mindspeed_mem.activation.agreement import agreed
 from mindspeed_mem.activation.census import Census
 from mindspeed_mem.activation.figures import figures
 from mindspeed_mem.activation.frame import Frame
@@ -26,13 +25,13 @@ from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.mover import Mover
 from mindspeed_mem.activation.order import BACKWARD, FORWARD, Pass, RecordedOrder
 from mindspeed_mem.activation.pinned import PinnedWatch
-from mindspeed_mem.activation.recompute_regions import RecomputedRegions
+from mindspeed_mem.activation.planned import PlannedRegions
 from mindspeed_mem.activation.records import KEEP
 from mindspeed_mem.activation.replay import Replay
 from mindspeed_mem.activation.residency import Residency
 from mindspeed_mem.activation.tape import Tape
 from mindspeed_mem.device.slabs import HostSlabs
-from mindspeed_mem.plan import MemoryConfig, MemoryPlan, resolve
+from mindspeed_mem.plan import MemoryConfig
 
 if TYPE_CHECKING:
     from mindspeed_mem.device import Backend
@@ -40,69 +39,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Engine(RecomputedRegions):
+class Engine(PlannedRegions):
     """One per process. With ``watch_only`` it moves nothing: every operator through handles, counted by `census`."""
 
     def __init__(self, config: MemoryConfig, backend: Backend, host_limit_bytes: int | None, watch_only: bool = False):
-        super().__init__("cpu" if backend.type == "simulated" else backend.type, counting=watch_only)
-        self.config, self.backend, self.watch_only = config, backend, watch_only
+        super().__init__("cpu" if backend.type == "simulated" else backend.type, watch_only)
+        self.config, self.backend = config, backend
         self.mover = Mover(backend, HostSlabs(backend, host_limit_bytes))
         self.stalled_before = backend.stall_seconds()
         self.order, self.pinned, self.residency = RecordedOrder(), PinnedWatch(), Residency()
         self.census = Census(self.running, self._device_type) if watch_only else None
-        self.plan: MemoryPlan | None = None
-        self.agreed = False  # all ranks have made the plan together
-        self.num_layers = 0
-        self._covered: set[int] | None = None  # None: all layers
-        self._idle = False  # the plan selects nothing: everything runs natively
         self._scheduled = False  # a schedule says when micro-batches begin and end
         self._stage: int | None = None  # of a pipeline that trains
         self._at_once: set[tuple[int, int]] = set()  # micro-batch and chunk of forwards with their backward next
         self._departed = False
-        self._pp_aware = False  # on all ranks
         self._frames: weakref.WeakValueDictionary[tuple[int | None, int], Frame] = weakref.WeakValueDictionary()
         self._of_output: dict[int, tuple[tuple[int | None, int], Any]] = {}
         self._operators_of_chunk: dict[int, int] = {}
-
-    # ---- the plan
-    def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
-        """Make the plan from the tagged layers. ``gather`` collects an object from all ranks and makes it final.
-
-        ``partners``: the ranks with which this one runs collectives inside layers; they must have the same plan.
-        Raises MemoryConfigError, with ``gather`` on every rank alike: layers out of range, patterns that match nothing,
-        plans that differ between partners.
-        """
-        if self.agreed or (self.plan is not None and gather is None):
-            return
-        self.agreed = gather is not None
-        tree = regions.tagged_layers()
-        mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
-        everyone = gather(mine) if gather is not None else [mine]
-        layers: dict[int, set[str]] = {}
-        places: dict[int, tuple[int, int]] = {}
-        self._pp_aware = all(aware for *_, aware in everyone)
-        for their_tree, _, theirs, _ in everyone:
-            places.update(theirs)
-            for index, paths in their_tree.items():
-                layers.setdefault(index, set()).update(paths)
-        self.num_layers = max([n for _, n, *_ in everyone] + [index + 1 for index in layers])
-        make = functools.partial(resolve, self.config, layers, self.num_layers, places)
-        self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
-        self._modules = {(index, path) for index, paths in tree.items() for path in paths}
-        if not self.watch_only:
-            touched = self.plan.layers_touched()
-            self._by_producer_only = not self.plan.selects_by_saver
-            self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
-            self._idle = not touched
-            self.recomputes = self.plan.recomputes
-        if not self._idle and not layers:
-            logger.error(
-                "the memory plan has no effect: no layer was built after mindspeed_mem.megatron_adaptor was configured"
-            )
-        for line in self.plan.log_lines():
-            logger.info(line)
-        for notice in self.plan.notices:
-            logger.warning(notice)
 
     # ---- regions
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
@@ -216,6 +169,8 @@ class Engine(RecomputedRegions):
         frame.count += 1
         self._stack.append((layer, path, marker))
         frame.switch(layer, path, frame.count)
+        if self.stopwatch is not None:
+            self.stopwatch.switch(layer, path)
         if frame.ahead is not None:
             frame.forward_reaches(self._operators_of_chunk.get(frame.key[1], 0))
 
@@ -226,6 +181,8 @@ class Engine(RecomputedRegions):
         del self._stack[depth:]
         layer, path, _ = self._stack[-1] if self._stack else OUTSIDE_REGION
         frame.switch(layer, path, frame.count)
+        if self.stopwatch is not None:
+            self.stopwatch.switch(layer, path)
         frame.copy_fresh()
         frame.release_due(frame.count)
 
@@ -301,12 +258,17 @@ class Engine(RecomputedRegions):
             staying = sum(other.stays for other in self._frames.values())
             frame.stays = self.residency.stays(staying, (micro_batch, chunk) in self._at_once, bool(self._at_once))
         frame.ahead = self._backward_after((FORWARD, micro_batch, chunk))
+        self._counting = self.census is not None and self.census.wants(chunk)
+        if self.profiler is not None:
+            self.profiler.begin_pass(FORWARD, frame.key)
 
     def end_forward(self, output: Any) -> None:
         """It has ended, the loss included; ``output`` is what the schedule will hand to `begin_backward`."""
         frame, self._frame = self._frame, None
         if frame is None:
             return
+        if self.profiler is not None:
+            self.profiler.end_pass()
         frame.ahead = None
         frame.finish_forward()
         self._operators_of_chunk[frame.key[1]] = frame.count
@@ -317,7 +279,7 @@ class Engine(RecomputedRegions):
         away = LEDGER.without.now - LEDGER.held.now
         self.residency.passed(sum(record.nbytes for record in moved), away, len(self._frames))
         if self._counting:
-            self._counting = not self.census.finish(frame.key[1])
+            self.census.finish(frame.key[1])
         if self.recomputes:
             self._judge(frame)
             self.notes.flush()
@@ -330,10 +292,14 @@ class Engine(RecomputedRegions):
         self._frame = frame = self._frames.get(key)
         ahead = self._backward_after((BACKWARD, *key))
         if frame is not None:
+            if self.profiler is not None:
+                self.profiler.begin_pass(BACKWARD, key)
             frame.ahead = ahead
             frame.begin_backward()
 
     def end_backward(self) -> None:
+        if self.profiler is not None:
+            self.profiler.end_pass()
         self._frame = None
 
     def _backward_after(self, now: tuple) -> Frame | None:

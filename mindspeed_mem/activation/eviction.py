@@ -7,10 +7,12 @@ room, otherwise when backward asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +52,8 @@ class EvictingMover(Mover):
         self._prefetching = False
         self.host_full = False
         """Whether the host had no room in the last `make_room`."""
+        self.copying: Callable[[], AbstractContextManager] = contextlib.nullcontext
+        """Entered around copies that memory's running out causes, and around waits for them."""
 
     # ---- out
     def make_room(self, nbytes: int, pinned: set[int]) -> int | None:
@@ -61,7 +65,7 @@ class EvictingMover(Mover):
         if self._prefetching:
             return None
         freed, self.host_full = 0, False
-        with self._lock, torch.no_grad():
+        with self._lock, self.copying(), torch.no_grad():
             for record in self._in_order():
                 if freed >= nbytes:
                     break
@@ -149,7 +153,7 @@ class EvictingMover(Mover):
     # ---- back
     def load(self, records: Iterable[Record]) -> None:
         """Start copying back, as far as there is room: what backward does not need yet pushes nothing else out."""
-        with self._lock:
+        with self._lock, self.copying():
             self._prefetching = True
             try:
                 for record in records:
@@ -161,9 +165,10 @@ class EvictingMover(Mover):
                 self._prefetching = False
 
     def await_load(self, record: Record) -> None:
-        if record.state == HOST:
-            super().load((record,))
-        super().await_load(record)
+        with self.copying():
+            if record.state == HOST:
+                super().load((record,))
+            super().await_load(record)
 
 
 def _held_elsewhere(storage: torch.UntypedStorage, ours: int) -> bool:

@@ -31,6 +31,11 @@ class RecomputedRegions(SavedTensors):
         self._judged: set[int] = set()  # model chunks whose recomputed operators have been looked at
         self._ran: set[str] | None = set()  # who asked for what has run so far; None once that has been looked at
 
+    def forget_runs(self) -> None:
+        """Another plan comes into force: what earlier runs showed is no longer of interest."""
+        self.recomputes = False
+        self._tried, self._judged, self._ran = {}, set(), set()
+
     def _to_recompute(self, layer: int, path: str) -> bool:
         """Whether the operator that is about to start is to run again in backward."""
         if not self.recomputes or not self._hooked or not 0 <= layer < self.num_layers:

@@ -21,6 +21,8 @@ from mindspeed_mem.activation.tape import Tape
 if TYPE_CHECKING:
     from mindspeed_mem.activation.census import Census
     from mindspeed_mem.activation.mover import Mover
+    from mindspeed_mem.activation.profiler import Profiler
+    from mindspeed_mem.activation.stopwatch import Stopwatch
     from mindspeed_mem.plan import MemoryConfig, MemoryPlan, Swap
 
 
@@ -42,11 +44,16 @@ class SavedTensors:
         self._frame: Frame | None = None
         self._region: Replay | Tape | None = None  # the recomputed operator that runs now
         self.notes = Notes()
+        self.profiler: Profiler | None = None
+        self.stopwatch: Stopwatch | None = None  # while a profiler measures
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         region = self._region
         if type(region) is not Tape:
-            return self._keep(tensor, region)
+            kept = self._keep(tensor, region)
+            if self.stopwatch is not None:
+                self.stopwatch.saved(kept)
+            return kept
         region.paused = True
         try:
             return self._keep(tensor, None)
@@ -63,10 +70,17 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         record = None
         if storage_mark(storage) is not KEEP or self._counting:
-            record = self._record_of(tensor, storage) or self._new_record(tensor, storage)
+            record = self._record_of(tensor, storage)
+            if record is None:
+                record = self._new_record(tensor, storage)
+            elif self._counting:
+                owner = record.layer, record.op, record.number
+                self.census.add(owner, (*self._stack[-1][:2], number), tensor, storage)
         if region is not None:
             region.saves(record, tensor)
         handle = Handle(tensor, record, frame, number)
+        if self._counting:
+            self.census.holds(storage, handle)
         if record is None:
             return handle
         record.handles.append(weakref.ref(handle))
@@ -208,6 +222,8 @@ class SavedTensors:
     def _unpack(self, kept: Any) -> torch.Tensor:
         if type(kept) is not Handle:
             return kept
+        if self.stopwatch is not None:
+            self.stopwatch.unpacks(kept)
         if kept.frame is not None:
             kept.frame.unpacks(kept.number)
         return kept.bring_back()

@@ -7,6 +7,7 @@ operator waits. The guard that notices a lack of memory runs only in steps in wh
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.census import Census
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.eviction import EvictingMover
 from mindspeed_mem.activation.frame import OUTSIDE
@@ -21,12 +24,15 @@ from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.order import BACKWARD
 from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, LOADED, Handle, Record, movable, native
 from mindspeed_mem.activation.saved import storage_mark
+from mindspeed_mem.device import delegating
 from mindspeed_mem.device.op_guard import OpGuard
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
     from mindspeed_mem.device import Backend
     from mindspeed_mem.plan import MemoryConfig
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = 100  # at least this part of the device's memory is freed at a time: each lack costs an attempt
 _UNKNOWN = 3  # steps of which nobody can tell yet whether memory becomes tight in them
@@ -53,12 +59,27 @@ class SurvivingEngine(Engine):
         self.forwards = 0
         """How many forwards of micro-batches have begun."""
         self._all_records = True
+        _ask_before_failing(backend)
         self._guarding = False
         self._steps = self._highest = self.guarded_steps = 0
 
     def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
         super().resolve(gather, partners)
         self._covered, self._idle = None, False
+
+    # ---- when it is profiled
+    def start_census(self) -> None:
+        """Count what operators keep, from the next forward on."""
+        self.census = Census(self.running, self._device_type)
+
+    def stop_census(self) -> Census | None:
+        """Count no more; returns what has been counted."""
+        census, self.census, self._counting = self.census, None, False
+        return census
+
+    def note_peak(self, nbytes: int | None = None) -> None:
+        """Device memory has been at this peak (None: at the backend's, which somebody is about to reset)."""
+        self._highest = max(self._highest, (self.backend.peak() if nbytes is None else nbytes) or 0)
 
     # ---- when memory runs out
     @contextlib.contextmanager
@@ -75,7 +96,7 @@ class SurvivingEngine(Engine):
                 yield
         finally:
             self._guarding = False
-            self._highest = max(self._highest, self.backend.peak() or 0)  # who trains may reset the backend's
+            self.note_peak()  # who trains may reset the backend's
 
     def _may_lack(self) -> bool:
         if self.guard.retries or self.everything:
@@ -163,7 +184,26 @@ class SurvivingEngine(Engine):
             record.used_at(frame.count)
             if record.state in (HOST, LOADED, DROPPED):
                 handle.let_go()
+        if self.stopwatch is not None:
+            self.stopwatch.saved(handle)
         return handle
+
+
+_asks: set[str] = set()  # the devices whose allocator asks for room before it fails
+
+
+def _ask_before_failing(backend: Backend) -> None:
+    """Where the delegating allocator was built, let it ask the engine of the moment: once for each device."""
+    if backend.type in _asks or delegating.available(backend.type) is None:
+        return
+    _asks.add(backend.type)
+    delegating.install(backend, _room_in_allocator)
+    logger.info("device memory is asked for by the delegating allocator (python -m mindspeed_mem build-allocator)")
+
+
+def _room_in_allocator(nbytes: int) -> int:
+    engine = engines.current()
+    return engine._make_room(nbytes, set()) or 0 if isinstance(engine, SurvivingEngine) else 0
 
 
 def _name(layer: int, op: str) -> str:

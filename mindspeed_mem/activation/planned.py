@@ -1,0 +1,89 @@
+"""The plan in force: made of the configuration and the tagged layers, by all ranks together; another may follow it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.agreement import agreed
+from mindspeed_mem.activation.recompute_regions import RecomputedRegions
+from mindspeed_mem.plan import resolve
+
+if TYPE_CHECKING:
+    from mindspeed_mem.plan import MemoryConfig
+
+logger = logging.getLogger(__name__)
+
+
+class PlannedRegions(RecomputedRegions):
+    """An engine's configuration and plan."""
+
+    config: MemoryConfig
+
+    def __init__(self, device_type: str, watch_only: bool):
+        super().__init__(device_type, counting=watch_only)
+        self.watch_only = watch_only
+        self.plan = None
+        self.agreed = False  # all ranks have made the plan together
+        self.num_layers = 0
+        self._covered: set[int] | None = None  # None: all layers
+        self._idle = False  # the plan selects nothing: everything runs natively
+        self._pp_aware = False  # on all ranks
+        self._tells = True
+
+    def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
+        """Make the plan from the tagged layers. ``gather`` collects an object from all ranks and makes it final.
+
+        ``partners``: the ranks with which this one runs collectives inside layers; they must have the same plan.
+        Raises MemoryConfigError, with ``gather`` on every rank alike: layers out of range, patterns that match nothing,
+        plans that differ between partners.
+        """
+        if self.agreed or (self.plan is not None and gather is None):
+            return
+        self.agreed = gather is not None
+        tree = regions.tagged_layers()
+        mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
+        everyone = gather(mine) if gather is not None else [mine]
+        layers: dict[int, set[str]] = {}
+        places: dict[int, tuple[int, int]] = {}
+        self._pp_aware = all(aware for *_, aware in everyone)
+        for their_tree, _, theirs, _ in everyone:
+            places.update(theirs)
+            for index, paths in their_tree.items():
+                layers.setdefault(index, set()).update(paths)
+        self.num_layers = max([n for _, n, *_ in everyone] + [index + 1 for index in layers])
+        make = functools.partial(resolve, self.config, layers, self.num_layers, places)
+        self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
+        self._modules = {(index, path) for index, paths in tree.items() for path in paths}
+        if not self.watch_only:
+            touched = self.plan.layers_touched()
+            self._by_producer_only = not self.plan.selects_by_saver
+            self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
+            self._idle = not touched
+            self.recomputes = self.plan.recomputes
+        if not self._idle and not layers:
+            logger.error(
+                "the memory plan has no effect: no layer was built after mindspeed_mem.megatron_adaptor was configured"
+            )
+        for line in self.plan.log_lines() if self._tells else ():
+            logger.info(line)
+        for notice in self.plan.notices:
+            logger.warning(notice)
+
+    def adopt(
+        self,
+        config: MemoryConfig,
+        gather: Callable[[Any], list],
+        partners: Collection[int] = (),
+        tell: bool = True,
+    ) -> None:
+        """Execute another configuration from the next training step on. Collective, between two steps.
+
+        ``tell``: log what the plan does. Raises MemoryConfigError on all ranks and keeps no plan then.
+        """
+        self.config, self.plan, self.agreed, self._tells = config, None, False, tell
+        self.forget_runs()
+        self.resolve(gather, partners)
