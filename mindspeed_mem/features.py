@@ -1,4 +1,4 @@
-"""THE table of features: what each flag switches on, what it needs, and what it cannot run beside.
+"""What the flags of the table (feature_table.py) ask for.
 
 `check` turns arguments into `Settings`, or raises one FeatureError with every reason at once.
 """
@@ -10,13 +10,13 @@ import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mindspeed_mem.device import Backend, DeviceError, get_backend
-from mindspeed_mem.options import Feature, Option, at_least_one, by_pattern, gib, layer_list, source, whole_numbers
+from mindspeed_mem.feature_table import BY_DEVICE, FEATURES, MEMORY_PATCHES, RECOMPUTE_PATCHES
+from mindspeed_mem.options import Feature, Option
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
-from mindspeed_mem.schedule import settings as schedule
-from mindspeed_mem.schedule.stages import describes
 
 GROUP = "mindspeed_mem"
 
@@ -28,195 +28,6 @@ class FeatureError(ValueError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{count} with the options", *self.problems]))
-
-
-def _core(flag: str, why: str, **condition: Any) -> Option:
-    return Option(flag=flag, origin="megatron-core", why=why, **condition)
-
-
-def _lm(flag: str, why: str) -> Option:
-    return Option(flag=flag, origin="megatron-lm", why=why)
-
-
-def _ms(flag: str, why: str) -> Option:
-    return Option(flag=flag, origin="mindspeed", why=why)
-
-
-def _made_of_stages(args: Any) -> bool:
-    """Whether the layout in `args` is what --pipeline-stages stands for: its patch puts that there."""
-    given = getattr(args, "pipeline_stages", None)
-    try:
-        entries = schedule.current().stages if given is None else whole_numbers(given)
-    except ValueError:  # reported where it is read
-        return False
-    return entries is not None and describes(str(getattr(args, "pipeline_model_parallel_layout", None)), entries)
-
-
-_SAME = "both decide about the same activations"
-_GRAPH = "replaying a graph skips the Python code that swaps and recomputes"
-_NOT_YET = "not supported yet"
-
-_MEMORY_PATCHES = ("activation_*",)
-_RECOMPUTE_PATCHES = ("recompute_*",)
-_MEMORY_BARS = (
-    _core("--recompute-granularity", "a layer that Megatron recomputes keeps nothing to decide about", value="full"),
-    _core("--fine-grained-activation-offloading", _SAME),
-    _core("--cpu-offloading", _SAME),
-    _core("--cpu-offloading-num-layers", _SAME),
-    _core("--cuda-graph-impl", _GRAPH, off="none"),
-    _core("--enable-cuda-graph", _GRAPH),
-    _core("--external-cuda-graph", _GRAPH),
-    _core("--overlap-moe-expert-parallel-comm", _NOT_YET),
-    _core("--moe-shared-expert-overlap", "it computes on a second stream, which swap and recompute do not follow"),
-    _lm("--use-megatron-fsdp", _NOT_YET),
-    _lm("--use-torch-fsdp2", _NOT_YET),
-    _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
-    _lm("--yaml-cfg", "it replaces the command line, this option included"),
-    _ms("--swap-attention", _SAME),
-    _ms("--smart-swap", _SAME),
-    _ms("--recompute-in-bubble", _NOT_YET),
-    _ms("--recompute-in-advance", _NOT_YET),
-    _ms("--moe-fb-overlap", _NOT_YET),
-)
-_RECOMPUTE_BARS = (
-    _core("--fp8-format", "delayed scaling changes with each forward, also with one that runs again", field="fp8"),
-    _core(
-        "--moe-router-load-balancing-type",
-        "its running counts change between a forward and its repetition",
-        value="global_aux_loss",
-    ),
-)
-
-_TWO_SPLITS = "both say which layers a pipeline stage has"
-_STAGES_BARS = (
-    _core("--pipeline-model-parallel-layout", _TWO_SPLITS, unless=_made_of_stages),
-    _core("--decoder-first-pipeline-num-layers", _TWO_SPLITS, field="num_layers_in_first_pipeline_stage"),
-    _core("--decoder-last-pipeline-num-layers", _TWO_SPLITS, field="num_layers_in_last_pipeline_stage"),
-    _lm("--decoder-first-pipeline-num-layers", _TWO_SPLITS),
-    _lm("--decoder-last-pipeline-num-layers", _TWO_SPLITS),
-    _core("--account-for-embedding-in-pipeline-split", _TWO_SPLITS),
-    _core("--account-for-loss-in-pipeline-split", _TWO_SPLITS),
-    _lm("--num-layers-per-virtual-pipeline-stage", "the number of virtual stages follows from that of the counts"),
-    _core("--is-hybrid-model", "hybrid models always split their layers evenly"),
-    _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
-    _lm("--yaml-cfg", "it replaces the command line, this option included"),
-)
-
-_OWN_LOOP = "it belongs to Megatron's own loop, whose place a capped schedule takes"
-_CAP_BARS = (
-    _core("--overlap-moe-expert-parallel-comm", _OWN_LOOP),
-    _core("--defer-embedding-wgrad-compute", _OWN_LOOP),
-    _core("--num-microbatches-with-partial-activation-checkpoints", _OWN_LOOP),
-    _core("--fine-grained-activation-offloading", _NOT_YET),
-    _core("--hybrid-context-parallel", _NOT_YET),
-    _core("--variable-seq-lengths", "stages do not tell each other sizes: all micro-batches have one"),
-    _core("--mtp-standalone", "stages do not tell each other sizes: between all of them they are one"),
-    _core("--cuda-graph-impl", "graphs are captured in the order of Megatron's own loop", off="none"),
-    _core("--enable-cuda-graph", "graphs are captured in the order of Megatron's own loop"),
-    _core("--external-cuda-graph", "graphs are captured in the order of Megatron's own loop"),
-    _lm("--use-megatron-fsdp", _NOT_YET),
-    _lm("--use-torch-fsdp2", _NOT_YET),
-    _lm("--yaml-cfg", "it replaces the command line, this option included"),
-    _ms("--recompute-in-bubble", "both decide about the order of passes"),
-    _ms("--recompute-in-advance", "both decide about the order of passes"),
-    _ms("--moe-fb-overlap", "both decide about the order of passes"),
-)
-
-FEATURES = (
-    Feature(
-        flag="--device",
-        choices=("auto", "cpu", "cuda", "npu"),
-        default="auto",
-        help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of npu, "
-        "cuda, cpu. On cpu, megatron-core is made to train on host memory with gloo",
-    ),
-    # Before all that wraps Megatron's schedules: it takes the place of what lies beneath it.
-    Feature(
-        flag="--max-inflight-microbatches",
-        read=at_least_one,
-        metavar="N",
-        help="micro-batches (with virtual stages: passes of one chunk) whose activations a pipeline stage may hold; "
-        "fewer than the schedule would hold cost time in which stages idle",
-        patches=("pipeline_cap",),
-        bars=_CAP_BARS,
-    ),
-    Feature(
-        flag="--memory-config",
-        read=source,
-        metavar="FILE",
-        help="YAML file naming the layers and operators whose activations are swapped to host memory (swap_config) or "
-        "computed again in backward (recompute_config), with MindFormers' field names",
-        patches=_MEMORY_PATCHES,
-        bars=_MEMORY_BARS,
-        recompute_bars=_RECOMPUTE_BARS,
-    ),
-    Feature(
-        flag="--recompute-layers",
-        read=layer_list,
-        metavar="LAYERS",
-        help="layers whose forward runs again in backward, counted from 0 over the whole model: 0,3-5 or all",
-        section="recompute",
-        patches=(*_MEMORY_PATCHES, *_RECOMPUTE_PATCHES),
-        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
-    ),
-    Feature(
-        flag="--select-recompute",
-        read=by_pattern,
-        many=True,
-        metavar="PATTERN[=LAYERS]",
-        help=r"operators whose forward runs again in backward, with their layers (none named: all), such as "
-        r"'mlp=0,3' 'self_attention\.core_attention'",
-        section="select_recompute",
-        patches=(*_MEMORY_PATCHES, *_RECOMPUTE_PATCHES),
-        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
-    ),
-    Feature(
-        flag="--select-comm-recompute",
-        read=by_pattern,
-        many=True,
-        metavar="PATTERN[=LAYERS]",
-        help=r"the same for operators that communicate, and the norms that feed them, such as '.*\.norm'",
-        section="select_comm_recompute",
-        patches=(*_MEMORY_PATCHES, *_RECOMPUTE_PATCHES),
-        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
-    ),
-    Feature(
-        flag="--swap-host-memory-gib",
-        read=gib,
-        metavar="GIB",
-        help="host memory that each rank may fill with swapped activations; beyond it an activation stays on the "
-        "device (default: no limit)",
-        needs_features=("--memory-config", "--survive-oom"),
-    ),
-    Feature(
-        flag="--survive-oom",
-        read=bool,
-        default=False,
-        help="when device memory runs out in the middle of a step, move activations to the host and go on, whatever "
-        "the memory plan says",
-        patches=(*_MEMORY_PATCHES, "recompute_random", "survive_*"),
-        bars=_MEMORY_BARS,
-    ),
-    Feature(
-        flag="--sdpa-attention",
-        read=bool,
-        default=False,
-        help="run core attention of the local layer spec by torch's scaled_dot_product_attention",
-        patches=("sdpa_*",),
-        needs=(_core("--transformer-impl", "the other layer specs bring their own attention", value="local"),),
-    ),
-    Feature(
-        flag="--pipeline-stages",
-        read=whole_numbers,
-        metavar="COUNTS",
-        help="layers of each pipeline stage, such as 3,5,5,3 (with virtual stages one count for each chunk, in the "
-        "model's order), or the stage of each layer, such as 0,0,0,1,1,1,1,1",
-        patches=("pipeline_stages",),
-        bars=_STAGES_BARS,
-    ),
-)
-BY_DEVICE = {"cpu": ("cpu_*",), "simulated": ("cpu_*",)}
-"""Patches for a device, as shell patterns: they come before all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +42,11 @@ class Settings:
     """Given only if it swaps or recomputes anything."""
     host_limit_bytes: int | None = None
     survive_oom: bool = False
+    adaptive: bool = False
+    """It survives, too."""
+    plan_file: Path | None = None
+    """Where the adaptive plan is kept."""
+    device_limit_bytes: int | None = None
     max_inflight: int | None = None
     """Passes whose activations a pipeline stage may hold."""
     pipeline_stages: tuple[int, ...] | None = None
@@ -257,36 +73,41 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     memory = _load(values["--memory-config"], flags, getattr(args, "num_layers", None), problems)
     notices = () if memory is None else memory.notices
     swaps, recomputes = memory is not None and memory.swap.swap, memory is not None and memory.recompute.active
-    survives = values["--survive-oom"]
+    adapts = values["--adaptive-memory-optimization"]
+    survives = values["--survive-oom"] or adapts
     if recomputes and not (swaps or survives) and values["--swap-host-memory-gib"] is not None:
         notices += ("--swap-host-memory-gib has no effect: nothing is swapped",)
     if memory is not None and not (swaps or recomputes):
         if values["--memory-config"] is not None:
             notices += (f"--memory-config {memory.source}: nothing is swapped (swap_config.swap) or recomputed",)
-        on = [f for f in on if not set(_MEMORY_PATCHES) & set(f.patches) or f.flag == "--survive-oom"]
+        on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or "survive_*" in f.patches]
         memory = None
     problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)
     given = [f.flag for f in FEATURES if getattr(args, f.dest, f.default) not in (f.default, None)]
     problems += [
-        f"{f.flag} needs {' or '.join(f.needs_features)}: it limits nothing otherwise. Add {f.needs_features[0]}, or "
+        f"{f.flag} needs {' or '.join(f.needs_features)}: it has no effect otherwise. Add {f.needs_features[0]}, or "
         f"leave {f.flag} out"
         for f in FEATURES
         if f.needs_features and f.flag in given and not set(f.needs_features) & set(given)
     ]
     backend = _device(values["--device"], bool(given) or always, problems)
     if survives and backend is not None and (allocator := backend.foreign_allocator()):
-        problems.append(f"--survive-oom cannot be combined with {allocator}: both manage memory. Leave one of them out")
+        flag = "--adaptive-memory-optimization" if adapts else "--survive-oom"
+        problems.append(f"{flag} cannot be combined with {allocator}: both manage memory. Leave one of them out")
     if problems:
         raise FeatureError(problems)
     patches = [*BY_DEVICE.get(backend.type if backend else "", ()), *(p for f in on for p in f.patches)]
-    patches += _RECOMPUTE_PATCHES if recomputes else ()
-    limit = values["--swap-host-memory-gib"]
+    patches += RECOMPUTE_PATCHES if recomputes else ()
+    limit, device_limit = values["--swap-host-memory-gib"], values["--device-memory-gib"]
     return Settings(
         on=tuple(f.flag for f in on),
         backend=backend,
         memory=memory,
         host_limit_bytes=int(limit * 2**30) if (swaps or survives) and limit is not None else None,
         survive_oom=survives,
+        adaptive=adapts,
+        plan_file=Path(values["--adaptive-plan-file"]) if values["--adaptive-plan-file"] else None,
+        device_limit_bytes=int(device_limit * 2**30) if device_limit is not None else None,
         max_inflight=values["--max-inflight-microbatches"],
         pipeline_stages=values["--pipeline-stages"],
         patches=tuple(dict.fromkeys(patches)),
@@ -335,7 +156,9 @@ def scan(arguments: list[str]) -> Namespace:
         how = {"nargs": "+", "action": "extend"} if feature.many else {}
         how = {"action": "store_true"} if feature.read is bool else how
         parser.add_argument(feature.flag, default=SUPPRESS, **how)
-    others = {option.flag: option.dest for f in FEATURES for option in (*f.needs, *f.bars)}
+    ours = {f.flag for f in FEATURES}
+    named = [option for f in FEATURES for option in (*f.needs, *f.bars) if option.flag not in ours]
+    others = {option.flag: option.dest for option in named}
     for flag, dest in sorted({**others, "--num-layers": "num_layers"}.items()):
         parser.add_argument(flag, dest=dest, nargs="*", default=SUPPRESS)
     found = vars(parser.parse_known_args(arguments)[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import importlib
 import logging
 import os
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from mindspeed_mem import features, patches
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
+from mindspeed_mem.device import numa
 from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
 from mindspeed_mem.report import log
@@ -44,7 +46,7 @@ class _State:
     modules: tuple[str, ...] = ()
     """The patch modules applied."""
     engine: tuple = ()
-    """What the engine was started with: memory configuration, backend, host limit, whether it survives."""
+    """What the engine was started with."""
     observing = False
 
 
@@ -227,20 +229,51 @@ def _verify() -> None:
 
 
 def _start_engine(settings: Settings) -> None:
-    wanted = (settings.memory, settings.backend, settings.host_limit_bytes, settings.survive_oom)
+    wanted = (
+        settings.memory,
+        settings.backend,
+        settings.host_limit_bytes,
+        settings.survive_oom,
+        settings.adaptive,
+        settings.plan_file,
+        settings.device_limit_bytes,
+    )
     needed = settings.memory is not None or settings.survive_oom
     if _State.observing or wanted == _State.engine or not (needed or _State.engine):
         return
     from mindspeed_mem.activation import engine as engines
-    from mindspeed_mem.activation.surviving import SurvivingEngine
     from mindspeed_mem.plan import load_memory_config
 
     engines.stop()
     if needed:
+        _limit_memory(settings)
+        if settings.adaptive:
+            logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))
         config = settings.memory or load_memory_config(None)
-        kind = SurvivingEngine if settings.survive_oom else engines.Engine
-        engines.start(config, settings.backend, settings.host_limit_bytes, kind=kind)
+        engines.start(config, settings.backend, settings.host_limit_bytes, kind=_kind(settings))
     _State.engine = wanted if needed else ()
+
+
+def _kind(settings: Settings) -> Any:
+    """The engine to start: called with what every engine is."""
+    if settings.adaptive:
+        from mindspeed_mem.adaptive.engine import AdaptiveEngine
+
+        return functools.partial(AdaptiveEngine, plan_file=settings.plan_file)
+    from mindspeed_mem.activation import engine as engines
+    from mindspeed_mem.activation.surviving import SurvivingEngine
+
+    return SurvivingEngine if settings.survive_oom else engines.Engine
+
+
+def _limit_memory(settings: Settings) -> None:
+    before = _State.engine[-1] if _State.engine else None
+    if settings.device_limit_bytes == before:
+        return
+    try:
+        settings.backend.limit_memory(settings.device_limit_bytes)
+    except ValueError as error:
+        raise FeatureError([f"--device-memory-gib: {error}"]) from error
 
 
 _read_command_line(sys.argv[1:])

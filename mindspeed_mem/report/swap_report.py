@@ -8,6 +8,10 @@ from typing import Any
 from mindspeed_mem.plan.checks import as_ranges
 from mindspeed_mem.report.units import mib
 
+_OF_PLANS = (
+    " (--survive-oom): a plan that swaps or recomputes more would not wait for that",
+    ", which is how the first steps survive, and others that no plan foresees",
+)
 _COLUMNS = (
     ("rank", 4),
     ("out", 10),
@@ -44,6 +48,8 @@ def format_report(ranks: Sequence[dict[str, Any]]) -> str:
     lines += _second_runs(ranks)
     for row in ranks:
         lines += _remarks(row)
+    for row in ranks:
+        lines += row.get("adaptive", ())  # rank 0 has them
     return "\n".join(lines)
 
 
@@ -75,7 +81,7 @@ def _remarks(row: dict[str, Any]) -> list[str]:
     if row.get("evictions"):
         remarks.append(
             where + f"{mib(row['evicted_bytes'])} MiB in {row['evictions']} activations left because device memory had "
-            "run out (--survive-oom): a plan that swaps or recomputes more would not wait for that"
+            "run out" + _OF_PLANS["adaptive" in row]
         )
     if row["stayed_bytes"]:
         remarks.append(

@@ -21,8 +21,9 @@ FLOORS = {
     "sdpa": 2,
     "report": 3,
     "adaptive": 3,
+    "feature_table": 3,
     "features": 4,
-    "options": 3,
+    "options": 2,
     "patches": 5,
     "megatron_adaptor": 6,
     "launch": 6,
@@ -33,7 +34,7 @@ FLOORS = {
 TOP = 6
 # What a script may build on, besides the adaptor: the rooms, not how they are wired into Megatron. (A benchmark may
 # take the patches away and put them back, to measure both side by side.)
-NOT_FOR_SCRIPTS = {"patching", "features", "patches", "launch", "observation", "doctor", "__main__"}
+NOT_FOR_SCRIPTS = {"patching", "feature_table", "features", "patches", "launch", "observation", "doctor", "__main__"}
 HOSTS = {"megatron", "mindspeed", "transformer_engine"}
 MAX_LINES = 400
 MAX_MEDIAN = 200

@@ -1,0 +1,84 @@
+"""megatron.core.pipeline_parallel.schedules: tell the adaptive engine when a training call begins and ends.
+
+Why here: between two training calls no activation is alive, so that another plan can come into force. Outermost of our
+patches on these three functions but `first_step`: a call that survival repeats is one call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mem import __version__
+from mindspeed_mem.activation import calls, regions
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.adaptive.adaptation import Call, Ranks
+from mindspeed_mem.adaptive.engine import AdaptiveEngine
+from mindspeed_mem.patching import around
+from mindspeed_mem.schedule import settings
+
+
+def _schedule(original, **kwargs):
+    engine = engines.current()
+    if not isinstance(engine, AdaptiveEngine) or kwargs.get("forward_only", False):
+        return original(**kwargs)
+    models = calls.models_of(kwargs)
+    stage, stages = calls.stage_of(original.__name__, kwargs)
+    chunks, group = calls.chunks_of(original.__name__, models)
+    cap = settings.current().max_inflight
+    sizes = (kwargs["seq_length"], kwargs["micro_batch_size"], kwargs["num_microbatches"])
+    call = Call(stages, chunks, group, cap, *sizes)
+    calls.agree(engine, models)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    ranks = Ranks(rank, stage, calls.gather, calls.to_first, calls.partners())
+    engine.begin_training_call(call, ranks, lambda: _facts(engine, models, call))
+    completed = False
+    try:
+        result = original(**kwargs)
+        completed = True
+        return result
+    finally:
+        engine.end_training_call(completed)
+
+
+for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
+    around("megatron.core.pipeline_parallel.schedules:forward_backward_" + _name)(_schedule)
+
+
+def _facts(engine, models, call):
+    """What a plan depends on, as plain values with names."""
+    state = sys.modules["megatron.core.parallel_state"]
+    config = sys.modules["megatron.core.utils"].get_model_config(models[0])
+    values = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    plain = {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
+    layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
+    getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "data_parallel")
+    limits = {"device_limit": engine.backend.limit(), "host_limit": engine.mover.slabs.limit_bytes}
+    device = engine.backend.describe()
+    return {
+        **call._asdict(),
+        **{f"{name}_size": getattr(state, f"get_{name}_world_size")() for name in getters},
+        **limits,
+        "device": f"{device['type']} {device.get('device', '')}".strip(),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "dtype": str(config.params_dtype),
+        "model": _digest(plain, layers),
+        "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
+        "mindspeed_mem": __version__,
+    }
+
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None), torch.dtype)
+
+
+def _digest(*values):
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,147 @@
+"""Training under --adaptive-memory-optimization: nothing changes but what is held, and a plan is settled on."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import on_ranks, parallel
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 18
+
+
+def life(kind: str, layout: dict, share: float, plan_file: str | None = None, **model) -> tuple:
+    """What differs in any bit from training without the pack, over `STEPS` steps; then the state, bytes evicted since
+    it was settled, the peak of the last step, the limit, and what was logged."""
+    from tests.adaptive_runs import adapting, room_for, told
+    from tests.limited_runs import Training, counted, different
+
+    with counted() as memory, parallel(**layout):
+        room, expected = room_for(memory, kind, share, STEPS, micro_batches=4, **model)
+        limit = memory.allocated + room
+        with adapting(None if plan_file is None else Path(plan_file)) as engine, told() as lines:
+            mine = Training(memory, kind, micro_batches=4, **model)
+            mine.total = limit
+            found, evicted = [], None
+            for number in range(STEPS):
+                found += [(number, name) for name in different(mine.step(), expected[number])]
+                if engine.adaptation.state == "settled" and evicted is None:
+                    evicted = engine.mover.evicted_bytes
+            evicted = None if evicted is None else engine.mover.evicted_bytes - evicted
+            return found, engine.adaptation.state, evicted, memory.peak, limit, lines, engine.report()
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"), [("dense", {"layers": 4}), ("swiglu_gqa_rope", {"layers": 4}), ("moe", {"layers": 3})], ids=str
+)
+def test_training_is_bit_identical_and_settles(kind, model):
+    [(found, state, evicted, peak, limit, lines, report)] = on_ranks(1, life, kind, {}, 0.6, **model)
+    assert found == []
+    assert state == "settled", lines
+    assert evicted == 0 and peak <= limit
+    assert report["bytes_out"] + report["recomputed_bytes"] > 0  # it was needed
+    assert any(line.startswith("plan 1: predicted") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}, {"dp": 2}],
+    ids=lambda layout: "-".join(f"{key}{value}" for key, value in layout.items()),
+)
+def test_ranks_settle_together(layout):
+    results = on_ranks(2, life, "dense", {key: value for key, value in layout.items() if key != "dp"}, 0.7, layers=4)
+    assert [found for found, *_ in results] == [[], []]
+    assert {state for _, state, *_ in results} == {"settled"}
+    assert all(peak <= limit for _, _, _, peak, limit, *_ in results)
+    # Only one rank speaks, and has the figures of all.
+    assert results[0][5] and not any("plan 1" in line for line in results[1][5])
+    assert results[0][6]["adaptive"] and not results[1][6]["adaptive"]
+
+
+def kept(plan_file: str) -> list[list[str]]:
+    """What is logged by a first job, by the same job again, and by one with another micro-batch count."""
+    from tests.adaptive_runs import adapting, room_for, told, until_settled
+    from tests.limited_runs import Training, counted
+
+    said = []
+    with counted() as memory, parallel():
+        room, _ = room_for(memory, "dense", 0.6, layers=3)
+        limit = memory.allocated + room
+        for micro_batches in (2, 2, 3):
+            with adapting(Path(plan_file)) as engine, told() as lines:
+                mine = Training(memory, "dense", micro_batches=micro_batches, layers=3)
+                mine.total = limit  # the same for all: what a plan was made for
+                lines.append(f"settled after {until_settled(engine, mine.step)}")
+                said.append(list(lines))
+    return said
+
+
+def test_a_kept_plan_is_used_again_by_the_same_job_only(tmp_path):
+    [(first, second, third)] = on_ranks(1, kept, str(tmp_path / "plan.yaml"))
+    assert not any("plan in" in line and "used" in line for line in first)
+    assert any("the plan is kept in" in line for line in first)
+    assert (tmp_path / "plan.profile.json").exists()
+    assert any("is used: it was made for the same job" in line for line in second) and second[-1] == "settled after 1"
+    assert any("is not used: micro_batches was 2 and is 3" in line for line in third)
+
+
+def changes() -> tuple[list, list[str]]:
+    """Evaluations, a failing step, another number of micro-batches and a lower limit on the way."""
+    import torch
+
+    from tests.adaptive_runs import adapting, room_for, told, until_settled
+    from tests.limited_runs import Training, counted, different
+
+    class Broken(RuntimeError):
+        pass
+
+    def fail(*_):
+        raise Broken
+
+    with counted() as memory, parallel():
+        ample, _ = room_for(memory, "dense", 0.8, layers=3)
+        tight, _ = room_for(memory, "dense", 0.5, layers=3)
+        before = memory.allocated
+        with adapting() as engine, told() as lines:
+            mine = Training(memory, "dense", layers=3)
+            mine.total = before + ample
+            mine.step()
+            mine.step()
+            hook = mine.chunks[0].module.decoder.layers[1].register_forward_hook(fail)
+            with contextlib.suppress(Broken):
+                mine.step()
+            hook.remove()
+            until_settled(engine, mine.step)
+            lines.append("--- more micro-batches")
+            mine.micro_batches = 4
+            until_settled(engine, mine.step)
+            lines.append("--- less memory")
+            mine.total = before + tight
+            evicted = engine.mover.evicted_bytes
+            for _ in range(30):
+                mine.step()
+            # Trained the same way without the pack, from the same parameters on.
+            values = mine.chunks[0].state_dict().items()
+            state = {name: value.numpy().copy() for name, value in values if value is not None}
+            last = mine.step()
+            grew = engine.mover.evicted_bytes - evicted
+            settled = engine.adaptation.state
+        other = Training(memory, "dense", micro_batches=4, layers=3)
+        other.chunks[0].load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
+        other.number = mine.number - 1
+        expected = other.step()
+        found = [name for name in different(last, expected) if not name.startswith("new ")]
+        return found, grew, settled, lines
+
+
+def test_it_follows_what_changes():
+    [(found, grew, settled, lines)] = on_ranks(1, changes)
+    assert found == []
+    assert any("4 micro-batches from now on: planning again" in line for line in lines)
+    less = lines[lines.index("--- less memory") :]
+    assert grew > 0 and any("had to be evicted beyond the plan: planning again" in line for line in less)
+    assert settled == "settled", less

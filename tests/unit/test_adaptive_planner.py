@@ -1,0 +1,132 @@
+"""Plans are compared with what they take, corrected, and one is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mindspeed_mem.adaptive import simulate
+from mindspeed_mem.adaptive.correction import Measured, corrected, passes_seconds
+from mindspeed_mem.adaptive.planner import ROUNDS, Planner
+from mindspeed_mem.adaptive.search import Search
+from mindspeed_mem.plan import load_memory_config
+from tests.planning import small_problem
+
+
+def measured(problem, found, *, seconds=1.0, over=0, stall=0.0, evicted=0):
+    """As predicted, but so many times as long, with so many bytes more on each stage, and so on."""
+    simulated = found.simulated
+    time = passes_seconds(problem, simulated) * seconds
+    rows = zip(simulated.peaks, simulated.stalls, strict=True)
+    return [Measured(n, time, peak + over, stalled + stall, evicted) for n, (peak, stalled) in enumerate(rows)]
+
+
+@pytest.fixture(
+    params=[{}, {"stages": 2, "layers": 3, "micro_batches": 4, "link": 0.5}], ids=["one stage", "two stages"]
+)
+def problem(request):
+    found = small_problem(**request.param)
+    kept, least = Search(found).keep_all, Search(found).least()
+    highest, lowest = max(simulate(found, kept).peaks), max(least.simulated.peaks)
+    return dataclasses.replace(found, device_limit=(2 * lowest + highest) // 3)
+
+
+def test_what_came_as_predicted_is_settled_on(problem):
+    planner = Planner(problem)
+    first = planner.start()
+    assert first.config is not None and not first.settled
+    load_memory_config(first.config)
+    decision = planner.judge(measured(problem, planner.tries[0].found))
+    assert decision.settled and decision.config is None
+    assert planner.kept.config == first.config
+    assert "predicted" in planner.report()[0] and "K keep" in planner.report()[-1]
+
+
+def test_memory_that_was_overlooked_makes_a_smaller_plan(problem):
+    planner = Planner(problem)
+    planner.start()
+    before = planner.tries[0].found
+    over = (problem.device_limit - max(before.simulated.peaks)) + problem.device_limit // 20
+    decision = planner.judge(measured(problem, before, over=over))
+    after = planner.tries[1].found
+    assert decision.config is not None and not decision.settled
+    assert max(after.simulated.peaks) <= problem.device_limit
+    assert [stage.temporary_bytes for stage in planner.problem.stages] == [
+        stage.temporary_bytes + over for stage in problem.stages
+    ]
+    # By the old figures the new plan holds less.
+    assert max(simulate(problem, after.plan).peaks) < max(before.simulated.peaks)
+
+
+def test_memory_that_was_counted_twice_makes_a_faster_plan(problem):
+    wrong = dataclasses.replace(
+        problem,
+        stages=tuple(
+            dataclasses.replace(stage, temporary_bytes=stage.temporary_bytes + problem.device_limit // 5)
+            for stage in problem.stages
+        ),
+    )
+    planner = Planner(wrong)
+    planner.start()
+    before = planner.tries[0].found
+    planner.judge(measured(wrong, before, over=-(problem.device_limit // 5)))
+    assert [s.temporary_bytes for s in planner.problem.stages] == [s.temporary_bytes for s in problem.stages]
+    assert planner.tries[-1].found.simulated.seconds < before.simulated.seconds
+
+
+def test_an_eviction_means_that_a_plan_did_not_fit(problem):
+    planner = Planner(problem)
+    planner.start()
+    # Memory never goes above the limit: what left in an emergency says that it would have.
+    decision = planner.judge(measured(problem, planner.tries[0].found, evicted=problem.device_limit // 50))
+    assert not decision.settled
+    assert all(
+        new.temporary_bytes > old.temporary_bytes
+        for new, old in zip(planner.problem.stages, problem.stages, strict=True)
+    )
+
+
+def test_after_some_plans_the_fastest_that_needed_no_eviction_is_kept(problem):
+    planner = Planner(problem)
+    decision, seconds = planner.start(), iter((1.0, 1.3, 1.1, 1.2, 1.2))
+    for number in range(ROUNDS):
+        if decision.settled:
+            break
+        evicted = problem.device_limit // 50 if number < ROUNDS - 2 else 0
+        decision = planner.judge(measured(problem, planner.tries[-1].found, seconds=next(seconds), evicted=evicted))
+    assert decision.settled and len(planner.tries) <= ROUNDS
+    clean = [one for one in planner.tries if not one.evicted]
+    assert planner.kept is min(clean, key=lambda one: one.seconds)
+    assert decision.config == (None if planner.kept is planner.tries[-1] else planner.kept.config)
+
+
+def test_a_slow_link_is_told_from_slow_computation(problem):
+    found = Search(problem).best()
+    predicted = passes_seconds(problem, found.simulated)
+    waiting = measured(problem, found, seconds=1.4, stall=0.4 * predicted)
+    link = corrected(problem, found.simulated, waiting).link
+    assert link.out < problem.link.out and link.back < problem.link.back
+    slower = corrected(problem, found.simulated, measured(problem, found, seconds=1.4))
+    assert slower.link == problem.link
+    again = simulate(slower, found.plan)
+    assert passes_seconds(slower, again) == pytest.approx(1.4 * predicted, rel=0.1)
+    near = measured(problem, found, seconds=1.03)
+    assert corrected(problem, found.simulated, near) == problem
+
+
+def test_where_nothing_fits_the_smallest_plan_runs_and_the_reason_is_told(problem):
+    tight = dataclasses.replace(problem, device_limit=1)
+    decision = Planner(tight).start()
+    assert decision.config is not None
+    assert any("no plan fits" in line and "evicted" in line for line in decision.lines)
+
+
+def test_a_settled_plan_that_no_longer_fits_is_followed_by_another(problem):
+    planner = Planner(problem)
+    planner.start()
+    planner.judge(measured(problem, planner.tries[0].found))
+    settled = planner.kept.found
+    decision = planner.overrun([(number, problem.device_limit // 10) for number in range(len(problem.stages))])
+    assert decision.config is not None and not decision.settled and planner.kept is None
+    assert max(simulate(problem, planner.tries[0].found.plan).peaks) <= max(settled.simulated.peaks)

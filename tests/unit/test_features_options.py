@@ -1,0 +1,87 @@
+"""The options of others that the table of features names exist where the table says they do."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron.core.transformer import TransformerConfig
+
+from mindspeed_mem.features import FEATURES
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *feature.bars)]
+
+# Options of Megatron-LM core_v0.16.1 that are no fields of TransformerConfig, and of MindSpeed core_r0.16.0; both are
+# compared with the real parsers where those are there.
+MEGATRON_LM = {
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--use-legacy-models",
+    "--use-megatron-fsdp",
+    "--use-torch-fsdp2",
+    "--yaml-cfg",
+}
+MINDSPEED = {
+    "--moe-fb-overlap",
+    "--recompute-in-advance",
+    "--recompute-activation-function",
+    "--recompute-in-bubble",
+    "--smart-swap",
+    "--swap-attention",
+}
+# Of its earlier versions; core_r0.16.0 has the first two in a parser that nothing uses.
+EARLIER_MINDSPEED = {
+    "--adaptive-recompute-device-size",
+    "--adaptive-recompute-device-swap",
+    "--memory-fragmentation",
+}
+
+OPTIONS_OF_MEGATRON_LM = """
+import argparse, json, sys
+sys.argv = ["pretrain_gpt.py", "--device", "cpu"]
+import mindspeed_mem.megatron_adaptor
+from megatron.training.arguments import add_megatron_arguments
+print(json.dumps(list(add_megatron_arguments(argparse.ArgumentParser())._option_string_actions)))
+"""
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_every_option_named_exists(option):
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert option.origin in ("megatron-core", "megatron-lm", "mindspeed", "mindspeed_mem")
+    if option.origin == "mindspeed_mem":
+        assert option.flag in {feature.flag for feature in FEATURES}
+    elif option.origin == "megatron-core":
+        assert option.dest in fields
+    else:
+        assert option.flag in (MEGATRON_LM if option.origin == "megatron-lm" else MINDSPEED | EARLIER_MINDSPEED)
+        assert option.dest not in fields
+
+
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
+def test_the_list_of_megatron_lm_is_true_and_its_parser_knows_our_flags():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["MEGATRON_LM"]])}
+    command = [sys.executable, "-W", "ignore", "-c", OPTIONS_OF_MEGATRON_LM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    known = set(json.loads(done.stdout.splitlines()[-1]))
+    assert known >= MEGATRON_LM
+    # Fields without a flag are barred for the sake of scripts that build their own TransformerConfig.
+    assert {o.flag for o in OPTIONS if o.origin == "megatron-core"} - known == {
+        "--cpu-offloading",
+        "--num-microbatches-with-partial-activation-checkpoints",
+        "--variable-seq-lengths",
+    }
+    assert known >= {feature.flag for feature in FEATURES}
+
+
+@pytest.mark.skipif("MINDSPEED" not in os.environ, reason="MINDSPEED names no checkout of MindSpeed")
+def test_the_list_of_mindspeed_is_true():
+    sources = [p.read_text() for p in Path(os.environ["MINDSPEED"], "mindspeed/features_manager").rglob("*.py")]
+    for flag in MINDSPEED:
+        assert any(f'"{flag}"' in source or f"'{flag}'" in source for source in sources), flag
