@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def draw(rows: dict[str, dict], target: Path, title: str) -> None:
-    """``rows``: name -> ``device_bytes_at_peak``, ``ratio_of_medians`` and ``peer``. Needs matplotlib."""
+    """``rows``: name -> ``device_bytes_at_peak``, ``median_of_ratios`` and ``peer``. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -14,7 +14,7 @@ def draw(rows: dict[str, dict], target: Path, title: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(10, 6.5))
     for peer, colour, label in ((True, "tab:red", "Megatron alone"), (False, "tab:blue", "mindspeed_mem")):
-        mine = [(n, r["device_bytes_at_peak"] / 2**20, 1 / r["ratio_of_medians"]) for n, r in rows.items()]
+        mine = [(n, r["device_bytes_at_peak"] / 2**20, 1 / r["median_of_ratios"]) for n, r in rows.items()]
         mine = [point for point in mine if rows[point[0]]["peer"] == peer]
         axes.scatter([x for _, x, _ in mine], [y for _, _, y in mine], c=colour, label=label, zorder=3)
         for name, x, y in mine:
@@ -35,9 +35,9 @@ def draw(rows: dict[str, dict], target: Path, title: str) -> None:
 def frontier(rows: dict[str, dict], peer: bool) -> tuple[list[float], list[float]]:
     """The best throughput within each amount of memory, ascending."""
     points = sorted(
-        (r["device_bytes_at_peak"] / 2**20, 1 / r["ratio_of_medians"])
+        (r["device_bytes_at_peak"] / 2**20, 1 / r["median_of_ratios"])
         for r in rows.values()
-        if r["peer"] == peer or r["ratio_of_medians"] == 1
+        if r["peer"] == peer or r["median_of_ratios"] == 1
     )
     xs, ys, best = [], [], 0.0
     for x, y in points:

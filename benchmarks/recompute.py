@@ -4,10 +4,10 @@
     python benchmarks/recompute.py --device cuda                         # 7B-shaped layers, bf16
     python benchmarks/recompute.py --json results.json --picture results.png   # the picture needs matplotlib
 
-All variants run interleaved in one process on one model. Times (on the CPU: of the process, one thread) are ratios of
-medians to the plain model; the step is forward and backward without an optimizer, so that nothing dilutes the ratios.
-Bytes are the most that a step of its own held above its start: activations and temporaries (gradients have their memory
-all the time).
+All variants run interleaved in one process on one model. Times (on the CPU: of the process, one thread) are medians of
+the ratios to the plain model in the same round; the step is forward and backward without an optimizer, so that nothing
+dilutes the ratios. Bytes are the most that a step of its own held above its start: activations and temporaries
+(gradients have their memory all the time).
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def recompute(**config) -> dict:
     return {"recompute_config": config}
 
 
-def mix(distance: int, swapped: list[str], **config) -> dict:
-    """Swap these operators, recompute those: a list of patterns for all layers, or patterns with their layers."""
-    entry = [{"op_name": swapped, "backward_prefetch": distance, "layers": True}] if swapped else []
+def mix(distance: int, swapped: list[str], layers: bool | list[int] = True, **config) -> dict:
+    """Swap these operators in these layers (True: all), recompute others: a list of patterns for all layers, or
+    patterns with their layers."""
+    entry = [{"op_name": swapped, "backward_prefetch": distance, "layers": layers}] if swapped else []
     config = {key: dict.fromkeys(value, True) if isinstance(value, list) else value for key, value in config.items()}
     return {"swap_config": {"swap": True, "op_swap": entry}, "recompute_config": config}
 
@@ -59,6 +60,9 @@ def variants(layers: int, distance: int) -> dict:
     found |= {
         "norms": Variant(recompute(select_recompute=[NORMS])),
         "activation": Variant(recompute(select_recompute=[ACTIVATION])),
+        "activation, swap qkv of layer 0": Variant(
+            mix(distance, [r"self_attention\.linear_qkv"], [0], select_recompute=[ACTIVATION])
+        ),
         "activation, norms in layer 0": Variant(mix(distance, [], select_recompute={ACTIVATION: True, NORMS: [0]})),
         "mlp": Variant(recompute(select_recompute=["mlp"])),
         "norms, activation, rotary": Variant(recompute(select_recompute=CHEAP)),
@@ -113,7 +117,7 @@ def table(rows: dict[str, dict]) -> str:
     for name, row in rows.items():
         mib = row["device_bytes_at_peak"] / 2**20
         same = "equal" if row["same"] else "DIFFER"
-        lines.append(f"{name:48} {row['median_ms']:>10.1f} {row['ratio_of_medians']:>7.3f} {mib:>9.1f} {same:>8}")
+        lines.append(f"{name:48} {row['median_ms']:>10.1f} {row['median_of_ratios']:>7.3f} {mib:>9.1f} {same:>8}")
     return "\n".join(lines)
 
 

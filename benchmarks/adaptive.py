@@ -1,0 +1,219 @@
+"""Under one memory cap: the adaptive plan beside Megatron's recompute, tuned by hand, and beside keeping everything.
+
+    python benchmarks/adaptive.py                           # CPU, small layers
+    python benchmarks/adaptive.py --device cuda             # 16 7B-shaped layers, sequence 8192, cap 105 GB
+    python benchmarks/adaptive.py --caps 0.3,80GB --json results.json --picture results.png --trace profile.json
+    python benchmarks/adaptive.py --replay profile.json     # no model, no device: predictions only
+
+The model is profiled as --adaptive-memory-optimization does it, and for each cap planned twice: recompute only, and
+everything. What a plan's step takes more or less than predicted corrects the problem, and it is planned again, three
+times at most. Then all policies run interleaved in one process on one model, all but the first under the cap,
+which the device (on a CPU: its allocator) enforces. Times (on the CPU: of the process, one thread) are medians of the
+ratios to keeping everything in the same round; the step is forward and backward without an optimizer, so that nothing
+dilutes them. Bytes are what a step of its own held at most above its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from policies import ADAPTIVE, FULL, KEEP_ALL, RECOMPUTE_ONLY, Policy, by_hand, planned  # noqa: E402
+from policy_table import predictions, table  # noqa: E402
+
+from mindspeed_mem.adaptive import InfeasibleError, Problem, trace  # noqa: E402
+
+SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
+    "cpu": (4, 1024, 16, 2752, 1024, 1, 1, 512),
+    "cuda": (16, 4096, 32, 11008, 8192, 4, 1, 32000),
+    "npu": (16, 4096, 32, 11008, 8192, 4, 1, 32000),
+}
+CAPS = {"cpu": "0.3,0.6"}
+ABSENT_STATES = {"cpu": 0}
+_TRIES = 3
+
+
+def main() -> None:
+    given = _arguments()
+    if given.replay:
+        replay(given.replay, given.caps or CAPS["cpu"])
+    else:
+        measure(given)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="auto")
+    parser.add_argument("--shape", type=int, nargs=8, metavar="N", help="layers hidden heads ffn seq mbs n_mb vocab")
+    parser.add_argument(
+        "--caps",
+        help="shares of the gap between full recompute's and keep-all's peak, or sizes of everything such as 105GB; "
+        "default 0.3,0.6 on a CPU, else 105GB",
+    )
+    parser.add_argument(
+        "--absent-states",
+        type=float,
+        metavar="BYTES",
+        help="bytes per parameter that a training would hold and this benchmark does not (fp32 gradients and "
+        "parameters, Adam's states): taken off a cap given as a size; default 14, on a CPU 0",
+    )
+    parser.add_argument("--margin", type=float, help="share of the cap not planned with; default 0.02, on a CPU 0")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--losses", type=int, default=3, help="steps of training whose losses are compared")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--picture", type=Path, help="draw throughput over memory there (PNG or SVG)")
+    parser.add_argument("--trace", type=Path, help="write the profile there, for --replay and for the plan command")
+    parser.add_argument("--replay", type=Path, help="predict from this profile instead of running anything")
+    return parser.parse_args()
+
+
+def caps_of(text: str, low: int, high: int, absent: int = 0) -> dict[str, int]:
+    """Name -> bytes of everything, less ``absent``, for caps as in --caps; shares are of the gap from low to high."""
+    found = {}
+    for word in text.split(","):
+        try:
+            size = word.upper().endswith("GB")
+            number = float(word[:-2] if size else word)
+        except ValueError:
+            raise SystemExit(f"--caps takes numbers from 0 to 1 and sizes such as 105GB, not {word!r}") from None
+        found[word] = round(number * 1e9) - absent if size else round(low + number * (high - low))
+    return found
+
+
+# ---- without a model
+def replay(source: Path, caps: str) -> None:
+    """Print what the planner predicts of all policies under these caps of a recorded profile."""
+    problem = trace.read(source).problem
+    policies = by_hand(problem)
+    low, high = (max(policies[name].predicted.peaks) for name in (FULL, KEEP_ALL))
+    for name, cap in caps_of(caps, low, high).items():
+        rows = predictions(problem, policies | plans(problem, cap, 0.0), cap)
+        print(f"cap {name}: {cap / 2**20:.1f} MiB, predicted", table(rows), "", sep="\n")
+
+
+def plans(problem: Problem, cap: int, margin: float) -> dict[str, Policy]:
+    """Both of the planner's policies, as far as there is one that fits."""
+    found = {}
+    for name, swap in ((RECOMPUTE_ONLY, False), (ADAPTIVE, True)):
+        one = planned(problem, round((1 - margin) * cap), swap)
+        if isinstance(one, InfeasibleError):
+            print(f"{name}: {one}")
+        else:
+            found[name] = one
+    return found
+
+
+# ---- with one
+def measure(given: argparse.Namespace) -> None:
+    import mindspeed_mem.megatron_adaptor  # noqa: F401  before megatron
+
+    from capped import Bench, count_memory  # isort: skip
+    from timing import machine
+    from variants import set_up
+
+    from mindspeed_mem.device import get_backend
+
+    logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)  # not every plan that is tried
+    backend = get_backend(None if given.device == "auto" else given.device)
+    count_memory(backend)
+    backend, model, step, shape = set_up(given, SHAPES, {"recompute_config": {"recompute": True}})
+    bench = Bench(backend, model, step, shape["layers"])
+    default = (CAPS.get(backend.type, "105GB"), ABSENT_STATES.get(backend.type, 14), 0.02 * (backend.type != "cpu"))
+    absent, margin = (default[n] if one is None else one for n, one in ((1, given.absent_states), (2, given.margin)))
+    absent *= sum(parameter.numel() for parameter in model.parameters())
+    problem = problem_of(bench.profile(), shape["micro_batches"], bench.whole)
+    if given.trace:
+        facts = {"machine": machine(backend.type), "model": shape}
+        trace.write(trace.Profile(problem=problem, **facts), given.trace)
+    policies = by_hand(problem)
+    setting = bench.settings({name: policies[name] for name in (KEEP_ALL, FULL)}, None)
+    low, high = (bench.peak(setting, name) for name in (FULL, KEEP_ALL))
+    if low is None or high is None:
+        raise SystemExit("the whole device does not suffice for keeping everything: give a smaller --shape")
+    clock = time.process_time if backend.type == "cpu" else time.perf_counter
+    record = {"benchmark": "adaptive", "machine": machine(backend.type), "rounds": given.rounds, "shape": shape}
+    record |= {"static_bytes": bench.static, "margin": margin, "caps": {}}
+    for name, cap in caps_of(given.caps or default[0], low, high, round(absent)).items():
+        rows = under_cap(bench, problem, policies, cap, margin, given, clock)
+        print(f"cap {name}: {(cap - bench.static) / 2**20:.1f} MiB above the step's start", table(rows), "", sep="\n")
+        record["caps"][name] = {"bytes": cap, "policies": rows}
+    if given.json:
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+    if given.picture:
+        _draw(
+            record, given.picture, "{layers} layers, hidden {hidden}, sequence {seq}, ".format(**shape) + backend.type
+        )
+
+
+def problem_of(profile, micro_batches: int, whole: int) -> Problem:
+    """The planning problem of one rank's profile."""
+    from mindspeed_mem.adaptive import measured
+    from mindspeed_mem.adaptive.problem import Pipeline
+
+    return measured.problem([profile], Pipeline(micro_batches=micro_batches), whole, None)
+
+
+def under_cap(bench, problem: Problem, policies: dict[str, Policy], cap: int, margin: float, given, clock) -> dict:
+    """Name -> figures of each policy; those that the cap does not suffice for have no times."""
+    policies, tries = policies | plans(problem, cap, margin), {}
+    for name in [name for name in (RECOMPUTE_ONLY, ADAPTIVE) if name in policies]:
+        policies[name], tries[name] = _corrected(bench, problem, name, policies[name], cap, margin)
+    rows = predictions(problem, policies, cap)
+    setting = bench.settings(policies, None)
+    peaks = {name: (bench.peak(setting, name), bench.allocator()) for name in rows}
+    setting = bench.settings(policies, cap, uncapped=(KEEP_ALL,))  # whose engines have host buffers of their own
+    reference = bench.losses(setting, KEEP_ALL, given.losses)
+    for name, row in rows.items():
+        peak, allocator = peaks[name]
+        row |= allocator | {"fits": name == KEEP_ALL, "plans_tried": tries.get(name, 0)}
+        if peak is not None:
+            row["device_bytes_at_peak"] = peak - bench.static
+            row["fits"] |= peak <= cap and bench.peak(setting, name) is not None  # the second: also when fragmented
+        if row["fits"]:
+            row["same"] = bench.losses(setting, name, given.losses) == reference
+    fitting = [name for name, row in rows.items() if row["fits"]]
+    setting.stalls.clear()
+    for name, times in bench.times(setting, fitting, KEEP_ALL, given.rounds, clock).items():
+        rows[name] |= times | {"stall_ms_per_step": 1e3 * setting.stalls[name] / (given.rounds + 1)}
+    return rows
+
+
+def _corrected(bench, problem: Problem, name: str, policy: Policy, cap: int, margin: float) -> tuple[Policy, int]:
+    """The best plan whose step fits, of a few: after each the problem takes up what its peak is off the prediction. And
+    how many there were."""
+    tries: list[tuple[int, float, Policy]] = []
+    while True:
+        peak = bench.peak(bench.settings({name: policy}, None), name)
+        tries.append((max(0, bench.whole if peak is None else peak - cap), policy.predicted.seconds, policy))
+        if peak is None or len(tries) == _TRIES:
+            break
+        [stage] = problem.stages
+        more = stage.temporary_bytes + peak - max(policy.predicted.peaks)
+        problem = dataclasses.replace(problem, stages=(dataclasses.replace(stage, temporary_bytes=max(0, more)),))
+        again = planned(problem, round((1 - margin) * cap), swap=name == ADAPTIVE)
+        if isinstance(again, InfeasibleError) or any(again.plan == other.plan for *_, other in tries):
+            break
+        policy = again
+    return min(tries, key=lambda one: one[:2])[2], len(tries)
+
+
+def _draw(record: dict, target: Path, title: str) -> None:
+    from picture import draw
+
+    rows = {}
+    for cap, one in record["caps"].items():
+        for name, row in one["policies"].items():
+            if "median_of_ratios" in row:
+                rows.setdefault(name if row["peer"] else f"{name}, cap {cap}", row)
+    draw(rows, target, title)
+
+
+if __name__ == "__main__":
+    main()

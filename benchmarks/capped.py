@@ -1,0 +1,145 @@
+"""Training steps of one model under a memory cap that the device (on a CPU: its allocator) enforces."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from policies import Policy
+from timing import interleaved, summary
+from variants import Settings, Variant
+
+import mindspeed_mem.megatron_adaptor as mem
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.rank_profile import RankProfile
+from mindspeed_mem.activation.surviving import SurvivingEngine
+from mindspeed_mem.device import Backend
+from mindspeed_mem.patching import REGISTRY
+from mindspeed_mem.plan import load_memory_config
+
+RATE = 1e-2
+
+
+def count_memory(backend: Backend) -> None:
+    """Let a CPU's memory be counted and limited like a device's. Before the model is built; raises SystemExit where
+    that cannot be done."""
+    if backend.type == "cpu":
+        backend.limit_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if backend.allocated() is None:
+        raise SystemExit("the memory of this device cannot be counted: on a CPU that needs a C++ compiler")
+
+
+class Bench:
+    """One model on one rank, its step, and policies put on and taken off."""
+
+    def __init__(self, backend: Backend, model: torch.nn.Module, step, layers: int):
+        self.backend, self.model, self.step, self.layers = backend, model, step, layers
+        self.whole = backend.limit()
+        self._saved = [_on_host(backend, parameter) for parameter in model.parameters()]
+        step()  # gradients have their memory from here on
+        gc.collect()
+        self.static = backend.allocated()
+        """Bytes between steps."""
+
+    def profile(self) -> RankProfile:
+        """What the profiler of --adaptive-memory-optimization measures in a few steps."""
+        from mindspeed_mem.activation.profiler import Profiler, link_profile
+
+        patches = mem.patch_modules(["activation_*", "recompute_*", "survive_*"])
+        REGISTRY.apply(patches)
+        engine = engines.start(load_memory_config(None), self.backend, kind=SurvivingEngine)
+        engine.num_layers = self.layers
+        try:
+            self.step()
+            profiler = Profiler(engine)
+            while not profiler.done:
+                profiler.begin_call()
+                self.step()
+                profiler.end_call(True)
+            profiler.detach()
+            return profiler.rank_profile(0, link_profile(self.backend))
+        finally:
+            engines.stop()
+            REGISTRY.undo(patches)
+
+    def settings(self, policies: dict[str, Policy], cap: int | None, uncapped: Sequence[str] = ()) -> Settings:
+        """``cap``: bytes of everything on the device, or None."""
+        found = {}
+        for name, policy in policies.items():
+            around = contextlib.nullcontext if cap is None or name in uncapped else lambda: self._capped(cap)
+            found[name] = Variant(policy.plan, policy.full, policy.modules, around, policy.peer)
+        return Settings(self.model, self.backend, found, self.layers)
+
+    @contextlib.contextmanager
+    def _capped(self, nbytes: int) -> Iterator[None]:
+        gc.collect()
+        self.backend.limit_memory(nbytes)
+        try:
+            yield
+        finally:
+            self.backend.limit_memory(self.whole)
+
+    def peak(self, setting: Settings, name: str) -> int | None:
+        """The most bytes on the device during a step; None if they did not suffice."""
+        gc.collect()
+        try:
+            with setting(name):
+                self.backend.synchronize()
+                self.backend.reset_peak()
+                self.step()
+                self.backend.synchronize()
+                return self.backend.peak()
+        except (RuntimeError, MemoryError) as error:
+            if not self.backend.is_out_of_memory(error):
+                raise
+        self._let_go()
+        return None
+
+    def _let_go(self) -> None:
+        """After a step that failed: Megatron's layers still hold what their selective recompute had begun."""
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+        for module in self.model.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, CheckpointWithoutOutput):
+                    setattr(module, name, None)
+        gc.collect()
+
+    def allocator(self) -> dict[str, int]:
+        """Figures of an accelerator's caching allocator about the last step measured by `peak`."""
+        if self.backend.type == "cpu":
+            return {}
+        figures = torch.get_device_module(self.backend.type).memory_stats()
+        names = {"reserved_bytes_at_peak": "reserved_bytes.all.peak", "allocation_retries": "num_alloc_retries"}
+        return {name: figures.get(key, 0) for name, key in names.items()}
+
+    def losses(self, setting: Settings, name: str, steps: int) -> list[float]:
+        """The losses of the first steps of a training by plain gradient descent, and a sum over the last gradients; the
+        parameters are put back."""
+        found = []
+        try:
+            for _ in range(steps):
+                with setting(name):
+                    found += self.step()
+                with torch.no_grad():
+                    for parameter in self.model.parameters():
+                        parameter.add_(parameter.grad, alpha=-RATE)
+            return [*found, sum(parameter.grad.double().sum().item() for parameter in self.model.parameters())]
+        finally:
+            for parameter, saved in zip(self.model.parameters(), self._saved, strict=True):
+                _bytes(parameter).copy_(saved)
+
+    def times(self, setting: Settings, names: Sequence[str], base: str, rounds: int, clock) -> dict[str, dict]:
+        seconds = interleaved(names, setting, self.step, rounds, self.backend.synchronize, clock)
+        return summary(seconds, base)
+
+
+def _bytes(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().view(-1).view(torch.uint8)
+
+
+def _on_host(backend: Backend, parameter: torch.Tensor) -> torch.Tensor:
+    return backend.host_empty(parameter.numel() * parameter.element_size()).copy_(_bytes(parameter))

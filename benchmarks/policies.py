@@ -1,0 +1,86 @@
+"""The ways to live within a memory limit that are compared with each other, and what the planner predicts of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_mem.adaptive import InfeasibleError, Plan, Problem, Search, Simulated, StagePlan, simulate
+from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.layout import KEEP, NOTHING, RECOMPUTE
+from mindspeed_mem.adaptive.plan_file import memory_config
+from mindspeed_mem.adaptive.problem import LayerClass
+
+KEEP_ALL, FULL = "keep all, no cap", "Megatron full recompute"
+RECOMPUTE_ONLY, ADAPTIVE = "recompute only, planned", "adaptive plan"
+MODULES = (("core_attn",), ("layernorm",), ("mlp",), ("core_attn", "layernorm"), ("core_attn", "layernorm", "mlp"))
+_PATHS = {
+    "core_attn": ("self_attention.core_attention",),
+    "layernorm": ("input_layernorm", "pre_mlp_layernorm"),
+    "mlp": ("mlp",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """One way; with none of the first three it keeps everything."""
+
+    plan: dict[str, Any] | None = None
+    """A memory configuration of the pack."""
+    full: int = 0
+    """Megatron's full recompute of so many layers (method block)."""
+    modules: tuple[str, ...] = ()
+    """Megatron's selective recompute of these modules."""
+    predicted: Simulated
+
+    @property
+    def peer(self) -> bool:
+        return self.plan is None
+
+
+def by_hand(problem: Problem) -> dict[str, Policy]:
+    """Keeping everything, and what Megatron has: all counts of layers, and modules in all layers."""
+    layers = problem.num_layers
+    found = {KEEP_ALL: Policy(predicted=keep_all(problem))}
+    found[FULL] = Policy(full=layers, predicted=full_recompute(problem))
+    for count in range(layers - 1, 0, -1):
+        name = f"Megatron block recompute, {count} of {layers}"
+        found[name] = Policy(full=count, predicted=full_recompute(problem, count))
+    for modules in MODULES:
+        name = "Megatron selective: " + " ".join(modules)
+        found[name] = Policy(modules=modules, predicted=selective(problem, modules))
+    return found
+
+
+def planned(problem: Problem, limit: int, swap: bool = True) -> Policy | InfeasibleError:
+    """The planner's best within ``limit`` bytes, or why there is none."""
+    try:
+        found = Search(problem, swap=swap).best(limit)
+    except InfeasibleError as error:
+        return error
+    return Policy(plan=memory_config(problem, found.plan), predicted=found.simulated)
+
+
+def selective(problem: Problem, modules: tuple[str, ...]) -> Simulated:
+    """Recompute of these modules in all layers, as the pack would do it: without the last matrix product of an MLP,
+    which Megatron repeats."""
+    paths = [path for module in modules for path in _PATHS[module]]
+    stages = []
+    for stage in problem.stages:
+        chunks = []
+        for chunk in stage.chunks:
+            kinds = [problem.class_of[name] for name in chunk.layers]
+            chunks.append(tuple(_letters(kind, paths, first=not place) for place, kind in enumerate(kinds)))
+        stages.append(StagePlan(chunks=tuple(chunks)))
+    return simulate(problem, Plan(stages=tuple(stages)))
+
+
+def _letters(kind: LayerClass, paths: list[str], first: bool) -> str:
+    text = ""
+    for group in kind.groups:
+        inside = all(any(f"{name}.".startswith(f"{path}.") for path in paths) for name in group.operators)
+        if group.from_previous:
+            text += NOTHING if first else KEEP
+        else:
+            text += RECOMPUTE if inside and group.recompute_seconds is not None else KEEP
+    return text
