@@ -82,7 +82,7 @@ class Profiler:
         if self._census is None:
             engine.start_census()
         elif self._memory is None:
-            engine.note_peak()
+            engine.tightness.note_peak()
             gc.collect()  # garbage is not there all the time
             self._cutting = Temporaries(self._backend)
         self._now = engine.stopwatch = Stopwatch(
@@ -131,7 +131,7 @@ class Profiler:
         """Take everything off the engine that a call needs; returns its census."""
         engine = self._engine
         if self._cutting is not None:
-            engine.note_peak(self._cutting.peak)
+            engine.tightness.note_peak(self._cutting.peak)
         self._now = self._cutting = engine.stopwatch = None
         engine.mover.copying = contextlib.nullcontext
         return engine.stop_census()

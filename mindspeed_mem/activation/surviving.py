@@ -24,6 +24,7 @@ from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.order import BACKWARD
 from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, LOADED, Handle, Record, movable, native
 from mindspeed_mem.activation.saved import storage_mark
+from mindspeed_mem.activation.tightness import Tightness
 from mindspeed_mem.device import delegating
 from mindspeed_mem.device.op_guard import OpGuard
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 100  # at least this part of the device's memory is freed at a time: each lack costs an attempt
-_UNKNOWN = 3  # steps of which nobody can tell yet whether memory becomes tight in them
-_TIGHT = 0.1  # of the device's memory: with less left at the peak, the next step may lack some
 _NAMED = 5  # operators in a message
 
 
@@ -61,11 +60,17 @@ class SurvivingEngine(Engine):
         self._all_records = True
         _ask_before_failing(backend)
         self._guarding = False
-        self._steps = self._highest = self.guarded_steps = 0
+        self.tightness = Tightness(backend)
+        self.guarded_steps = 0
 
     def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
         super().resolve(gather, partners)
         self._covered, self._idle = None, False
+        self.tightness.varies = any("experts" in path.split(".") for _, path in self._modules)
+
+    def adopt(self, *args: Any, **kwargs: Any) -> None:
+        super().adopt(*args, **kwargs)
+        self.tightness.forget()
 
     # ---- when it is profiled
     def start_census(self) -> None:
@@ -77,10 +82,6 @@ class SurvivingEngine(Engine):
         census, self.census, self._counting = self.census, None, False
         return census
 
-    def note_peak(self, nbytes: int | None = None) -> None:
-        """Device memory has been at this peak (None: at the backend's, which somebody is about to reset)."""
-        self._highest = max(self._highest, (self.backend.peak() if nbytes is None else nbytes) or 0)
-
     # ---- when memory runs out
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -88,23 +89,15 @@ class SurvivingEngine(Engine):
         if self._guarding:  # by somebody further out
             yield
             return
-        guard = self.guard if self._may_lack() else contextlib.nullcontext()
-        self._guarding, self._steps = True, self._steps + 1
+        guard = self.guard if self.tightness.begins() or self.everything else contextlib.nullcontext()
+        self._guarding, before = True, self.guard.retries
         self.guarded_steps += guard is self.guard
         try:
             with guard:
                 yield
         finally:
             self._guarding = False
-            self.note_peak()  # who trains may reset the backend's
-
-    def _may_lack(self) -> bool:
-        if self.guard.retries or self.everything:
-            return True
-        limit, room = self.backend.limit(), self.backend.room()
-        if limit is None or room is None:
-            return False
-        return self._steps < _UNKNOWN or room - (self._highest - self.backend.allocated()) < _TIGHT * limit
+            self.tightness.ends(self.guard.retries > before)
 
     def _make_room(self, nbytes: int, pinned: set[int]) -> int | None:
         limit = self.backend.limit()

@@ -17,7 +17,7 @@ CODE = """
     mem.configure(parser.parse_args(["--device", "cpu", "--survive-oom", "--swap-host-memory-gib", "1"]))
     first = engine.current()
     found = [type(first).__name__, first.mover.slabs.limit_bytes, ours(), train(2) == plain, REGISTRY.verify_once()]
-    first.guard.retries = 1  # as after a first lack of memory
+    first.tightness.ends(lacked=True)  # as after a first lack of memory
     found += [train(2) == plain, first.guarded_steps]
     mem.configure({"device": "cpu", "survive_oom": True, "swap_host_memory_gib": 1})
     found.append(engine.current() is first)

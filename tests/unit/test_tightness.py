@@ -1,0 +1,77 @@
+"""Steps are guarded while memory may run out in them, and no longer than that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_mem.activation.tightness import Tightness
+from mindspeed_mem.device.cpu import CpuBackend
+from mindspeed_mem.device.ledger import Ledger
+
+LIMIT = 1000 * 2**10
+
+
+@pytest.fixture
+def device():
+    backend = CpuBackend()
+    ledger = Ledger()
+    ledger.limit = LIMIT
+    backend.attach_ledger(ledger)
+    return backend
+
+
+def step(tightness, device, share, lacked=False):
+    """A part of a step that takes this share of the memory; whether it was to be guarded."""
+    guarded = tightness.begins()
+    with device.ledger.watch():
+        torch.empty(int(share * LIMIT), dtype=torch.uint8)
+    tightness.ends(lacked)
+    return guarded
+
+
+def test_the_first_steps_are_guarded_and_ample_ones_after_them_are_not(device):
+    tightness = Tightness(device)
+    assert [step(tightness, device, 0.5) for _ in range(6)] == [True, True, True, False, False, False]
+
+
+def test_tight_steps_are_guarded_until_enough_of_them_went_well(device):
+    tightness = Tightness(device)
+    found = [step(tightness, device, 0.95) for _ in range(30)]
+    assert found[:20] == [True] * 20 and not any(found[20:])
+    assert not step(tightness, device, 0.99)  # it could not be known
+    assert step(tightness, device, 0.95)
+
+
+def test_after_a_lack_all_are_guarded_for_a_while(device):
+    tightness = Tightness(device)
+    for _ in range(4):
+        step(tightness, device, 0.5)
+    assert not step(tightness, device, 0.5, lacked=True)
+    assert all(step(tightness, device, 0.5) for _ in range(20))
+    assert not step(tightness, device, 0.5)
+
+
+def test_what_varies_is_guarded_as_long_as_it_is_tight(device):
+    tightness = Tightness(device)
+    tightness.varies = True
+    assert all(step(tightness, device, 0.95) for _ in range(40))
+    roomy = Tightness(device)
+    roomy.varies = True
+    device.reset_peak()
+    assert not any([step(roomy, device, 0.5) for _ in range(10)][3:])
+
+
+def test_another_plan_starts_afresh(device):
+    tightness = Tightness(device)
+    for _ in range(5):
+        step(tightness, device, 0.97, lacked=True)
+    tightness.forget()
+    assert [step(tightness, device, 0.5) for _ in range(5)] == [True, True, True, False, False]
+
+
+def test_without_figures_only_a_lack_tells():
+    tightness = Tightness(CpuBackend())
+    assert not tightness.begins()
+    tightness.ends(lacked=True)
+    assert tightness.begins()
