@@ -12,15 +12,13 @@ rank 0 plans. A call is one training step's forwards and backwards on Megatron's
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.profiler import Profiler, link_profile
 from mindspeed_mem.adaptive import kept_plan, measured, trace
-from mindspeed_mem.adaptive.correction import Measured
+from mindspeed_mem.adaptive.call_meter import CallMeter
 from mindspeed_mem.adaptive.planner import Decision, Planner
 from mindspeed_mem.adaptive.problem import Pipeline
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config
@@ -75,9 +73,8 @@ class Adaptation:
         self._ranks: Ranks | None = None
         self._facts: dict[str, Any] = {}
         self._calls = 0  # in this state
-        self._measured: list[Measured] = []
-        self._started = self._evicted = self._stalled = 0
-        self._again = 0
+        self._meter = CallMeter(engine)
+        self._evicted = self._again = 0
 
     # ---- a training call
     def begin(self, call: Call, ranks: Ranks, facts: Callable[[], dict[str, Any]]) -> None:
@@ -94,14 +91,14 @@ class Adaptation:
         if self.state == PROFILE:
             self.engine.profiler.begin_call()
         elif self.state == TRY:
-            self._begin_measuring()
+            self._meter.begin()
 
     def end(self, completed: bool) -> None:
         """It has ended; not ``completed``: by an exception."""
         if self.state == PROFILE:
             self.engine.profiler.end_call(completed)
         elif self.state == TRY and completed and self._calls > 1:
-            self._measured.append(self._end_measuring())
+            self._meter.end(self._ranks.stage)
 
     def report(self) -> list[str]:
         """For the end of the run, on rank 0."""
@@ -160,7 +157,7 @@ class Adaptation:
     def _try(self) -> None:
         if self._calls < _CALLS_EACH:
             return
-        everyone = self._ranks.gather(self._mean_measured())
+        everyone = self._ranks.gather(self._meter.measured())
         seen = [one for one in everyone if one is not None]
         if len(seen) < len(everyone):  # a call failed somewhere and was caught: measure again
             self._go(TRY)
@@ -277,7 +274,8 @@ class Adaptation:
         return {key: value for key, value in self.engine.backend.describe().items() if value is not None}
 
     def _go(self, state: str) -> None:
-        self.state, self._calls, self._measured = state, 0, []
+        self.state, self._calls = state, 0
+        self._meter.clear()
 
     def _say(self, text: str) -> None:
         if self._ranks.rank == 0:
@@ -286,32 +284,3 @@ class Adaptation:
     def _tell(self, text: str) -> None:
         if self._ranks.rank == 0:
             logger.info(text)
-
-    # ---- what a call takes
-    def _begin_measuring(self) -> None:
-        backend = self.engine.backend
-        backend.synchronize()
-        backend.reset_peak()
-        LEDGER.reset_peak()
-        self._evicted, self._stalled = self.engine.mover.evicted_bytes, backend.stall_seconds()
-        self._started = time.perf_counter()
-
-    def _end_measuring(self) -> Measured:
-        backend = self.engine.backend
-        backend.synchronize()
-        seconds, peak = time.perf_counter() - self._started, backend.peak()
-        return Measured(
-            stage=self._ranks.stage,
-            seconds=seconds,
-            peak=LEDGER.held.peak if peak is None else peak,
-            stall=backend.stall_seconds() - self._stalled,
-            evicted=self.engine.mover.evicted_bytes - self._evicted,
-        )
-
-    def _mean_measured(self) -> Measured | None:
-        """Of the calls measured: the shortest times (what delays a call is not the plan), the largest bytes."""
-        if not self._measured:
-            return None
-        seconds, stalls = (min(getattr(one, name) for one in self._measured) for name in ("seconds", "stall"))
-        peak, evicted = (max(getattr(one, name) for one in self._measured) for name in ("peak", "evicted"))
-        return Measured(self._ranks.stage, seconds, peak, stalls, evicted)
