@@ -166,8 +166,6 @@ class Adaptation:
         self._follow(lambda: self.planner.judge(seen))
 
     def _watch(self) -> None:
-        if not self._calls:
-            self._evicted = self.engine.mover.evicted_bytes
         if self._calls % _WATCHED or not self._calls:
             return
         grown = self.engine.mover.evicted_bytes - self._evicted
@@ -275,6 +273,7 @@ class Adaptation:
 
     def _go(self, state: str) -> None:
         self.state, self._calls = state, 0
+        self._evicted = self.engine.mover.evicted_bytes
         self._meter.clear()
 
     def _say(self, text: str) -> None:

@@ -11,6 +11,8 @@ from mindspeed_mem.adaptive.simulation import Simulated
 
 CLOSE = 0.05
 """Times that differ by less than this share are taken as equal: single steps differ as much."""
+_SLOWEST = 0.1
+"""Of a link's speed: what it is taken for at least after one correction."""
 _LEAST = 0.02
 """Of the limit: what a stage had too little at least, where activations had to leave in an emergency."""
 
@@ -38,7 +40,8 @@ def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measure
     """The problem for which the plan simulated as ``simulated`` would have been predicted as it was ``measured``.
 
     Temporaries take up whatever the peaks are off. Where computation waited for copies longer than predicted, the link
-    is slower; otherwise everything is as much slower or faster as the call was.
+    is slower; so it is, where copies block, if the call took longer at all: a copy also costs the host its time.
+    Otherwise everything is as much slower or faster as the call was.
     """
     stages = tuple(_stage(problem, simulated, number, measured) for number in range(len(problem.stages)))
     problem = dataclasses.replace(problem, stages=stages)
@@ -47,8 +50,13 @@ def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measure
         return problem
     link = problem.link
     waited = max(one.stall - simulated.stalls[one.stage] for one in measured)
-    if not link.blocking and waited > (seconds - predicted) / 2 > 0:
+    copies = max(simulated.stalls)
+    slower = 1.0
+    if link.blocking and copies and seconds > predicted:
+        slower = max(_SLOWEST, copies / (copies + seconds - predicted))
+    elif waited > (seconds - predicted) / 2 > 0:
         slower = max(0.5, predicted / seconds)
+    if slower < 1:
         return dataclasses.replace(problem, link=_scaled(link, slower, "out", "back", "out_alone", "back_alone"))
     ratio = seconds / predicted
     if link.blocking:

@@ -115,6 +115,22 @@ def test_a_slow_link_is_told_from_slow_computation(problem):
     assert corrected(problem, found.simulated, near) == problem
 
 
+def test_where_copies_block_a_plan_that_swaps_and_took_longer_makes_swapping_dear(problem):
+    link = dataclasses.replace(problem.link, blocking=True, out=40.0, back=40.0)
+    problem = dataclasses.replace(problem, link=link)
+    found = Search(problem).best()
+    assert max(found.simulated.stalls) > 0  # it swaps
+    after = corrected(problem, found.simulated, measured(problem, found, seconds=1.2))
+    again = simulate(after, found.plan)
+    predicted = passes_seconds(problem, found.simulated)
+    assert after.link.out < link.out and after.classes == problem.classes
+    assert predicted < passes_seconds(after, again) <= predicted * 1.25
+    assert max(Search(after).best().simulated.stalls) < max(again.stalls)
+    # What took less time than predicted says nothing about copies alone.
+    faster = corrected(problem, found.simulated, measured(problem, found, seconds=0.8))
+    assert faster.classes != problem.classes
+
+
 def test_where_nothing_fits_the_smallest_plan_runs_and_the_reason_is_told(problem):
     tight = dataclasses.replace(problem, device_limit=1)
     decision = Planner(tight).start()
