@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_mem.options import Feature, Option, at_least_one, by_pattern, gib, layer_list, source, whole_numbers
+from mindspeed_mem.options import (
+    Feature,
+    Option,
+    at_least_one,
+    by_pattern,
+    gib,
+    layer_list,
+    new_file,
+    source,
+    whole_numbers,
+)
 from mindspeed_mem.schedule import settings as schedule
 from mindspeed_mem.schedule.stages import describes
 
@@ -213,6 +223,7 @@ FEATURES = (
     ),
     Feature(
         flag="--adaptive-plan-file",
+        read=new_file,
         metavar="FILE",
         help="where the plan of --adaptive-memory-optimization is kept, to be used again by the same job, to be read "
         "and edited as a --memory-config (default: it is not kept)",

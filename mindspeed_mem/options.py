@@ -10,6 +10,7 @@ import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -134,6 +135,19 @@ def source(value: Any) -> Any:
     if not isinstance(value, str | os.PathLike | Mapping):
         raise ValueError("a file name, or a mapping with what such a file contains")
     return value
+
+
+def new_file(value: Any) -> Path:
+    """A file that can be written, or made in a folder that there is or can be."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError("the name of a file")
+    path = Path(value)
+    if path.is_dir() or not path.name:
+        raise ValueError("a file, which this is not: it is a folder")
+    folder = next(one for one in path.absolute().parents if one.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise ValueError(f"a file that can be written; {path if path.exists() else folder} cannot")
+    return path
 
 
 def layer_list(value: Any) -> Any:

@@ -15,12 +15,12 @@ from importlib.metadata import version
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem import __version__
+from mindspeed_mem import __version__, features
 from mindspeed_mem.activation import calls, regions
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.adaptive.adaptation import Call, Ranks
 from mindspeed_mem.adaptive.engine import AdaptiveEngine
-from mindspeed_mem.patching import around
+from mindspeed_mem.patching import REGISTRY, around
 from mindspeed_mem.schedule import settings
 
 
@@ -34,6 +34,8 @@ def _schedule(original, **kwargs):
     cap = settings.current().max_inflight
     sizes = (kwargs["seq_length"], kwargs["micro_batch_size"], kwargs["num_microbatches"])
     call = Call(stages, chunks, group, cap, *sizes)
+    if found := features.conflicts(_config(models), ["--adaptive-memory-optimization"]):
+        raise features.FeatureError(found)  # what a script's own config says, before anything was sent
     calls.agree(engine, models)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     ranks = Ranks(rank, stage, calls.gather, calls.to_first, calls.partners())
@@ -51,15 +53,19 @@ for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_witho
     around("megatron.core.pipeline_parallel.schedules:forward_backward_" + _name)(_schedule)
 
 
+def _config(models):
+    return sys.modules["megatron.core.utils"].get_model_config(models[0])
+
+
 def _facts(engine, models, call):
-    """What a plan depends on, as plain values with names."""
-    state = sys.modules["megatron.core.parallel_state"]
-    config = sys.modules["megatron.core.utils"].get_model_config(models[0])
-    values = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
-    plain = {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
-    layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
+    """What a plan depends on, as plain values with names. Collective: stages have layers and sizes of their own."""
+    state, config = sys.modules["megatron.core.parallel_state"], _config(models)
     getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "data_parallel")
+    layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
+    parameters = [(str(one.dtype), one.numel(), one.requires_grad) for model in models for one in model.parameters()]
     limits = {"device_limit": engine.backend.limit(), "host_limit": engine.mover.slabs.limit_bytes}
+    mine = _digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
+    patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status == "applied"})
     device = engine.backend.describe()
     return {
         **call._asdict(),
@@ -70,11 +76,19 @@ def _facts(engine, models, call):
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "dtype": str(config.params_dtype),
-        "model": _digest(plain, layers),
+        "model": _digest(_plain(config)),
+        "stages_and_sizes": _digest(calls.gather(mine)),
+        "patches": _digest(patches),
         "torch": torch.__version__,
         "megatron_core": version("megatron-core"),
         "mindspeed_mem": __version__,
     }
+
+
+def _plain(config):
+    """The fields of a dataclass that have plain values."""
+    values = {} if config is None else {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    return {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
 
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None), torch.dtype)

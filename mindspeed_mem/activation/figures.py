@@ -8,6 +8,7 @@ from mindspeed_mem.activation.ledger import LEDGER
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.engine import Engine
+    from mindspeed_mem.plan.config import SwapConfig
 
 
 def figures(engine: Engine) -> dict[str, Any]:
@@ -39,6 +40,12 @@ def figures(engine: Engine) -> dict[str, Any]:
             for (layer, op), n in sorted(engine.mover.dropped.items())
         ],
         "pinned": engine.pinned.rows(),
-        "swaps": engine.config.swap.swap,
+        "swaps": _swaps(engine.config.swap),
         "recomputes": engine.recomputes,
     }
+
+
+def _swaps(config: SwapConfig) -> bool:
+    """Whether it names anything, or leaves that to the default policy."""
+    entries = config.layer_swap, config.op_swap
+    return config.swap and (entries == (None, None) or any(entries))

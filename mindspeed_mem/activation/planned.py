@@ -70,7 +70,7 @@ class PlannedRegions(RecomputedRegions):
             )
         for line in self.plan.log_lines() if self._tells else ():
             logger.info(line)
-        for notice in self.plan.notices:
+        for notice in self.plan.notices if self._tells else ():
             logger.warning(notice)
 
     def adopt(
@@ -82,7 +82,8 @@ class PlannedRegions(RecomputedRegions):
     ) -> None:
         """Execute another configuration from the next training step on. Collective, between two steps.
 
-        ``tell``: log what the plan does. Raises MemoryConfigError on all ranks and keeps no plan then.
+        ``tell``: log what the plan does, and what in it has no effect. Raises MemoryConfigError, on all ranks; there is
+        no plan then.
         """
         self.config, self.plan, self.agreed, self._tells = config, None, False, tell
         self.forget_runs()

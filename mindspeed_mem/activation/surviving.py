@@ -68,9 +68,9 @@ class SurvivingEngine(Engine):
         self._covered, self._idle = None, False
         self.tightness.varies = any("experts" in path.split(".") for _, path in self._modules)
 
-    def adopt(self, *args: Any, **kwargs: Any) -> None:
-        super().adopt(*args, **kwargs)
-        self.tightness.forget()
+    def adopt(self, config: MemoryConfig, *args: Any, **kwargs: Any) -> None:
+        super().adopt(config, *args, **kwargs)
+        self.tightness.forget(planned=config.swap.swap)
 
     # ---- when it is profiled
     def start_census(self) -> None:

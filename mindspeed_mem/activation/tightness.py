@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 _UNKNOWN = 3  # parts of steps of which nobody can tell yet whether memory becomes tight in them
 _TIGHT = 0.1  # of the device's memory: with less left at the peak, the next step may lack some
 _CALM = 20  # parts of steps in a row without a lack, after which the next are taken to be like them
+_CALM_PLANNED = 4  # the same under a plan made for this memory
 _ALMOST = 0.015  # of the device's memory: what has to be left at the peak even then
 
 
@@ -25,10 +26,12 @@ class Tightness:
         self.varies = False
         self._parts = self._calm = self._highest = 0
         self._lacked = False
+        self._calm_after = _CALM
 
-    def forget(self) -> None:
-        """Steps from now on are of another kind."""
+    def forget(self, planned: bool = False) -> None:
+        """Steps from now on are of another kind; ``planned``: they should fit."""
         self._backend.reset_peak()
+        self._calm_after = _CALM_PLANNED if planned else _CALM
         self._parts = self._calm = self._highest = 0
         self._lacked = False
 
@@ -43,7 +46,7 @@ class Tightness:
         if limit is None or room is None:
             return self._lacked
         left = room - (self._highest - self._backend.allocated())
-        if self._calm >= _CALM and not self.varies:
+        if self._calm >= self._calm_after and not self.varies:
             return left < _ALMOST * limit
         return self._lacked or self._parts <= _UNKNOWN or left < _TIGHT * limit
 

@@ -20,7 +20,7 @@ from mindspeed_mem.activation.profiler import Profiler, link_profile
 from mindspeed_mem.adaptive import kept_plan, measured, trace
 from mindspeed_mem.adaptive.call_meter import CallMeter
 from mindspeed_mem.adaptive.planner import Decision, Planner
-from mindspeed_mem.adaptive.problem import Pipeline
+from mindspeed_mem.adaptive.problem import Pipeline, Problem
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 SURVIVE, PROFILE, TRY, SETTLED, OFF = "survive", "profile", "try", "settled", "off"
 _CALLS_EACH = 3  # of a plan that is tried
 _WATCHED = 10
-_AGAIN = 3  # times to plan again, or to profile other shapes, before it is left to eviction
+_AGAIN = 3  # times to plan again after evictions, or to profile other shapes, before it is left to eviction
 _RESERVE = 0.02  # of the limit, not planned with
 
 
@@ -74,7 +74,9 @@ class Adaptation:
         self._facts: dict[str, Any] = {}
         self._calls = 0  # in this state
         self._meter = CallMeter(engine)
-        self._evicted = self._again = 0
+        self._evicted = self._overruns = self._reshaped = 0
+        self._config: dict[str, Any] | None = None  # in force
+        self._settled: dict[Call, dict[str, Any] | None] = {}
 
     # ---- a training call
     def begin(self, call: Call, ranks: Ranks, facts: Callable[[], dict[str, Any]]) -> None:
@@ -147,8 +149,10 @@ class Adaptation:
         self._plan()
 
     def _plan(self) -> None:
+        limit = min(self._ranks.gather(self._limit()))
+
         def start() -> Decision:
-            self.planner = Planner(self._problem())
+            self.planner = Planner(self._problem(limit))
             return self.planner.start()
 
         self._go(TRY)
@@ -173,9 +177,9 @@ class Adaptation:
         everyone = self._ranks.gather((self._ranks.stage, grown // _WATCHED))
         if not any(grown for _, grown in everyone):
             return
-        self._again += 1
-        if self._again > _AGAIN:
-            self._stop("memory keeps running out under every plan: it is left to eviction from now on")
+        self._overruns += 1
+        if self._overruns > _AGAIN:
+            self._stop("memory keeps running out under every plan")
             return
         self._say("activations had to be evicted beyond the plan: planning again")
         if not self.profiled:  # the plan came from a file
@@ -187,17 +191,23 @@ class Adaptation:
     def _changed(self, call: Call, facts: Callable[[], dict[str, Any]]) -> None:
         """Other shapes need another profile, another number of micro-batches only another plan."""
         same_shapes = call._replace(micro_batches=0) == self.call._replace(micro_batches=0)
-        if self.state in (OFF, SURVIVE) or (same_shapes and self.state == PROFILE):
-            self.call = call
+        self.call = call
+        if self.state == OFF:
             return
-        self._again += 1
-        if self._again > _AGAIN:
-            self._stop("shapes keep changing: the plan in force is kept, and eviction does the rest")
+        self._facts = facts()
+        if call in self._settled:
+            if self._adopt(self._settled[call]):
+                self._go(SETTLED)
             return
-        self.call, self._facts = call, facts()
+        if self.state == SURVIVE or (same_shapes and self.state == PROFILE):
+            return
         if same_shapes and self.profiled:
             self._say(f"{call.micro_batches} micro-batches from now on: planning again")
             self._plan()
+            return
+        self._reshaped += 1
+        if self._reshaped > _AGAIN:
+            self._stop("shapes keep changing")
             return
         self._say(f"sequences of {call.seq_length}, micro-batches of {call.micro_batch_size}: profiling again")
         self._profile_again()
@@ -217,17 +227,18 @@ class Adaptation:
         if self._ranks.rank == 0:
             try:
                 decision = decide()
-            except Exception:  # whatever it is, the others wait for a decision
-                logger.exception("planning failed")
+            except Exception as error:  # whatever it is, the others wait for a decision
+                logger.error("planning failed: %s", error, exc_info=not isinstance(error, ValueError))
             for line in decision.lines if decision is not None else ():
                 logger.info(line)
         decision = self._ranks.gather(decision)[0]
         if decision is None:
-            self._stop("planning failed: eviction does it all")
+            self._stop("planning failed")
             return
         if decision.config is not None and not self._adopt(decision.config):
             return
         if decision.settled:
+            self._settled[self.call] = self._config
             self._go(SETTLED)
             self._keep()
 
@@ -235,15 +246,18 @@ class Adaptation:
         """Put it into force on all ranks; False where it turned out not to fit this model."""
         try:
             self.engine.adopt(load_memory_config(config), self._ranks.gather, self._ranks.partners, tell=False)
-            return True
         except MemoryConfigError as error:  # on all ranks alike
             self.engine.adopt(load_memory_config(None), self._ranks.gather, self._ranks.partners, tell=False)
+            self._config = None
             self._stop(f"the plan cannot be executed: {error}")
             return False
+        self._config = config
+        return True
 
     def _stop(self, why: str) -> None:
-        """Go on as --survive-oom does."""
-        self._say(f"--adaptive-memory-optimization plans no more: {why}")
+        """Go on as --survive-oom does, with the plan that is in force."""
+        kept = "nothing is planned" if self._config is None else "the plan in force is kept"
+        self._say(f"--adaptive-memory-optimization plans no more: {why}; {kept}, and eviction does the rest")
         self.state = OFF
 
     def _keep(self) -> None:
@@ -252,20 +266,23 @@ class Adaptation:
             return
         kept = self.planner.kept
         profile = trace.Profile(problem=self.planner.problem, shapes=self.call._asdict(), machine=self._machine())
-        beside = self.target.with_suffix(".profile.json")
         try:
+            beside = self.target.with_suffix(".profile.json")
             kept_plan.write(self.target, kept.config, self._facts, kept.lines())
             trace.write(profile, beside)
             logger.info("the plan is kept in %s, the profile in %s", self.target, beside)
-        except OSError as error:
+        except Exception as error:  # no reason to end a training
             logger.warning("the plan cannot be kept in %s: %s", self.target, error)
 
-    def _problem(self):
-        call, backend = self.call, self.engine.backend
+    def _limit(self) -> int:
+        """What a plan may take of this rank's memory, in bytes."""
+        backend = self.engine.backend
+        room, limit = backend.room(), backend.limit()
+        return round((1 - _RESERVE) * (limit if room is None else min(limit, room + backend.allocated())))
+
+    def _problem(self, limit: int) -> Problem:
+        call = self.call
         line = Pipeline(micro_batches=call.micro_batches, group_size=call.group_size, cap=call.cap)
-        limit = round((1 - _RESERVE) * backend.limit())
-        if (room := backend.room()) is not None:
-            limit = min(limit, round((1 - _RESERVE) * (room + backend.allocated())))
         return measured.problem(self.profiles, line, limit, self.engine.mover.slabs.limit_bytes)
 
     def _machine(self) -> dict[str, Any]:

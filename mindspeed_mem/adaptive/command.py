@@ -48,7 +48,7 @@ def main(given: argparse.Namespace) -> int:
             model=dataclasses.asdict(request.shape),
             shapes=dataclasses.asdict(request.layout),
         )
-    limits = {"device_limit": request.device_bytes}
+    limits = {} if request.device_bytes is None else {"device_limit": request.device_bytes}
     if request.host_bytes is not None:
         limits["host_limit"] = request.host_bytes
     profile = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, **limits))

@@ -56,9 +56,11 @@ def read(source: str | os.PathLike[str], facts: Facts) -> tuple[dict[str, Any] |
     try:
         earlier = None if made_for is None else json.loads(made_for)
         config = yaml.safe_load(text)
-        load_memory_config(config)
-    except (ValueError, yaml.YAMLError, MemoryConfigError) as error:
+        load_memory_config(config, num_layers=facts.get("layers"))
+    except (ValueError, yaml.YAMLError, MemoryConfigError, RecursionError) as error:
         return None, f"the plan in {source} is not used: {error}"
+    if not isinstance(config, dict):
+        return None, f"the plan in {source} is not used: it holds none"
     if not isinstance(earlier, dict):
         return None, f"the plan in {source} is not used: it does not say what it was made for"
     now = json.loads(json.dumps(facts))

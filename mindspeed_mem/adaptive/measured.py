@@ -19,7 +19,7 @@ def problem(
     Of several ranks of one pipeline stage the slowest times and the most bytes count; what operators keep and read is
     taken from the one that keeps most. The link is the slowest that any rank measured. Limits are bytes of one rank.
 
-    Raises ValueError where a stage is missing.
+    Raises ValueError where a stage is missing, or has a part without layers.
     """
     numbers = sorted({rank.stage for rank in ranks})
     if not ranks or numbers != list(range(len(numbers))):
@@ -55,6 +55,8 @@ def _link(ranks: Sequence[RankProfile]) -> Link:
 
 def _chunk(view: ChunkView, classes: LayerClasses) -> Chunk:
     before, after = view.profile.before, view.profile.after
+    if not view.layers:
+        raise ValueError("a pipeline stage has a part without layers, which cannot be planned: give each at least one")
     return Chunk(
         layers=tuple(classes.name_of[layer] for layer in view.layers),
         first_layer=view.layers[0],

@@ -57,7 +57,7 @@ class Request:
     shape: Shape | None = None
     layout: Layout | None = None
     machine: Machine | None = None
-    device_bytes: int = 0
+    device_bytes: int | None = None
     host_bytes: int | None = None
     wrong: list[str] = field(default_factory=list)
 
@@ -72,7 +72,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     for name, choices in _CHOICES.items():
         model.add_argument(_flag(name), default=None, metavar="NAME", help=f"{', '.join(choices)} ({choices[0]})")
     machine = command.add_argument_group("the machine")
-    machine.add_argument("--device-memory-gib", required=True, metavar="GIB", help="memory that a rank may use")
+    what = "memory that a rank may use (with --trace: what it was made under)"
+    machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
     machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
     for name, (default, text) in _SPEEDS.items():
         machine.add_argument(_flag(name), metavar="X", help=f"{text} ({default:g})")
@@ -88,7 +89,7 @@ def read(given: argparse.Namespace) -> Request:
     request = Request()
     wrong = request.wrong
     device = number("--device-memory-gib", given.device_memory_gib, wrong)
-    request.device_bytes = round((device or 0) * GIB)
+    request.device_bytes = None if device is None else round(device * GIB)
     host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
     request.host_bytes = None if host is None else round(host * GIB)
     if given.trace is not None:
@@ -105,9 +106,12 @@ def read(given: argparse.Namespace) -> Request:
 
 def _shape(given: argparse.Namespace, request: Request) -> None:
     wrong = request.wrong
-    missing = [_flag(name) for name in _NEEDED if getattr(given, name) is None]
+    needed = (*_NEEDED, "device_memory_gib")
+    missing = [_flag(name) for name in needed if getattr(given, name) is None]
     if missing:
-        wrong.append(f"{', '.join(missing)}: missing; without --trace the model's shape is needed")
+        wrong.append(
+            f"{', '.join(missing)}: missing; without --trace the model's shape and the device's memory are needed"
+        )
     sizes = {name: whole(_flag(name), getattr(given, name), wrong) for name in _WHOLE}
     for name, choices in _CHOICES.items():
         if getattr(given, name) not in (None, *choices):

@@ -90,10 +90,12 @@ class Planner:
         """The settled plan no longer fits. ``evicted``: the stage of each rank, and the bytes that had to leave on it
         in one training call."""
         last = self.kept or self.tries[-1]
-        peaks = last.found.simulated.peaks
-        seconds = passes_seconds(last.problem, last.found.simulated)
-        seen = [Measured(stage, seconds, peaks[stage], last.found.simulated.stalls[stage], n) for stage, n in evicted]
-        self.problem = corrected(last.problem, last.found.simulated, seen)
+        if last.measured:
+            self.problem = corrected(last.problem, last.found.simulated, last.measured)
+        now = Search(self.problem).simulated(last.found.plan)
+        seconds = passes_seconds(self.problem, now)
+        seen = [Measured(stage, seconds, now.peaks[stage], now.stalls[stage], n) for stage, n in evicted]
+        self.problem = corrected(self.problem, now, seen)
         return self.start()
 
     def report(self, width: int = 100) -> list[str]:

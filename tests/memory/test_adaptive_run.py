@@ -89,6 +89,53 @@ def test_a_kept_plan_is_used_again_by_the_same_job_only(tmp_path):
     assert any("is not used: micro_batches was 2 and is 3" in line for line in third)
 
 
+def refused() -> str:
+    """What a model whose own config recomputes everything gets to hear."""
+    from tests.adaptive_runs import adapting
+    from tests.limited_runs import Training, counted
+
+    with counted() as memory, parallel(), adapting():
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        try:
+            Training(memory, "dense", layers=2, **recompute).step()
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_config_that_recomputes_is_refused_before_the_first_step():
+    [said] = on_ranks(1, refused)
+    assert "--adaptive-memory-optimization cannot be combined with --recompute-granularity" in said
+
+
+def other_jobs(plan_file: str) -> list[str]:
+    """What jobs that differ in one thing say of the first one's plan."""
+    from tests.adaptive_runs import adapting, room_for, told, until_settled
+    from tests.limited_runs import Training, counted
+
+    said = []
+    with counted() as memory, parallel():
+        room, _ = room_for(memory, "dense", 0.6, layers=3)
+        limit = memory.allocated + room
+        for number, (tied, micro_batches) in enumerate([(True, 2), (False, 2), (True, 2)]):
+            with adapting(Path(plan_file)) as engine, told() as lines:
+                mine = Training(memory, "dense", tied=tied, layers=3, micro_batches=micro_batches)
+                mine.total = limit
+                mine.step()
+                if not number:  # more micro-batches before anything is planned: that is what the plan is for
+                    mine.micro_batches = 4
+                    until_settled(engine, mine.step)
+                said.append(next((line for line in lines if "plan in" in line), ""))
+    return said
+
+
+def test_a_plan_is_kept_for_what_it_was_made_for(tmp_path):
+    [(first, untied, fewer)] = on_ranks(1, other_jobs, str(tmp_path / "plan.yaml"))
+    assert first == ""
+    assert "is not used: micro_batches was 4 and is 2, stages_and_sizes was" in untied
+    assert "is not used: micro_batches was 4 and is 2" in fewer and "stages_and_sizes" not in fewer
+
+
 def changes() -> tuple[list, list[str]]:
     """Evaluations, a failing step, another number of micro-batches and a lower limit on the way."""
     import torch

@@ -101,7 +101,8 @@ def test_virtual_stages_and_tensor_parallel_ranks_are_planned_for(plan):
             "--device-memory-gib -3 --link-gbps none --output no/such.yaml --picture plan.gif",
             [
                 "--device-memory-gib takes a number above 0, not '-3'",
-                "--num-layers, --global-batch-size: missing; without --trace the model's shape is needed",
+                "--num-layers, --global-batch-size: missing; without --trace the model's shape and the device's memory "
+                "are needed",
                 "--hidden-size takes a whole number of at least 1, not 'x'",
                 "--num-attention-heads takes a whole number of at least 1, not '0'",
                 "--normalization takes LayerNorm, RMSNorm, not 'L'",

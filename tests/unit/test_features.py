@@ -184,6 +184,15 @@ def test_each_barred_option_is_refused(flag, option):
     check({"device": "cpu", option.dest: value})
 
 
+def test_a_plan_file_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in (".", "/", str(tmp_path), str(tmp_path / "file" / "plan.yaml")):
+        asked = {"adaptive_memory_optimization": True, "adaptive_plan_file": name, "device": "cpu"}
+        (problem,) = problems_of(asked)
+        assert problem.startswith("--adaptive-plan-file: got") and "allowed: a file" in problem
+    check({**asked, "adaptive_plan_file": str(tmp_path / "new" / "plan.yaml")})
+
+
 def test_what_limits_the_adaptive_plan_needs_it():
     for name, value in {"adaptive_plan_file": "plan.yaml", "device_memory_gib": 1.5}.items():
         (problem,) = problems_of({"device": "cpu", name: value})

@@ -70,6 +70,15 @@ def test_another_plan_starts_afresh(device):
     assert [step(tightness, device, 0.5) for _ in range(5)] == [True, True, True, False, False]
 
 
+def test_a_plan_made_for_this_memory_is_trusted_sooner(device):
+    tightness = Tightness(device)
+    tightness.forget(planned=True)
+    found = [step(tightness, device, 0.97) for _ in range(8)]
+    assert found == [True] * 4 + [False] * 4
+    assert not step(tightness, device, 0.97, lacked=True)
+    assert step(tightness, device, 0.97)
+
+
 def test_without_figures_only_a_lack_tells():
     tightness = Tightness(CpuBackend())
     assert not tightness.begins()
