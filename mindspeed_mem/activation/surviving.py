@@ -25,7 +25,7 @@ from mindspeed_mem.activation.order import BACKWARD
 from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, LOADED, Handle, Record, movable, native
 from mindspeed_mem.activation.saved import storage_mark
 from mindspeed_mem.activation.tightness import Tightness
-from mindspeed_mem.device import delegating
+from mindspeed_mem.device import delegating, onednn
 from mindspeed_mem.device.op_guard import OpGuard
 
 if TYPE_CHECKING:
@@ -89,15 +89,18 @@ class SurvivingEngine(Engine):
         if self._guarding:  # by somebody further out
             yield
             return
-        guard = self.guard if self.tightness.begins() or self.everything else contextlib.nullcontext()
-        self._guarding, before = True, self.guard.retries
+        guard = self.guard if self.tightness.begins() or self.everything else self._unguarded()
+        self._guarding, before = True, self.guard.lacks
         self.guarded_steps += guard is self.guard
         try:
             with guard:
                 yield
         finally:
             self._guarding = False
-            self.tightness.ends(self.guard.retries > before)
+            self.tightness.ends(self.guard.lacks > before)
+
+    def _unguarded(self) -> contextlib.AbstractContextManager:
+        return onednn.noticed(getattr(self.backend, "ledger", None))
 
     def _make_room(self, nbytes: int, pinned: set[int]) -> int | None:
         limit = self.backend.limit()

@@ -5,7 +5,8 @@
         memory.limit = memory.allocated + 10 * 2**20
 
 It counts what torch's CPU allocator hands out from its installation on. Not counted: numpy's memory and mapped files
-(where host buffers of the CPU backend lie), `torch.UntypedStorage(n)`, and tensors from before.
+(where host buffers of the CPU backend lie), `torch.UntypedStorage(n)`, tensors from before, and what gloo's own threads
+allocate.
 """
 
 from __future__ import annotations

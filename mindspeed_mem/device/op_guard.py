@@ -12,6 +12,9 @@ Running again must not do anything twice:
 | overwrites its arguments (out=) | runs again, unless it reads them, too, or has to resize them |
 | works through lists of tensors (_foreach_add_, _fused_adam_) | is run tensor by tensor, so that each runs once |
 | collective, on distributed tensors, of an unknown library, or writes its arguments in another way | fails |
+
+A collective finds room made before it begins: nothing has been sent then, and the other ranks do not notice. On a CPU
+with limited memory, a oneDNN kernel that torch has replaced by another for lack of memory counts as out of memory.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from mindspeed_mem.device import collectives, onednn
 from mindspeed_mem.device.base import Backend
+from mindspeed_mem.device.limited_cpu import LimitedMemory
 
 _MOST_DOUBLINGS = 6
 # Whose operators only compute (also those of their namespaces' variants, such as flash_attn_3).
 _COMPUTE = ("aten", "prims", "flash_attn", "xformers", "npu")
-_COLLECTIVE = ("c10d", "_c10d_functional", "symm_mem")
 _COMMUNICATES = ("all_reduce", "all_gather", "all_to_all", "alltoall", "reduce_scatter", "distribute")
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 # They allocate all they need before they write anything; pointwise operators (which torch marks as such) do, too.
@@ -61,7 +65,7 @@ def rule_of(op: Any) -> Rule:
     if schema is None:
         return Rule.UNKNOWN
     name = schema.name.partition("::")[2]
-    if _of(op, _COLLECTIVE) or (not _of(op, ("aten", "prims")) and any(word in name for word in _COMMUNICATES)):
+    if _of(op, collectives.NAMESPACES) or (not _of(op, ("aten", "prims")) and any(word in name for word in _COMMUNICATES)):
         return Rule.COLLECTIVE
     if not _of(op, _COMPUTE):
         return Rule.UNKNOWN
@@ -108,6 +112,8 @@ class OpGuard(TorchDispatchMode):
         """How often an operator ran again."""
         self.rescued = 0
         """How many operators came through in the end."""
+        self.lacks = 0
+        """How often there was too little memory: inside an operator, or before a collective."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -120,12 +126,25 @@ class OpGuard(TorchDispatchMode):
             return op(*args, **kwargs)
         if _apart(op):
             return self._one_by_one(op, args, kwargs)
+        if rule_of(op) is Rule.COLLECTIVE:
+            self._room_before(op, args, kwargs)
         return self._run(op, args, kwargs)
+
+    def _room_before(self, op: Any, args: tuple, kwargs: dict) -> None:
+        wanted = collectives.scratch_bytes(op, args, kwargs, self._backend)
+        room = self._backend.room() if wanted else None
+        if room is not None and room < wanted:
+            self.lacks += 1
+            self._make_room(wanted - room, _storages(args, kwargs))
+
+    def _call(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        memory = getattr(self._backend, "ledger", None)
+        return onednn.call(op, args, kwargs, memory) if isinstance(memory, LimitedMemory) else op(*args, **kwargs)
 
     def _run(self, op: Any, args: tuple, kwargs: dict) -> Any:
         random = _states(self._backend, kwargs) if _random(op) else None
         try:
-            return op(*args, **kwargs)
+            return self._call(op, args, kwargs)
         except (RuntimeError, MemoryError) as error:
             if not self._backend.is_out_of_memory(error):
                 raise
@@ -135,9 +154,10 @@ class OpGuard(TorchDispatchMode):
 
     def _again(self, op: Any, args: tuple, kwargs: dict, random: Any, error: Exception) -> Any:
         wanted = self._backend.bytes_wanted(error)
-        why = _why_not(op, args, kwargs)
-        pinned = {storage for leaf in tree_iter((args, kwargs)) if (storage := _storage(leaf)) is not None}
+        why = _why_not(op, args, kwargs) or _computed(op, error)
+        pinned = _storages(args, kwargs)
         doublings = 0
+        self.lacks += 1
         while not why:
             # The frames of the attempt hold tensors. Free memory is in pieces: each time more is asked for.
             error = error.with_traceback(None)
@@ -151,11 +171,12 @@ class OpGuard(TorchDispatchMode):
             if random is not None:
                 _restore(self._backend, *random)
             try:
-                result = op(*args, **kwargs)
+                result = self._call(op, args, kwargs)
             except (RuntimeError, MemoryError) as again:
                 if not self._backend.is_out_of_memory(again):
                     raise
                 error, wanted = again, max(wanted, self._backend.bytes_wanted(again))
+                why = _computed(op, error)
             else:
                 self.rescued += 1
                 return result
@@ -209,6 +230,13 @@ def _why_not(op: Any, args: tuple, kwargs: dict) -> str:
     return rule.value
 
 
+def _computed(op: Any, error: Exception) -> str:
+    """Why `op` cannot run again if another kernel has computed it to the end; empty if it can."""
+    if not isinstance(error, onednn.FellBackError) or not op._schema.is_mutable or rule_of(op) is Rule.OVERWRITES:
+        return ""
+    return "has changed its arguments already"
+
+
 def _has_its_memory(leaf: Any) -> bool:
     """False for an output that has got its new size, but not the memory for it: run again, the operator would not
     notice and write beyond the end."""
@@ -218,6 +246,10 @@ def _has_its_memory(leaf: Any) -> bool:
         (size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)
     )
     return (last + 1) * leaf.element_size() <= leaf.untyped_storage().nbytes()
+
+
+def _storages(args: tuple, kwargs: dict) -> set[int]:
+    return {storage for leaf in tree_iter((args, kwargs)) if (storage := _storage(leaf)) is not None}
 
 
 def _storage(leaf: Any) -> int | None:

@@ -5,13 +5,23 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
 
+#include <pthread.h>
+
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 
 namespace {
 
 std::atomic<int64_t> allocated{0}, peak{0}, refused{0}, limit{-1};
-thread_local int on_host = 0;
+// What gloo's threads copy for a collective is the library's own, as NCCL's and HCCL's buffers are on a device. They
+// run beside the model: a refusal there could neither be foreseen nor repeated.
+bool of_gloo() {
+  char name[16] = "";
+  return pthread_getname_np(pthread_self(), name, sizeof name) == 0 && std::strncmp(name, "pt_gloo", 7) == 0;
+}
+
+thread_local int on_host = of_gloo() ? 1 : 0;
 c10::Allocator* before = nullptr;
 
 // In front of each block stand the bytes counted for it. A context of its own would be the obvious place, but oneDNN
