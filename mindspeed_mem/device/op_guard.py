@@ -3,16 +3,6 @@
 A dispatch mode sees every operator that torch runs, in forward, backward and optimizer alike, and the graph task takes
 it along to autograd's threads. It costs some microseconds per operator, so it is for times when memory is tight.
 
-Running again must not do anything twice:
-
-| operator | out of memory inside it |
-|---|---|
-| makes new tensors | runs again; a random one from the random state that it began with |
-| writes its arguments, each element from what was there (add_, index_add_, addmm_) | runs again: these allocate first |
-| overwrites its arguments (out=) | runs again, unless it reads them, too, or has to resize them |
-| works through lists of tensors (_foreach_add_, _fused_adam_) | is run tensor by tensor, so that each runs once |
-| collective, on distributed tensors, of an unknown library, or writes its arguments in another way | fails |
-
 A collective finds room made before it begins: nothing has been sent then, and the other ranks do not notice. On a CPU
 with limited memory, a oneDNN kernel that torch has replaced by another for lack of memory counts as out of memory.
 """
@@ -22,68 +12,17 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from mindspeed_mem.device import collectives, onednn
 from mindspeed_mem.device.base import Backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
+from mindspeed_mem.device.op_rules import Rule, rule_of, storages, why_computed, why_not
 
 _MOST_DOUBLINGS = 6
-# Whose operators only compute (also those of their namespaces' variants, such as flash_attn_3).
-_COMPUTE = ("aten", "prims", "flash_attn", "xformers", "npu")
-_COMMUNICATES = ("all_reduce", "all_gather", "all_to_all", "alltoall", "reduce_scatter", "distribute")
-_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
-# They allocate all they need before they write anything; pointwise operators (which torch marks as such) do, too.
-_ALLOCATE_FIRST = frozenset(
-    "add_ sub_ mul_ div_ addmm_ addmv_ addr_ baddbmm_ copy_ fill_ zero_ masked_fill_ masked_scatter_ clamp_ "
-    "index_put_ _index_put_impl_ index_add_ index_copy_ index_fill_ scatter_ scatter_add_ "
-    "put_ tril_ triu_ cumsum_ cumprod_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ "
-    "log_normal_ cauchy_ as_strided_ squeeze_ unsqueeze_ transpose_ t_ detach_ requires_grad_".split()
-)
-# They update running statistics that their schemas do not call mutable.
-_HIDDEN = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())
-
-
-class Rule(Enum):
-    AGAIN = "runs again"
-    APART = "its tensors one by one"
-    OVERWRITES = "runs again unless it reads what it writes, or resizes it"
-    COLLECTIVE = "is a collective, which other ranks take part in"
-    UNSURE = "changes its arguments, perhaps in part already"
-    UNKNOWN = "is none of torch's own: it may communicate with other ranks"
-
-
-@functools.cache
-def rule_of(op: Any) -> Rule:
-    """What may be done when memory runs out inside `op`."""
-    schema = getattr(op, "_schema", None)
-    if schema is None:
-        return Rule.UNKNOWN
-    name = schema.name.partition("::")[2]
-    if _of(op, collectives.NAMESPACES) or (not _of(op, ("aten", "prims")) and any(word in name for word in _COMMUNICATES)):
-        return Rule.COLLECTIVE
-    if not _of(op, _COMPUTE):
-        return Rule.UNKNOWN
-    if not schema.is_mutable:
-        return Rule.UNSURE if name in _HIDDEN else Rule.AGAIN
-    if op.namespace != "aten":
-        return Rule.UNSURE
-    if name.startswith(_LISTS):
-        return Rule.APART
-    if all(argument.is_out for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write):
-        return Rule.OVERWRITES
-    if name in _ALLOCATE_FIRST or torch.Tag.pointwise in op.tags:
-        return Rule.AGAIN
-    return Rule.UNSURE
-
-
-def _of(op: Any, namespaces: tuple[str, ...]) -> bool:
-    return any(op.namespace == name or op.namespace.startswith(name + "_") for name in namespaces)
 
 
 class OpGuard(TorchDispatchMode):
@@ -135,7 +74,7 @@ class OpGuard(TorchDispatchMode):
         room = self._backend.room() if wanted else None
         if room is not None and room < wanted:
             self.lacks += 1
-            self._make_room(wanted - room, _storages(args, kwargs))
+            self._make_room(wanted - room, storages(args, kwargs))
 
     def _call(self, op: Any, args: tuple, kwargs: dict) -> Any:
         memory = getattr(self._backend, "ledger", None)
@@ -154,8 +93,8 @@ class OpGuard(TorchDispatchMode):
 
     def _again(self, op: Any, args: tuple, kwargs: dict, random: Any, error: Exception) -> Any:
         wanted = self._backend.bytes_wanted(error)
-        why = _why_not(op, args, kwargs) or _computed(op, error)
-        pinned = _storages(args, kwargs)
+        why = why_not(op, args, kwargs) or why_computed(op, error)
+        pinned = storages(args, kwargs)
         doublings = 0
         self.lacks += 1
         while not why:
@@ -176,7 +115,7 @@ class OpGuard(TorchDispatchMode):
                 if not self._backend.is_out_of_memory(again):
                     raise
                 error, wanted = again, max(wanted, self._backend.bytes_wanted(again))
-                why = _computed(op, error)
+                why = why_computed(op, error)
             else:
                 self.rescued += 1
                 return result
@@ -213,52 +152,6 @@ def _random(op: Any) -> bool:
 
 def _is_list(argument: Any) -> bool:
     return isinstance(argument, (list, tuple)) and bool(argument) and isinstance(argument[0], torch.Tensor)
-
-
-def _why_not(op: Any, args: tuple, kwargs: dict) -> str:
-    """Why `op`, which has just failed, cannot run again; empty if it can."""
-    rule = rule_of(op)
-    if rule is Rule.OVERWRITES:
-        written = [leaf for leaf in tree_iter([kwargs.get(a.name) for a in op._schema.arguments if a.is_out])]
-        others = (args, [value for key, value in kwargs.items() if not any(value is w for w in written)])
-        targets = {_storage(leaf) for leaf in written} - {None}
-        if any(_storage(leaf) in targets for leaf in tree_iter(others)) or not all(map(_has_its_memory, written)):
-            return Rule.UNSURE.value
-    if rule not in (Rule.COLLECTIVE, Rule.UNSURE, Rule.UNKNOWN):
-        communicates = any(type(leaf).__module__.startswith("torch.distributed") for leaf in tree_iter((args, kwargs)))
-        return "works on distributed tensors: it may have communicated" if communicates else ""
-    return rule.value
-
-
-def _computed(op: Any, error: Exception) -> str:
-    """Why `op` cannot run again if another kernel has computed it to the end; empty if it can."""
-    if not isinstance(error, onednn.FellBackError) or not op._schema.is_mutable or rule_of(op) is Rule.OVERWRITES:
-        return ""
-    return "has changed its arguments already"
-
-
-def _has_its_memory(leaf: Any) -> bool:
-    """False for an output that has got its new size, but not the memory for it: run again, the operator would not
-    notice and write beyond the end."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.numel():
-        return True
-    last = leaf.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)
-    )
-    return (last + 1) * leaf.element_size() <= leaf.untyped_storage().nbytes()
-
-
-def _storages(args: tuple, kwargs: dict) -> set[int]:
-    return {storage for leaf in tree_iter((args, kwargs)) if (storage := _storage(leaf)) is not None}
-
-
-def _storage(leaf: Any) -> int | None:
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    try:
-        return leaf.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # subclasses without memory of their own
-        return None
 
 
 def _states(backend: Backend, kwargs: dict) -> tuple[Any, ...]:

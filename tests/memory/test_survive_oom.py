@@ -255,15 +255,12 @@ def test_no_second_attempt_where_others_take_part_and_all_are_told():
 
 def with_nothing_on_the_device(plan: dict | None) -> tuple[list[str], tuple[int, int, int]]:
     """All that may leave does so before every operator, three steps long."""
-    from torch.utils._pytree import tree_iter
-
-    from mindspeed_mem.device import op_guard
+    from mindspeed_mem.device import op_guard, op_rules
     from tests.limited_runs import Training, counted, different, surviving
 
     class EvictsAll(op_guard.OpGuard):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            leaves = tree_iter((args, kwargs or {}))
-            self._make_room(1 << 40, {found for leaf in leaves if (found := op_guard._storage(leaf)) is not None})
+            self._make_room(1 << 40, op_rules.storages(args, kwargs or {}))
             return super().__torch_dispatch__(op, types, args, kwargs)
 
     with counted() as memory:
