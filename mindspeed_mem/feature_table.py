@@ -80,6 +80,11 @@ _RECOMPUTE_BARS = (
     ),
 )
 
+_RECOMPUTES = {
+    "patches": (*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
+    "bars": (*_MEMORY_BARS, *_RECOMPUTE_BARS),
+}
+
 _TWO_SPLITS = "both say which layers a pipeline stage has"
 _STAGES_BARS = (
     _core("--pipeline-model-parallel-layout", _TWO_SPLITS, unless=_made_of_stages),
@@ -164,8 +169,7 @@ FEATURES = (
         metavar="LAYERS",
         help="layers whose forward runs again in backward, counted from 0 over the whole model: 0,3-5 or all",
         section="recompute",
-        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
-        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
+        **_RECOMPUTES,
     ),
     Feature(
         flag="--select-recompute",
@@ -175,8 +179,7 @@ FEATURES = (
         help=r"operators whose forward runs again in backward, with their layers (none named: all), such as "
         r"'mlp=0,3' 'self_attention\.core_attention'",
         section="select_recompute",
-        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
-        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
+        **_RECOMPUTES,
     ),
     Feature(
         flag="--select-comm-recompute",
@@ -185,8 +188,7 @@ FEATURES = (
         metavar="PATTERN[=LAYERS]",
         help=r"the same for operators that communicate, and the norms that feed them, such as '.*\.norm'",
         section="select_comm_recompute",
-        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
-        bars=(*_MEMORY_BARS, *_RECOMPUTE_BARS),
+        **_RECOMPUTES,
     ),
     Feature(
         flag="--swap-host-memory-gib",

@@ -34,9 +34,10 @@ def _schedule(original, **kwargs):
     cap = settings.current().max_inflight
     sizes = (kwargs["seq_length"], kwargs["micro_batch_size"], kwargs["num_microbatches"])
     call = Call(stages, chunks, group, cap, *sizes)
-    if found := features.conflicts(_config(models), ["--adaptive-memory-optimization"]):
-        raise features.FeatureError(found)  # what a script's own config says, before anything was sent
-    calls.agree(engine, models)
+    if not engine.agreed:  # the first call: what a script's own config says, before anything was sent
+        if found := features.conflicts(_config(models), ["--adaptive-memory-optimization"]):
+            raise features.FeatureError(found)
+        calls.agree(engine, models)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     ranks = Ranks(rank, stage, calls.gather, calls.to_first, calls.partners())
     engine.begin_training_call(call, ranks, lambda: _facts(engine, models, call))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.worlds import on_ranks, parallel
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
 
 STEPS = 28
 

@@ -11,19 +11,14 @@ import pytest
 
 from mindspeed_mem.device import delegating, get_backend
 from mindspeed_mem.device.allocator_build import build
-from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
+def folder(tmp_path_factory, limited_memory) -> str:
     place = tmp_path_factory.mktemp("allocator")
-    try:
-        LimitedMemory()
-    except CompilerError as error:
-        pytest.skip(str(error))
     build("cpu", place)
     return str(place)
 

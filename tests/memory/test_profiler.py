@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 from tests.worlds import on_ranks, parallel
 
 CALLS = 3
-pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler():
-    try:
-        LimitedMemory()
-    except CompilerError as error:
-        pytest.skip(str(error))
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
 
 
 def profile(engine, training, limit: int | None = None, stage: int = 0) -> tuple:

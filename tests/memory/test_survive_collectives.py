@@ -7,18 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 from tests.worlds import on_ranks, parallel
 
-pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler():
-    try:
-        LimitedMemory()
-    except CompilerError as error:
-        pytest.skip(str(error))
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
 
 
 def exchanging(kind: str, layout: dict, shares: tuple, **model) -> list[str]:

@@ -7,20 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 from tests.worlds import on_ranks, parallel
 
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2)  # of what a step needs beyond parameters, gradients and optimizer
 LAYERS = 6
-pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler():
-    try:
-        LimitedMemory()
-    except CompilerError as error:
-        pytest.skip(str(error))
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
 
 
 def reference(memory, kind: str, steps: int, micro_batches: int = 2, **model) -> tuple[list, int]:
