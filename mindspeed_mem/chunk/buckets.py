@@ -1,0 +1,167 @@
+"""Megatron's parameter-and-gradient buckets as chunks: one model wrapped in its DistributedDataParallel.
+
+Megatron decides which parameters lie in which bucket, scales and reduces gradients, and updates its masters; here is
+only when a bucket's memory exists. It knows buffers, buckets and bucket groups by their attributes (buffer: buckets,
+param_index_map, data_parallel_group; bucket: params_list, param_data, grad_data, offset).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mindspeed_mem.chunk import hooks
+from mindspeed_mem.chunk.chunk import Chunk, Piece, free
+from mindspeed_mem.chunk.gradients import GradientShards
+from mindspeed_mem.chunk.residency import Residency
+from mindspeed_mem.chunk.stores import DEVICE, Store
+
+_numbers = itertools.count()
+
+
+class BucketChunks:
+    """The chunks of one DistributedDataParallel.
+
+    Args:
+        module: the model inside it.
+        buffers: its parameter-and-gradient buffers, of experts too.
+        stage: 2 shards gradients, 3 parameters as well.
+        start_reduction: given a bucket, starts Megatron's own reduction of its gradient; returns what to wait for.
+        opens_for_backward: whether gradients are written to inside backward (fused weight gradients), so that the whole
+            gradient has to be there before.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        buffers: Iterable[Any],
+        stage: int,
+        residency: Residency,
+        start_reduction: Callable[[Any], Any],
+        opens_for_backward: bool,
+    ) -> None:
+        self.module, self.stage, self.residency = module, stage, residency
+        self._bucket_of: dict[Chunk, Any] = {}
+        self._chunk_of_bucket: dict[Any, Chunk] = {}
+        self._chunk_of: dict[torch.nn.Parameter, Chunk] = {}
+        self._whole_gradient: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._handles: list[Any] = []
+        self._opens_for_backward = opens_for_backward
+        self.sealed = False
+        for buffer in buffers:
+            self._take(buffer)
+        self._start_reduction = start_reduction
+        self.gradients = GradientShards(self._bucket_of, self._reduce)
+
+    # ---- what there is
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(self._bucket_of)
+
+    def chunk_of(self, param: torch.nn.Parameter) -> Chunk:
+        return self._chunk_of[param]
+
+    def of_bucket(self, bucket: Any) -> Chunk:
+        return self._chunk_of_bucket[bucket]
+
+    def gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's piece of the reduced gradient of `param`, one-dimensional, perhaps empty."""
+        chunk = self._chunk_of[param]
+        return chunk.grad_shard[slice(*chunk.own_piece(param))]
+
+    def shard(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's piece of `param` itself, one-dimensional, perhaps empty; with stage 3, once sealed."""
+        chunk = self._chunk_of[param]
+        return chunk.shard[slice(*chunk.own_piece(param))]
+
+    # ---- life
+
+    def seal(self, stores: Callable[[Chunk], Store] = lambda chunk: DEVICE) -> None:
+        """The optimizer has its masters: from now on only shards stay, each chunk's where `stores` says."""
+        if self.sealed:
+            return
+        self.sealed = True
+        for chunk in self.chunks:
+            chunk.store = stores(chunk)
+            if self.stage == 3:
+                chunk.keep_shard(chunk.store)
+                self.residency.add(chunk)
+        opens = self._open if self._opens_for_backward else None
+        if self.stage == 3 or opens:
+            self._handles = hooks.attach(self.module, self.residency, opens)
+
+    def begin_step(self) -> None:
+        """Gradients are zeroed: their memory goes until the first one arrives."""
+        self.gradients.begin_step()
+        for param, whole in self._whole_gradient.items():
+            param.main_grad = whole
+
+    def before_gradient(self, param: torch.nn.Parameter) -> None:
+        """Megatron is about to add a gradient of `param` to its ``main_grad``."""
+        self.gradients.before(param)
+
+    def after_gradient(self, param: torch.nn.Parameter, last: bool) -> None:
+        """It has; `last`: in the step's last micro-batch."""
+        self.residency.settled(param)
+        self.gradients.after(param, last)
+
+    def finish_gradients(self, buckets: Iterable[Any]) -> None:
+        """All gradients of `buckets` are reduced; ``main_grad`` is this rank's piece of them from now on. Collective."""
+        for bucket in buckets:
+            chunk = self._chunk_of_bucket[bucket]
+            self.gradients.finish(chunk)
+            for param in chunk.pieces:
+                param.main_grad = self.gradient(param)
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply all reduced gradients by `factor`."""
+        for chunk in self.chunks:
+            if chunk.grad_shard is not None:
+                chunk.grad_shard *= factor
+
+    # ---- inside
+
+    def _reduce(self, chunk: Chunk) -> Any:
+        return self._start_reduction(self._bucket_of[chunk])
+
+    def _open(self, params: tuple[torch.nn.Parameter, ...]) -> None:
+        for param in params:
+            self.gradients.before(param)
+
+    @torch.no_grad()
+    def _take(self, buffer: Any) -> None:
+        """Give each bucket of `buffer` memory of its own, so that it can go alone."""
+        views = list(self._views(buffer))
+        gradients = {"dtype": buffer.grad_data.dtype, "device": buffer.grad_data.device}
+        for bucket in buffer.buckets:
+            bucket.grad_data = None
+        for _, param, _ in views:
+            param.main_grad = None
+        buffer.grad_data = None
+        for bucket in buffer.buckets:
+            inside = [(param, piece) for owner, param, piece in views if owner is bucket]
+            if self.stage == 3:
+                bucket.param_data = bucket.param_data.clone()
+                for param, piece in inside:
+                    param.data = bucket.param_data[slice(*piece)].view(param.shape)
+            bucket.grad_data = torch.empty(bucket.param_data.numel(), **gradients)
+            for param, piece in inside:
+                param.main_grad = self._whole_gradient[param] = bucket.grad_data[slice(*piece)].view(param.shape)
+            free(bucket.grad_data)
+            group = buffer.data_parallel_group
+            chunk = Chunk(next(_numbers), inside, bucket.param_data, bucket.grad_data, group)
+            self._bucket_of[chunk], self._chunk_of_bucket[bucket] = bucket, chunk
+            self._chunk_of.update((param, chunk) for param, _ in inside)
+        if self.stage == 3:
+            buffer.param_data = None
+
+    @staticmethod
+    def _views(buffer: Any) -> Iterator[tuple[Any, torch.nn.Parameter, Piece]]:
+        for bucket in buffer.buckets:
+            for param in bucket.params_list:
+                start, end, _ = buffer.param_index_map[param]
+                yield bucket, param, Piece(start - bucket.offset, end - bucket.offset)

@@ -1,0 +1,151 @@
+"""A chunk: one contiguous piece of memory with parameters of a data-parallel group, whole or as this rank's shard.
+
+    whole        --shard-->   shard only   --gather-->   whole (a copy)   --release-->   shard only
+
+The whole is one flat tensor whose storage is resized to 0 while it is not gathered: the parameters, and what autograd
+saved of them, are views of it, and live on. Whoever reads them meanwhile reads freed memory, so that only `Residency`
+decides when that is. Gradients go the other way: the whole is there from the first gradient until it is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mem.chunk.stores import DEVICE, Store
+
+
+class Piece(NamedTuple):
+    """Where a parameter lies: elements of its chunk, the end excluded."""
+
+    start: int
+    end: int
+
+
+class Chunk:
+    """Parameters that are gathered, released and moved together.
+
+    Args:
+        index: the chunk's number in this process; the same on all ranks of `group`.
+        params: its parameters, each with its `Piece`; their ``data`` are views of `data`.
+        data: [numel], the whole: a storage of its own, numel divisible by the size of `group`.
+        grad: [numel] of the dtype in which gradients are added up, with a storage of its own; None if gradients are
+            not this chunk's business.
+        group: the data-parallel ranks that hold the same parameters.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        params: Iterable[tuple[torch.nn.Parameter, Piece]],
+        data: torch.Tensor,
+        grad: torch.Tensor | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.index, self.group = index, group
+        self.pieces = dict(params)
+        self.whole, self.grad = data, grad
+        ranks, rank = group.size(), group.rank()
+        assert data.numel() % ranks == 0, "a chunk is padded to its ranks"
+        size = data.numel() // ranks
+        self.mine = slice(rank * size, (rank + 1) * size)
+        self.shard: torch.Tensor | None = None
+        """[numel / ranks], this rank's part of the parameters; None as long as the chunk is always whole."""
+        self.grad_shard: torch.Tensor | None = None
+        """[numel / ranks], this rank's part of the reduced gradients; None before the first reduction of a step."""
+        self.store: Store = DEVICE
+        """Where `shard` and `grad_shard` rest."""
+        self.gathered = True
+        self._work: dist.Work | None = None
+
+    @property
+    def params(self) -> tuple[torch.nn.Parameter, ...]:
+        return tuple(self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, gathered."""
+        return self.whole.numel() * self.whole.element_size()
+
+    def own_piece(self, param: torch.nn.Parameter) -> Piece:
+        """The part of `param` that lies in this rank's shard, in elements of the shard; may be empty."""
+        piece, first = self.pieces[param], self.mine.start
+        start = min(max(piece.start, first), self.mine.stop)
+        return Piece(start - first, max(min(piece.end, self.mine.stop), start) - first)
+
+    # ---- parameters
+
+    @torch.no_grad()
+    def keep_shard(self, store: Store = DEVICE) -> None:
+        """From now on only this rank's part stays, in `store`."""
+        assert self.shard is None and self.gathered
+        self.store = store
+        self.shard = store.like(self.whole[self.mine])
+        self.shard.copy_(self.whole[self.mine])
+        self.release()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Start to make the chunk whole, asynchronously; collective over the group. `wait` before use."""
+        assert not self.gathered and self._work is None
+        fill(self.whole)
+        own = self.whole[self.mine]
+        own.copy_(self.shard, non_blocking=True)
+        if self.group.size() > 1:
+            self._work = dist.all_gather_into_tensor(self.whole, own, group=self.group, async_op=True)
+        self.gathered = True
+
+    def wait(self) -> None:
+        """Let what comes next on the device see the gathered parameters."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def release(self) -> None:
+        """Free the whole; the shard stays."""
+        self.wait()
+        free(self.whole)
+        self.gathered = False
+
+    @torch.no_grad()
+    def keep_changes(self) -> None:
+        """Take this rank's part of the gathered parameters, which somebody has written to, as the shard."""
+        self.wait()
+        self.shard.copy_(self.whole[self.mine])
+
+    # ---- gradients
+
+    @torch.no_grad()
+    def open_gradients(self) -> None:
+        """Make room for the whole gradient, with zeros, unless it is there."""
+        if not self.grad.untyped_storage().nbytes():
+            fill(self.grad)
+            self.grad.zero_()
+
+    @torch.no_grad()
+    def keep_gradients(self) -> None:
+        """This rank's part of the whole gradient, which has been reduced, is added to its shard; the whole is freed."""
+        if self.grad_shard is None:
+            self.grad_shard = self.store.like(self.grad[self.mine])
+            self.grad_shard.copy_(self.grad[self.mine])
+        else:
+            self.grad_shard.add_(self.grad[self.mine].to(self.grad_shard.device))
+        free(self.grad)
+
+    def drop_gradients(self) -> None:
+        """The step's gradients are not needed any more."""
+        free(self.grad)
+        self.grad_shard = None
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Give back the memory of all views of `tensor`; they stay what they are, without content."""
+    tensor.untyped_storage().resize_(0)
+
+
+def fill(tensor: torch.Tensor) -> None:
+    """Memory again, uninitialised, for what `free` has freed."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())

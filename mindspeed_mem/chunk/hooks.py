@@ -1,0 +1,100 @@
+"""Hooks on a model's modules: what a module reads is gathered before its forward and before its backward.
+
+A module reads its own parameters and those that it is called with (an output layer the embedding's). In forward they
+are read until it returns; in backward from the first gradient of an output until the gradients of its inputs are
+there. A bias that a module returns is read after that: what is no longer read stays until its room is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
+
+from mindspeed_mem.chunk.residency import Reading, Residency
+
+
+def attach(
+    model: torch.nn.Module,
+    residency: Residency,
+    before_backward: Callable[[tuple[torch.nn.Parameter, ...]], None] | None = None,
+) -> list[RemovableHandle]:
+    """Let `residency` follow all modules of `model`; returns the hooks, to be removed.
+
+    before_backward: called with what a module reads before its backward starts.
+    """
+    handles = []
+    for module in model.modules():
+        followed = _Followed(residency, before_backward)
+        handles.append(module.register_forward_pre_hook(followed.before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(followed.after, with_kwargs=True, always_call=True))
+    return handles
+
+
+def uses(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+    """What is read at once: each module's own parameters, with those of the modules around it."""
+    stack: list[tuple[torch.nn.Module, tuple[torch.nn.Parameter, ...]]] = [(model, ())]
+    while stack:
+        module, around = stack.pop()
+        own = (*around, *module.parameters(recurse=False))
+        yield own
+        stack += [(child, own) for child in module.children()]
+
+
+class _Followed:
+    """One module: its calls, which may be nested (recomputation within its own backward)."""
+
+    def __init__(self, residency: Residency, before_backward: Callable | None) -> None:
+        self._residency, self._before_backward = residency, before_backward
+        self._calls: list[Reading] = []
+
+    def before(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        reading = Reading(_read(module, args, kwargs))
+        self._calls.append(reading)
+        self._residency.acquire(reading)
+
+    def after(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if not self._calls:  # the hook before did not get to run: another one failed
+            return
+        reading = self._calls.pop()
+        self._residency.done(reading)
+        if torch.is_grad_enabled() and reading.params:
+            self._follow_backward(Reading(reading.params), list(_tensors((args, kwargs))), list(_tensors(output)))
+
+    def _follow_backward(self, reading: Reading, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        waiting = 0
+
+        def begin(grad: torch.Tensor) -> None:
+            nonlocal waiting
+            if waiting == 0:
+                waiting = len(inputs_left)
+                if self._before_backward is not None:
+                    self._before_backward(reading.params)
+            self._residency.acquire(reading)
+
+        def end(grad: torch.Tensor) -> None:
+            # One input's gradient may be complete while another's is not: an addend's before a factor's.
+            nonlocal waiting
+            waiting -= 1
+            if waiting == 0:
+                self._residency.done(reading)
+
+        inputs_left = range(len(inputs))
+        for tensor in outputs:
+            tensor.register_hook(begin)
+        for tensor in inputs:
+            tensor.register_hook(end)
+
+
+def _read(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.nn.Parameter, ...]:
+    given = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.nn.Parameter))
+    return tuple(dict.fromkeys((*module.parameters(recurse=False), *given)))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter):
+            yield leaf

@@ -1,0 +1,205 @@
+"""Which chunks are whole at any moment: gathered before use, evicted when the budget asks for it, fetched ahead.
+
+All ranks of a data-parallel group have to gather the same chunks in the same order. So every decision here follows
+from the order of uses and from numbers that all ranks share, never from what one rank's memory looks like.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_mem.chunk.chunk import Chunk
+from mindspeed_mem.chunk.trace import Follower
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Counts:
+    """What has been moved so far on this rank."""
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    ahead: int = 0
+    """Gathers that were started before their chunk was used."""
+    peak_bytes: int = 0
+    """The most bytes of gathered chunks at any moment."""
+    over_budget: int = 0
+    """Uses that needed more than the budget at once."""
+
+
+class Reading:
+    """Parameters that somebody reads at once, from `Residency.acquire` to `Residency.done`."""
+
+    __slots__ = ("params", "open")
+
+    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
+        self.params = tuple(dict.fromkeys(params))
+        self.open: set[torch.nn.Parameter] = set()
+        """Those of them that are still read."""
+
+
+class Residency:
+    """The chunks of one process that are kept as shards, under one budget.
+
+    Args:
+        budget: bytes of gathered chunks at once; None: nothing is evicted before a pass ends.
+        ahead: how many of the next chunks are gathered before they are used, as far as the budget allows.
+    """
+
+    def __init__(self, budget: int | None = None, ahead: int = 1) -> None:
+        self.budget, self.ahead = budget, ahead
+        self.chunks: list[Chunk] = []
+        self.counts = Counts()
+        self.live_bytes = 0
+        """Bytes of gathered chunks now."""
+        self.trace = Follower()
+        self._chunk_of: dict[torch.nn.Parameter, Chunk] = {}
+        self._gathered: dict[Chunk, None] = {}  # the one used last comes last
+        self._readers: dict[Chunk, set[Reading]] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        """Manage `chunk`, whose shard is kept."""
+        self.chunks.append(chunk)
+        self._readers[chunk] = set()
+        for param in chunk.params:
+            self._chunk_of[param] = chunk
+
+    def remove(self, chunk: Chunk) -> None:
+        """Leave `chunk` alone from now on, gathered or not."""
+        if chunk in self._gathered:
+            self._forget(chunk)
+        self.chunks.remove(chunk)
+        del self._readers[chunk]
+        for param in chunk.params:
+            del self._chunk_of[param]
+
+    def manages(self, param: torch.nn.Parameter) -> bool:
+        return param in self._chunk_of
+
+    def largest_use(self, uses: Iterable[Iterable[torch.nn.Parameter]]) -> int:
+        """The most bytes of chunks that one of `uses` (parameters read at once) needs."""
+        sets = ({self._chunk_of[p] for p in params if p in self._chunk_of} for params in uses)
+        return max((sum(chunk.nbytes for chunk in chunks) for chunks in sets), default=0)
+
+    # ---- a pass
+
+    def begin(self, key: Hashable) -> None:
+        """A pass of the kind `key` starts; see `trace.Follower`."""
+        self.trace.begin(key)
+
+    def end(self, completed: bool = True) -> None:
+        """The pass is over, or was broken off: nothing is read any more, and nothing stays gathered."""
+        self.trace.end(completed)
+        for readers in self._readers.values():
+            readers.clear()
+        for chunk in list(self._gathered):
+            self._release(chunk)
+
+    def acquire(self, reading: Reading) -> None:
+        """The parameters of `reading` are read from now on: gather their chunks, and start with what comes next.
+
+        Collective over the groups of the chunks.
+        """
+        needed = dict.fromkeys(self._chunk_of[param] for param in reading.params if param in self._chunk_of)
+        if not needed:
+            return
+        reading.open.update(reading.params)
+        for chunk in needed:
+            self._readers[chunk].add(reading)
+        self.trace.use(tuple(chunk.index for chunk in needed))
+        for chunk in needed:
+            if not chunk.gathered:
+                if not self._make_room(chunk.nbytes, needed):
+                    self._over_budget(chunk)
+                self._gather(chunk)
+            self._gathered[chunk] = self._gathered.pop(chunk)
+        for chunk in needed:
+            chunk.wait()
+        self._look_ahead(needed)
+
+    def done(self, reading: Reading) -> None:
+        """What `reading` names is not read by it any more; the chunks stay until their room is needed."""
+        reading.open.clear()
+        for chunk in {self._chunk_of[param] for param in reading.params if param in self._chunk_of}:
+            self._readers[chunk].discard(reading)
+
+    def settled(self, param: torch.nn.Parameter) -> None:
+        """The gradient of `param` is complete for this backward: nobody reads it any more."""
+        chunk = self._chunk_of.get(param)
+        for reading in list(self._readers[chunk]) if chunk is not None else ():
+            reading.open.discard(param)
+            if reading.open.isdisjoint(chunk.pieces):
+                self._readers[chunk].discard(reading)
+
+    # ---- moves
+
+    def _look_ahead(self, current: Iterable[Chunk]) -> None:
+        if not self.ahead:
+            return
+        by_index = {chunk.index: chunk for chunk in self.chunks}
+        coming = [by_index[index] for index in self.trace.coming(self.ahead + len(list(current)))]
+        later = [chunk for chunk in coming if chunk not in current][: self.ahead]
+        for chunk in later:
+            if chunk.gathered:
+                continue
+            if not self._make_room(chunk.nbytes, {*current, *later}, before=self.trace.next_use(chunk.index)):
+                return
+            self._gather(chunk)
+            self.counts.ahead += 1
+
+    def _gather(self, chunk: Chunk) -> None:
+        chunk.gather()
+        self._gathered[chunk] = None
+        self.live_bytes += chunk.nbytes
+        self.counts.gathers += 1
+        self.counts.gathered_bytes += chunk.nbytes
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self.live_bytes)
+
+    def _release(self, chunk: Chunk) -> None:
+        chunk.release()
+        self._forget(chunk)
+
+    def _forget(self, chunk: Chunk) -> None:
+        del self._gathered[chunk]
+        self.live_bytes -= chunk.nbytes
+
+    def _make_room(self, nbytes: int, keep: Iterable[Chunk], before: float | None = None) -> bool:
+        """Evict until `nbytes` more fit: what is used again last goes first (Belady), without a trace what was used
+        longest ago. `before`: only what is not used before that position, and nothing at all if that is not enough.
+        Returns whether there is room.
+        """
+        if self.budget is None:
+            return True
+        missing = self.live_bytes + nbytes - self.budget
+        if missing <= 0:
+            return True
+        free = [chunk for chunk in self._gathered if not self._readers[chunk] and chunk not in keep]
+        next_use = {chunk: self.trace.next_use(chunk.index) for chunk in free}
+        if before is not None:
+            free = [chunk for chunk in free if next_use[chunk] is not None and next_use[chunk] > before]
+        if all(next_use[chunk] is not None for chunk in free):
+            free.sort(key=lambda chunk: next_use[chunk], reverse=True)
+        if before is not None and sum(chunk.nbytes for chunk in free) < missing:
+            return False
+        for chunk in free:
+            if missing <= 0:
+                break
+            self._release(chunk)
+            missing -= chunk.nbytes
+        return missing <= 0
+
+    def _over_budget(self, chunk: Chunk) -> None:
+        self.counts.over_budget += 1
+        if self.counts.over_budget == 1:
+            logger.warning(
+                "gathered chunks need more than their budget of %d bytes: %d are read at once, %d more are needed now. "
+                "Training goes on above the budget; give --placement-policy a larger one, or use smaller chunks",
+                self.budget,
+                self.live_bytes,
+                chunk.nbytes,
+            )

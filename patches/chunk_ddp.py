@@ -1,0 +1,142 @@
+"""megatron.core.distributed: the buckets of a model's DistributedDataParallel become chunks.
+
+Why here: everything about gradients and gathered parameters passes through DistributedDataParallel and its bucket
+groups, whatever the loop. Which parameters lie in a bucket, scaling, checks for nan and the collective itself stay
+Megatron's; what changes is when a bucket is reduced (also in the first step, also without overlap) and which memory
+there is meanwhile.
+"""
+
+from __future__ import annotations
+
+from mindspeed_mem.chunk import runtime
+from mindspeed_mem.chunk.buckets import BucketChunks
+from mindspeed_mem.patching import around
+
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
+_GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup."
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer."
+
+
+@around(_DDP + "__init__")
+def ddp_init(original, self, config, ddp_config, module, *args, **kwargs):
+    now = runtime.current()
+    if now is not None:
+        now.hidden_size = config.hidden_size
+    original(self, config, ddp_config, module, *args, **kwargs)
+    if now is None or now.settings.stage < 2 or not ddp_config.use_distributed_optimizer:
+        return
+    buffers = [*self.buffers, *self.expert_parallel_buffers]
+    groups = {
+        bucket: group for group in self.bucket_groups + self.expert_parallel_bucket_groups for bucket in group.buckets
+    }
+
+    def start_reduction(bucket):
+        group = groups[bucket]
+        group.chunks_of_model = None  # upstream's own reduction, this time
+        try:
+            group.start_grad_sync()
+        finally:
+            group.chunks_of_model = chunks
+        work, group.grad_reduce_handle = group.grad_reduce_handle, None
+        return work
+
+    chunks = BucketChunks(
+        self.module, buffers, now.settings.stage, now.residency, start_reduction, config.gradient_accumulation_fusion
+    )
+    for owner in (self, *buffers, *groups.values()):
+        owner.chunks_of_model = chunks
+    now.add(self, chunks)
+
+
+@around(_BUFFER + "__init__")
+def buffer_init(original, self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest):
+    """Upstream makes one bucket of everything without overlap, behind the first pipeline stage, and of later chunks."""
+    now = runtime.current()
+    if now is not None and now.settings.stage >= 2 and ddp_config.use_distributed_optimizer:
+        bucket_size = now.bucket_size(params, data_parallel_group.size())
+    original(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest)
+
+
+@around(_BUFFER + "reset")
+def buffer_reset(original, self):
+    chunks = _of(self)
+    if chunks is None:  # else the model has done it: see zero_grad_buffer
+        original(self)
+
+
+@around(_BUFFER + "scale_gradients")
+def scale_gradients(original, self, scaling_factor):
+    chunks = _of(self)
+    if chunks is None:
+        return original(self, scaling_factor)
+    for bucket in self.buckets:
+        chunks.of_bucket(bucket).grad_shard.mul_(scaling_factor)
+
+
+@around(_DDP + "zero_grad_buffer")
+def zero_grad_buffer(original, self):
+    chunks = _of(self)
+    if chunks is not None:
+        chunks.begin_step()
+    original(self)
+
+
+@around(_DDP + "_make_backward_post_hook")
+def make_backward_post_hook(original, self, param):
+    """Made before the model's chunks are, so they are looked for when the hook runs."""
+    hook = original(self, param)
+
+    def with_chunks(*unused):
+        chunks = _of(self)
+        if chunks is None:
+            return hook(*unused)
+        chunks.before_gradient(param)
+        hook(*unused)
+        chunks.after_gradient(param, self.param_to_bucket_group[param].is_last_microbatch)
+
+    return with_chunks
+
+
+@around(_GROUP + "register_grad_ready")
+def register_grad_ready(original, self, *args, **kwargs):
+    if _of(self) is None:
+        original(self, *args, **kwargs)
+
+
+@around(_GROUP + "start_grad_sync")
+def start_grad_sync(original, self, *args, **kwargs):
+    chunks = _of(self)
+    if chunks is None:
+        return original(self, *args, **kwargs)
+    for bucket in self.buckets:
+        chunks.gradients.start(chunks.of_bucket(bucket))
+
+
+@around(_GROUP + "finish_grad_sync")
+def finish_grad_sync(original, self, *args, **kwargs):
+    chunks = _of(self)
+    if chunks is None:
+        return original(self, *args, **kwargs)
+    self.param_gather_dispatched = False
+    chunks.finish_gradients(self.buckets)
+
+
+@around(_GROUP + "start_param_sync")
+def start_param_sync(original, self, *args, **kwargs):
+    """With stage 3 parameters are gathered when a module needs them, and only then."""
+    chunks = _of(self)
+    if chunks is None or chunks.stage < 3 or not chunks.sealed:
+        return original(self, *args, **kwargs)
+    self.param_gather_dispatched = True
+
+
+@around(_GROUP + "finish_param_sync")
+def finish_param_sync(original, self, *args, **kwargs):
+    chunks = _of(self)
+    if chunks is None or chunks.stage < 3 or not chunks.sealed:
+        original(self, *args, **kwargs)
+
+
+def _of(owner):
+    """The chunks of a DistributedDataParallel, or of one of its buffers or bucket groups; None if it has none."""
+    return getattr(owner, "chunks_of_model", None)

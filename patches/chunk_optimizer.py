@@ -1,0 +1,74 @@
+"""megatron.core.optimizer.DistributedOptimizer: reads gradients from chunks' shards, and writes parameters to them.
+
+Why here: these three methods are the only way between a model's buffers and the optimizer's masters. Everything else
+(unscaling, norm, clipping, the step itself, checkpoints) works on the masters, and stays Megatron's.
+"""
+
+from __future__ import annotations
+
+from mindspeed_mem.patching import around
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+
+
+@around(_OPTIMIZER + "__init__")
+def init(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    for chunks in _all(self):
+        chunks.seal()
+    if _sharded_parameters(self):
+        # In fp32 the masters are views of the model's own memory, which is gone: the shards are the masters now.
+        for model_param, master in _pairs(self, "model_fp32_groups", "shard_fp32_groups"):
+            master.data = _of(self, model_param).shard(model_param)
+
+
+@around(_OPTIMIZER + "_copy_model_grads_to_main_grads")
+def copy_model_grads_to_main_grads(original, self):
+    if not _all(self):
+        return original(self)
+    for model_param, master in _every_pair(self):
+        master.grad = _of(self, model_param).gradient(model_param).float()
+
+
+@around(_OPTIMIZER + "_copy_main_params_to_model_params")
+def copy_main_params_to_model_params(original, self):
+    if not _sharded_parameters(self):
+        return original(self)
+    for chunks in _all(self):
+        chunks.residency.end(completed=False)  # what is still gathered is out of date now
+    for model_param, master in _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups"):
+        _of(self, model_param).shard(model_param).copy_(master)
+
+
+@around(_OPTIMIZER + "_copy_model_params_to_main_params")
+def copy_model_params_to_main_params(original, self, state_dict=None):
+    if state_dict is not None or not _sharded_parameters(self):
+        return original(self, state_dict)
+    for model_param, master in _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups"):
+        master.data.copy_(_of(self, model_param).shard(model_param))
+
+
+def _all(optimizer):
+    """The chunks of the optimizer's models; empty if it has none, or works with whole gradients."""
+    if optimizer.is_stub_optimizer:
+        return []
+    found = (getattr(buffer, "chunks_of_model", None) for buffer in optimizer.buffers)
+    return list(dict.fromkeys(chunks for chunks in found if chunks is not None))
+
+
+def _sharded_parameters(optimizer):
+    return any(chunks.stage == 3 for chunks in _all(optimizer))
+
+
+def _of(optimizer, model_param):
+    return optimizer.buffers[optimizer.model_param_gbuf_map[model_param][0]].chunks_of_model
+
+
+def _pairs(optimizer, model_groups, master_groups):
+    for models, masters in zip(getattr(optimizer, model_groups), getattr(optimizer, master_groups), strict=True):
+        yield from zip(models, masters, strict=True)
+
+
+def _every_pair(optimizer):
+    yield from _pairs(optimizer, "model_float16_groups", "shard_fp32_from_float16_groups")
+    yield from _pairs(optimizer, "model_fp32_groups", "shard_fp32_groups")

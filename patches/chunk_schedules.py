@@ -1,0 +1,37 @@
+"""megatron.core.pipeline_parallel.schedules: say where a pass over the chunks begins and ends, and of what kind it is.
+
+Why here: every training loop on megatron-core calls one of these three functions once per step and model. A script that
+does not overlap reductions gives Megatron no function to tell micro-batches apart, so it gets one here: gradients are
+added up over all micro-batches before they are reduced, as Megatron does it.
+"""
+
+from __future__ import annotations
+
+from mindspeed_mem.chunk import runtime
+from mindspeed_mem.patching import around
+
+
+def _schedule(original, **kwargs):
+    now = runtime.current()
+    models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+    followed = [model for model in models if getattr(model, "chunks_of_model", None) is not None]
+    if now is None or not followed:
+        return original(**kwargs)
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(models[0])
+    if config.no_sync_func is None:
+        config.no_sync_func = [m.no_sync for m in models] if len(models) > 1 else models[0].no_sync
+    names = ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
+    now.begin((original.__name__, *(kwargs.get(name) for name in names), tuple(map(id, followed))))
+    completed = False
+    try:
+        result = original(**kwargs)
+        completed = True
+        return result
+    finally:
+        now.end(completed)
+
+
+for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
+    around("megatron.core.pipeline_parallel.schedules:forward_backward_" + _name)(_schedule)
