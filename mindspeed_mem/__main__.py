@@ -1,4 +1,4 @@
-"""The command line: ``python -m mindspeed_mem run | ops | plan | schedule | doctor | build-allocator``."""
+"""The command line: ``python -m mindspeed_mem run | ops | plan | schedule | chunks | doctor | build-allocator``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 
 from mindspeed_mem import __version__
 from mindspeed_mem.adaptive import command as plan
+from mindspeed_mem.chunk import command as chunks
 from mindspeed_mem.schedule import command as schedule
 
 _RUN = """Imports mindspeed_mem.megatron_adaptor, which reads our flags among the script's arguments, and runs the
@@ -48,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     plan.add_arguments(commands.add_parser("plan", help="find a memory plan", description=plan.DESCRIPTION, **raw))
     text = schedule.DESCRIPTION
     schedule.add_arguments(commands.add_parser("schedule", help="show a pipeline schedule", description=text, **raw))
+    text = chunks.DESCRIPTION
+    chunks.add_arguments(commands.add_parser("chunks", help="find a size of chunks", description=text, **raw))
     doctor = commands.add_parser("doctor", help="check versions, devices and patches", description=_DOCTOR, **raw)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     build = commands.add_parser("build-allocator", help="build the delegating allocator", description=_BUILD, **raw)
@@ -66,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         return doctor.main(as_json=given.json)
     if given.command == "schedule":
         return schedule.main(given)
+    if given.command == "chunks":
+        return chunks.main(given)
     if given.command == "plan":
         return plan.main(given)
     if given.command == "build-allocator":

@@ -1,0 +1,1 @@
+"""Chunk-based ZeRO: which parameters share a chunk, and how large chunks should be."""
