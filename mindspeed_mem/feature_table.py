@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_mem.chunk.placement import placement
+from mindspeed_mem.optimizer_parallel.assignment import MODES
 from mindspeed_mem.options import (
     Feature,
     Option,
@@ -14,6 +16,7 @@ from mindspeed_mem.options import (
     new_file,
     source,
     whole_numbers,
+    zero_stage,
 )
 from mindspeed_mem.schedule import settings as schedule
 from mindspeed_mem.schedule.stages import describes
@@ -23,8 +26,8 @@ def _core(flag: str, why: str, **condition: Any) -> Option:
     return Option(flag=flag, origin="megatron-core", why=why, **condition)
 
 
-def _lm(flag: str, why: str) -> Option:
-    return Option(flag=flag, origin="megatron-lm", why=why)
+def _lm(flag: str, why: str, **condition: Any) -> Option:
+    return Option(flag=flag, origin="megatron-lm", why=why, **condition)
 
 
 def _ms(flag: str, why: str) -> Option:
@@ -135,6 +138,49 @@ _ADAPTIVE_BARS = (
     _ms("--memory-fragmentation", "both manage memory"),
 )
 
+_OWN_MEMORY = "it keeps parameters or gradients in memory of its own"
+_SAME_STATES = "both decide where optimizer states lie"
+_CHUNK_BARS = (
+    _core("--fp8-param-gather", "fp8 parameters have another layout than their buckets", field="fp8_param"),
+    _core("--fp8-param", "fp8 parameters have another layout than their buckets"),
+    _core("--cuda-graph-impl", "a replayed graph skips the Python code that gathers parameters", off="none"),
+    _core("--enable-cuda-graph", "a replayed graph skips the Python code that gathers parameters"),
+    _core("--external-cuda-graph", "a replayed graph skips the Python code that gathers parameters"),
+    _core("--delay-wgrad-compute", _NOT_YET),
+    _core("--overlap-moe-expert-parallel-comm", _NOT_YET),
+    _core("--defer-embedding-wgrad-compute", _NOT_YET),
+    _lm("--use-nccl-ub", _OWN_MEMORY, field="nccl_ub"),
+    _lm("--use-megatron-fsdp", _OWN_MEMORY),
+    _lm("--use-torch-fsdp2", _OWN_MEMORY),
+    _lm("--num-distributed-optimizer-instances", _NOT_YET, off="1"),
+    _lm("--overlap-param-gather-with-optimizer-step", "parameters are gathered when they are used"),
+    _lm("--use-precision-aware-optimizer", "its masters are TransformerEngine's own"),
+    _lm("--optimizer-cpu-offload", _SAME_STATES),
+    _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
+    _lm("--yaml-cfg", "it replaces the command line, this option included"),
+    _ms("--swap-optimizer", _SAME_STATES),
+    _ms("--reuse-fp32-param", "both decide where the fp32 masters lie"),
+    _ms("--layerzero", _OWN_MEMORY),
+)
+
+_SPLITS = "it splits the optimizer by itself"
+_OPTIMIZER_BARS = (
+    _lm("--use-distributed-optimizer", _SPLITS),
+    _lm("--use-megatron-fsdp", _SPLITS),
+    _lm("--use-torch-fsdp2", _SPLITS),
+    _lm("--optimizer", _SPLITS, value="dist_muon"),
+    _lm("--optimizer", _NOT_YET, value="muon"),
+    _lm("--optimizer-cpu-offload", _SAME_STATES),
+    _lm("--use-precision-aware-optimizer", "its masters are TransformerEngine's own"),
+    _lm("--rl-offload-optimizer-during-inference", _SAME_STATES),
+    _lm("--ckpt-format", "there one rank saves what lies on all of them; torch_dist can be loaded", value="torch"),
+    _lm("--yaml-cfg", "it replaces the command line, this option included"),
+    _core("--fp8-param-gather", "fp8 parameters are made from whole fp32 masters", field="fp8_param"),
+    _core("--qk-clip", "it writes into whole fp32 masters"),
+    _ms("--swap-optimizer", _SAME_STATES),
+    _ms("--reuse-fp32-param", "both decide where the fp32 masters lie"),
+)
+
 FEATURES = (
     Feature(
         flag="--device",
@@ -203,7 +249,7 @@ FEATURES = (
         read=gib,
         metavar="GIB",
         help="device memory that each rank may use (default: all there is; on cpu, where that is the host's, no limit)",
-        needs_features=("--survive-oom", "--adaptive-memory-optimization"),
+        needs_features=("--survive-oom", "--adaptive-memory-optimization", "--placement-policy"),
     ),
     Feature(
         flag="--survive-oom",
@@ -230,6 +276,68 @@ FEATURES = (
         help="where the plan of --adaptive-memory-optimization is kept, to be used again by the same job, to be read "
         "and edited as a --memory-config (default: it is not kept)",
         needs_features=("--adaptive-memory-optimization",),
+    ),
+    Feature(
+        flag="--chunk-zero-stage",
+        read=zero_stage,
+        metavar="STAGE",
+        help="split over the data-parallel ranks, in chunks: 1 optimizer states, 2 gradients too, 3 parameters too",
+        patches=("chunk_*",),
+        needs=(_lm("--use-distributed-optimizer", "its buckets are the chunks"),),
+        bars=_CHUNK_BARS,
+    ),
+    Feature(
+        flag="--placement-policy",
+        read=placement,
+        metavar="POLICY",
+        help="where chunks rest: device (default), host, static:FRACTION (this share of them on the host), or auto (as "
+        "much on the device as fits, by a measured step); device:BYTES, host:BYTES and auto:BYTES (2GiB) say how many "
+        "bytes of parameters may be gathered at once with stage 3 (default: what one module needs, and the next chunk)",
+        needs_features=("--chunk-zero-stage",),
+    ),
+    Feature(
+        flag="--host-optimizer-step",
+        choices=("device", "host"),
+        help="where the optimizer steps chunks that rest on the host: device (default) brings their states there and "
+        "keeps its arithmetic; host runs Adam on the host's cores",
+        needs_features=("--chunk-zero-stage",),
+    ),
+    Feature(
+        flag="--chunk-host-memory-gib",
+        read=gib,
+        metavar="GIB",
+        help="host memory that the chunks of each rank may take (default: what the host has free)",
+        needs_features=("--chunk-zero-stage",),
+    ),
+    Feature(
+        flag="--min-chunk-size-mib",
+        read=gib,
+        metavar="MIB",
+        help="MiB of bf16 parameters that a chunk holds at least (default: 64; 2 bytes per element are counted for any "
+        "type)",
+        needs_features=("--chunk-zero-stage",),
+    ),
+    Feature(
+        flag="--chunk-search-range-mib",
+        read=gib,
+        metavar="MIB",
+        help="MiB above that minimum among which the size with the smallest chunks is searched (default: 64)",
+        needs_features=("--chunk-zero-stage",),
+    ),
+    Feature(
+        flag="--chunk-hidden-dim",
+        read=at_least_one,
+        metavar="N",
+        help="step of that search in elements (default: the model's hidden size)",
+        needs_features=("--chunk-zero-stage",),
+    ),
+    Feature(
+        flag="--optimizer-parallel",
+        choices=MODES,
+        help="each data-parallel rank keeps the optimizer's states for its part only, updates that and hands it out: "
+        "grouping by whole parameters, sharding by a slice of each",
+        patches=("optimizer_parallel",),
+        bars=_OPTIMIZER_BARS,
     ),
     Feature(
         flag="--sdpa-attention",

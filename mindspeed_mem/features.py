@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.feature_table import BY_DEVICE, FEATURES, MEMORY_PATCHES, RECOMPUTE_PATCHES
 from mindspeed_mem.options import Feature, Option
@@ -51,6 +52,10 @@ class Settings:
     """Passes whose activations a pipeline stage may hold."""
     pipeline_stages: tuple[int, ...] | None = None
     """Layers of each stage, or the stage of each layer."""
+    chunk: ChunkSettings = ChunkSettings()
+    """What is split over data-parallel ranks, and where it lies."""
+    optimizer_parallel: str | None = None
+    """How the optimizer is split over data-parallel ranks: grouping or sharding."""
     patches: tuple[str, ...] = ()
     """Shell patterns of patch modules, in the order of application."""
     notices: tuple[str, ...] = ()
@@ -98,21 +103,47 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         raise FeatureError(problems)
     patches = [*BY_DEVICE.get(backend.type if backend else "", ()), *(p for f in on for p in f.patches)]
     patches += RECOMPUTE_PATCHES if recomputes else ()
-    limit, device_limit = values["--swap-host-memory-gib"], values["--device-memory-gib"]
+    limit = _bytes(values["--swap-host-memory-gib"]) if swaps or survives else None
     return Settings(
         on=tuple(f.flag for f in on),
         backend=backend,
         memory=memory,
-        host_limit_bytes=int(limit * 2**30) if (swaps or survives) and limit is not None else None,
+        host_limit_bytes=limit,
         survive_oom=survives,
         adaptive=adapts,
         plan_file=values["--adaptive-plan-file"],
-        device_limit_bytes=int(device_limit * 2**30) if device_limit is not None else None,
+        device_limit_bytes=_bytes(values["--device-memory-gib"]),
         max_inflight=values["--max-inflight-microbatches"],
         pipeline_stages=values["--pipeline-stages"],
+        chunk=_chunk(values, backend),
+        optimizer_parallel=values["--optimizer-parallel"],
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
     )
+
+
+def _chunk(values: Mapping[str, Any], backend: Backend | None) -> ChunkSettings:
+    """Sizes are given in MiB of bf16, and kept in elements."""
+    if values["--chunk-zero-stage"] is None:
+        return ChunkSettings()
+    minimum, span = values["--min-chunk-size-mib"], values["--chunk-search-range-mib"]
+    given = {
+        "placement": values["--placement-policy"],
+        "host_limit_bytes": _bytes(values["--chunk-host-memory-gib"]),
+        "min_chunk_size": None if minimum is None else int(minimum * 2**19),
+        "search_range": None if span is None else int(span * 2**19),
+        "hidden_size": values["--chunk-hidden-dim"],
+    }
+    return ChunkSettings(
+        stage=values["--chunk-zero-stage"],
+        backend=backend,
+        step_on_host=values["--host-optimizer-step"] == "host",
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _bytes(number: float | None) -> int | None:
+    return None if number is None else int(number * 2**30)
 
 
 def conflicts(args: Any, on: Iterable[str], *, recomputes: bool = False) -> list[str]:

@@ -25,8 +25,10 @@ import torch.distributed as dist
 
 from mindspeed_mem import features, patches
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
+from mindspeed_mem.chunk import settings as chunk_settings
 from mindspeed_mem.device import numa
 from mindspeed_mem.features import FeatureError, Settings
+from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
 from mindspeed_mem.report import log
 from mindspeed_mem.schedule.settings import ScheduleSettings, use
@@ -47,6 +49,9 @@ class _State:
     """The patch modules applied."""
     engine: tuple = ()
     """What the engine was started with."""
+    limited: Any = None
+    limit: int | None = None
+    """Bytes of device memory to which this process, on the backend `limited`, was limited."""
     observing = False
 
 
@@ -73,17 +78,21 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
 
 
 def report() -> str:
-    """Print, on rank 0, what the engine did so far on all ranks; returns that text, "" where there is none.
+    """Print, on rank 0, what was moved so far on all ranks; returns that text, "" where there is none.
 
     Collective: every rank of the default process group must call it.
     """
     from mindspeed_mem.activation import engine as engines
+    from mindspeed_mem.chunk import runtime
+    from mindspeed_mem.report.chunk_report import format_chunks
     from mindspeed_mem.report.swap_report import format_report
 
-    engine = engines.current()
-    everyone = gather(None if engine is None else engine.report()) or ()
-    ranks = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
-    text = format_report(ranks) if ranks else ""
+    parts = []
+    for running, formatted in ((engines.current(), format_report), (runtime.current(), format_chunks)):
+        everyone = gather(None if running is None else running.report()) or ()
+        ranks = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
+        parts += [formatted(ranks)] if ranks else []
+    text = "\n".join(parts)
     if text:
         print(text, flush=True)
     return text
@@ -164,7 +173,7 @@ def _apply(settings: Settings) -> None:
     if settings == _State.settings:
         return
     patterns = list(settings.patches)
-    if settings.memory is not None or settings.survive_oom:
+    if settings.memory is not None or settings.survive_oom or settings.chunk.stage:
         patterns.append("megatron_pretrain")
     if settings.patches:
         patterns.append("first_step")  # outermost: it comes after what the others do at the end of a step
@@ -184,6 +193,8 @@ def _apply(settings: Settings) -> None:
     except PatchError:
         REGISTRY.put_back(lifted)
         raise
+    chunk_settings.use(settings.chunk)
+    optimizer_settings.use(settings.optimizer_parallel)
     use(ScheduleSettings(max_inflight=settings.max_inflight, stages=settings.pipeline_stages))
     _State.modules, _State.settings = tuple(wanted), settings
     for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
@@ -239,14 +250,16 @@ def _start_engine(settings: Settings) -> None:
         settings.device_limit_bytes,
     )
     needed = settings.memory is not None or settings.survive_oom
-    if _State.observing or wanted == _State.engine or not (needed or _State.engine):
+    if _State.observing:
+        return
+    _limit_memory(settings)
+    if wanted == _State.engine or not (needed or _State.engine):
         return
     from mindspeed_mem.activation import engine as engines
     from mindspeed_mem.plan import load_memory_config
 
     engines.stop()
     if needed:
-        _limit_memory(settings)
         if settings.adaptive:
             logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))
         config = settings.memory or load_memory_config(None)
@@ -267,13 +280,14 @@ def _kind(settings: Settings) -> Any:
 
 
 def _limit_memory(settings: Settings) -> None:
-    before = _State.engine[-1] if _State.engine else None
+    backend, before = settings.backend or _State.limited, _State.limit
     if settings.device_limit_bytes == before:
         return
     try:
-        settings.backend.limit_memory(settings.device_limit_bytes)
+        backend.limit_memory(settings.device_limit_bytes)
     except ValueError as error:
         raise FeatureError([f"--device-memory-gib: {error}"]) from error
+    _State.limited, _State.limit = backend, settings.device_limit_bytes
 
 
 _read_command_line(sys.argv[1:])

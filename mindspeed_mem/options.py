@@ -117,6 +117,13 @@ def at_least_one(value: Any) -> int:
     return int(text)
 
 
+def zero_stage(value: Any) -> int | None:
+    """A stage of ZeRO; 0, as without the flag, is off."""
+    if isinstance(value, bool) or str(value) not in ("0", "1", "2", "3"):
+        raise ValueError("1, 2 or 3 (0: off)")
+    return int(value) or None
+
+
 def whole_numbers(value: Any) -> tuple[int, ...]:
     """Whole numbers from 0: ``3,5,5,3``, a list of them, or one number."""
     items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]

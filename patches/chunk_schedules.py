@@ -13,17 +13,14 @@ from mindspeed_mem.patching import around
 
 def _schedule(original, **kwargs):
     now = runtime.current()
-    models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
-    followed = [model for model in models if getattr(model, "chunks_of_model", None) is not None]
-    if now is None or not followed:
+    if now is None:
         return original(**kwargs)
-    from megatron.core.utils import get_model_config
-
-    config = get_model_config(models[0])
-    if config.no_sync_func is None:
-        config.no_sync_func = [m.no_sync for m in models] if len(models) > 1 else models[0].no_sync
+    models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+    if any(getattr(model, "chunks_of_model", None) is not None for model in models):
+        _tell_micro_batches_apart(models)
     names = ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
-    now.begin((original.__name__, *(kwargs.get(name) for name in names), tuple(map(id, followed))))
+    key = (original.__name__, *(kwargs.get(name) for name in names), *map(id, models))
+    now.begin(key, kwargs.get("forward_only", False))
     completed = False
     try:
         result = original(**kwargs)
@@ -31,6 +28,14 @@ def _schedule(original, **kwargs):
         return result
     finally:
         now.end(completed)
+
+
+def _tell_micro_batches_apart(models):
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(models[0])
+    if config.no_sync_func is None:
+        config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
 
 
 for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):

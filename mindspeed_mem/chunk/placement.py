@@ -26,8 +26,8 @@ class Placement:
     def on_host(self, sizes: Sequence[int]) -> list[bool]:
         """Which chunks of `sizes` (elements), in order of use, rest on the host.
 
-        ``static`` takes as many from the end as its share allows: what is used last in forward is used first in backward
-        and waits longest. ``auto`` starts with everything on the host.
+        ``static`` takes as many from the end as its share allows: those whose gradients come first have the most
+        time to travel. ``auto`` starts with everything on the host.
         """
         if self.policy in ("device", "host", "auto"):
             return [self.policy != "device"] * len(sizes)
@@ -40,12 +40,14 @@ class Placement:
         return chosen
 
 
-def placement(value: str) -> Placement:
+def placement(value: str | Placement) -> Placement:
     """The placement that ``device``, ``host``, ``auto`` (each with ``:BYTES``) or ``static:FRACTION`` means.
 
     BYTES is a number, or one with KiB, MiB or GiB. ``cuda``, ``npu`` and ``cpu`` are other names of device and host.
     Raises ValueError naming what is allowed.
     """
+    if isinstance(value, Placement):
+        return value
     name, colon, rest = str(value).strip().partition(":")
     policy = _SYNONYMS.get(name.lower(), name.lower())
     allowed = "device, host or auto, each alone or with a budget (device:2GiB), or static:FRACTION (static:0.5)"

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from mindspeed_mem.chunk import hooks, settings
+from mindspeed_mem.chunk.auto import AutoPlacement
 from mindspeed_mem.chunk.buckets import BucketChunks
 from mindspeed_mem.chunk.chunk import Chunk
 from mindspeed_mem.chunk.residency import Residency
+from mindspeed_mem.chunk.resting import RestingChunk
 from mindspeed_mem.chunk.search import search_bucket_size
 from mindspeed_mem.chunk.settings import ChunkSettings
+from mindspeed_mem.chunk.stores import DEVICE, HostStore, Store
+from mindspeed_mem.device import host_memory
 
 logger = logging.getLogger(__name__)
 
 
 class BudgetError(ValueError):
     """The budget for gathered parameters is less than one module needs; the message says how much that is."""
+
+
+class HostMemoryError(ValueError):
+    """The chunks that are to rest on the host do not fit there; the message says what they need and what there is."""
 
 
 class Runtime:
@@ -34,8 +43,17 @@ class Runtime:
         self.hidden_size = 1024
         """Of the model at hand."""
         self._settled = 0
+        self._warned: set[str] = set()
+        self._auto: AutoPlacement | None = None
+        self._resting: list[RestingChunk] = []
+        self._host_bytes = 0
 
-    def bucket_size(self, params: Sequence[torch.nn.Parameter], ranks: int) -> int:
+    @property
+    def cuts_buckets(self) -> bool:
+        """Whether buckets are as large as `bucket_size` says, and not as Megatron has them."""
+        return self.settings.stage >= 2 or self.settings.placement.policy in ("static", "auto")
+
+    def bucket_size(self, params: Sequence[torch.nn.Parameter], ranks: int, high_bandwidth_padding: bool) -> int:
         """Elements after which a bucket of these parameters, in the model's order, is closed."""
         given = self.settings
         return search_bucket_size(
@@ -44,24 +62,105 @@ class Runtime:
             range_elements=given.search_range,
             minimum_elements=given.min_chunk_size,
             step_elements=given.hidden_size or self.hidden_size,
+            high_bandwidth_padding=high_bandwidth_padding,
             alone=[place for place, param in enumerate(params) if getattr(param, "shared_embedding", False)],
         ).target_elements
+
+    @functools.cached_property
+    def host(self) -> Store | None:
+        """Where chunks rest on the host; None if the policy leaves all on the device."""
+        backend, policy = self.settings.backend, self.settings.placement.policy
+        if policy == "auto" and (backend.limit() is None or backend.peak() is None):
+            logger.warning("--placement-policy auto: this device does not say how much memory it has; all stays there")
+            return None
+        if policy == "auto":
+            self._auto = AutoPlacement(backend, self.residency)
+        return None if policy == "device" else HostStore(backend)
+
+    @property
+    def starts_on_host(self) -> bool:
+        """Whether all chunks rest on the host at first."""
+        return self.host is not None and self.settings.placement.policy in ("host", "auto")
+
+    def stores(self, buffers: Iterable[Any]) -> Callable[[Any], Store]:
+        """Where each bucket of `buffers`, one optimizer's, rests, by the placement policy."""
+        if self.host is None:
+            return lambda bucket: DEVICE
+        in_order = [bucket for buffer in buffers for bucket in reversed(buffer.buckets)]
+        on_host = self.settings.placement.on_host([bucket.param_data.numel() for bucket in in_order])
+        chosen = {bucket: self.host if resting else DEVICE for bucket, resting in zip(in_order, on_host, strict=True)}
+        return chosen.__getitem__
+
+    def check_host(self, buffers: Iterable[Any]) -> None:
+        """Before anything rests on the host: raise HostMemoryError unless this model fits there, beside those before."""
+        if self.host is None:
+            return
+        given, share = self.settings, self.settings.placement.fraction
+        for buffer in buffers:
+            size, ranks = sum(b.param_data.numel() for b in buffer.buckets), buffer.data_parallel_group.size()
+            own_master = buffer.param_dtype is torch.float32
+            each = 4 * (2 + (not own_master)) * (given.stage == 3 or not own_master)  # moments and masters
+            each += (given.stage >= 2) * 4 + (given.stage == 3) * buffer.param_dtype.itemsize
+            self._host_bytes += int(each * size * share) // ranks
+        free, ranks = host_memory.available(), host_memory.ranks_here()
+        limits = {"--chunk-host-memory-gib": given.host_limit_bytes}
+        limits[f"what the host has free, for {ranks} ranks"] = None if free is None else free // ranks
+        for what, limit in limits.items():
+            if limit is not None and self._host_bytes > limit:
+                raise HostMemoryError(
+                    f"--placement-policy {given.placement.policy}: the chunks of this rank need {self._host_bytes} "
+                    f"bytes of host memory ({self._host_bytes / 2**30:.2f} GiB); {what}: {limit} bytes. Use more "
+                    "data-parallel ranks, --placement-policy static with a smaller share, or device"
+                )
+
+    def report(self) -> dict[str, Any]:
+        """What this rank's chunks took and moved so far; sizes in bytes."""
+        counts, residency = self.residency.counts, self.residency
+        return {
+            "stage": self.settings.stage,
+            "placement": self.settings.placement.policy,
+            "chunks": sum(len(one.chunks) for one in self._models),
+            "on_host": sum(one.on_host for one in self._resting),
+            "host_bytes": sum(one.nbytes for one in self._resting if one.on_host),
+            "whole_bytes": sum(chunk.nbytes for chunk in residency.chunks),
+            "budget": residency.budget,
+            "peak_bytes": counts.peak_bytes,
+            "gathers": counts.gathers,
+            "gathered_bytes": counts.gathered_bytes,
+            "ahead": counts.ahead,
+            "over_budget": counts.over_budget,
+            "deviations": residency.trace.deviations,
+        }
+
+    def rest(self, chunks: Iterable[RestingChunk]) -> None:
+        """These rest on the host, with their optimizer's states; given in the order of use."""
+        self._resting += chunks
 
     def add(self, ddp: Any, chunks: BucketChunks) -> None:
         """`chunks` are those of `ddp`; with it they go."""
         self._models.add(chunks)
         weakref.finalize(ddp, _remove, self.residency, chunks.chunks).atexit = False
 
+    def warn_once(self, text: str) -> None:
+        """Warn with `text`, once in a run."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text)
+
     # ---- passes
 
-    def begin(self, key: Hashable) -> None:
+    def begin(self, key: Hashable, forward_only: bool) -> None:
         """A pipeline schedule starts; `key` tells its kind."""
         self._settle_budget()
+        if self._auto is not None and not forward_only:
+            self._auto.begin_pass(self._resting)
         self.residency.begin(key)
 
     def end(self, completed: bool) -> None:
         """It is over."""
         self.residency.end(completed)
+        if self._auto is not None:
+            self._auto.end_pass()
 
     def _settle_budget(self) -> None:
         """Once all models are there: check the budget given, or choose what one use and the next chunk need."""
@@ -76,9 +175,9 @@ class Runtime:
             self.residency.budget = least + max(chunk.nbytes for chunk in chunks)
         elif given < least:
             raise BudgetError(
-                f"--placement-policy {self.settings.placement.policy}:{given}: one module reads parameters in chunks of "
-                f"{least} bytes at once. Give at least {least} bytes ({least + max(c.nbytes for c in chunks)} to fetch the "
-                "next chunk meanwhile), or smaller chunks (--min-chunk-size-mib)"
+                f"--placement-policy {self.settings.placement.policy}:{given}: one module reads parameters in chunks "
+                f"of {least} bytes at once. Give at least {least} bytes ({least + max(c.nbytes for c in chunks)} to "
+                "fetch the next chunk meanwhile), or smaller chunks (--min-chunk-size-mib)"
             )
 
 

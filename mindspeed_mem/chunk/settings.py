@@ -15,9 +15,13 @@ class ChunkSettings:
     """Defaults: what --chunk-zero-stage alone means."""
 
     stage: int = 0
-    """0: off. 1: optimizer states are sharded (Megatron's distributed optimizer), 2: gradients too, 3: parameters too."""
+    """0: off. Sharded are with 1 the optimizer's states, as Megatron does it, with 2 gradients, with 3 parameters."""
     placement: Placement = Placement()
     backend: Backend | None = None
+    step_on_host: bool = False
+    """Adam on the host for chunks that rest there; otherwise their states are brought to the device for the step."""
+    host_limit_bytes: int | None = None
+    """Host memory that this process's chunks may take; None: what the host has."""
     search_range: int = 32 * MIB
     """Elements: how much larger than `min_chunk_size` a chunk may be."""
     min_chunk_size: int = 32 * MIB

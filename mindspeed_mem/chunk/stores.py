@@ -12,9 +12,9 @@ class Store:
 
     on_host = False
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised contiguous tensor of the shape and dtype of `tensor`, here."""
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    def like(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """An uninitialised contiguous tensor of the shape and dtype of `tensor`, here; None: its device is ours."""
+        return torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
 
 
 class HostStore(Store):
@@ -25,7 +25,7 @@ class HostStore(Store):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def like(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         held = self._backend.host_empty(tensor.numel() * tensor.element_size())
         return held.view(tensor.dtype).view(tensor.shape)
 

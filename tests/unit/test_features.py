@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from mindspeed_mem import features
+from mindspeed_mem.chunk.placement import Placement
 from mindspeed_mem.device import Backend
 from mindspeed_mem.features import FEATURES, FeatureError, Settings, add_arguments, check, conflicts, scan
 
@@ -21,7 +22,7 @@ FLAGS = {  # each as on a command line, and what it stands for
     "--select-recompute": [r"mlp\.linear_fc1=0-1", "self_attention"],
     "--select-comm-recompute": [r".*\.norm=all"],
 }
-OF_SCHEDULE = {"--pipeline-stages": "3,5", "--max-inflight-microbatches": "2"}
+WITH_VALUES = {"--pipeline-stages": "3,5", "--max-inflight-microbatches": "2", "--chunk-zero-stage": "3"}
 
 
 @pytest.fixture(autouse=True)
@@ -161,8 +162,8 @@ def asked_by(flag):
         return {"memory_config": SWAP, "device": "cpu"}
     if flag in ("--survive-oom", "--adaptive-memory-optimization"):
         return {flag[2:].replace("-", "_"): True, "device": "cpu"}
-    if flag in OF_SCHEDULE:
-        return {flag[2:].replace("-", "_"): OF_SCHEDULE[flag], "device": "cpu"}
+    if flag in WITH_VALUES:
+        return {flag[2:].replace("-", "_"): WITH_VALUES[flag], "device": "cpu"}
     value = FLAGS[flag][0] if flag == "--recompute-layers" else FLAGS[flag]
     return {flag[2:].replace("-", "_"): value, "device": "cpu"}
 
@@ -191,6 +192,35 @@ def test_a_plan_file_that_cannot_be_written_is_refused(tmp_path):
         (problem,) = problems_of(asked)
         assert problem.startswith("--adaptive-plan-file: got") and "allowed: a file" in problem
     check({**asked, "adaptive_plan_file": str(tmp_path / "new" / "plan.yaml")})
+
+
+CHUNK_DETAILS = {
+    "placement_policy": ("auto:1.5GiB", "placement", Placement("auto", 3 * 2**29)),
+    "host_optimizer_step": ("host", "step_on_host", True),
+    "chunk_host_memory_gib": (2, "host_limit_bytes", 2**31),
+    "min_chunk_size_mib": ("0.5", "min_chunk_size", 2**18),
+    "chunk_search_range_mib": (8, "search_range", 2**22),
+    "chunk_hidden_dim": ("640", "hidden_size", 640),
+}
+
+
+@pytest.mark.parametrize("name", CHUNK_DETAILS)
+def test_details_of_chunk_zero(name):
+    given, field, expected = CHUNK_DETAILS[name]
+    (problem,) = problems_of({"device": "cpu", name: given})
+    assert "needs --chunk-zero-stage" in problem
+    for stage in (1, "2", 3):
+        settings = check({"device": "cpu", "chunk_zero_stage": stage, name: given})
+        assert settings.chunk.stage == int(stage) and getattr(settings.chunk, field) == expected
+        assert settings.chunk.backend.type == "cpu" and settings.patches == ("cpu_*", "chunk_*")
+    assert check({"chunk_zero_stage": 0, "device": "cpu"}).chunk.stage == 0
+
+
+def test_chunk_zero_needs_the_distributed_optimizer():
+    check({"chunk_zero_stage": 2, "device": "cpu"} | {"use_distributed_optimizer": True})
+    args = argparse.Namespace(chunk_zero_stage=2, device="cpu", use_distributed_optimizer=False)
+    (problem,) = problems_of(args)
+    assert problem.startswith("--chunk-zero-stage needs --use-distributed-optimizer: its buckets are the chunks")
 
 
 def test_what_limits_the_adaptive_plan_needs_it():
@@ -276,6 +306,11 @@ def test_all_problems_are_reported_at_once(tmp_path, monkeypatch):
         ({"select_recompute": 3}, "--select-recompute: got 3; allowed: patterns"),
         ({"select_comm_recompute": {"mlp": [0.5]}}, "--select-comm-recompute.mlp[0]: got 0.5"),
         ({"recompute_layers": "0", "swap_host_memory_gib": 1}, "--swap-host-memory-gib needs --memory-config"),
+        ({"chunk_zero_stage": 4}, "--chunk-zero-stage: got 4; allowed: 1, 2 or 3"),
+        ({"chunk_zero_stage": True}, "--chunk-zero-stage: got True; allowed: 1, 2 or 3"),
+        ({"placement_policy": "gpu", "chunk_zero_stage": 1}, "--placement-policy: got 'gpu'; allowed: device, host"),
+        ({"placement_policy": "device:0", "chunk_zero_stage": 1}, "a budget is a number of bytes above 0"),
+        ({"placement_policy": "static:1.5", "chunk_zero_stage": 1}, "the fraction lies between 0 and 1"),
         ({"recompute_layer": "0"}, "did you mean 'recompute_layers'?"),
     ],
 )

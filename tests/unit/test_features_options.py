@@ -20,22 +20,32 @@ OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *featur
 MEGATRON_LM = {
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
+    "--num-distributed-optimizer-instances",
     "--num-layers-per-virtual-pipeline-stage",
+    "--optimizer-cpu-offload",
+    "--overlap-param-gather-with-optimizer-step",
+    "--use-distributed-optimizer",
     "--use-legacy-models",
     "--use-megatron-fsdp",
+    "--use-nccl-ub",
+    "--use-precision-aware-optimizer",
     "--use-torch-fsdp2",
     "--yaml-cfg",
 }
 MINDSPEED = {
+    "--layerzero",
     "--moe-fb-overlap",
     "--recompute-in-advance",
     "--recompute-activation-function",
     "--recompute-in-bubble",
+    "--reuse-fp32-param",
     "--smart-swap",
     "--swap-attention",
+    "--swap-optimizer",
 }
 # Of its earlier versions; core_r0.16.0 has the first two in a parser that nothing uses.
 EARLIER_MINDSPEED = {
+    "--layerzero",
     "--adaptive-recompute-device-size",
     "--adaptive-recompute-device-swap",
     "--memory-fragmentation",

@@ -1,0 +1,111 @@
+"""megatron.core.optimizer.DistributedOptimizer: masters and optimizer states of chunks that rest on the host.
+
+Why here: when it has been built it has made its masters and no states yet. It keeps both in torch tensors of the inner
+optimizer, wherever they lie; only that one's step is taken over. Checkpoints and schedulers stay Megatron's.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mindspeed_mem.chunk import runtime
+from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
+from mindspeed_mem.chunk.resting import RestingChunk
+from mindspeed_mem.patching import around
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+
+
+@around(_OPTIMIZER + "__init__")
+def init(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    now = runtime.current()
+    if now is None or self.is_stub_optimizer or now.host is None:
+        return
+    place = Place.HOST if now.settings.step_on_host else Place.SWAPPED
+    stores, places, resting = now.stores(self.buffers), {}, {}
+    for model_param, master in _masters(self):
+        bucket, chunks = _bucket(self, model_param), _chunks(self, model_param)
+        store = stores(bucket)
+        own_master = model_param.dtype is torch.float32
+        if not store.on_host:
+            continue
+        if own_master and (chunks is None or chunks.stage < 3):
+            now.warn_once(
+                "fp32 parameters stay on the device with --chunk-zero-stage below 3: they are their own masters"
+            )
+            continue
+        chunk = None if chunks is None else chunks.of_bucket(bucket)
+        one = resting.setdefault(bucket, RestingChunk(places, chunk))
+        one.masters.append(master)
+        if own_master:
+            one.shards[master] = functools.partial(chunks.shard, model_param)
+        elif not now.starts_on_host:
+            with torch.no_grad():
+                master.data = store.like(master).copy_(master)
+        places[master] = place
+    if places:
+        self.placed = PlacedOptimizer(self.optimizer, places, now.settings.backend)
+        now.rest(resting[bucket] for bucket in _in_order_of_use(self.buffers) if bucket in resting)
+
+
+@around(_OPTIMIZER + "_build_model_and_main_param_groups")
+def build_groups(original, cls, *args, **kwargs):
+    """Masters are made where they rest: all of them might not fit the device."""
+    now = runtime.current()
+    if now is None or not now.starts_on_host:
+        return original(cls, *args, **kwargs)
+    with _MastersOn(now.host):
+        return original(cls, *args, **kwargs)
+
+
+class _MastersOn(TorchFunctionMode):
+    """Upstream writes ``shard.clone().float()`` for a master."""
+
+    def __init__(self, store):
+        super().__init__()
+        self._store = store
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.clone:
+            return args[0]
+        if function is torch.Tensor.float:
+            like = torch.empty(args[0].shape, dtype=torch.float32, device="meta")
+            return self._store.like(like).copy_(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+@around(_OPTIMIZER + "_copy_model_grads_to_main_grads")
+def copy_model_grads_to_main_grads(original, self):
+    """A master on the host takes its gradient there: torch has both on one device."""
+    if getattr(self, "placed", None) is None or getattr(self.buffers[0], "chunks_of_model", None) is not None:
+        return original(self)
+    for model_param, master in _masters(self):
+        span = self._get_model_param_range_map(model_param)["param"]
+        piece = model_param.main_grad.view(-1)[span.start : span.end]
+        master.grad = piece.float().to(master.device)
+
+
+def _masters(optimizer):
+    for models, masters in (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    ):
+        for model_group, master_group in zip(models, masters, strict=True):
+            yield from zip(model_group, master_group, strict=True)
+
+
+def _bucket(optimizer, model_param):
+    buffer, _, bucket = optimizer.model_param_gbuf_map[model_param]
+    return optimizer.buffers[buffer].buckets[bucket]
+
+
+def _chunks(optimizer, model_param):
+    return getattr(optimizer.buffers[optimizer.model_param_gbuf_map[model_param][0]], "chunks_of_model", None)
+
+
+def _in_order_of_use(buffers):
+    return [bucket for buffer in buffers for bucket in reversed(buffer.buckets)]
