@@ -175,6 +175,23 @@ def test_recompute_changes_no_loss_and_says_what_it_did(unchanged, tmp_path, nam
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_chunks_on_the_host_train_alike_and_are_reported(unchanged, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    job = script("pretrain_gpt_gemini.sh", *SHORT, path, TRAIN_ITERS=4).succeeded()
+    found, expected = numbers(path), unchanged[0]
+    assert found[0][2] == expected[0][2]  # the same model, before its first step
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)  # the norm is summed in another order
+    report = job.output[job.output.index("chunk ZeRO stage 3, placement host, per rank") :].splitlines()
+    assert "over" not in "".join(report[4:])
+    for rank, line in enumerate(report[2:4]):
+        number, chunks, on_host, host, whole, budget, peak, gathers, *_ = line.split()
+        assert int(number) == rank and int(chunks) == int(on_host) > 2 and int(gathers) > 4 * int(chunks)
+        assert float(host) > float(whole) > float(budget) >= float(peak) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_swap_on_uneven_pipeline_stages_changes_no_loss(tmp_path):
     kept, moved = tmp_path / "kept", tmp_path / "moved"
     stages = ["--num-layers", 8, "--micro-batch-size", 2, "--pipeline-stages", "2,3,2,1"]
