@@ -142,7 +142,6 @@ _OWN_MEMORY = "it keeps parameters or gradients in memory of its own"
 _SAME_STATES = "both decide where optimizer states lie"
 _CHUNK_BARS = (
     _core("--fp8-param-gather", "fp8 parameters have another layout than their buckets", field="fp8_param"),
-    _core("--fp8-param", "fp8 parameters have another layout than their buckets"),
     _core("--cuda-graph-impl", "a replayed graph skips the Python code that gathers parameters", off="none"),
     _core("--enable-cuda-graph", "a replayed graph skips the Python code that gathers parameters"),
     _core("--external-cuda-graph", "a replayed graph skips the Python code that gathers parameters"),

@@ -135,7 +135,7 @@ def build_gpt(
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         fill_by_name(model)
-        model = Float16Module(config, model) if config.bf16 else model
+        model = Float16Module(config, model) if config.bf16 or config.fp16 else model
         chunks.append(DistributedDataParallel(config, settings, model))
     _built.update(chunks)
     if settings.overlap_grad_reduce:  # reduce after the last micro-batch only

@@ -22,7 +22,12 @@ FLAGS = {  # each as on a command line, and what it stands for
     "--select-recompute": [r"mlp\.linear_fc1=0-1", "self_attention"],
     "--select-comm-recompute": [r".*\.norm=all"],
 }
-WITH_VALUES = {"--pipeline-stages": "3,5", "--max-inflight-microbatches": "2", "--chunk-zero-stage": "3"}
+WITH_VALUES = {
+    "--pipeline-stages": "3,5",
+    "--max-inflight-microbatches": "2",
+    "--chunk-zero-stage": "3",
+    "--optimizer-parallel": "sharding",
+}
 
 
 @pytest.fixture(autouse=True)
