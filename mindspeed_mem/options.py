@@ -92,9 +92,11 @@ class Feature:
 
     def _parse(self, text: str) -> Any:
         try:
-            return self.read(text)
+            value = self.read(text)
         except ValueError as error:
             raise ArgumentTypeError(f"got {text!r}; allowed: {error}") from error
+        # Trainers put their arguments into checkpoints, which are read back without types that are not torch's.
+        return value if isinstance(value, (bool, int, float, str, list, tuple)) else text
 
 
 def dest_of(flag: str) -> str:

@@ -8,6 +8,11 @@ there is meanwhile.
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
+from torch.overrides import TorchFunctionMode
+
 from mindspeed_mem.chunk import runtime
 from mindspeed_mem.chunk.buckets import BucketChunks
 from mindspeed_mem.patching import around
@@ -18,14 +23,18 @@ _BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer."
 
 
 @around(_DDP + "__init__")
-def ddp_init(original, self, config, ddp_config, module, *args, **kwargs):
+def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False, pg_collection=None):
     now = runtime.current()
     if now is not None:
         now.hidden_size = config.hidden_size
-    original(self, config, ddp_config, module, *args, **kwargs)
-    if now is None or now.settings.stage < 2 or not ddp_config.use_distributed_optimizer:
-        return
+    ours = now is not None and now.settings.stage >= 2 and ddp_config.use_distributed_optimizer
+    # Else upstream would put all buckets of a stage's later chunks into one group, to be reduced together.
+    original(self, config, ddp_config, module, disable_bucketing and not ours, pg_collection)
     buffers = [*self.buffers, *self.expert_parallel_buffers]
+    if now is not None and ddp_config.use_distributed_optimizer:
+        now.check_host(buffers)
+    if not ours:
+        return
     groups = {
         bucket: group for group in self.bucket_groups + self.expert_parallel_bucket_groups for bucket in group.buckets
     }
@@ -52,9 +61,25 @@ def ddp_init(original, self, config, ddp_config, module, *args, **kwargs):
 def buffer_init(original, self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest):
     """Upstream makes one bucket of everything without overlap, behind the first pipeline stage, and of later chunks."""
     now = runtime.current()
-    if now is not None and now.settings.stage >= 2 and ddp_config.use_distributed_optimizer:
-        bucket_size = now.bucket_size(params, data_parallel_group.size())
-    original(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest)
+    if now is None or not ddp_config.use_distributed_optimizer:
+        return original(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest)
+    if now.cuts_buckets:
+        padding = ddp_config.pad_buckets_for_high_nccl_busbw
+        bucket_size = now.bucket_size(params, data_parallel_group.size(), padding)
+    with _GradientsLater() if now.settings.stage >= 2 else contextlib.nullcontext():
+        original(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest)
+
+
+class _GradientsLater(TorchFunctionMode):
+    """A buffer makes memory for all parameters, then for all gradients: these without content, for chunks' sake."""
+
+    made = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.zeros:
+            self.made += 1
+            kwargs = {**kwargs, "device": "meta"} if self.made == 2 else kwargs
+        return function(*args, **(kwargs or {}))
 
 
 @around(_BUFFER + "reset")
@@ -125,7 +150,7 @@ def finish_grad_sync(original, self, *args, **kwargs):
 def start_param_sync(original, self, *args, **kwargs):
     """With stage 3 parameters are gathered when a module needs them, and only then."""
     chunks = _of(self)
-    if chunks is None or chunks.stage < 3 or not chunks.sealed:
+    if chunks is None or chunks.stage < 3 or not all(map(chunks.sealed, self.buckets)):
         return original(self, *args, **kwargs)
     self.param_gather_dispatched = True
 
@@ -133,7 +158,7 @@ def start_param_sync(original, self, *args, **kwargs):
 @around(_GROUP + "finish_param_sync")
 def finish_param_sync(original, self, *args, **kwargs):
     chunks = _of(self)
-    if chunks is None or chunks.stage < 3 or not chunks.sealed:
+    if chunks is None or chunks.stage < 3 or not all(map(chunks.sealed, self.buckets)):
         original(self, *args, **kwargs)
 
 

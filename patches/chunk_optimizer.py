@@ -6,6 +6,11 @@ Why here: these three methods are the only way between a model's buffers and the
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
+
+from mindspeed_mem.chunk import runtime
 from mindspeed_mem.patching import around
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
@@ -13,9 +18,15 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
 
 @around(_OPTIMIZER + "__init__")
 def init(original, self, *args, **kwargs):
-    original(self, *args, **kwargs)
+    now = runtime.current()
+    # An fp32 master is a view of its parameter. With a graph it would keep the model, and so its chunks, for ever.
+    with torch.no_grad() if now is not None else contextlib.nullcontext():
+        original(self, *args, **kwargs)
+    if not _all(self):
+        return
+    stores = runtime.current().stores(self.buffers)
     for chunks in _all(self):
-        chunks.seal()
+        chunks.seal(self.buffers, stores)
     if _sharded_parameters(self):
         # In fp32 the masters are views of the model's own memory, which is gone: the shards are the masters now.
         for model_param, master in _pairs(self, "model_fp32_groups", "shard_fp32_groups"):
@@ -27,7 +38,7 @@ def copy_model_grads_to_main_grads(original, self):
     if not _all(self):
         return original(self)
     for model_param, master in _every_pair(self):
-        master.grad = _of(self, model_param).gradient(model_param).float()
+        master.grad = _of(self, model_param).gradient(model_param).float().to(master.device)
 
 
 @around(_OPTIMIZER + "_copy_main_params_to_model_params")
@@ -35,7 +46,7 @@ def copy_main_params_to_model_params(original, self):
     if not _sharded_parameters(self):
         return original(self)
     for chunks in _all(self):
-        chunks.residency.end(completed=False)  # what is still gathered is out of date now
+        chunks.residency.release_all()  # what is still gathered is out of date now
     for model_param, master in _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups"):
         _of(self, model_param).shard(model_param).copy_(master)
 

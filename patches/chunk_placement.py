@@ -48,7 +48,7 @@ def init(original, self, *args, **kwargs):
                 master.data = store.like(master).copy_(master)
         places[master] = place
     if places:
-        self.placed = PlacedOptimizer(self.optimizer, places, now.settings.backend)
+        self.placed = PlacedOptimizer(self.optimizer, places, now.settings.backend, group_bytes=now.group_bytes)
         now.rest(resting[bucket] for bucket in _in_order_of_use(self.buffers) if bucket in resting)
 
 

@@ -7,6 +7,8 @@ added up over all micro-batches before they are reduced, as Megatron does it.
 
 from __future__ import annotations
 
+import contextlib
+
 from mindspeed_mem.chunk import runtime
 from mindspeed_mem.patching import around
 
@@ -16,26 +18,34 @@ def _schedule(original, **kwargs):
     if now is None:
         return original(**kwargs)
     models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
-    if any(getattr(model, "chunks_of_model", None) is not None for model in models):
-        _tell_micro_batches_apart(models)
+    found = [getattr(model, "chunks_of_model", None) for model in models]
+    followed = [chunks for chunks in found if chunks is not None]
     names = ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
-    key = (original.__name__, *(kwargs.get(name) for name in names), *map(id, models))
-    now.begin(key, kwargs.get("forward_only", False))
+    kind = (original.__name__, *(kwargs.get(name) for name in names))
+    now.begin(kind, followed, kwargs.get("forward_only", False))
     completed = False
     try:
-        result = original(**kwargs)
+        with _micro_batches_told_apart(models) if followed else contextlib.nullcontext():
+            result = original(**kwargs)
         completed = True
         return result
     finally:
         now.end(completed)
 
 
-def _tell_micro_batches_apart(models):
+@contextlib.contextmanager
+def _micro_batches_told_apart(models):
     from megatron.core.utils import get_model_config
 
     config = get_model_config(models[0])
-    if config.no_sync_func is None:
-        config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+    if config.no_sync_func is not None:
+        yield
+        return
+    config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+    try:
+        yield
+    finally:
+        config.no_sync_func = None
 
 
 for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 GUARDS: list[Callable[[], AbstractContextManager]] = []
 """What a second run must not disturb: each is entered around it."""
+READERS: list[Callable[[list[torch.nn.Module], list[torch.Tensor]], AbstractContextManager]] = []
+"""Who frees weights between their uses. Each is entered around a second run with the modules whose `forward` runs
+without their hooks, and with the tensors that are read besides, weights among them."""
 
 TAKE_OUT = "Take it out of recompute_config"
 _again: list[Replay] = []  # second runs under way, innermost last
@@ -208,6 +211,8 @@ class Replay:
             stack.callback(_empty, tensors)
             for guard in GUARDS:
                 stack.enter_context(guard())
+            for reader in READERS:
+                stack.enter_context(reader(list(_modules(self._call)), list(tensors_in((args, kwargs)))))
             if self._random is not None:
                 stack.enter_context(rng.as_of(self._random))
             stack.enter_context(torch.enable_grad())
@@ -260,6 +265,15 @@ class Replay:
 
     def __str__(self) -> str:
         return f"{self.op or 'the whole'} of layer {self.layer}" if self.op else f"layer {self.layer}"
+
+
+def _modules(call: Callable) -> Iterator[torch.nn.Module]:
+    """Those that a method, or one with its first arguments bound, belongs to."""
+    for one in (getattr(call, "__self__", None), *getattr(call, "args", ())):
+        if isinstance(one, torch.nn.Module):
+            yield one
+        elif isinstance(one, functools.partial):
+            yield from _modules(one)
 
 
 def _empty(leaves: list[torch.Tensor]) -> None:

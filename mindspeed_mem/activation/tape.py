@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mem.activation import rng
 from mindspeed_mem.activation.arguments import join, split, tensors_in
 from mindspeed_mem.activation.records import DROPPED, Handle, Record, view_of
+from mindspeed_mem.activation.replay import READERS
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 MANAGED = "its input is memory that Megatron empties or writes over itself"
@@ -202,9 +204,15 @@ class Tape(TorchDispatchMode):
         """Fill every record that is still wanted. Raises RuntimeError if an input was changed in place meanwhile."""
         records = {key: r for key, ref in self._records.items() if (r := ref()) is not None and r.state == DROPPED}
         if records:
-            needed = self._slice(set(records))[1]
-            there = {key: h.bring_back().untyped_storage() for key, h in self.inputs.items() if key in needed}
-            made = self._run(set(records), there)
+            steps, needed = self._slice(set(records))
+            weights = list(tensors_in([step.given for step in steps]))
+            held = {key: h.bring_back() for key, h in self.inputs.items() if key in needed}
+            with ExitStack() as stack:
+                for reader in READERS:
+                    stack.enter_context(reader([], [*weights, *held.values()]))
+                there = {key: tensor.untyped_storage() for key, tensor in held.items()}
+                del held, weights
+                made = self._run(set(records), there)
             for key, record in records.items():
                 record.fill(_whole(made[key]))
             self.inputs, self._steps = None, []

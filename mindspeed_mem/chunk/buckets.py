@@ -8,12 +8,13 @@ param_index_map, data_parallel_group; bucket: params_list, param_data, grad_data
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from mindspeed_mem.chunk import hooks
+from mindspeed_mem.chunk import hooks, materialize
 from mindspeed_mem.chunk.chunk import Chunk, Piece, free
 from mindspeed_mem.chunk.gradients import GradientShards
 from mindspeed_mem.chunk.residency import Residency
@@ -50,11 +51,14 @@ class BucketChunks:
         self._whole_gradient: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._handles: list[Any] = []
         self._opens_for_backward = opens_for_backward
-        self.sealed = False
+        self._sealed: set[Chunk] = set()
         for buffer in buffers:
             self._take(buffer)
         self._start_reduction = start_reduction
-        self.gradients = GradientShards(self._bucket_of, self._reduce)
+        # Of modules that are used twice: under recomputation each use has a backward of its own.
+        found = Counter(param for _, param in module.named_parameters(remove_duplicate=False))
+        shared = [param for param, times in found.items() if times > 1 and param in self._chunk_of]
+        self.gradients = GradientShards(self._bucket_of, self._reduce, residency.trace, shared)
 
     # ---- what there is
 
@@ -80,19 +84,25 @@ class BucketChunks:
 
     # ---- life
 
-    def seal(self, stores: Callable[[Chunk], Store] = lambda chunk: DEVICE) -> None:
-        """The optimizer has its masters: from now on only shards stay, each chunk's where `stores` says."""
-        if self.sealed:
-            return
-        self.sealed = True
-        for chunk in self.chunks:
-            chunk.store = stores(chunk)
+    def seal(self, buffers: Iterable[Any], stores: Callable[[Any], Store] = lambda bucket: DEVICE) -> None:
+        """The optimizer has its masters of `buffers`: of these only shards stay, each bucket's where `stores` says."""
+        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+            chunk = self._chunk_of_bucket.get(bucket)
+            if chunk is None or chunk in self._sealed:
+                continue
+            self._sealed.add(chunk)
+            chunk.store = stores(bucket)
             if self.stage == 3:
                 chunk.keep_shard(chunk.store)
+                materialize.register(chunk)
                 self.residency.add(chunk)
         opens = self._open if self._opens_for_backward else None
-        if self.stage == 3 or opens:
+        if not self._handles and (self.stage == 3 or opens):
             self._handles = hooks.attach(self.module, self.residency, opens)
+
+    def sealed(self, bucket: Any) -> bool:
+        """Whether only the shard of `bucket` stays."""
+        return self._chunk_of_bucket[bucket] in self._sealed
 
     def begin_step(self) -> None:
         """Gradients are zeroed: their memory goes until the first one arrives."""
@@ -110,7 +120,7 @@ class BucketChunks:
         self.gradients.after(param, last)
 
     def finish_gradients(self, buckets: Iterable[Any]) -> None:
-        """All gradients of `buckets` are reduced; ``main_grad`` is this rank's piece of them from now on. Collective."""
+        """Reduce all gradients of `buckets`: ``main_grad`` is this rank's piece of them from now on. Collective."""
         for bucket in buckets:
             chunk = self._chunk_of_bucket[bucket]
             self.gradients.finish(chunk)
@@ -136,7 +146,8 @@ class BucketChunks:
     def _take(self, buffer: Any) -> None:
         """Give each bucket of `buffer` memory of its own, so that it can go alone."""
         views = list(self._views(buffer))
-        gradients = {"dtype": buffer.grad_data.dtype, "device": buffer.grad_data.device}
+        names = {param: name for name, param in self.module.named_parameters()}
+        gradients = {"dtype": buffer.grad_data.dtype, "device": buffer.param_data.device}
         for bucket in buffer.buckets:
             bucket.grad_data = None
         for _, param, _ in views:
@@ -154,6 +165,8 @@ class BucketChunks:
             free(bucket.grad_data)
             group = buffer.data_parallel_group
             chunk = Chunk(next(_numbers), inside, bucket.param_data, bucket.grad_data, group)
+            ends = dict.fromkeys((names[inside[0][0]], names[inside[-1][0]]))
+            chunk.label += f" ({' to '.join(ends)})"
             self._bucket_of[chunk], self._chunk_of_bucket[bucket] = bucket, chunk
             self._chunk_of.update((param, chunk) for param, _ in inside)
         if self.stage == 3:

@@ -9,13 +9,18 @@ decides when that is. Gradients go the other way: the whole is there from the fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_mem.chunk.stores import DEVICE, Store
+
+
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class Piece(NamedTuple):
@@ -29,7 +34,7 @@ class Chunk:
     """Parameters that are gathered, released and moved together.
 
     Args:
-        index: the chunk's number in this process; the same on all ranks of `group`.
+        index: the chunk's number in this process.
         params: its parameters, each with its `Piece`; their ``data`` are views of `data`.
         data: [numel], the whole: a storage of its own, numel divisible by the size of `group`.
         grad: [numel] of the dtype in which gradients are added up, with a storage of its own; None if gradients are
@@ -46,6 +51,10 @@ class Chunk:
         group: dist.ProcessGroup,
     ) -> None:
         self.index, self.group = index, group
+        self.number_in_group = next(_numbers.setdefault(group, itertools.count()))
+        """Of all chunks that this process ever made for `group`: the same on all its ranks."""
+        self.label = f"chunk {self.number_in_group}"
+        """For messages."""
         self.pieces = dict(params)
         self.whole, self.grad = data, grad
         ranks, rank = group.size(), group.rank()
@@ -86,6 +95,21 @@ class Chunk:
         self.shard = store.like(self.whole[self.mine])
         self.shard.copy_(self.whole[self.mine])
         self.release()
+
+    def adopt_shard(self, shard: torch.Tensor, store: Store = DEVICE) -> None:
+        """From now on `shard` [numel / ranks], in `store`, is this rank's part, and all that stays; nothing is read."""
+        assert self.shard is None and self.gathered
+        self.shard, self.store = shard, store
+        self.release()
+
+    @torch.no_grad()
+    def move(self, store: Store) -> None:
+        """Let this rank's part rest in `store` from now on."""
+        self.store = store
+        for name in ("shard", "grad_shard"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, store.like(held, self.whole.device).copy_(held))
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -16,19 +16,26 @@ from torch.utils.hooks import RemovableHandle
 
 from mindspeed_mem.chunk.residency import Reading, Residency
 
+HELD_WHOLE: list[Callable[[torch.nn.Module], bool]] = []
+"""Modules for which one of these is true run parts of their forward again in backward, perhaps not the same parts on all
+ranks: all that they contain is gathered when their backward starts."""
+
 
 def attach(
     model: torch.nn.Module,
     residency: Residency,
     before_backward: Callable[[tuple[torch.nn.Parameter, ...]], None] | None = None,
+    running: list[Reading] | None = None,
 ) -> list[RemovableHandle]:
     """Let `residency` follow all modules of `model`; returns the hooks, to be removed.
 
     before_backward: called with what a module reads before its backward starts.
+    running: is kept to what the modules read whose forward is under way, the innermost last.
     """
     handles = []
+    running = [] if running is None else running
     for module in model.modules():
-        followed = _Followed(residency, before_backward)
+        followed = _Followed(residency, before_backward, running)
         handles.append(module.register_forward_pre_hook(followed.before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(followed.after, with_kwargs=True, always_call=True))
     return handles
@@ -39,32 +46,46 @@ def uses(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, ...]]:
     stack: list[tuple[torch.nn.Module, tuple[torch.nn.Parameter, ...]]] = [(model, ())]
     while stack:
         module, around = stack.pop()
-        own = (*around, *module.parameters(recurse=False))
+        whole = _held_whole(module)
+        own = (*around, *module.parameters(recurse=whole))
         yield own
-        stack += [(child, own) for child in module.children()]
+        stack += [(child, own) for child in module.children() if not whole]
 
 
 class _Followed:
     """One module: its calls, which may be nested (recomputation within its own backward)."""
 
-    def __init__(self, residency: Residency, before_backward: Callable | None) -> None:
-        self._residency, self._before_backward = residency, before_backward
+    def __init__(self, residency: Residency, before_backward: Callable | None, running: list[Reading]) -> None:
+        self._residency, self._before_backward, self._running = residency, before_backward, running
         self._calls: list[Reading] = []
 
     def before(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for calls in (self._calls, self._running):
+            while calls and calls[-1].over:  # left by something that is no Exception, without the hook behind
+                calls.pop()
         reading = Reading(_read(module, args, kwargs))
         self._calls.append(reading)
+        self._running.append(reading)
         self._residency.acquire(reading)
 
     def after(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if not self._calls:  # the hook before did not get to run: another one failed
             return
         reading = self._calls.pop()
+        self._running.remove(reading)
         self._residency.done(reading)
-        if torch.is_grad_enabled() and reading.params:
-            self._follow_backward(Reading(reading.params), list(_tensors((args, kwargs))), list(_tensors(output)))
+        inside = module.parameters() if _held_whole(module) else ()
+        again = Reading((*reading.params, *inside))
+        if torch.is_grad_enabled() and again.params:
+            self._follow_backward(again, reading.params, list(_tensors((args, kwargs))), list(_tensors(output)))
 
-    def _follow_backward(self, reading: Reading, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    def _follow_backward(
+        self,
+        reading: Reading,
+        own: tuple[torch.nn.Parameter, ...],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
         waiting = 0
 
         def begin(grad: torch.Tensor) -> None:
@@ -72,7 +93,7 @@ class _Followed:
             if waiting == 0:
                 waiting = len(inputs_left)
                 if self._before_backward is not None:
-                    self._before_backward(reading.params)
+                    self._before_backward(own)
             self._residency.acquire(reading)
 
         def end(grad: torch.Tensor) -> None:
@@ -87,6 +108,10 @@ class _Followed:
             tensor.register_hook(begin)
         for tensor in inputs:
             tensor.register_hook(end)
+
+
+def _held_whole(module: torch.nn.Module) -> bool:
+    return any(whole(module) for whole in HELD_WHOLE)
 
 
 def _read(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.nn.Parameter, ...]:

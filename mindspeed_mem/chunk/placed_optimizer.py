@@ -28,6 +28,7 @@ from mindspeed_mem.chunk.swapped_step import GRAIN, State, Swapped, SwappedStep
 from mindspeed_mem.device import Backend, Stream, get_backend
 
 GROUP_BYTES = 64 * 2**20
+LEAST_GROUP_BYTES = 64 * GRAIN
 
 
 class Place(enum.Enum):
@@ -87,8 +88,8 @@ class PlacedOptimizer:
         self._host_adam, self._states = host_adam, PlacedStates(optimizer, self.backend)
         self._streams: tuple[Stream, Stream] | None = None
         self._scaling = GradientScaling()
-        if group_bytes < 64 * GRAIN:
-            raise ValueError(f"group_bytes={group_bytes}; give at least {64 * GRAIN}")
+        if group_bytes < LEAST_GROUP_BYTES:
+            raise ValueError(f"group_bytes={group_bytes}; give at least {LEAST_GROUP_BYTES}")
         if "step" in vars(optimizer):
             raise ValueError(
                 f"the step of this {type(optimizer).__name__} has been replaced already, by a learning rate scheduler "

@@ -1,17 +1,20 @@
 """Which chunks are whole at any moment: gathered before use, evicted when the budget asks for it, fetched ahead.
 
 All ranks of a data-parallel group have to gather the same chunks in the same order. So every decision here follows
-from the order of uses and from numbers that all ranks share, never from what one rank's memory looks like.
+from the order of uses and from numbers that all ranks share, never from what one rank's memory looks like, nor from
+when it gets round to forget a model that is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from mindspeed_mem.chunk.agreement import Act, Intent
 from mindspeed_mem.chunk.chunk import Chunk
 from mindspeed_mem.chunk.trace import Follower
 
@@ -35,12 +38,16 @@ class Counts:
 class Reading:
     """Parameters that somebody reads at once, from `Residency.acquire` to `Residency.done`."""
 
-    __slots__ = ("params", "open")
+    __slots__ = ("params", "others", "open", "over")
 
-    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, params: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor] = ()) -> None:
         self.params = tuple(dict.fromkeys(params))
         self.open: set[torch.nn.Parameter] = set()
         """Those of them that are still read."""
+        self.others = tuple(others)
+        """Tensors that may share a parameter's memory."""
+        self.over = False
+        """Whether it has been done with."""
 
 
 class Residency:
@@ -59,13 +66,19 @@ class Residency:
         """Bytes of gathered chunks now."""
         self.trace = Follower()
         self._chunk_of: dict[torch.nn.Parameter, Chunk] = {}
+        self._by_number: dict[int, Chunk] = {}
+        self._by_storage: dict[int, Chunk] = {}
         self._gathered: dict[Chunk, None] = {}  # the one used last comes last
         self._readers: dict[Chunk, set[Reading]] = {}
+        self._inside: list[list[Reading]] = []  # begun within each `during`, the innermost last
+        self._before_use: Callable[[], None] | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Manage `chunk`, whose shard is kept."""
         self.chunks.append(chunk)
         self._readers[chunk] = set()
+        self._by_number[chunk.index] = chunk
+        self._by_storage[_storage(chunk.whole)] = chunk
         for param in chunk.params:
             self._chunk_of[param] = chunk
 
@@ -74,7 +87,7 @@ class Residency:
         if chunk in self._gathered:
             self._forget(chunk)
         self.chunks.remove(chunk)
-        del self._readers[chunk]
+        del self._readers[chunk], self._by_number[chunk.index], self._by_storage[_storage(chunk.whole)]
         for param in chunk.params:
             del self._chunk_of[param]
 
@@ -88,13 +101,19 @@ class Residency:
 
     # ---- a pass
 
-    def begin(self, key: Hashable) -> None:
-        """A pass of the kind `key` starts; see `trace.Follower`."""
+    def begin(self, key: Hashable, before_use: Callable[[], None] | None = None) -> None:
+        """A pass of the kind `key` starts; see `trace.Follower`. `before_use` is called when its first use comes."""
+        self.release_all()
+        self._before_use = before_use
         self.trace.begin(key)
 
     def end(self, completed: bool = True) -> None:
         """The pass is over, or was broken off: nothing is read any more, and nothing stays gathered."""
+        self.release_all()
         self.trace.end(completed)
+
+    def release_all(self) -> None:
+        """Nothing is read any more, and nothing stays gathered."""
         for readers in self._readers.values():
             readers.clear()
         for chunk in list(self._gathered):
@@ -105,12 +124,23 @@ class Residency:
 
         Collective over the groups of the chunks.
         """
-        needed = dict.fromkeys(self._chunk_of[param] for param in reading.params if param in self._chunk_of)
+        needed = self._chunks_of(reading)
+        reading.over = False
+        if self._inside:
+            self._inside[-1].append(reading)
         if not needed:
             return
+        if self._before_use is not None:
+            prepare, self._before_use = self._before_use, None
+            prepare()
         reading.open.update(reading.params)
         for chunk in needed:
             self._readers[chunk].add(reading)
+        if self._inside and all(chunk.gathered for chunk in needed):
+            # A second run. Whether there is one may be this rank's own affair, so the order of uses does without it.
+            for chunk in needed:
+                chunk.wait()
+            return
         self.trace.use(tuple(chunk.index for chunk in needed))
         for chunk in needed:
             if not chunk.gathered:
@@ -125,8 +155,20 @@ class Residency:
     def done(self, reading: Reading) -> None:
         """What `reading` names is not read by it any more; the chunks stay until their room is needed."""
         reading.open.clear()
-        for chunk in {self._chunk_of[param] for param in reading.params if param in self._chunk_of}:
+        reading.over = True
+        for chunk in self._chunks_of(reading):
             self._readers[chunk].discard(reading)
+
+    @contextlib.contextmanager
+    def during(self, reading: Reading) -> Iterator[None]:
+        """`reading` is read inside, and so is nothing afterwards that began to be read inside."""
+        self._inside.append([])
+        try:
+            self.acquire(reading)
+            yield
+        finally:
+            for one in self._inside.pop():
+                self.done(one)
 
     def settled(self, param: torch.nn.Parameter) -> None:
         """The gradient of `param` is complete for this backward: nobody reads it any more."""
@@ -136,13 +178,23 @@ class Residency:
             if reading.open.isdisjoint(chunk.pieces):
                 self._readers[chunk].discard(reading)
 
+    def drop(self, chunk: Chunk) -> bool:
+        """Release `chunk` now, unless it is being read. Returns whether it is released."""
+        if chunk in self._gathered and not self._readers[chunk]:
+            self._release(chunk)
+        return not chunk.gathered
+
     # ---- moves
 
-    def _look_ahead(self, current: Iterable[Chunk]) -> None:
-        if not self.ahead:
+    def _chunks_of(self, reading: Reading) -> dict[Chunk, None]:
+        found = (self._by_storage.get(_storage(tensor)) for tensor in reading.others)
+        ours = (self._chunk_of.get(param) for param in reading.params)
+        return dict.fromkeys(chunk for chunk in (*ours, *found) if chunk is not None)
+
+    def _look_ahead(self, current: Collection[Chunk]) -> None:
+        if not self.ahead or not self.trace.following:
             return
-        by_index = {chunk.index: chunk for chunk in self.chunks}
-        coming = [by_index[index] for index in self.trace.coming(self.ahead + len(list(current)))]
+        coming = [self._by_number[number] for number in self.trace.coming(self.ahead + len(current))]
         later = [chunk for chunk in coming if chunk not in current][: self.ahead]
         for chunk in later:
             if chunk.gathered:
@@ -153,6 +205,7 @@ class Residency:
             self.counts.ahead += 1
 
     def _gather(self, chunk: Chunk) -> None:
+        self.trace.may_do(Intent(Act.GATHER, chunk.number_in_group), chunk.group, chunk.whole.device)
         chunk.gather()
         self._gathered[chunk] = None
         self.live_bytes += chunk.nbytes
@@ -203,3 +256,7 @@ class Residency:
                 self.live_bytes,
                 chunk.nbytes,
             )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # not its address, which is 0 for all that are freed

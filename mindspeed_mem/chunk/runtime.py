@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -15,6 +16,7 @@ from mindspeed_mem.chunk import hooks, settings
 from mindspeed_mem.chunk.auto import AutoPlacement
 from mindspeed_mem.chunk.buckets import BucketChunks
 from mindspeed_mem.chunk.chunk import Chunk
+from mindspeed_mem.chunk.placed_optimizer import GROUP_BYTES, LEAST_GROUP_BYTES
 from mindspeed_mem.chunk.residency import Residency
 from mindspeed_mem.chunk.resting import RestingChunk
 from mindspeed_mem.chunk.search import search_bucket_size
@@ -42,7 +44,7 @@ class Runtime:
         self._models: WeakSet[BucketChunks] = WeakSet()
         self.hidden_size = 1024
         """Of the model at hand."""
-        self._settled = 0
+        self._settled_for: tuple[list[int], int] = [], 0
         self._warned: set[str] = set()
         self._auto: AutoPlacement | None = None
         self._resting: list[RestingChunk] = []
@@ -81,6 +83,12 @@ class Runtime:
     def starts_on_host(self) -> bool:
         """Whether all chunks rest on the host at first."""
         return self.host is not None and self.settings.placement.policy in ("host", "auto")
+
+    @property
+    def group_bytes(self) -> int:
+        """Of the device buffers through which optimizer states pass: little, of what the device has."""
+        limit = self.settings.backend.limit()
+        return GROUP_BYTES if limit is None else max(LEAST_GROUP_BYTES, min(GROUP_BYTES, limit // 64))
 
     def stores(self, buffers: Iterable[Any]) -> Callable[[Any], Store]:
         """Where each bucket of `buffers`, one optimizer's, rests, by the placement policy."""
@@ -149,12 +157,14 @@ class Runtime:
 
     # ---- passes
 
-    def begin(self, key: Hashable, forward_only: bool) -> None:
-        """A pipeline schedule starts; `key` tells its kind."""
-        self._settle_budget()
+    def begin(self, kind: Hashable, models: Sequence[BucketChunks], forward_only: bool) -> None:
+        """A pipeline schedule of this kind starts, with these models."""
         if self._auto is not None and not forward_only:
             self._auto.begin_pass(self._resting)
-        self.residency.begin(key)
+        sharded = [one for one in models if one.stage == 3 and one.chunks]
+        key = (kind, *(one.chunks[0].index for one in models if one.chunks))
+        # What is read at once depends on what will be recomputed, which is settled once the schedule has started.
+        self.residency.begin(key, functools.partial(self._settle_budget, sharded))
 
     def end(self, completed: bool) -> None:
         """It is over."""
@@ -162,22 +172,26 @@ class Runtime:
         if self._auto is not None:
             self._auto.end_pass()
 
-    def _settle_budget(self) -> None:
-        """Once all models are there: check the budget given, or choose what one use and the next chunk need."""
-        chunks = self.residency.chunks
-        if len(chunks) == self._settled or not chunks:
+    def _settle_budget(self, models: Sequence[BucketChunks]) -> None:
+        """Check the budget given, or choose what one use and the next chunk need.
+
+        By the models that take part, not by what there is besides: a model that is gone is forgotten on each rank in
+        its own time, and ranks need the same budget.
+        """
+        taking_part = [one.chunks[0].index for one in models]
+        least = max((self.residency.largest_use(hooks.uses(one.module)) for one in models), default=0)
+        if not models or (taking_part, least) == self._settled_for:
             return
-        self._settled = len(chunks)
-        models = [one for one in self._models if one.stage == 3]
-        least = max(self.residency.largest_use(hooks.uses(one.module)) for one in models)
+        self._settled_for = taking_part, least
+        largest = max(chunk.nbytes for one in models for chunk in one.chunks)
         given = self.settings.placement.budget
         if given is None:
-            self.residency.budget = least + max(chunk.nbytes for chunk in chunks)
+            self.residency.budget = least + largest
         elif given < least:
             raise BudgetError(
                 f"--placement-policy {self.settings.placement.policy}:{given}: one module reads parameters in chunks "
-                f"of {least} bytes at once. Give at least {least} bytes ({least + max(c.nbytes for c in chunks)} to "
-                "fetch the next chunk meanwhile), or smaller chunks (--min-chunk-size-mib)"
+                f"of {least} bytes at once. Give at least {least} bytes ({least + largest} to fetch the next chunk "
+                "meanwhile), or smaller chunks (--min-chunk-size-mib)"
             )
 
 
@@ -196,6 +210,13 @@ def current() -> Runtime | None:
     given = settings.current()
     if given.stage == 0:
         _current = None
-    elif _current is None or _current.settings != given:
+    elif _current is None or _current.settings is not given:
         _current = Runtime(given)
     return _current
+
+
+def resume(running: Runtime | None) -> None:
+    """Let `running`, made earlier, be what runs now, with its settings; None: nothing. For processes with several."""
+    global _current
+    settings.use(ChunkSettings() if running is None else running.settings)
+    _current = running

@@ -26,6 +26,8 @@ class HostStore(Store):
         self._backend = backend
 
     def like(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        if not tensor.numel():
+            return torch.empty_like(tensor, device="cpu")
         held = self._backend.host_empty(tensor.numel() * tensor.element_size())
         return held.view(tensor.dtype).view(tensor.shape)
 

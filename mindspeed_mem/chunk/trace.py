@@ -1,34 +1,71 @@
-"""In which order chunks are used: recorded once for each kind of pass, then followed.
+"""In which order chunks are used and their gradients reduced: recorded once for each kind of pass, then followed.
 
 A pass is what lies between two optimizer steps, or an evaluation: a whole pipeline schedule. Each kind (its key) has a
 trace of its own, so that an evaluation in between does not put training out of phase.
+
+While a trace is followed nobody has to ask other ranks what they do: all have recorded the same. A reduction is then
+started where the trace has it, also if a gradient has not come on this rank.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 import math
+import zlib
 from collections.abc import Hashable
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mem.chunk.agreement import Act, Intent, agree, told
+
+logger = logging.getLogger(__name__)
+
+
+class Reducer(Protocol):
+    """Whoever reduces gradients of chunks."""
+
+    def is_complete(self, chunk: int) -> bool:
+        """Whether all gradients of this chunk have come."""
+
+    def start_number(self, chunk: int) -> None:
+        """Start the reduction of this chunk, and tell `Follower.reduction`."""
+
+    def missing(self, chunk: int) -> str:
+        """Which gradients of this chunk have not come."""
 
 
 class Trace:
-    """The uses of one kind of pass: position -> numbers of the chunks used at once."""
+    """One kind of pass: position -> numbers of the chunks used at once, or the chunk whose gradients are reduced."""
 
     def __init__(self) -> None:
-        self.uses: list[tuple[int, ...]] = []
+        self.events: list[tuple[int, ...] | int] = []
         self._positions: dict[int, list[int]] = {}
 
-    def append(self, chunks: tuple[int, ...]) -> None:
-        """The next use is of these chunks."""
-        for chunk in chunks:
-            self._positions.setdefault(chunk, []).append(len(self.uses))
-        self.uses.append(chunks)
+    def append(self, event: tuple[int, ...] | int) -> None:
+        """The next event: a use of these chunks, or the reduction of one."""
+        for chunk in event if isinstance(event, tuple) else ():
+            self._positions.setdefault(chunk, []).append(len(self.events))
+        self.events.append(event)
 
     def next_use(self, chunk: int, after: int) -> float:
         """Position of the first use of `chunk` behind position `after`; infinity if there is none."""
         positions = self._positions.get(chunk, ())
         found = bisect.bisect_right(positions, after)
         return positions[found] if found < len(positions) else math.inf
+
+    def fingerprint(self) -> int:
+        """The same for the same order of events, however chunks are numbered."""
+        numbers: dict[int, int] = {}
+
+        def own(chunk: int) -> int:
+            return numbers.setdefault(chunk, len(numbers))
+
+        events = (tuple(map(own, event)) if isinstance(event, tuple) else own(event) for event in self.events)
+        return zlib.crc32(repr(list(events)).encode())
 
 
 class Follower:
@@ -41,35 +78,75 @@ class Follower:
     def __init__(self) -> None:
         self.deviations = 0
         """Passes that were not what had been recorded."""
+        self.reducers: WeakValueDictionary[int, Reducer] = WeakValueDictionary()
+        """By the number of the chunk."""
         self._traces: dict[Hashable, Trace] = {}
         self._recording: Trace | None = None
         self._following: Trace | None = None
         self._key: Hashable = None
         self._at = -1
+        self._asked: dict[dist.ProcessGroup, torch.device] = {}
+        self._warned = False
+
+    @property
+    def following(self) -> bool:
+        """Whether what comes next is known, to this and to all other ranks."""
+        return self._following is not None
 
     def begin(self, key: Hashable) -> None:
         """A pass of the kind `key` starts."""
         self._key, self._at = key, -1
         self._following = self._traces.get(key)
         self._recording = Trace() if self._following is None else None
+        self._asked.clear()
+
+    def end(self, completed: bool = True) -> None:
+        """The pass is over; an incomplete one is not kept. Collective if it was recorded."""
+        recorded, self._recording = self._recording, None
+        if self._following is not None and completed and self._at + 1 != len(self._following.events):
+            self._lose("it ends before")
+        self._following = None
+        if recorded is not None and completed and recorded.events and self._is_everybodys(recorded):
+            self._traces[self._key] = recorded
+
+    # ---- events
 
     def use(self, chunks: tuple[int, ...]) -> None:
         """These chunks are used now."""
-        self._at += 1
-        if self._recording is not None:
-            self._recording.append(chunks)
-        elif self._following is not None:
-            uses = self._following.uses
-            if self._at >= len(uses) or uses[self._at] != chunks:
-                self._lose()
+        self._reduce_what_is_next(overdue=True)
+        self._happens(chunks)
+        self._reduce_what_is_next()
 
-    def end(self, completed: bool = True) -> None:
-        """The pass is over; an incomplete one is not kept."""
-        if self._recording is not None and completed and self._recording.uses:
-            self._traces[self._key] = self._recording
-        elif self._following is not None and completed and self._at + 1 != len(self._following.uses):
-            self._lose()
-        self._recording = self._following = None
+    def complete(self, chunk: int) -> bool:
+        """All gradients of `chunk` have come. Whether its reducer is to start; otherwise the trace says when."""
+        if self._following is None:
+            return True
+        self._reduce_what_is_next()
+        reducer = self.reducers.get(chunk)
+        if reducer is not None and reducer.is_complete(chunk):
+            self._warn_of_waiting()
+        return False
+
+    def last_call(self, chunk: int) -> None:
+        """The step's gradients are all there: start the reductions that come next, until that of `chunk` has been."""
+        while self._following is not None and isinstance(self._next(), int):
+            found = self._next()
+            self._reduce_next()
+            if found == chunk:
+                break
+
+    def reduction(self, chunk: int) -> None:
+        """The gradients of `chunk` are reduced now."""
+        self._happens(chunk)
+
+    def may_do(self, intent: Intent, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether all ranks of `group` are about to do the same; without a trace they are asked (`agreement.agree`)."""
+        if self._following is not None:
+            return True
+        self._asked[group] = device
+        return agree(group, device, intent)
+
+    # ---- what comes
 
     def next_use(self, chunk: int) -> float | None:
         """How far away the next use of `chunk` lies, as a position; None if nobody knows."""
@@ -79,14 +156,80 @@ class Follower:
         """The next `number` different chunks to be used, in order; empty if nobody knows."""
         found: dict[int, None] = {}
         if self._following is not None:
-            uses = self._following.uses
+            events = self._following.events
             position = self._at + 1
-            while position < len(uses) and len(found) < number:
-                found.update(dict.fromkeys(uses[position]))
+            while position < len(events) and len(found) < number:
+                event = events[position]
+                found.update(dict.fromkeys(event if isinstance(event, tuple) else ()))
                 position += 1
         return list(found)[:number]
 
-    def _lose(self) -> None:
+    def next_reduction(self) -> int | None:
+        """The chunk whose reduction comes next, before any use; None if a use comes next, or nobody knows."""
+        found = self._next()
+        return found if isinstance(found, int) else None
+
+    # ---- inside
+
+    def _next(self) -> tuple[int, ...] | int | None:
+        if self._following is None or self._at + 1 >= len(self._following.events):
+            return None
+        return self._following.events[self._at + 1]
+
+    def _happens(self, event: tuple[int, ...] | int) -> None:
+        expected = self._next()
+        self._at += 1
+        if self._recording is not None:
+            self._recording.append(event)
+        elif self._following is not None and event != expected:
+            self._lose(f"{_said(event)} instead of {_said(expected)}")
+
+    def _reduce_what_is_next(self, overdue: bool = False) -> None:
+        """Start the reductions that the trace has next, as far as they are complete; `overdue`: if not, too."""
+        while isinstance(found := self._next(), int):
+            reducer = self.reducers.get(found)
+            if reducer is None or not (overdue or reducer.is_complete(found)):
+                return
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        found, at = self._next(), self._at
+        reducer = self.reducers.get(found)
+        if reducer is not None:
+            reducer.start_number(found)
+        if self._at == at:
+            self._lose(f"chunk {found} has nothing to reduce")
+
+    def _warn_of_waiting(self) -> None:
+        """A rank on which alone a gradient does not come lets others wait, perhaps for ever: say who it is."""
+        found = self._next()
+        if self._warned or not isinstance(found, int) or (reducer := self.reducers.get(found)) is None:
+            return
+        self._warned = True
+        logger.warning(
+            "gradients are reduced later than when their order was recorded, as %s did not come before them this time. "
+            "If they did on other ranks, those wait for this one",
+            reducer.missing(found),
+        )
+
+    def _is_everybodys(self, trace: Trace) -> bool:
+        """Whether all ranks with which this one shares chunks have recorded the same. Collective."""
+        mine = Intent(Act.END, trace.fingerprint())
+        same = True
+        for _ in range(2):  # a rank of one group learns in the second round what a rank of another has seen
+            for group, device in self._asked.items():
+                same = len(told(group, device, mine)) == 1 and same
+                mine = mine if same else Intent(Act.END, -1)
+        return same
+
+    def _lose(self, what: str) -> None:
         self.deviations += 1
         self._following = None
         self._traces.pop(self._key, None)
+        logger.info("a pass over the chunks is not as it was recorded: %s. It is recorded anew the next time", what)
+
+
+def _said(event: tuple[int, ...] | int | None) -> str:
+    if event is None:
+        return "its end"
+    return f"the reduction of chunk {event}" if isinstance(event, int) else f"a use of chunks {event}"

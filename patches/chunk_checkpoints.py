@@ -1,0 +1,158 @@
+"""State dicts and checkpoints of models whose parameters are kept as shards (stage 3).
+
+Why here: torch's Module.state_dict and _load_from_state_dict are what every plain state dict goes through, on whichever
+module it is called; sharded_state_dict is each Megatron class's own, so it is wrapped on the classes that a model has.
+Formats and the optimizer's state stay Megatron's. What these formats cannot do is refused before anything is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mindspeed_mem.chunk import materialize, runtime, saved_buckets
+from mindspeed_mem.patching import REGISTRY, around
+
+_MODULE = "torch.nn.modules.module:Module."
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
+_SERIALIZATION = "megatron.core.dist_checkpointing.serialization:"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+
+
+@around(_MODULE + "state_dict")
+def state_dict(original, self, *args, **kwargs):
+    with materialize.completing() as copies:
+        state = original(self, *args, **kwargs)
+        for name, value in state.items() if copies is not None else ():
+            if isinstance(value, torch.Tensor):
+                state[name] = copies.of(value)
+    return state
+
+
+@around(_MODULE + "_load_from_state_dict")
+def load_from_state_dict(original, self, state_dict, prefix, local_metadata, *args, **kwargs):
+    own = list(self.parameters(recurse=False))
+    if local_metadata.get("assign_to_params_buffers") and materialize.sharded(own):
+        raise materialize.ChunkStateError(
+            "load_state_dict(assign=True) would take the parameters out of their chunks (--chunk-zero-stage 3). "
+            "Load without assign"
+        )
+    with materialize.written(own):
+        original(self, state_dict, prefix, local_metadata, *args, **kwargs)
+
+
+def sharded_state_dict(original, self, *args, **kwargs):
+    """Inside, Megatron works with the parameters themselves; what comes out are copies."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    with materialize.completing() as copies:
+        state = original(self, *args, **kwargs)
+        if copies is None:
+            return state
+
+        def complete(value):
+            if isinstance(value, torch.Tensor):
+                return copies.of(value)
+            if isinstance(value, ShardedBase) and isinstance(value.data, torch.Tensor):
+                value.data = copies.of(value.data)
+            return value
+
+        return dict_list_map_inplace(complete, state)
+
+
+@around(_DDP + "__init__")
+def ddp_init(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    now = runtime.current()
+    if now is None or now.settings.stage < 3:
+        return
+    for cls in dict.fromkeys(type(module) for module in self.modules()):
+        if hasattr(cls, "sharded_state_dict"):
+            REGISTRY.apply_method(cls, "sharded_state_dict", sharded_state_dict, __name__)
+
+
+@around(_OPTIMIZER + "__init__")
+def optimizer_init(original, self, *args, **kwargs):
+    """Upstream counts a group's masters in the buffers' order, but keeps those of fp32 parameters first.
+
+    So a checkpoint of a model with both kinds takes one parameter's master for another's, or fails at its shape.
+    """
+    original(self, *args, **kwargs)
+    if self.is_stub_optimizer:
+        return
+    for group, of_kind in enumerate(zip(self.model_fp32_groups, self.model_float16_groups, strict=True)):
+        for order, param in enumerate(param for params in of_kind for param in params):
+            self.model_param_group_index_map[param] = group, order
+
+
+@around(_OPTIMIZER + "sharded_state_dict")
+def optimizer_sharded_state_dict(original, self, model_sharded_state_dict={}, *args, **kwargs):  # noqa: B006
+    """Upstream finds a parameter's entry by the parameter itself, which the model's state dict has a copy of."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    def with_parameter(value):
+        if not isinstance(value, ShardedBase) or not isinstance(value.data, torch.Tensor):
+            return value
+        param = materialize.parameter_of(value.data)
+        return value if param is None else replace(value, data=param)
+
+    return original(self, dict_list_map_outplace(with_parameter, model_sharded_state_dict), *args, **kwargs)
+
+
+@around(_OPTIMIZER + "sharded_param_state_fully_reshardable")
+def sharded_param_state_fully_reshardable(original, self, *args, **kwargs):
+    self.gathers_for_parameters = True
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        del self.gathers_for_parameters
+
+
+@around(_OPTIMIZER + "get_parameter_state_dp_zero")
+def get_parameter_state_dp_zero(original, self, *args, **kwargs):
+    """Upstream joins buckets without the padding between them, and then cuts parameters out as if it were there.
+
+    Without an error: behind the first bucket with padding, the masters and moments saved are those of other elements.
+    """
+    state = original(self, *args, **kwargs)
+    if state is not None and getattr(self, "gathers_for_parameters", False):
+        for number, buffer in enumerate(self.buffers):
+            spans = [(bucket.offset, bucket.numel_unpadded) for bucket in buffer.buckets]
+            for tensors in state[number].values():
+                for key, packed in tensors.items():
+                    if isinstance(packed, torch.Tensor):
+                        tensors[key] = saved_buckets.with_padding(packed, spans)
+    return state
+
+
+@around(_SERIALIZATION + "load")
+def load(original, sharded_state_dict, checkpoint_dir, *args, **kwargs):
+    """Upstream says that the shape of one tensor is wrong, and of which."""
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    asked = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
+    wanted = saved_buckets.of_buckets({value.key: value.global_shape for value in asked})
+    if wanted:
+        there = load_tensors_metadata(str(checkpoint_dir))
+        saved = saved_buckets.of_buckets({key: value.global_shape for key, value in there.items()})
+        wrong = saved_buckets.difference(saved, wanted)
+        if wrong:
+            raise CheckpointingException(f"{checkpoint_dir}: {wrong}")
+    return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
+@around("megatron.training.checkpointing:save_checkpoint")
+def save_checkpoint(original, iteration, model, *args, **kwargs):
+    """The format "torch" asks one rank of each data-parallel group for the model: the others are gone by then."""
+    from megatron.training.global_vars import get_args
+
+    if get_args().ckpt_format != "torch":
+        return original(iteration, model, *args, **kwargs)
+    with materialize.copied_ahead(model if isinstance(model, list) else [model]):
+        return original(iteration, model, *args, **kwargs)

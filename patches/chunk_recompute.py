@@ -1,0 +1,33 @@
+"""Operators that our recompute runs again: what they read is gathered meanwhile (stage 3).
+
+Why here: such an operator's `forward` runs without the hooks of its module, and in the backward of whoever asked for
+what it makes, so nobody else knows that its weights are needed. It replaces no symbol: both rooms are ours.
+
+What runs again may differ between ranks (an expert without tokens does not), and gathering must not. So a layer that
+recomputes anything is gathered as a whole when its backward starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import regions, replay
+from mindspeed_mem.chunk import hooks, runtime
+from mindspeed_mem.chunk.residency import Reading
+
+
+def reads(modules, tensors):
+    now = runtime.current()
+    if now is None or not now.residency.chunks:
+        return contextlib.nullcontext()
+    return now.residency.during(Reading((p for one in modules for p in one.parameters(recurse=False)), tensors))
+
+
+def recomputes(module):
+    engine = engines.current()
+    return engine is not None and engine.recomputes and module.__dict__.get(regions.TAG, (0, None))[1] == ""
+
+
+replay.READERS.append(reads)
+hooks.HELD_WHOLE.append(recomputes)
