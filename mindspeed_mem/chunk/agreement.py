@@ -64,9 +64,10 @@ def told(group: dist.ProcessGroup, device: torch.device, mine: Intent) -> set[In
         fixed = {intent for intent in intents if intent.act is not Act.REDUCE}
         if len(fixed) > 1 and any(intent.act is not Act.END for intent in fixed):
             raise ChunkOrderError(
-                f"ranks do not use chunks in the same order: {_listed(group, intents)}. With --chunk-zero-stage 3 all "
-                "data-parallel ranks have to run the same modules in the same order: run modules that are for some "
-                "ranks' data only on all of them, or use --chunk-zero-stage 2"
+                f"ranks do not use chunks in the same order: {_listed(group, intents)}. Where parameters are "
+                "sharded, all data-parallel ranks have to run the same modules in the same order: run modules that are "
+                "for some ranks' data only on all of them, or keep parameters whole (--chunk-zero-stage 2; in "
+                "mindspeed_mem.gemini shard_param_frac=0)"
             )
         if len(set(intents)) == 1 or mine.act is Act.REDUCE or len(fixed) == len(set(intents)):
             return set(intents)

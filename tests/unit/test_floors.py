@@ -21,6 +21,7 @@ FLOORS = {
     "sdpa": 2,
     "report": 3,
     "adaptive": 3,
+    "gemini": 3,
     "feature_table": 3,
     "features": 4,
     "options": 2,

@@ -1,0 +1,79 @@
+"""A model's state dict, complete although each rank holds parts only; and loading one without communication.
+
+Names are those of the module that was wrapped; tied parameters are there under each of their names. Values are the fp32
+masters', so that nothing is lost, and any plain model can load them strictly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from mindspeed_mem.gemini.built_chunk import BuiltChunk
+
+
+@torch.no_grad()
+def complete(
+    module: torch.nn.Module, chunks: Iterable[BuiltChunk], keep: bool, dtype: torch.dtype | None, prefix: str
+) -> dict[str, Any]:
+    """The state dict of `module` with all values, in host memory. Collective.
+
+    keep: whether this rank is to hold it; if not, it takes part and returns {}. dtype: what floating-point parameters
+    are cast to; None: fp32 for those that are trained, the others as they are.
+    """
+    values: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for one in chunks:
+        found = one.full_values()
+        if keep:
+            casts = dtype is not None
+            values |= {p: v.to(dtype) if casts and v.is_floating_point() else v for p, v in found.items()}
+    if not keep:
+        return {}
+    state = module.state_dict(prefix=prefix, keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Parameter):
+            state[name] = values[value]
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.detach().cpu().clone()
+    return state
+
+
+@torch.no_grad()
+def load(
+    module: torch.nn.Module, chunk_of: Mapping[torch.nn.Parameter, BuiltChunk], state: Mapping[str, Any], strict: bool
+) -> Any:
+    """Write what `state` names, the same on all ranks, into parameters, masters and buffers.
+
+    One name of a tied parameter is enough. Returns missing and unexpected names as torch does; raises RuntimeError with
+    all of them if `strict`, and with all shapes that do not fit, before anything is written.
+    """
+    own = module.state_dict(keep_vars=True)
+    given = set(state)
+    there = {id(value) for name, value in own.items() if name in given}
+    missing = [name for name, value in own.items() if name not in given and id(value) not in there]
+    unexpected = [name for name in state if name not in own]
+    wrong = [
+        f"{name} has shape {tuple(state[name].shape)} in the state dict, {tuple(value.shape)} in the model"
+        for name, value in own.items()
+        if name in given and isinstance(value, torch.Tensor) and state[name].shape != value.shape
+    ]
+    if strict:
+        wrong += [f"missing: {', '.join(missing)}"] * bool(missing)
+        wrong += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
+    if wrong:
+        raise RuntimeError(f"state dict of {type(module).__name__}: " + "; ".join(wrong))
+    rest = {}
+    for name, value in own.items():
+        if name not in given:
+            continue
+        if isinstance(value, torch.nn.Parameter):
+            chunk_of[value].write(value, state[name])
+        elif isinstance(value, torch.Tensor):
+            value.copy_(state[name])
+        else:
+            rest[name] = state[name]
+    if rest:  # what modules keep beside tensors, which they load themselves
+        module.load_state_dict(rest, strict=False)
+    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)

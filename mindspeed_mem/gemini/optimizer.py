@@ -1,0 +1,208 @@
+"""GeminiAdamOptimizer: Adam on the fp32 masters of a `ZeroDDP`, each stepped where it rests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
+from mindspeed_mem.gemini import optimizer_state
+from mindspeed_mem.gemini.built_chunk import BuiltChunk
+from mindspeed_mem.gemini.gradient_norm import global_norm
+from mindspeed_mem.gemini.loss_scaler import LossScaler
+from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
+from mindspeed_mem.gemini.zero_ddp import ZeroDDP
+
+logger = logging.getLogger(__name__)
+
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+
+
+class GeminiAdamOptimizer(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (AdamW), or with `adamw_mode` False with the decay in the gradient.
+
+    Its groups hold the model's parameters, so that learning rate schedulers work on it. Gradients are unscaled, then
+    clipped, then stepped, all in fp32, wherever a chunk rests. A parameter without gradient on any rank is not stepped.
+
+    Args:
+        model: a ZeroDDP or GeminiDDP.
+        params: some of its parameters, or groups of them with settings of their own; None: all that are trained.
+        initial_scale: of the loss; None: 2^16 in fp16, no scaling in other types. With a number the loss is scaled in
+            any type: a step with a gradient that is not finite is skipped on all ranks, and the scale adapts.
+        max_norm: clip gradients to this 2-norm over all parameters of all ranks; 0: do not.
+        tensor_parallel_group: ranks that the model is split over, for the norm; see `gradient_norm`.
+        step_on_host: step what rests on the host there; False: bring it to the device for its step, in parts.
+        growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: see `LossScaler`.
+
+    Raises OptionError with all that is wrong.
+    """
+
+    def __init__(
+        self,
+        model: ZeroDDP,
+        lr: float = 1e-3,
+        initial_scale: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        params: Iterable[Any] | None = None,
+        adamw_mode: bool = True,
+        max_norm: float = 0.0,
+        tensor_parallel_group: Any = None,
+        step_on_host: bool = True,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**32,
+        **unknown: Any,
+    ) -> None:
+        wrong = refuse_unknown("GeminiAdamOptimizer", unknown, GeminiAdamOptimizer.__init__)
+        if not isinstance(model, ZeroDDP):
+            wrong.append(f"model is a GeminiDDP or ZeroDDP, not {type(model).__name__}")
+        if not max_norm >= 0:
+            wrong.append(f"max_norm is a number of at least 0, not {max_norm!r}")
+        self.scaler = LossScaler(
+            scale=2.0**16 if initial_scale is None else float(initial_scale),
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
+        refuse(wrong + self.scaler.problems())
+        self.model, self.max_norm = model, float(max_norm)
+        half = any(one.chunk.whole.dtype is torch.float16 for one in model.chunks)
+        self.scales_loss = half if initial_scale is None else True
+        self._tensor_parallel_group, self._norm, self._clip = tensor_parallel_group, None, None
+        self._one_of = {param: one for one in model.chunks for param in one.chunk.params}
+        self.counts = dict.fromkeys(self._one_of, 0)
+        """Steps that each parameter has made."""
+        chosen = [param for param in model.module.parameters() if param in self._one_of] if params is None else params
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(chosen, defaults)
+        foreign = [p for group in self.param_groups for p in group["params"] if p not in self._one_of]
+        refuse([f"{len(foreign)} of params are not trained parameters of the model"] * bool(foreign))
+        kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+        fused = model.chunk_manager.device.type in ("cpu", "cuda")
+        groups = [{**self._settings(g), "params": self._masters(g["params"])} for g in self.param_groups]
+        self.inner = kind(groups, **defaults, fused=fused or None)
+        """What steps the masters: this rank's pieces of the parameters that have any elements here."""
+        self._master_of = {m: p for p, one in self._one_of.items() for m in (one.masters[p],)}
+        resting = Place.HOST if step_on_host else Place.SWAPPED
+        self._placed = PlacedOptimizer(
+            self.inner,
+            lambda master: resting if self._built(master).chunk.store.on_host else Place.DEVICE,
+            model.chunk_manager.backend,
+        )
+        self._set_scale()
+
+    # ---- training
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.model.zero_grad()
+        self._norm = self._clip = None
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """The backward of `loss`, scaled. Several of them before a step add up."""
+        self._norm = self._clip = None
+        self.model.backward(loss, retain_graph)
+
+    def clip_grad_norm(
+        self, model: ZeroDDP | None = None, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> float:
+        """Let the coming step clip gradients to `max_norm` (None: the optimizer's); returns their norm, unscaled.
+
+        After the last backward. Collective. Not finite if a gradient is not. Raises OptionError for another norm.
+        """
+        if norm_type != 2.0 or model not in (None, self.model):
+            raise OptionError("clip_grad_norm: it is the 2-norm of this optimizer's own model")
+        self._clip = self.max_norm if max_norm is None else float(max_norm)
+        return self._gradient_norm() / self.model.loss_scale
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Reduce what is not reduced, step, and bring parameters up to date. Collective."""
+        if closure is not None:
+            raise OptionError("step takes no closure: gradients come from optimizer.backward(loss)")
+        model, scale = self.model, self.model.loss_scale
+        model.check_frozen()
+        max_norm = self.max_norm if self._clip is None else self._clip
+        if self.scales_loss or max_norm:
+            norm = self._gradient_norm() / scale
+        else:
+            model.finish_gradients()
+            norm = 0.0
+        self._norm = self._clip = None
+        overflow = self.scales_loss and not norm < float("inf")
+        if not overflow:
+            # As torch.nn.utils.clip_grad_norm_.
+            self._update(scale, min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0)
+        if self.scales_loss:
+            self.scaler.update(overflow)
+            self._set_scale()
+            if overflow:
+                logger.info("a gradient is not finite: the step is skipped; the loss scale is %g", self.scaler.scale)
+
+    # ---- state
+
+    def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
+        """As torch's Adam on a plain model would have it, in host memory, with the loss scale. Collective.
+
+        only_rank_0: the other data-parallel ranks get {}.
+        """
+        keep = not only_rank_0 or self.model.chunk_manager.group.rank() == 0
+        return optimizer_state.complete(self, keep)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the same state on all ranks, saved at any number of them and in any placement; also torch's Adam's."""
+        optimizer_state.load(self, state_dict)
+        self._set_scale()
+
+    def settle(self) -> None:
+        """Bring the moments to where their masters rest."""
+        self._placed.settle()
+
+    # ---- inside
+
+    def _update(self, loss_scale: float, clip: float) -> None:
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(self._settings(group))
+            for param in group["params"]:
+                one = self._one_of[param]
+                touched = param in self.model.touched
+                one.masters[param].grad = one.gradient(param) if touched else None
+                self.counts[param] += touched
+        self._placed.scale_next(loss_scale, clip)
+        self.inner.step()
+        for param, one in self._one_of.items():
+            one.masters[param].grad = None
+        for one in self.model.chunks:
+            if not self.model.touched.isdisjoint(one.chunk.pieces):
+                one.publish()
+
+    def _gradient_norm(self) -> float:
+        if self._norm is None:
+            self.model.finish_gradients()
+            manager = self.model.chunk_manager
+            self._norm = global_norm(self.model.chunks, manager.group, manager.device, self._tensor_parallel_group)
+        return self._norm
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {name: group[name] for name in _HYPERPARAMETERS}
+
+    def _masters(self, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+        return [one.masters[p] for p in params if (one := self._one_of.get(p)) and one.masters[p].numel()]
+
+    def _built(self, master: torch.Tensor) -> BuiltChunk:
+        return self._one_of[self._master_of[master]]
+
+    def _set_scale(self) -> None:
+        self.model.loss_scale = self.scaler.scale if self.scales_loss else 1.0

@@ -1,0 +1,47 @@
+"""examples/train_gpt_gemini.py as a user runs it, and the errors that it tells."""
+
+import os
+import re
+import sys
+
+import pytest
+
+from tests.examples.jobs import EXAMPLES, ROOT, start
+
+SMALL = """--model_type gpt2_tiny --vocab_size 257 --batch_size 2 --sequence_length 128 --device cpu --num_steps 5
+--learning_rate 3e-3 --search_range_mb 0.01 --min_chunk_size_mb 0.03 --memory_limit_gib 2""".split()
+
+
+def run(*arguments, ranks=1):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, EXAMPLES / "train_gpt_gemini.py", *SMALL, *arguments]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return start(command, {"PYTHONPATH": path})
+
+
+def losses(job):
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+),", job.output)]
+
+
+@pytest.mark.slow
+def test_it_learns_with_less_device_memory_on_two_ranks_and_the_host():
+    pytest.importorskip("transformers")
+    peaks = []
+    for job in (run("--placement", "cuda"), run("--placement", "cpu", "--checkpoint_activations", ranks=2)):
+        job.succeeded()
+        assert len(losses(job)) == 5 and losses(job)[-1] < losses(job)[0] - 0.2
+        assert re.search(r"step 5: .* [\d.]+ s, [\d.]+ TFLOP/s", job.output)
+        peak, gathers = re.search(r"peak device memory ([\d,]+) bytes; ([\d.]+) gathers", job.output).groups()
+        assert float(gathers) > 0
+        peaks.append(int(peak.replace(",", "")))
+    assert peaks[1] < peaks[0]
+
+
+def test_errors_are_told():
+    run("--batch_size", "0").refused("are at least 1")
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        run().refused('pip install "mindspeed-mem[gemini]"')
+    else:
+        run("--placement", "nowhere").refused("placement_policy is one of device")
