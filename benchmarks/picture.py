@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def draw(rows: dict[str, dict], target: Path, title: str) -> None:
-    """``rows``: name -> ``device_bytes_at_peak``, ``median_of_ratios`` and ``peer``. Needs matplotlib."""
+def draw(
+    rows: dict[str, dict], target: Path, title: str, base: str = "no recompute", peers: str = "Megatron alone"
+) -> None:
+    """``rows``: name -> ``device_bytes_at_peak``, ``median_of_ratios`` (to ``base``) and ``peer``. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(10, 6.5))
-    for peer, colour, label in ((True, "tab:red", "Megatron alone"), (False, "tab:blue", "mindspeed_mem")):
+    for peer, colour, label in ((True, "tab:red", peers), (False, "tab:blue", "mindspeed_mem")):
         mine = [(n, r["device_bytes_at_peak"] / 2**20, 1 / r["median_of_ratios"]) for n, r in rows.items()]
         mine = [point for point in mine if rows[point[0]]["peer"] == peer]
         axes.scatter([x for _, x, _ in mine], [y for _, _, y in mine], c=colour, label=label, zorder=3)
@@ -24,7 +26,7 @@ def draw(rows: dict[str, dict], target: Path, title: str) -> None:
         xs, ys = frontier(rows, peer)
         axes.step(xs, ys, where="post", color=colour, alpha=0.4)
     axes.set_xlabel("device memory of a step at its peak, MiB")
-    axes.set_ylabel("throughput (no recompute = 1)")
+    axes.set_ylabel(f"throughput ({base} = 1)")
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

@@ -15,7 +15,7 @@ from hypothesis import settings
 settings.register_profile("mindspeed_mem", derandomize=True, deadline=None)
 settings.load_profile("mindspeed_mem")
 
-FOLDERS = ("unit", "patches", "memory", "asynchrony", "numerics", "distributed", "examples")
+FOLDERS = ("unit", "patches", "memory", "asynchrony", "gemini", "numerics", "distributed", "examples")
 
 
 @pytest.fixture(autouse=True)

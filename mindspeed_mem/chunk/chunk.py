@@ -69,6 +69,7 @@ class Chunk:
         """Where `shard` and `grad_shard` rest."""
         self.gathered = True
         self._work: dist.Work | None = None
+        self._spare: torch.Tensor | None = None  # host memory for `grad_shard`: pinning is slow
 
     @property
     def params(self) -> tuple[torch.nn.Parameter, ...]:
@@ -105,7 +106,7 @@ class Chunk:
     @torch.no_grad()
     def move(self, store: Store) -> None:
         """Let this rank's part rest in `store` from now on."""
-        self.store = store
+        self.store, self._spare = store, None
         for name in ("shard", "grad_shard"):
             held = getattr(self, name)
             if held is not None:
@@ -153,7 +154,7 @@ class Chunk:
     def keep_gradients(self) -> None:
         """This rank's part of the whole gradient, which has been reduced, is added to its shard; the whole is freed."""
         if self.grad_shard is None:
-            self.grad_shard = self.store.like(self.grad[self.mine])
+            self.grad_shard = self.store.like(self.grad[self.mine]) if self._spare is None else self._spare
             self.grad_shard.copy_(self.grad[self.mine])
         else:
             self.grad_shard.add_(self.grad[self.mine].to(self.grad_shard.device))
@@ -162,6 +163,7 @@ class Chunk:
     def drop_gradients(self) -> None:
         """The step's gradients are not needed any more."""
         free(self.grad)
+        self._spare = self.grad_shard if self.store.on_host else None
         self.grad_shard = None
 
 

@@ -7,6 +7,7 @@ there. A bias that a module returns is read after that: what is no longer read s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +53,9 @@ def uses(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, ...]]:
         stack += [(child, own) for child in module.children() if not whole]
 
 
+_TAKEN_BY = "_mem_chunk_taken_by"
+
+
 class _Followed:
     """One module: its calls, which may be nested (recomputation within its own backward)."""
 
@@ -91,7 +95,7 @@ class _Followed:
         def begin(grad: torch.Tensor) -> None:
             nonlocal waiting
             if waiting == 0:
-                waiting = len(inputs_left)
+                waiting = len(inputs)
                 if self._before_backward is not None:
                     self._before_backward(own)
             self._residency.acquire(reading)
@@ -103,11 +107,27 @@ class _Followed:
             if waiting == 0:
                 self._residency.done(reading)
 
-        inputs_left = range(len(inputs))
+        # What takes a tensor is through with it before what made it begins; hooks run in the order they were made in.
         for tensor in outputs:
-            tensor.register_hook(begin)
+            if hasattr(tensor, _TAKEN_BY):
+                tensor.register_hook(begin)
+            else:
+                taken_by: list[Callable[[torch.Tensor], None]] = []
+                setattr(tensor, _TAKEN_BY, taken_by)
+                tensor.register_hook(functools.partial(_one_after_the_other, taken_by, begin))
         for tensor in inputs:
-            tensor.register_hook(end)
+            taken_by = getattr(tensor, _TAKEN_BY, None)
+            if taken_by is None:
+                tensor.register_hook(end)
+            else:
+                taken_by.append(end)
+
+
+def _one_after_the_other(
+    first: list[Callable[[torch.Tensor], None]], last: Callable[[torch.Tensor], None], grad: torch.Tensor
+) -> None:
+    for hook in (*first, last):
+        hook(grad)
 
 
 def _held_whole(module: torch.nn.Module) -> bool:

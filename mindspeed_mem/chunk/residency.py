@@ -8,6 +8,7 @@ when it gets round to forget a model that is gone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -223,8 +224,8 @@ class Residency:
 
     def _make_room(self, nbytes: int, keep: Iterable[Chunk], before: float | None = None) -> bool:
         """Evict until `nbytes` more fit: what is used again last goes first (Belady), without a trace what was used
-        longest ago. `before`: only what is not used before that position, and nothing at all if that is not enough.
-        Returns whether there is room.
+        longest ago. `before`: make room for a use at that position, ahead of time; nothing is evicted for it if at that
+        position another one would be, as that would cost a gather. Returns whether there is room.
         """
         if self.budget is None:
             return True
@@ -237,7 +238,7 @@ class Residency:
             free = [chunk for chunk in free if next_use[chunk] is not None and next_use[chunk] > before]
         if all(next_use[chunk] is not None for chunk in free):
             free.sort(key=lambda chunk: next_use[chunk], reverse=True)
-        if before is not None and sum(chunk.nbytes for chunk in free) < missing:
+        if before is not None and not self._would_go(free, missing, before):
             return False
         for chunk in free:
             if missing <= 0:
@@ -245,6 +246,16 @@ class Residency:
             self._release(chunk)
             missing -= chunk.nbytes
         return missing <= 0
+
+    def _would_go(self, free: list[Chunk], missing: int, position: float) -> bool:
+        """Whether the first of `free` that make `missing` bytes would leave at that position, too."""
+        sizes = itertools.accumulate((chunk.nbytes for chunk in free), initial=0)
+        number = next((count for count, size in enumerate(sizes) if size >= missing), None)
+        if number is None:
+            return False
+        stay = (chunk for chunk in self._gathered if chunk not in free[:number])
+        last = max((self.trace.next_use(chunk.index, position) for chunk in stay), default=0)
+        return last <= self.trace.next_use(free[number - 1].index)
 
     def _over_budget(self, chunk: Chunk) -> None:
         self.counts.over_budget += 1

@@ -51,7 +51,7 @@ class Trace:
             self._positions.setdefault(chunk, []).append(len(self.events))
         self.events.append(event)
 
-    def next_use(self, chunk: int, after: int) -> float:
+    def next_use(self, chunk: int, after: float) -> float:
         """Position of the first use of `chunk` behind position `after`; infinity if there is none."""
         positions = self._positions.get(chunk, ())
         found = bisect.bisect_right(positions, after)
@@ -148,9 +148,9 @@ class Follower:
 
     # ---- what comes
 
-    def next_use(self, chunk: int) -> float | None:
-        """How far away the next use of `chunk` lies, as a position; None if nobody knows."""
-        return None if self._following is None else self._following.next_use(chunk, self._at)
+    def next_use(self, chunk: int, after: float | None = None) -> float | None:
+        """Position of the next use of `chunk`, from now or behind the position `after`; None if nobody knows."""
+        return None if self._following is None else self._following.next_use(chunk, self._at if after is None else after)
 
     def coming(self, number: int) -> list[int]:
         """The next `number` different chunks to be used, in order; empty if nobody knows."""
