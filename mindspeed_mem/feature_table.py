@@ -148,6 +148,7 @@ _CHUNK_BARS = (
     _core("--delay-wgrad-compute", _NOT_YET),
     _core("--overlap-moe-expert-parallel-comm", _NOT_YET),
     _core("--defer-embedding-wgrad-compute", _NOT_YET),
+    _lm("--optimizer", "Megatron's distributed optimizer is for Adam", off="adam"),
     _lm("--use-nccl-ub", _OWN_MEMORY, field="nccl_ub"),
     _lm("--use-megatron-fsdp", _OWN_MEMORY),
     _lm("--use-torch-fsdp2", _OWN_MEMORY),
@@ -299,6 +300,14 @@ FEATURES = (
         choices=("device", "host"),
         help="where the optimizer steps chunks that rest on the host: device (default) brings their states there and "
         "keeps its arithmetic; host runs Adam on the host's cores",
+        needs_features=("--chunk-zero-stage",),
+    ),
+    Feature(
+        flag="--chunk-reduce-each-microbatch",
+        read=bool,
+        default=False,
+        help="with stages 2 and 3, reduce gradients in every micro-batch, so that whole ones are there for few chunks "
+        "only; sums are then in another order than Megatron's",
         needs_features=("--chunk-zero-stage",),
     ),
     Feature(

@@ -76,7 +76,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     on = [f for f in FEATURES if values[f.flag] != f.default]
     flags = {f.section: (f.flag, values[f.flag]) for f in on if f.section}
     memory = _load(values["--memory-config"], flags, getattr(args, "num_layers", None), problems)
-    notices = () if memory is None else memory.notices
+    notices = (*(() if memory is None else memory.notices), *_without_effect(values))
     swaps, recomputes = memory is not None and memory.swap.swap, memory is not None and memory.recompute.active
     adapts = values["--adaptive-memory-optimization"]
     survives = values["--survive-oom"] or adapts
@@ -122,6 +122,27 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     )
 
 
+def _without_effect(values: Mapping[str, Any]) -> list[str]:
+    """What is said about chunks and changes nothing."""
+    stage, placement = values["--chunk-zero-stage"], values["--placement-policy"]
+    if stage is None:
+        return []
+    policy = "device" if placement is None else placement.policy
+    flags = [flag for flag in ("--host-optimizer-step", "--chunk-host-memory-gib") if policy == "device"]
+    found = [(flag, "nothing rests on the host (--placement-policy)") for flag in flags]
+    if stage == 1:
+        found.append(("--chunk-reduce-each-microbatch", "--chunk-zero-stage 1 keeps gradients whole"))
+    if stage == 1 and policy not in ("static", "auto"):
+        sizes = ("--min-chunk-size-mib", "--chunk-search-range-mib", "--chunk-hidden-dim")
+        found += [(flag, "--chunk-zero-stage 1 leaves Megatron's buckets as they are") for flag in sizes]
+    idle = [f"{flag} has no effect: {why}" for flag, why in found if values[flag]]
+    if stage < 3 and placement is not None and placement.budget is not None:
+        idle.append(
+            f"the budget of --placement-policy {policy} has no effect: --chunk-zero-stage {stage} gathers nothing"
+        )
+    return idle
+
+
 def _chunk(values: Mapping[str, Any], backend: Backend | None) -> ChunkSettings:
     """Sizes are given in MiB of bf16, and kept in elements."""
     if values["--chunk-zero-stage"] is None:
@@ -137,6 +158,7 @@ def _chunk(values: Mapping[str, Any], backend: Backend | None) -> ChunkSettings:
     return ChunkSettings(
         stage=values["--chunk-zero-stage"],
         backend=backend,
+        reduce_each=values["--chunk-reduce-each-microbatch"],
         step_on_host=values["--host-optimizer-step"] == "host",
         **{name: value for name, value in given.items() if value is not None},
     )

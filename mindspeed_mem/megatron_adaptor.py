@@ -193,12 +193,25 @@ def _apply(settings: Settings) -> None:
     except PatchError:
         REGISTRY.put_back(lifted)
         raise
-    chunk_settings.use(settings.chunk)
+    _use_chunks(settings.chunk)
     optimizer_settings.use(settings.optimizer_parallel)
     use(ScheduleSettings(max_inflight=settings.max_inflight, stages=settings.pipeline_stages))
     _State.modules, _State.settings = tuple(wanted), settings
     for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(notice)
+
+
+def _use_chunks(wanted: chunk_settings.ChunkSettings) -> None:
+    from mindspeed_mem.chunk import runtime
+
+    if wanted == chunk_settings.current():
+        return  # what runs goes by the object: an equal one would begin anew, without what was recorded
+    if runtime.in_use():
+        logger.warning(
+            "--chunk-zero-stage or its options have changed: models built before keep the memory that they have and "
+            "must not be trained any further. Build them again"
+        )
+    chunk_settings.use(wanted)
 
 
 def _make_room(wanted: list[str]) -> list[Patch]:

@@ -32,7 +32,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
     original(self, config, ddp_config, module, disable_bucketing and not ours, pg_collection)
     buffers = [*self.buffers, *self.expert_parallel_buffers]
     if now is not None and ddp_config.use_distributed_optimizer:
-        now.check_host(buffers)
+        now.check_host(self, buffers)
     if not ours:
         return
     groups = {
@@ -54,6 +54,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
     )
     for owner in (self, *buffers, *groups.values()):
         owner.chunks_of_model = chunks
+    chunks.reduce_each = now.settings.reduce_each
     now.add(self, chunks)
 
 
@@ -95,7 +96,9 @@ def scale_gradients(original, self, scaling_factor):
     if chunks is None:
         return original(self, scaling_factor)
     for bucket in self.buckets:
-        chunks.of_bucket(bucket).grad_shard.mul_(scaling_factor)
+        shard = chunks.of_bucket(bucket).grad_shard  # perhaps on the host, which takes no factor from a device
+        on_device = isinstance(scaling_factor, torch.Tensor) and scaling_factor.device != shard.device
+        shard.mul_(scaling_factor.to(shard.device) if on_device else scaling_factor)
 
 
 @around(_DDP + "zero_grad_buffer")
@@ -117,7 +120,8 @@ def make_backward_post_hook(original, self, param):
             return hook(*unused)
         chunks.before_gradient(param)
         hook(*unused)
-        chunks.after_gradient(param, self.param_to_bucket_group[param].is_last_microbatch)
+        last = chunks.reduce_each or self.param_to_bucket_group[param].is_last_microbatch
+        chunks.after_gradient(param, last)
 
     return with_chunks
 

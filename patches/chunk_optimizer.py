@@ -31,6 +31,9 @@ def init(original, self, *args, **kwargs):
         # In fp32 the masters are views of the model's own memory, which is gone: the shards are the masters now.
         for model_param, master in _pairs(self, "model_fp32_groups", "shard_fp32_groups"):
             master.data = _of(self, model_param).shard(model_param)
+        for chunks in _all(self):
+            pairs = _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups")
+            chunks.follow({param: master for param, master in pairs if _of(self, param) is chunks})
 
 
 @around(_OPTIMIZER + "_copy_model_grads_to_main_grads")
@@ -48,7 +51,9 @@ def copy_main_params_to_model_params(original, self):
     for chunks in _all(self):
         chunks.residency.release_all()  # what is still gathered is out of date now
     for model_param, master in _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups"):
-        _of(self, model_param).shard(model_param).copy_(master)
+        shard = _of(self, model_param).shard(model_param)
+        if shard is not master:
+            shard.copy_(master)
 
 
 @around(_OPTIMIZER + "_copy_model_params_to_main_params")
@@ -56,7 +61,8 @@ def copy_model_params_to_main_params(original, self, state_dict=None):
     if state_dict is not None or not _sharded_parameters(self):
         return original(self, state_dict)
     for model_param, master in _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups"):
-        master.data.copy_(_of(self, model_param).shard(model_param))
+        shard = _of(self, model_param).shard(model_param)
+        master.data.copy_(master.to(model_param.dtype) if shard is master else shard)
 
 
 def _all(optimizer):

@@ -40,7 +40,7 @@ def init(original, self, *args, **kwargs):
             continue
         chunk = None if chunks is None else chunks.of_bucket(bucket)
         one = resting.setdefault(bucket, RestingChunk(places, chunk))
-        one.masters.append(master)
+        one.masters[model_param] = master
         if own_master:
             one.shards[master] = functools.partial(chunks.shard, model_param)
         elif not now.starts_on_host:
@@ -49,7 +49,8 @@ def init(original, self, *args, **kwargs):
         places[master] = place
     if places:
         self.placed = PlacedOptimizer(self.optimizer, places, now.settings.backend, group_bytes=now.group_bytes)
-        now.rest(resting[bucket] for bucket in _in_order_of_use(self.buffers) if bucket in resting)
+        self.resting = [resting[bucket] for bucket in _in_order_of_use(self.buffers) if bucket in resting]
+        now.rest(self.resting)
 
 
 @around(_OPTIMIZER + "_build_model_and_main_param_groups")

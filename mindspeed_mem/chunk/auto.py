@@ -2,8 +2,8 @@
 
 The first training step is left out: it makes what stays (optimizer states, communication buffers). The second is
 measured, its pass and its optimizer step apart. Before the third, chunks move to the device, those first that are used
-first, and what is left lets more chunks stay gathered. The first is each rank's own affair; the second is not: all
-ranks take the least of their budgets, since they have to gather alike.
+first, and what is left lets more chunks stay gathered, unless the user said how many. The first is each rank's own
+affair; the second is not: all ranks take the least of their budgets, since they have to gather alike.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ class Movable(Protocol):
 
 
 class AutoPlacement:
-    """Watches the first training steps of a run and then settles where its chunks rest."""
+    """Watches the first training steps of a run and then settles where its chunks rest.
 
-    def __init__(self, backend: Backend, residency: Residency) -> None:
-        self._backend, self._residency = backend, residency
-        self._passes = 0
+    Args:
+        may_gather_more: whether gathered chunks may take what is left, too; if not, their budget stays what it is.
+    """
+
+    def __init__(self, backend: Backend, residency: Residency, may_gather_more: bool = True) -> None:
+        self._backend, self._residency, self._may_gather_more = backend, residency, may_gather_more
+        self.extra = 0
+        """Bytes of gathered chunks above what a step needs; known once it is settled."""
+        self._passes = 0  # completed
+        self._under_way = False
         self._pass_peak = 0
         self.settled = False
 
@@ -48,16 +55,18 @@ class AutoPlacement:
         """A training pass starts; `movable` are the chunks on the host, in the order of use. Collective, once."""
         if self.settled:
             return
-        self._passes += 1
-        if self._passes == 2:
+        self._under_way = True
+        if self._passes == 1:
             self._backend.reset_peak()
-        elif self._passes == 3:
+        elif self._passes == 2:
             self.settled = True
             self._settle(list(movable))
 
-    def end_pass(self) -> None:
-        """It is over; the optimizer's step comes."""
-        if self._passes == 2 and not self.settled:
+    def end_pass(self, completed: bool = True) -> None:
+        """A pass is over, and if it was one of training the optimizer's step comes; or it was broken off."""
+        counts, self._under_way = self._under_way and completed, False
+        if counts and not self.settled:
+            self._passes += 1
             self._pass_peak = self._backend.peak()
 
     def _settle(self, movable: list[Movable]) -> None:
@@ -70,9 +79,10 @@ class AutoPlacement:
             if taken + one.nbytes <= for_chunks:
                 one.to_device()
                 taken, moved = taken + one.nbytes, moved + 1
-        extra = self._least(room_in_pass - taken)
+        if self._may_gather_more:
+            self.extra = self._least(room_in_pass - taken)
         if self._residency.budget is not None:
-            self._residency.budget += extra
+            self._residency.budget += self.extra
         logger.info(
             "placement auto: the passes peak at %d bytes, of %d that there are; %d of %d chunks move to the device "
             "(%d bytes), and gathered chunks may take %s bytes",

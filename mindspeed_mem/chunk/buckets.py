@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class BucketChunks:
         self._handles: list[Any] = []
         self._opens_for_backward = opens_for_backward
         self._sealed: set[Chunk] = set()
+        self.reduce_each = False
+        """Whether gradients are reduced in every micro-batch."""
         for buffer in buffers:
             self._take(buffer)
         self._start_reduction = start_reduction
@@ -78,8 +80,13 @@ class BucketChunks:
         return chunk.grad_shard[slice(*chunk.own_piece(param))]
 
     def shard(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's piece of `param` itself, one-dimensional, perhaps empty; with stage 3, once sealed."""
+        """This rank's piece of `param` itself, one-dimensional, perhaps empty; with stage 3, once sealed.
+
+        Its master, where that stands for it.
+        """
         chunk = self._chunk_of[param]
+        if chunk.masters:
+            return chunk.masters[param]
         return chunk.shard[slice(*chunk.own_piece(param))]
 
     # ---- life
@@ -99,6 +106,15 @@ class BucketChunks:
         opens = self._open if self._opens_for_backward else None
         if not self._handles and (self.stage == 3 or opens):
             self._handles = hooks.attach(self.module, self.residency, opens)
+
+    def follow(self, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Chunks that rest on the device need no shard beside these masters of its pieces, all of a sealed chunk's."""
+        of_chunk: dict[Chunk, dict[torch.nn.Parameter, torch.Tensor]] = {}
+        for param, master in masters.items():
+            of_chunk.setdefault(self._chunk_of[param], {})[param] = master
+        for chunk, own in of_chunk.items():
+            if chunk.shard is not None and not chunk.store.on_host:
+                chunk.follow(own)
 
     def sealed(self, bucket: Any) -> bool:
         """Whether only the shard of `bucket` stays."""

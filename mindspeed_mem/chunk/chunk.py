@@ -10,7 +10,7 @@ decides when that is. Gradients go the other way: the whole is there from the fi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mem.chunk.stores import DEVICE, Store
-
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
@@ -28,6 +27,9 @@ class Piece(NamedTuple):
 
     start: int
     end: int
+
+
+EMPTY = Piece(0, 0)
 
 
 class Chunk:
@@ -62,7 +64,9 @@ class Chunk:
         size = data.numel() // ranks
         self.mine = slice(rank * size, (rank + 1) * size)
         self.shard: torch.Tensor | None = None
-        """[numel / ranks], this rank's part of the parameters; None as long as the chunk is always whole."""
+        """[numel / ranks], this rank's part of the parameters; None while the chunk is always whole, or has masters."""
+        self.masters: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """fp32 masters of this rank's pieces, which stand for its shard: what is gathered is cast from them."""
         self.grad_shard: torch.Tensor | None = None
         """[numel / ranks], this rank's part of the reduced gradients; None before the first reduction of a step."""
         self.store: Store = DEVICE
@@ -84,7 +88,8 @@ class Chunk:
         """The part of `param` that lies in this rank's shard, in elements of the shard; may be empty."""
         piece, first = self.pieces[param], self.mine.start
         start = min(max(piece.start, first), self.mine.stop)
-        return Piece(start - first, max(min(piece.end, self.mine.stop), start) - first)
+        end = max(min(piece.end, self.mine.stop), start)
+        return Piece(start - first, end - first) if end > start else EMPTY
 
     # ---- parameters
 
@@ -103,6 +108,19 @@ class Chunk:
         self.shard, self.store = shard, store
         self.release()
 
+    def follow(self, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """From now on the shard is cast from `masters`: a flat tensor for each piece of this rank that is not empty."""
+        assert set(masters) == {param for param in self.pieces if self.own_piece(param) != EMPTY}
+        self.masters, self.shard = dict(masters), None
+
+    @torch.no_grad()
+    def fill_own(self) -> None:
+        """Write this rank's part into the whole, which has memory."""
+        if self.masters:
+            torch._foreach_copy_(self._own_parts(), list(self.masters.values()))
+        elif self.shard is not None:
+            self.whole[self.mine].copy_(self.shard, non_blocking=True)
+
     @torch.no_grad()
     def move(self, store: Store) -> None:
         """Let this rank's part rest in `store` from now on."""
@@ -117,9 +135,9 @@ class Chunk:
         """Start to make the chunk whole, asynchronously; collective over the group. `wait` before use."""
         assert not self.gathered and self._work is None
         fill(self.whole)
-        own = self.whole[self.mine]
-        own.copy_(self.shard, non_blocking=True)
+        self.fill_own()
         if self.group.size() > 1:
+            own = self.whole[self.mine]
             self._work = dist.all_gather_into_tensor(self.whole, own, group=self.group, async_op=True)
         self.gathered = True
 
@@ -137,16 +155,32 @@ class Chunk:
 
     @torch.no_grad()
     def keep_changes(self) -> None:
-        """Take this rank's part of the gathered parameters, which somebody has written to, as the shard."""
+        """Take this rank's part of the gathered parameters, which somebody has written to, as the shard.
+
+        A master keeps its digits where what was written is what it would be cast to.
+        """
         self.wait()
-        self.shard.copy_(self.whole[self.mine])
+        if self.shard is not None:
+            self.shard.copy_(self.whole[self.mine])
+        for written, master in zip(self._own_parts(), self.masters.values(), strict=True):
+            master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
+
+    def _own_parts(self) -> list[torch.Tensor]:
+        """What `masters` are cast into, in their order."""
+        own = self.whole[self.mine]
+        return [own[slice(*self.own_piece(param))] for param in self.masters]
 
     # ---- gradients
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the whole gradient is there."""
+        return self.grad.untyped_storage().nbytes() > 0
 
     @torch.no_grad()
     def open_gradients(self) -> None:
         """Make room for the whole gradient, with zeros, unless it is there."""
-        if not self.grad.untyped_storage().nbytes():
+        if not self.has_gradients:
             fill(self.grad)
             self.grad.zero_()
 
@@ -163,7 +197,8 @@ class Chunk:
     def drop_gradients(self) -> None:
         """The step's gradients are not needed any more."""
         free(self.grad)
-        self._spare = self.grad_shard if self.store.on_host else None
+        if self.grad_shard is not None:
+            self._spare = self.grad_shard if self.store.on_host else None
         self.grad_shard = None
 
 

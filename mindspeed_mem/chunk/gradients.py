@@ -69,8 +69,10 @@ class GradientShards:
         chunk = self._chunk_of.get(param)
         if chunk is None:
             return
-        if self._reducing is not None and self._reducing[0] is chunk:
-            self._finish()  # a parameter whose gradient comes in several parts
+        if self._reducing is not None and not (chunk.has_gradients and self._reducing[0] is not chunk):
+            # A parameter whose gradient comes in several parts; or a third chunk with a whole gradient.
+            if self._reducing[0] is chunk or any(one.has_gradients for one in self._to_reduce):
+                self._finish()
         chunk.open_gradients()
         self._to_reduce[chunk] = None
 

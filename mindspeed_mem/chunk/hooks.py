@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from mindspeed_mem.chunk.residency import Reading, Residency
 
 HELD_WHOLE: list[Callable[[torch.nn.Module], bool]] = []
-"""Modules for which one of these is true run parts of their forward again in backward, perhaps not the same parts on all
+"""Modules for which one of these is true run parts of their forward again in backward, perhaps other parts on other
 ranks: all that they contain is gathered when their backward starts."""
 
 
@@ -103,9 +103,10 @@ class _Followed:
         def end(grad: torch.Tensor) -> None:
             # One input's gradient may be complete while another's is not: an addend's before a factor's.
             nonlocal waiting
-            waiting -= 1
-            if waiting == 0:
-                self._residency.done(reading)
+            if waiting:
+                waiting -= 1
+                if not waiting:
+                    self._residency.done(reading)
 
         # What takes a tensor is through with it before what made it begins; hooks run in the order they were made in.
         for tensor in outputs:

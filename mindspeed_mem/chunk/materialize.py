@@ -133,7 +133,7 @@ def written(params: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     opened = [chunk for chunk in chunks if not chunk.gathered]
     for chunk in opened:
         fill(chunk.whole)
-        chunk.whole[chunk.mine].copy_(chunk.shard)
+        chunk.fill_own()
     try:
         yield
     finally:

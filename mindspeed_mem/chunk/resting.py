@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_mem.chunk.chunk import Chunk
 from mindspeed_mem.chunk.placed_optimizer import Place
-from mindspeed_mem.chunk.stores import DEVICE
+from mindspeed_mem.chunk.stores import DEVICE, device_of_models
 
 _MOMENTS = 2  # of Adam, fp32 as the masters
 
@@ -22,7 +22,8 @@ class RestingChunk:
     """Of all masters of the optimizer; those that are not in it are on the device."""
     chunk: Chunk | None
     """None where the model keeps its parameters and gradients itself (stage 1)."""
-    masters: list[torch.Tensor] = field(default_factory=list)
+    masters: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """Of this rank's pieces of the chunk's parameters."""
     shards: dict[torch.Tensor, Callable[[], torch.Tensor]] = field(default_factory=dict)
     """Masters that are pieces of the chunk's own shard, with how to get these."""
 
@@ -31,7 +32,7 @@ class RestingChunk:
     @property
     def nbytes(self) -> int:
         """What all this takes, with a shard of parameters and one of gradients, if it has them."""
-        masters = sum(master.numel() * master.element_size() for master in self.masters)
+        masters = sum(master.numel() * master.element_size() for master in self.masters.values())
         total = masters * (1 + _MOMENTS)
         if self.chunk is not None:
             total += self.chunk.nbytes // self.chunk.group.size() if self.chunk.shard is not None else 0
@@ -45,15 +46,12 @@ class RestingChunk:
         device = None if self.chunk is None else self.chunk.whole.device
         if self.chunk is not None:
             self.chunk.move(DEVICE)
-        for master in self.masters:
+        for master in self.masters.values():
             if master in self.shards:
                 master.data = self.shards[master]()
             else:
-                master.data = torch.empty_like(master, device=device or _device_of_accelerator()).copy_(master)
+                master.data = torch.empty_like(master, device=device or device_of_models()).copy_(master)
             master.grad = None
             del self.places[master]
-
-
-def _device_of_accelerator() -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
+        if self.chunk is not None and self.chunk.shard is not None and not self.shards:
+            self.chunk.follow(self.masters)

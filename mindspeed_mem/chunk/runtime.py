@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -47,7 +46,7 @@ class Runtime:
         self._settled_for: tuple[list[int], int] = [], 0
         self._warned: set[str] = set()
         self._auto: AutoPlacement | None = None
-        self._resting: list[RestingChunk] = []
+        self._resting: list[weakref.ref[RestingChunk]] = []
         self._host_bytes = 0
 
     @property
@@ -76,7 +75,7 @@ class Runtime:
             logger.warning("--placement-policy auto: this device does not say how much memory it has; all stays there")
             return None
         if policy == "auto":
-            self._auto = AutoPlacement(backend, self.residency)
+            self._auto = AutoPlacement(backend, self.residency, self.settings.placement.budget is None)
         return None if policy == "device" else HostStore(backend)
 
     @property
@@ -99,17 +98,19 @@ class Runtime:
         chosen = {bucket: self.host if resting else DEVICE for bucket, resting in zip(in_order, on_host, strict=True)}
         return chosen.__getitem__
 
-    def check_host(self, buffers: Iterable[Any]) -> None:
-        """Before anything rests on the host: raise HostMemoryError unless this model fits there, beside those before."""
+    def check_host(self, ddp: Any, buffers: Iterable[Any]) -> None:
+        """Before anything rests on the host: raise HostMemoryError unless this model, too, fits there."""
         if self.host is None:
             return
         given, share = self.settings, self.settings.placement.fraction
+        before = self._host_bytes
         for buffer in buffers:
             size, ranks = sum(b.param_data.numel() for b in buffer.buckets), buffer.data_parallel_group.size()
             own_master = buffer.param_dtype is torch.float32
             each = 4 * (2 + (not own_master)) * (given.stage == 3 or not own_master)  # moments and masters
             each += (given.stage >= 2) * 4 + (given.stage == 3) * buffer.param_dtype.itemsize
             self._host_bytes += int(each * size * share) // ranks
+        weakref.finalize(ddp, self._leave_host, self._host_bytes - before).atexit = False
         free, ranks = host_memory.available(), host_memory.ranks_here()
         limits = {"--chunk-host-memory-gib": given.host_limit_bytes}
         limits[f"what the host has free, for {ranks} ranks"] = None if free is None else free // ranks
@@ -128,8 +129,8 @@ class Runtime:
             "stage": self.settings.stage,
             "placement": self.settings.placement.policy,
             "chunks": sum(len(one.chunks) for one in self._models),
-            "on_host": sum(one.on_host for one in self._resting),
-            "host_bytes": sum(one.nbytes for one in self._resting if one.on_host),
+            "on_host": sum(one.on_host for one in self.resting),
+            "host_bytes": sum(one.nbytes for one in self.resting if one.on_host),
             "whole_bytes": sum(chunk.nbytes for chunk in residency.chunks),
             "budget": residency.budget,
             "peak_bytes": counts.peak_bytes,
@@ -141,8 +142,16 @@ class Runtime:
         }
 
     def rest(self, chunks: Iterable[RestingChunk]) -> None:
-        """These rest on the host, with their optimizer's states; given in the order of use."""
-        self._resting += chunks
+        """These rest on the host, with their optimizer's states, as long as that keeps them; in the order of use."""
+        self._resting += map(weakref.ref, chunks)
+
+    @property
+    def resting(self) -> list[RestingChunk]:
+        """Those that are still there."""
+        return [one for one in (ref() for ref in self._resting) if one is not None]
+
+    def _leave_host(self, nbytes: int) -> None:
+        self._host_bytes -= nbytes
 
     def add(self, ddp: Any, chunks: BucketChunks) -> None:
         """`chunks` are those of `ddp`; with it they go."""
@@ -160,7 +169,7 @@ class Runtime:
     def begin(self, kind: Hashable, models: Sequence[BucketChunks], forward_only: bool) -> None:
         """A pipeline schedule of this kind starts, with these models."""
         if self._auto is not None and not forward_only:
-            self._auto.begin_pass(self._resting)
+            self._auto.begin_pass(self.resting)
         sharded = [one for one in models if one.stage == 3 and one.chunks]
         key = (kind, *(one.chunks[0].index for one in models if one.chunks))
         # What is read at once depends on what will be recomputed, which is settled once the schedule has started.
@@ -170,7 +179,7 @@ class Runtime:
         """It is over."""
         self.residency.end(completed)
         if self._auto is not None:
-            self._auto.end_pass()
+            self._auto.end_pass(completed)
 
     def _settle_budget(self, models: Sequence[BucketChunks]) -> None:
         """Check the budget given, or choose what one use and the next chunk need.
@@ -186,7 +195,7 @@ class Runtime:
         largest = max(chunk.nbytes for one in models for chunk in one.chunks)
         given = self.settings.placement.budget
         if given is None:
-            self.residency.budget = least + largest
+            self.residency.budget = least + largest + (0 if self._auto is None else self._auto.extra)
         elif given < least:
             raise BudgetError(
                 f"--placement-policy {self.settings.placement.policy}:{given}: one module reads parameters in chunks "
@@ -213,6 +222,11 @@ def current() -> Runtime | None:
     elif _current is None or _current.settings is not given:
         _current = Runtime(given)
     return _current
+
+
+def in_use() -> bool:
+    """Whether a model has chunks of what runs now."""
+    return _current is not None and bool(_current._models)
 
 
 def resume(running: Runtime | None) -> None:

@@ -20,6 +20,8 @@ class ChunkSettings:
     backend: Backend | None = None
     step_on_host: bool = False
     """Adam on the host for chunks that rest there; otherwise their states are brought to the device for the step."""
+    reduce_each: bool = False
+    """Reduce gradients in every micro-batch, not only in the last: less memory, other sums in the last digit."""
     host_limit_bytes: int | None = None
     """Host memory that this process's chunks may take; None: what the host has."""
     search_range: int = 32 * MIB

@@ -33,3 +33,9 @@ class HostStore(Store):
 
 
 DEVICE = Store()
+
+
+def device_of_models() -> torch.device:
+    """The accelerator that there is, or else the host."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")

@@ -150,7 +150,9 @@ class Follower:
 
     def next_use(self, chunk: int, after: float | None = None) -> float | None:
         """Position of the next use of `chunk`, from now or behind the position `after`; None if nobody knows."""
-        return None if self._following is None else self._following.next_use(chunk, self._at if after is None else after)
+        return (
+            None if self._following is None else self._following.next_use(chunk, self._at if after is None else after)
+        )
 
     def coming(self, number: int) -> list[int]:
         """The next `number` different chunks to be used, in order; empty if nobody knows."""

@@ -275,8 +275,10 @@ def init_chunk_manager(
     wrong = [
         f"{name} is a number of at least 0, not {number!r}"
         for name, number in (("search_range_mb", search_range_mb), ("min_chunk_size_mb", min_chunk_size_mb))
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf")
     ]
+    if hidden_dim is not None and (not isinstance(hidden_dim, int) or hidden_dim < 1):
+        wrong.append(f"hidden_dim is a number of elements of at least 1, or None, not {hidden_dim!r}")
     refuse(wrong)
     sizes = [param.numel() for param in model.parameters()]
     group = data_parallel(process_group)

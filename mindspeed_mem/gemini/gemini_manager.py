@@ -49,7 +49,7 @@ class GeminiManager:
             offload_param_frac=offload_param_frac,
         )
         wrong = refuse_unknown("GeminiManager", unknown, GeminiManager.__init__) + self.placement.problems()
-        if gather_budget_mb is not None and not gather_budget_mb > 0:
+        if gather_budget_mb is not None and not (isinstance(gather_budget_mb, (int, float)) and gather_budget_mb > 0):
             wrong.append(f"gather_budget_mb is a number above 0 or None, not {gather_budget_mb!r}")
         if not isinstance(max_prefetch, int) or max_prefetch < 0:
             wrong.append(f"max_prefetch is a whole number of at least 0, not {max_prefetch!r}")
@@ -78,7 +78,7 @@ class GeminiManager:
             placement, auto = PlacementPolicy(policy="device"), False
         self._movable = manager.build(placement.place([plan.capacity for plan in manager.plan()]))
         if auto:
-            self._auto = AutoPlacement(manager.backend, self.residency)
+            self._auto = AutoPlacement(manager.backend, self.residency, self._budget is None)
 
     def follow(self, module: torch.nn.Module) -> None:
         """Gather the chunks of `module` by what its modules use. Raises OptionError for a budget that is too small."""
@@ -117,7 +117,7 @@ class GeminiManager:
         self.in_pass = False
         self.residency.end(completed)
         if self._auto is not None:
-            self._auto.end_pass()
+            self._auto.end_pass(completed)
 
 
 class _Movable:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mindspeed_mem.gemini.options import OptionError
+
+logger = logging.getLogger(__name__)
 
 
 class Alone:
@@ -21,11 +27,23 @@ class Alone:
 def data_parallel(group: Any = None) -> Any:
     """`group`, or all ranks, or `Alone` where torch.distributed is not initialised.
 
-    An object with a method `dp_process_group`, as ColossalAI's ProcessGroup has it, is asked for its group.
+    An object with a method `dp_process_group`, as ColossalAI's ProcessGroup has it, is asked for its group. Raises
+    OptionError for a group that this rank is not in.
     """
     if group is not None:
-        return group.dp_process_group() if hasattr(group, "dp_process_group") else group
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else Alone()
+        found = group.dp_process_group() if hasattr(group, "dp_process_group") else group
+        if not (hasattr(found, "size") and hasattr(found, "rank")):
+            raise OptionError(f"process_group is one that this rank is in, or None for all ranks, not {found!r}")
+        return found
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        logger.warning(
+            "%s processes were launched, but torch.distributed is not initialised: each trains a model of its own. "
+            "Call torch.distributed.init_process_group first",
+            os.environ["WORLD_SIZE"],
+        )
+    return Alone()
 
 
 def combine(numbers: list[float], op: dist.ReduceOp, group: Any, device: torch.device) -> list[float]:

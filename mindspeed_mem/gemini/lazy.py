@@ -11,12 +11,14 @@ Values are those of a build on the host without it, bit by bit, as long as the s
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 from mindspeed_mem.gemini.recording import Disguise, Recorder, Tape
@@ -41,22 +43,26 @@ class lazy_init(contextlib.ContextDecorator):
     def __enter__(self) -> lazy_init:
         if self._inside is not None:
             raise RuntimeError("lazy_init: this context is entered already; use a new one")
-        tape, inside = Tape(), contextlib.ExitStack()
-        source = InitialValues(tape, self.dtype)
+        values, inside = InitialValues(Tape(), self.dtype), contextlib.ExitStack()
 
         def registered(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-            if tensor is not None and tape.knows(tensor):
-                tensor.initial_value = functools.partial(
-                    source.of, tensor.detach(), isinstance(tensor, torch.nn.Parameter)
-                )
+            if tensor is not None:
+                values.keep(tensor)
 
-        for register in (
-            torch_modules.register_module_parameter_registration_hook,
-            torch_modules.register_module_buffer_registration_hook,
+        def joined(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+            if child is not None:  # perhaps a copy, whose tensors nobody has registered
+                for tensor in itertools.chain(child.parameters(), child.buffers()):
+                    values.keep(tensor)
+
+        for register, hook in (
+            (torch_modules.register_module_parameter_registration_hook, registered),
+            (torch_modules.register_module_buffer_registration_hook, registered),
+            (torch_modules.register_module_module_registration_hook, joined),
         ):
-            inside.callback(register(registered).remove)
-        inside.enter_context(Disguise(tape))
-        inside.enter_context(Recorder(tape))
+            inside.callback(register(hook).remove)
+        inside.callback(values.close)
+        inside.enter_context(Disguise(values.tape))
+        inside.enter_context(Recorder(values.tape))
         self._inside = inside
         return self
 
@@ -65,32 +71,69 @@ class lazy_init(contextlib.ContextDecorator):
         inside.close()
 
 
+_live: weakref.WeakSet[InitialValues] = weakref.WeakSet()
+
+
 class InitialValues:
-    """Where the value of a lazily built tensor comes from."""
+    """What the tensors built in one context stand for. Lives as long as one of them that a module has."""
 
     def __init__(self, tape: Tape, dtype: torch.dtype | None) -> None:
-        self._tape, self._dtype = tape, dtype
+        self.tape, self._dtype = tape, dtype
+        self._kept: list[weakref.ref[torch.Tensor]] = []
+        _live.add(self)
 
-    def of(self, tensor: torch.Tensor, is_parameter: bool) -> torch.Tensor:
-        value = self._tape.value(tensor)
-        rounds = self._dtype is not None and is_parameter and value.is_floating_point()
+    def __deepcopy__(self, memo: Any) -> InitialValues:
+        return self
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """A module has `tensor`."""
+        if not torch.nn.parameter.is_lazy(tensor) and self.tape.knows(tensor):
+            tensor.initial_values = self
+            self._kept.append(weakref.ref(tensor))
+
+    def close(self) -> None:
+        """The context is over: changes from now on are not on the tape."""
+        for tensor in (kept() for kept in self._kept):
+            if tensor is not None:
+                tensor.version_on_tape = tensor._version
+        self._kept.clear()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its value, computed now on the host."""
+        value = self.tape.value(tensor)
+        rounds = self._dtype is not None and isinstance(tensor, torch.nn.Parameter) and value.is_floating_point()
         return value.to(self._dtype) if rounds else value
 
 
 def initial_value(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a parameter or buffer, computed now on the host if it was built lazily.
 
-    Raises OptionError for a meta tensor that was not.
+    Raises OptionError for a tensor without content that was not, or that was changed after its context.
     """
-    computed = getattr(tensor, "initial_value", None)
-    if computed is not None:
-        return computed()
-    if tensor.is_meta:
+    return _source(tensor)()
+
+
+def _source(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What computes the value of `tensor`. Raises as `initial_value`."""
+    if not tensor.is_meta:
+        if hasattr(tensor, "initial_value"):
+            return tensor.initial_value
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise OptionError(
+                f"a tensor of shape {tuple(tensor.shape)} has no memory: it lies in the chunks of another model; load "
+                "that one's state_dict() into a module built anew"
+            )
+        return tensor.detach
+    values = next((one for one in _live if one.tape.knows(tensor)), None)
+    if values is not None and getattr(tensor, "version_on_tape", tensor._version) == tensor._version:
+        return lambda: values.of(tensor)
+    what = f"a tensor of shape {tuple(tensor.shape)} is on the meta device"
+    if hasattr(tensor, "initial_values"):
         raise OptionError(
-            f"a tensor of shape {tuple(tensor.shape)} is on the meta device, and nobody knows its value; build the "
-            "model inside lazy_init(), or on a real device"
+            f"{what}, and was changed or converted after lazy_init(), where it has no content to change; do that "
+            "inside, or load values into the wrapped model"
         )
-    return tensor.detach()
+    raise OptionError(f"{what}, and nobody knows its value; build the model inside lazy_init(), or on a real device")
 
 
 @torch.no_grad()
@@ -100,17 +143,22 @@ def settle_parameters(module: torch.nn.Module) -> None:
     `initial_value` computes what they stand for. Tied ones stay tied.
     """
 
-    def placeholder(param: torch.nn.Parameter) -> torch.Tensor:
-        if not hasattr(param, "initial_value"):
-            initial_value(param)  # says what is wrong
-        return torch.empty(1, dtype=param.dtype, device="cpu").expand(param.shape)
+    def placeholder(param: torch.nn.Parameter) -> torch.nn.Parameter:
+        source = _source(param)
+        empty = torch.empty(1, dtype=param.dtype, device="cpu").expand(param.shape)
+        made = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
+        made.initial_value = source
+        return made
 
-    _replace_meta(module, placeholder, keep_source=True)
+    _replace_meta(module, placeholder)
 
 
 @torch.no_grad()
 def settle_buffers(module: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tensor] = lambda one: one) -> None:
-    """Compute the lazily built buffers of `module`; `cast` gives each of them its device and dtype."""
+    """Compute the lazily built buffers of `module`; `cast` gives each of them its device and dtype.
+
+    Tensors in other attributes are computed as well, and stay on the host, as nobody moves those of a plain build.
+    """
     made: dict[torch.Tensor, torch.Tensor] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
@@ -119,18 +167,34 @@ def settle_buffers(module: torch.nn.Module, cast: Callable[[torch.Tensor], torch
                     made[buffer] = cast(initial_value(buffer))
                 owner._buffers[name] = made[buffer]
 
+    def settled(one: Any) -> Any:
+        if not _is_unsettled(one):
+            return one
+        if one not in made:
+            made[one] = initial_value(one)
+        return made[one]
+
+    for owner in module.modules():
+        for name, held in vars(owner).items():
+            if isinstance(held, (torch.Tensor, list, tuple, dict)) and any(map(_is_unsettled, tree_leaves(held))):
+                setattr(owner, name, tree_map(settled, held))
+
+
+def _is_unsettled(one: Any) -> bool:
+    """Whether `one` is a lazily built tensor that is no parameter: a parameter's place is its module."""
+    known = isinstance(one, torch.Tensor) and one.is_meta and not isinstance(one, torch.nn.Parameter)
+    return known and any(values.tape.knows(one) for values in _live)
+
 
 @torch.no_grad()
 def materialize(module: torch.nn.Module) -> torch.nn.Module:
     """Compute all of `module`, built lazily, on the host; returns it. Its parameters are new objects."""
-    _replace_meta(module, initial_value, keep_source=False)
     settle_buffers(module)
+    _replace_meta(module, lambda param: torch.nn.Parameter(initial_value(param), requires_grad=param.requires_grad))
     return module
 
 
-def _replace_meta(
-    module: torch.nn.Module, value: Callable[[torch.nn.Parameter], torch.Tensor], keep_source: bool
-) -> None:
+def _replace_meta(module: torch.nn.Module, replacement: Callable[[torch.nn.Parameter], torch.nn.Parameter]) -> None:
     # Not torch.utils.swap_tensors: recurrent modules hold weak references to their weights, with which it refuses.
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for owner in module.modules():
@@ -138,9 +202,12 @@ def _replace_meta(
             if param is None or not param.is_meta:
                 continue
             if param not in made:
-                made[param] = torch.nn.Parameter(value(param), requires_grad=param.requires_grad)
-                attributes = {k: one for k, one in param.__dict__.items() if keep_source or k != "initial_value"}
-                made[param].__dict__.update(attributes)
+                made[param] = replacement(param)
+                ours = ("initial_values", "version_on_tape")
+                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                    if getattr(param, hooks) is not None:
+                        setattr(made[param], hooks, getattr(param, hooks))
+                made[param].__dict__.update({key: one for key, one in vars(param).items() if key not in ours})
             setattr(owner, name, made[param])
 
 

@@ -56,8 +56,10 @@ def load(
     unexpected = [name for name in state if name not in own]
     wrong = [
         f"{name} has shape {tuple(state[name].shape)} in the state dict, {tuple(value.shape)} in the model"
+        if isinstance(state[name], torch.Tensor)
+        else f"{name} is a tensor in the model, in the state dict a {type(state[name]).__name__}"
         for name, value in own.items()
-        if name in given and isinstance(value, torch.Tensor) and state[name].shape != value.shape
+        if name in given and isinstance(value, torch.Tensor) and getattr(state[name], "shape", None) != value.shape
     ]
     if strict:
         wrong += [f"missing: {', '.join(missing)}"] * bool(missing)

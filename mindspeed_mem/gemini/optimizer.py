@@ -65,8 +65,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         wrong = refuse_unknown("GeminiAdamOptimizer", unknown, GeminiAdamOptimizer.__init__)
         if not isinstance(model, ZeroDDP):
             wrong.append(f"model is a GeminiDDP or ZeroDDP, not {type(model).__name__}")
-        if not max_norm >= 0:
-            wrong.append(f"max_norm is a number of at least 0, not {max_norm!r}")
+        wrong += _wrong_norm(max_norm)
         self.scaler = LossScaler(
             scale=2.0**16 if initial_scale is None else float(initial_scale),
             growth_factor=growth_factor,
@@ -87,8 +86,6 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         chosen = [param for param in model.module.parameters() if param in self._one_of] if params is None else params
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(chosen, defaults)
-        foreign = [p for group in self.param_groups for p in group["params"] if p not in self._one_of]
-        refuse([f"{len(foreign)} of params are not trained parameters of the model"] * bool(foreign))
         kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
         fused = model.chunk_manager.device.type in ("cpu", "cuda")
         groups = [{**self._settings(g), "params": self._masters(g["params"])} for g in self.param_groups]
@@ -103,6 +100,17 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         )
         self._set_scale()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, of trained parameters of the model that are in no group yet."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        foreign = [param for param in group["params"] if param not in self._one_of]
+        if foreign:
+            self.param_groups.pop()
+            raise OptionError(f"{len(foreign)} of params are not trained parameters of the model")
+        if hasattr(self, "inner"):  # else they are those that it is built of
+            self.inner.add_param_group({**self._settings(group), "params": self._masters(group["params"])})
+
     # ---- training
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -111,7 +119,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         self._norm = self._clip = None
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """The backward of `loss`, scaled. Several of them before a step add up."""
+        """The backward of `loss`, scaled. Several of them before a step add up; the first after one begins anew."""
         self._norm = self._clip = None
         self.model.backward(loss, retain_graph)
 
@@ -124,6 +132,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         """
         if norm_type != 2.0 or model not in (None, self.model):
             raise OptionError("clip_grad_norm: it is the 2-norm of this optimizer's own model")
+        refuse([] if max_norm is None else _wrong_norm(max_norm))
         self._clip = self.max_norm if max_norm is None else float(max_norm)
         return self._gradient_norm() / self.model.loss_scale
 
@@ -141,6 +150,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             model.finish_gradients()
             norm = 0.0
         self._norm = self._clip = None
+        model.stepped = True
         overflow = self.scales_loss and not norm < float("inf")
         if not overflow:
             # As torch.nn.utils.clip_grad_norm_.
@@ -199,10 +209,15 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         return {name: group[name] for name in _HYPERPARAMETERS}
 
     def _masters(self, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-        return [one.masters[p] for p in params if (one := self._one_of.get(p)) and one.masters[p].numel()]
+        return [one.masters[p] for p in params if (one := self._one_of[p]).masters[p].numel()]
 
     def _built(self, master: torch.Tensor) -> BuiltChunk:
         return self._one_of[self._master_of[master]]
 
     def _set_scale(self) -> None:
         self.model.loss_scale = self.scaler.scale if self.scales_loss else 1.0
+
+
+def _wrong_norm(max_norm: Any) -> list[str]:
+    fits = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and max_norm >= 0
+    return [] if fits else [f"max_norm is a number of at least 0, not {max_norm!r}"]

@@ -63,9 +63,15 @@ def load(optimizer: GeminiAdamOptimizer, saved: dict[str, Any]) -> None:
     ]
     state = saved.get("state", {})
     for number, param in pairs:
+        entry = state.get(number)
+        if entry is None:
+            continue
+        if lacking := [name for name in ("step", *MOMENTS) if name not in entry]:
+            wrong.append(f"parameter {number} has no {', '.join(lacking)}: another optimizer than Adam saved it")
+            continue
         for moment in MOMENTS:
-            if number in state and state[number][moment].shape != param.shape:
-                wrong.append(f"{moment} of parameter {number} has shape {tuple(state[number][moment].shape)}")
+            if entry[moment].shape != param.shape:
+                wrong.append(f"{moment} of parameter {number} has shape {tuple(entry[moment].shape)}")
     if wrong:
         raise OptionError("state of the optimizer: " + "; ".join(wrong))
     for group, own in zip(groups, optimizer.param_groups, strict=True):

@@ -220,6 +220,10 @@ class Disguise(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in self._says and self._tape.knows(args[0]):
             return self._says[func]
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
+            # torch would copy the storage without an operator, into one that it takes for one on the host.
+            copied = args[1][id(args[0])] = args[0].detach().clone().requires_grad_(args[0].requires_grad)
+            return copied
         if func in self._reads and self._tape.knows(args[0]):
             args = (self._tape.value(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))

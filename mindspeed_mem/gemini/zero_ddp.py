@@ -10,7 +10,8 @@
 
 Ranks run the same modules in the same order. A parameter is gathered while a module reads it: its own, one that it is
 called with, and one that its code takes from another module's attribute. References to parameters kept elsewhere are
-not followed.
+not followed. Between passes a parameter has a shape but no memory: reading it ends the process. `state_dict` has the
+values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from mindspeed_mem.gemini.lazy import settle_buffers, settle_parameters
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 
 _ALL_GRADIENTS = Intent(Act.REDUCE_LAST, -1)
-PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, None)
+TRAINED = (torch.float16, torch.bfloat16, torch.float32)
+PRECISIONS = (*TRAINED, None)
 
 
 class ZeroDDP(torch.nn.Module):
@@ -60,6 +62,9 @@ class ZeroDDP(torch.nn.Module):
         wrong = refuse_unknown(type(self).__name__, unknown, ZeroDDP.__init__)
         if mixed_precision not in PRECISIONS:
             wrong.append(f"mixed_precision is one of {', '.join(map(str, PRECISIONS))}, not {mixed_precision!r}")
+        elif found := {one.dtype for one in module.parameters() if one.requires_grad} - set(TRAINED):
+            kept = [one for one in found if not (mixed_precision and one.is_floating_point)]
+            wrong += [f"parameters of {one} cannot be trained: masters and gradients are fp32" for one in kept]
         refuse(wrong)
         super().__init__()
         self.module, self.gemini_manager = module, gemini_manager
@@ -69,12 +74,15 @@ class ZeroDDP(torch.nn.Module):
         """Parameters that have got a gradient since `zero_grad`, on this rank."""
         self.loss_scale = 1.0
         """By what the optimizer multiplies a loss before its backward."""
+        self.stepped = False
+        """Whether an optimizer has used the gradients, which are of no use after that: scaled, clipped, or neither."""
         self._scaled_backward = self._accumulates = False
         self._unreduced: dict[Chunk, None] = {}
         self._build()
 
     def _build(self) -> None:
         manager, device = self.chunk_manager, self.chunk_manager.device
+        settle_buffers(self.module, lambda buffer: buffer.to(device=device, dtype=self._dtype(buffer)))
         settle_parameters(self.module)
         for param in self.module.parameters():
             dtype = self._dtype(param)
@@ -83,7 +91,6 @@ class ZeroDDP(torch.nn.Module):
                 manager.create_group(group)
             manager.append_tensor(param, group, dtype)
         self.gemini_manager.build()
-        settle_buffers(self.module, lambda buffer: buffer.to(device=device, dtype=self._dtype(buffer)))
         self.chunks = [one for one in manager.built.values() if one.trainable]
         self.gradients = GradientShards([one.chunk for one in self.chunks], self._reduce, manager.residency.trace)
         for param in self.module.parameters():
@@ -113,6 +120,7 @@ class ZeroDDP(torch.nn.Module):
 
         Then all its gradients are reduced, of incomplete chunks as well: of parameters that have none on any rank.
         """
+        self._forget_stepped()
         self._scaled_backward = True
         try:
             (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward(retain_graph=retain_graph)
@@ -141,6 +149,7 @@ class ZeroDDP(torch.nn.Module):
         self.gradients.begin_step()
         self.touched.clear()
         self._unreduced.clear()
+        self.stepped = False
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -215,11 +224,16 @@ class ZeroDDP(torch.nn.Module):
             return one.to(self.mixed_precision)
         return one
 
+    def _forget_stepped(self) -> None:
+        if self.stepped:
+            self.zero_grad()
+
     @torch.no_grad()
     def _take_gradient(self, param: torch.nn.Parameter) -> None:
         grad, param.grad = param.grad, None
         if self.loss_scale != 1.0 and not self._scaled_backward:
             raise OptionError("this optimizer scales losses; call optimizer.backward(loss), not loss.backward()")
+        self._forget_stepped()
         one = self.chunk_manager.of(param)
         self.chunk_manager.residency.settled(param)
         self.gradients.before(param)

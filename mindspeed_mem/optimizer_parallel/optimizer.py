@@ -204,12 +204,15 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     def _agree(self, parameters: list[torch.Tensor], trains: list[bool]) -> None:
         mine = [(tuple(p.shape), str(p.dtype), one) for p, one in zip(parameters, trains, strict=True)]
-        everyone = self.exchange.everyone((type(self.inner).__name__, mine))
+        everyone = self.exchange.everyone((type(self.inner).__name__, self.mode, self.exchange.message_bytes, mine))
         others = [rank for rank, one in enumerate(everyone) if one != everyone[0]]
         if others:
-            found = f"ranks {others} of the process group have other parameters than rank 0"
+            found = f"ranks {others} of the process group have other parameters or options than rank 0"
             raise OptimizerParallelError(
-                [f"{found}: all need the same, in the same order, with the same shapes, dtypes and requires_grad"]
+                [
+                    f"{found}: all need the same optimizer, mode, message_bytes and parameters, in the same order, "
+                    "with the same shapes, dtypes and requires_grad"
+                ]
             )
 
     def _numbers(self) -> list[dict[str, Any]]:

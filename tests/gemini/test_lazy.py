@@ -1,5 +1,7 @@
 """Models built without memory: values are those of a plain build, bit by bit, and building takes little at a time."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,10 @@ class Unusual(nn.Module):
         self.rates = torch.linspace(0, 0.1, 3).tolist()
         self.register_buffer("mask", torch.tril(torch.ones(4, 4, device=self.product.device)))
         self.register_buffer("noise", torch.randn(3), persistent=False)
+        self.replaced = nn.Linear(2, 3).half()
+        self.replaced.weight.data = torch.randn(3, 2)
+        self.copies = nn.ModuleList(copy.deepcopy(nn.BatchNorm1d(3)) for _ in range(2))
+        self.copies[0].running_mean.add_(1)
 
 
 def many_modules():
@@ -134,3 +140,47 @@ def test_types_are_rounded_and_foreign_meta_tensors_refused():
     with pytest.raises(OptionError, match="floating-point type or None, not torch.int8"):
         lazy_init(dtype=torch.int8)
     assert nn.Linear(3, 4).weight.device == torch.device("cpu")  # nothing is left of the contexts
+
+
+class Slopes(nn.Module):
+    """A tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.slopes = nn.Linear(4, 4), [torch.linspace(1, 2, 4)]
+
+    def forward(self, x):
+        return self.linear(x) * self.slopes[0]
+
+
+def test_tensors_that_are_no_buffers_have_their_values():
+    torch.manual_seed(3)
+    wanted = Slopes()(torch.ones(2, 4))
+    torch.manual_seed(3)
+    with lazy_init():
+        model = Slopes()
+    assert torch.equal(GeminiDDP(model, "cpu", mixed_precision=None)(torch.ones(2, 4)), wanted)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: nn.init.ones_(model.weight),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.running_mean.fill_(3),
+    ],
+)
+def test_changes_after_the_context_are_refused(change):
+    with lazy_init():
+        model = nn.BatchNorm1d(4)
+    change(model)
+    with pytest.raises(OptionError, match="was changed or converted after lazy_init"):
+        GeminiDDP(model, "cpu")
+
+
+def test_hooks_on_parameters_stay():
+    with lazy_init():
+        model = nn.Linear(3, 4)
+        model.weight.register_hook(lambda grad: grad * 2)
+    materialize(model)(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4, 3), 2.0))

@@ -202,6 +202,7 @@ def test_a_plan_file_that_cannot_be_written_is_refused(tmp_path):
 CHUNK_DETAILS = {
     "placement_policy": ("auto:1.5GiB", "placement", Placement("auto", 3 * 2**29)),
     "host_optimizer_step": ("host", "step_on_host", True),
+    "chunk_reduce_each_microbatch": (True, "reduce_each", True),
     "chunk_host_memory_gib": (2, "host_limit_bytes", 2**31),
     "min_chunk_size_mib": ("0.5", "min_chunk_size", 2**18),
     "chunk_search_range_mib": (8, "search_range", 2**22),
