@@ -135,7 +135,7 @@ def _without_effect(values: Mapping[str, Any]) -> list[str]:
     if stage == 1 and policy not in ("static", "auto"):
         sizes = ("--min-chunk-size-mib", "--chunk-search-range-mib", "--chunk-hidden-dim")
         found += [(flag, "--chunk-zero-stage 1 leaves Megatron's buckets as they are") for flag in sizes]
-    idle = [f"{flag} has no effect: {why}" for flag, why in found if values[flag]]
+    idle = [f"{flag} has no effect: {why}" for flag, why in found if values[flag] not in (None, False, "device")]
     if stage < 3 and placement is not None and placement.budget is not None:
         idle.append(
             f"the budget of --placement-policy {policy} has no effect: --chunk-zero-stage {stage} gathers nothing"

@@ -1,10 +1,14 @@
-"""megatron.core.optimizer: norm, clipping and unscaling of gradients that lie on the host, beside an accelerator.
+"""megatron.core.optimizer and finalize_model_grads: gradients that lie on the host, beside an accelerator.
 
-Why here: a master on the host has its gradient there, since torch wants both on one device; Megatron's kernels take
-tensors of the accelerator only. On a CPU, where both are the host's, these functions stay Megatron's.
+Why here: a master on the host has its gradient there, since torch wants both on one device; Megatron's kernels and
+collectives take tensors of the accelerator only. So the few gradients that are summed over tensor- or pipeline-parallel
+ranks are brought up for that, and norm, clipping and unscaling are done on the host. On a CPU, where both are the
+host's, these functions stay Megatron's.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 
@@ -14,6 +18,7 @@ from mindspeed_mem.patching import around
 
 _CLIP = "megatron.core.optimizer.clip_grads:"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+_FINALIZE = "megatron.core.distributed.finalize_model_grads:"
 
 
 def away(tensor: torch.Tensor) -> bool:
@@ -54,3 +59,35 @@ def collect_main_grad_data_for_unscaling(original, self):
     torch._amp_foreach_non_finite_check_and_unscale_(there, found, inverse)
     flag = torch.where(found > 0, torch.inf, 0.0)
     return [grad for grad in grads if not away(grad)] + [flag.to(device_of_models())]
+
+
+@around(_FINALIZE + "_allreduce_embedding_grad")
+def allreduce_embedding_grad(original, model, *args, **kwargs):
+    with _brought_up(model, lambda name, param: "embedding" in name or "output_layer" in name):
+        original(model, *args, **kwargs)
+
+
+@around(_FINALIZE + "_allreduce_non_tensor_model_parallel_grads")
+def allreduce_non_tensor_model_parallel_grads(original, model, *args, **kwargs):
+    flags = ("sequence_parallel", "average_gradients_across_tp_domain")
+    norms = ("q_layernorm", "k_layernorm")
+    with _brought_up(
+        model,
+        lambda name, param: any(getattr(param, flag, False) for flag in flags) or any(norm in name for norm in norms),
+    ):
+        original(model, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _brought_up(models, wanted):
+    """Inside, ``main_grad`` of the parameters that are `wanted` is a copy on the device, taken back at the end."""
+    params = [param for model in models for name, param in model.named_parameters() if wanted(name, param)]
+    there = {param: param.main_grad for param in params if away(getattr(param, "main_grad", param))}
+    for param, grad in there.items():
+        param.main_grad = grad.to(device_of_models(), copy=True)
+    try:
+        yield
+    finally:
+        for param, grad in there.items():
+            grad.copy_(param.main_grad)
+            param.main_grad = grad

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_mem.chunk.chunk import Chunk
 from mindspeed_mem.chunk.placed_optimizer import Place
-from mindspeed_mem.chunk.stores import DEVICE, device_of_models
+from mindspeed_mem.chunk.stores import DEVICE
 
 _MOMENTS = 2  # of Adam, fp32 as the masters
 
@@ -43,14 +43,13 @@ class RestingChunk:
     def to_device(self) -> None:
         """Rest on the device from now on; between two steps. The optimizer's states follow at its next step."""
         self.on_host = False
-        device = None if self.chunk is None else self.chunk.whole.device
         if self.chunk is not None:
             self.chunk.move(DEVICE)
-        for master in self.masters.values():
+        for param, master in self.masters.items():
             if master in self.shards:
                 master.data = self.shards[master]()
             else:
-                master.data = torch.empty_like(master, device=device or device_of_models()).copy_(master)
+                master.data = torch.empty_like(master, device=param.device).copy_(master)
             master.grad = None
             del self.places[master]
         if self.chunk is not None and self.chunk.shard is not None and not self.shards:

@@ -24,6 +24,9 @@ from mindspeed_mem.chunk.agreement import Act, Intent, agree, told
 
 logger = logging.getLogger(__name__)
 
+MOST_WARNINGS = 3
+"""Of passes that deviate: where they often do, it is nothing to warn of."""
+
 
 class Reducer(Protocol):
     """Whoever reduces gradients of chunks."""
@@ -228,7 +231,12 @@ class Follower:
         self.deviations += 1
         self._following = None
         self._traces.pop(self._key, None)
-        logger.info("a pass over the chunks is not as it was recorded: %s. It is recorded anew the next time", what)
+        logger.log(
+            logging.WARNING if self.deviations <= MOST_WARNINGS else logging.INFO,
+            "a pass over the chunks is not as it was recorded: %s. It is recorded anew the next time. If it is as "
+            "recorded on other ranks, collectives do not match now, and training stops",
+            what,
+        )
 
 
 def _said(event: tuple[int, ...] | int | None) -> str:

@@ -88,7 +88,7 @@ class InitialValues:
     def keep(self, tensor: torch.Tensor) -> None:
         """A module has `tensor`."""
         if not torch.nn.parameter.is_lazy(tensor) and self.tape.knows(tensor):
-            tensor.initial_values = self
+            tensor.initial_values = self  # which lives as long as it
             self._kept.append(weakref.ref(tensor))
 
     def close(self) -> None:
@@ -127,13 +127,12 @@ def _source(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     values = next((one for one in _live if one.tape.knows(tensor)), None)
     if values is not None and getattr(tensor, "version_on_tape", tensor._version) == tensor._version:
         return lambda: values.of(tensor)
-    what = f"a tensor of shape {tuple(tensor.shape)} is on the meta device"
-    if hasattr(tensor, "initial_values"):
-        raise OptionError(
-            f"{what}, and was changed or converted after lazy_init(), where it has no content to change; do that "
-            "inside, or load values into the wrapped model"
-        )
-    raise OptionError(f"{what}, and nobody knows its value; build the model inside lazy_init(), or on a real device")
+    # Converted buffers are others, of which nobody knows where they come from: one message has to do.
+    raise OptionError(
+        f"a tensor of shape {tuple(tensor.shape)} is on the meta device, and nobody knows its value: it was not built "
+        "inside lazy_init(), or it was changed or converted after it, when there is no content to change; do that "
+        "inside, or build on a real device, or load values into the wrapped model"
+    )
 
 
 @torch.no_grad()

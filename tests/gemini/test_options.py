@@ -47,6 +47,20 @@ def model():
                 "growth_factor is above 1",
             ],
         ),
+        (lambda: GeminiDDP(model(), "cpu", hidden_dim=0), ["hidden_dim is a number of elements of at least 1"]),
+        (
+            lambda: GeminiDDP(model(), "cpu", search_range_mb=float("nan")),
+            ["search_range_mb is a number of at least 0"],
+        ),
+        (lambda: GeminiDDP(model(), "cpu", gather_budget_mb="all"), ["gather_budget_mb is a number above 0 or None"]),
+        (lambda: GeminiDDP(model(), "cpu", process_group=-100), ["process_group is one that this rank is in"]),
+        (
+            lambda: GeminiDDP(model().double(), "cpu", mixed_precision=None),
+            ["parameters of torch.float64 cannot be trained: masters and gradients are fp32"],
+        ),
+        (lambda: GeminiDDP(chunked()[0].module, "cpu"), ["has no memory: it lies in the chunks of another model"]),
+        (lambda: chunked()[1].clip_grad_norm(max_norm=-1.0), ["max_norm is a number of at least 0, not -1.0"]),
+        (lambda: chunked()[1].add_param_group({"params": model().weight}), ["1 of params are not trained"]),
         (lambda: chunked(adam={"params": [torch.nn.Parameter(torch.ones(1))]}), ["1 of params are not trained"]),
     ],
 )

@@ -133,3 +133,27 @@ def test_groups_with_settings_of_their_own_and_a_scheduler():
     after = masters(model)
     assert all(torch.equal(after[n], before[n]) == (v.dim() <= 1 or n == "unused.weight") for n, v in after.items())
     assert farthest(after, wanted) > 0
+
+
+def test_a_group_can_be_added_later():
+    data = batches(2)
+    wanted, given = plain(), plain()
+    trained = [param for param in given.parameters() if param.requires_grad]
+    model, optimizer = chunked(given, adam={"params": trained[:3]})
+    optimizer.add_param_group({"params": trained[3:], "lr": 1e-3})
+    trained = [param for param in wanted.parameters() if param.requires_grad]
+    plainly = torch.optim.AdamW([{"params": trained[:3]}, {"params": trained[3:], "lr": 1e-3}], **ADAM, fused=True)
+    for step in data:
+        plainly.zero_grad()
+        loss_of(wanted, step[0]).backward()
+        plainly.step()
+    train(model, optimizer, data)
+    assert farthest(masters(model), {n: p.detach() for n, p in wanted.named_parameters() if p.requires_grad}) == 0
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused():
+    _, optimizer = chunked()
+    saved = optimizer.state_dict()
+    saved["state"] = {0: {"momentum_buffer": torch.zeros(40, 32)}}
+    with pytest.raises(OptionError, match="parameter 0 has no step, exp_avg, exp_avg_sq"):
+        optimizer.load_state_dict(saved)

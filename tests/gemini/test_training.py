@@ -100,6 +100,20 @@ def test_recompute_gathers_no_more_and_changes_no_bit(recompute):
     assert 0 < gathers[recompute] <= gathers["none"]
 
 
+def test_gradients_are_forgotten_after_their_step():
+    (tokens,) = batches(1)[0]
+    model, optimizer = chunked(mixed_precision=torch.float16, adam={"initial_scale": 4.0, "growth_interval": 1})
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    norms = []
+    for _ in range(3):  # no zero_grad: the scale grows after each step, and gradients of two scales do not add up
+        optimizer.backward(loss_of(model, tokens))
+        norms.append(optimizer.clip_grad_norm(max_norm=0.1))
+        optimizer.step()
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-3)
+    assert model.loss_scale == 32
+
+
 def test_an_evaluation_between_steps_changes_nothing():
     data = batches(4)
     losses, wanted = reference(data)

@@ -14,7 +14,7 @@ from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import get_backend, host_memory
 from tests.chunk_runs import Case, built, chunked, differences, passed, stepped, trained
 from tests.limited_runs import counted
-from tests.worlds import on_ranks, parallel, patch_modules
+from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
 
@@ -65,14 +65,20 @@ def test_the_host_steps_what_rests_there():
 
 def away_from_the_device(cases):
     """As beside an accelerator: what is on the host has its norm, clipping and unscaling done there."""
-    (module,) = patch_modules("chunk_host_gradients")
-    import sys
+    from mindspeed_mem.patches import chunk_host_gradients as patch
 
-    patch, seen = sys.modules[module], []
+    seen = []
 
     def away(tensor):
-        masters = [m for one in runtime.current().resting for m in one.masters.values()] if runtime.current() else []
+        if runtime.current() is None:
+            return False
+        masters = [m for one in runtime.current().resting for m in one.masters.values()]
         storages = {m.untyped_storage()._cdata for m in masters}
+        storages |= {
+            one.chunk.grad_shard.untyped_storage()._cdata
+            for one in runtime.current().resting
+            if one.chunk.grad_shard is not None
+        }
         storages |= {m.grad.untyped_storage()._cdata for m in masters if m.grad is not None}
         found = tensor.untyped_storage()._cdata in storages
         seen.append(found)
@@ -87,6 +93,8 @@ def away_from_the_device(cases):
 
 def test_gradients_on_the_host_beside_an_accelerator():
     cases = {name: Case(settings=resting("static:0.5"), **OF_TYPE[name]) for name in ("bf16", "fp16")}
+    for layout, model in (({"tp": 2}, {"sequence_parallel": True}), ({"pp": 2}, {})):
+        cases[f"{layout}"] = Case(settings=resting("static:0.8"), layout=layout, model=model)
     assert on_ranks(2, away_from_the_device, cases) == [([], True)] * 2
 
 
@@ -182,7 +190,9 @@ def test_what_cannot_be_is_said_before_training():
     for host, budget, warned in on_ranks(2, refused):
         assert "need" in host and "--chunk-host-memory-gib: 1000 bytes" in host
         assert "--placement-policy device:1000" in budget and "Give at least" in budget
-        assert warned == ["fp32 parameters stay on the device with --chunk-zero-stage below 3: they are their own masters"]
+        assert warned == [
+            "fp32 parameters stay on the device with --chunk-zero-stage below 3: they are their own masters"
+        ]
 
 
 def test_a_host_with_no_room_is_found(monkeypatch):

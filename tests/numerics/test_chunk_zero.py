@@ -23,7 +23,7 @@ from tests.chunk_runs import (
 )
 from tests.swap_runs import POLICIES as SWAPPED
 from tests.swap_runs import again, swap
-from tests.worlds import applied, on_ranks, parallel
+from tests.worlds import RankError, applied, on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
 
@@ -211,6 +211,15 @@ def refused(case):
 def test_a_module_that_runs_on_one_rank_only_is_an_error_on_all_ranks():
     skipped = functools.partial(altered, functools.partial(partly, kind=Skipped))
     on_ranks(2, refused, Case(during=on_rank_0_only, around=(skipped,), chunk=4096))
+
+
+def test_a_rank_that_leaves_the_recorded_order_says_so():
+    """Which ends in an error of the communication library: the others cannot know."""
+    skipped = functools.partial(altered, functools.partial(partly, kind=Skipped))
+    since = functools.partial(on_rank_0_only, since=2)
+    case = Case(during=since, around=(skipped,), steps=4, micro_batches=1, stages=(3,))
+    with pytest.raises(RankError, match="a pass over the chunks is not as it was recorded: a use of chunks .* instead of"):
+        on_ranks(2, differences, {"": case})
 
 
 def interrupted(stage, case):
