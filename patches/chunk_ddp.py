@@ -142,10 +142,15 @@ def start_grad_sync(original, self, *args, **kwargs):
 
 
 @around(_GROUP + "finish_grad_sync")
-def finish_grad_sync(original, self, *args, **kwargs):
+def finish_grad_sync(original, self, force_all_reduce=False):
     chunks = _of(self)
     if chunks is None:
-        return original(self, *args, **kwargs)
+        return original(self, force_all_reduce)
+    if force_all_reduce:
+        raise ValueError(
+            "--save-wgrads-interval saves whole gradients, which no rank has with --chunk-zero-stage 2 or 3. Leave one "
+            "of them out, or use --chunk-zero-stage 1"
+        )
     self.param_gather_dispatched = False
     chunks.finish_gradients(self.buckets)
 

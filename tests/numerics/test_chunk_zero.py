@@ -271,6 +271,18 @@ def called_directly(stage, case):
     return found
 
 
+def asked_for_whole_gradients():
+    with parallel(), chunked(2):
+        models, _ = built(Case())
+        models[0].zero_grad_buffer()
+        with pytest.raises(ValueError, match="no rank has with --chunk-zero-stage 2 or 3. Leave"):
+            models[0].finish_grad_sync(force_all_reduce=True)
+
+
+def test_saving_whole_gradients_is_refused():
+    on_ranks(1, asked_for_whole_gradients)
+
+
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_a_model_called_directly_has_the_weights_of_now(dtype):
     expected = on_ranks(2, called_directly, 0, Case(dtype=dtype))
