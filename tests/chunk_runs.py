@@ -147,8 +147,8 @@ def trained(stage: int, case: Case) -> Run:
 
 
 def _trained(stage: int, case: Case) -> Run:
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)

@@ -218,7 +218,7 @@ def test_a_rank_that_leaves_the_recorded_order_says_so():
     skipped = functools.partial(altered, functools.partial(partly, kind=Skipped))
     since = functools.partial(on_rank_0_only, since=2)
     case = Case(during=since, around=(skipped,), steps=4, micro_batches=1, stages=(3,))
-    with pytest.raises(RankError, match="a pass over the chunks is not as it was recorded: a use of chunks .* instead of"):
+    with pytest.raises(RankError, match="a pass over the chunks is not as it was recorded: a use of chunks"):
         on_ranks(2, differences, {"": case})
 
 
