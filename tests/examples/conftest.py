@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.examples.jobs import SHORT, numbers, rows, script
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
@@ -18,3 +20,11 @@ def everything(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "everything.yaml"
     path.write_text("swap_config:\n  swap: True\n  layer_swap:\n    - backward_prefetch: 1\n      layers: True\n")
     return path
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """Numbers of four iterations without any plan."""
+    path = tmp_path_factory.mktemp("unchanged") / "metrics.jsonl"
+    script("pretrain_gpt.sh", *SHORT, path, TRAIN_ITERS=4).succeeded()
+    return numbers(path), [row["peak_activation_bytes"] for row in rows(path)]

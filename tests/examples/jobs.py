@@ -90,6 +90,10 @@ def rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+SHORT = ["--log-interval", 1, "--eval-interval", 100, "--metrics-file"]
+"""Arguments of a short run, before its metrics file."""
+
+
 def numbers(path, after=0):
     """(iteration, rank, loss, gradient norm) of each line of a metrics file behind iteration `after`."""
     keys = ("iteration", "rank", "loss", "grad_norm")

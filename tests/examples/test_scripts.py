@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.examples.jobs import EXAMPLES, free_port, numbers, rows, script
+from tests.examples.jobs import EXAMPLES, SHORT, free_port, numbers, rows, script
 
 KEYS = "iteration rank loss grad_norm step_ms peak_activation_bytes swapped_bytes host_bytes stall_ms".split()
 ITERATIONS = 30
@@ -82,18 +82,6 @@ class TestPair:
         assert pair["swap"][0].output.count("activation memory, per rank") == 1
 
 
-SHORT = ["--log-interval", 1, "--eval-interval", 100, "--metrics-file"]
-SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernorm, "
-
-
-@pytest.fixture(scope="module")
-def unchanged(tmp_path_factory):
-    """Numbers of four iterations without any plan."""
-    path = tmp_path_factory.mktemp("unchanged") / "metrics.jsonl"
-    script("pretrain_gpt.sh", *SHORT, path, TRAIN_ITERS=4).succeeded()
-    return numbers(path), [row["peak_activation_bytes"] for row in rows(path)]
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_adaptive_script_settles_on_a_plan_keeps_it_and_changes_no_loss(pair, unchanged, tmp_path):
@@ -111,98 +99,6 @@ def test_the_adaptive_script_settles_on_a_plan_keeps_it_and_changes_no_loss(pair
     for path in ("first.jsonl", "again.jsonl"):
         last = rows(tmp_path / path)[-2]
         assert last["rank"] == 0 and last["peak_activation_bytes"] < unchanged[1][-2]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "arguments", "log", "again"),
-    [
-        (
-            "pretrain_gpt_recompute.sh",
-            (),
-            [SELECTIVE.format(layer) + "self_attention.rotary_pos_emb, mlp.activation_func" for layer in range(4)],
-            {"input_layernorm of layers 0-3": 64, "mlp.activation_func of layers 0-3": 64},
-        ),
-        (
-            "pretrain_gpt_swap_recompute.sh",
-            (),
-            [f"Set op_swap at layer {layer}: .self_attention, value=4" for layer in range(4)]
-            + [SELECTIVE.format(layer) + "mlp.activation_func" for layer in range(4)],
-            {"pre_mlp_layernorm of layers 0-3": 64, "mlp.activation_func of layers 0-3": 64},
-        ),
-        (
-            "pretrain_gpt_recompute.sh",
-            ("--memory-config", EXAMPLES / "configs" / "recompute_layers.yaml"),
-            ["Set full recompute at layer 0", "Set full recompute at layer 2"],
-            {"the whole of layers 0, 2": 32},
-        ),
-        (
-            "pretrain_gpt_swap_recompute.sh",
-            ("--memory-config", EXAMPLES / "configs" / "swap_and_recompute.yaml"),
-            [f"Set select recompute at layer {layer}: feed_forward" for layer in (0, 3)],
-            {"mlp of layers 0, 3": 32},
-        ),
-        (
-            "pretrain_gpt.sh",
-            ("--recompute-layers", "0,2", "--select-recompute", "mlp=0,1"),
-            [f"Set full recompute at layer {layer}" for layer in (0, 2)] + ["Set select recompute at layer 1: mlp"],
-            {"the whole of layers 0, 2": 32, "mlp of layer 1": 16},
-        ),
-    ],
-    ids=["selective", "mix", "layers", "case d", "flags"],
-)
-def test_recompute_changes_no_loss_and_says_what_it_did(unchanged, tmp_path, name, arguments, log, again):
-    path = tmp_path / "metrics.jsonl"
-    job = script(name, *arguments, *SHORT, path, TRAIN_ITERS=4).succeeded()
-    found, peaks = unchanged
-    assert numbers(path) == found
-    pairs = list(zip(rows(path), peaks, strict=True))
-    assert max(row["peak_activation_bytes"] for row, _ in pairs) < max(peaks)
-    first = [(row, before) for row, before in pairs if row["iteration"] <= 2]  # then stages with room stop swapping
-    assert all(row["peak_activation_bytes"] < before for row, before in first)
-    assert all((row["swapped_bytes"] > 0) == ("swap" in name) for row, _ in first)
-    lines = job.output.splitlines()
-    assert not [line for line in lines if "WARNING mindspeed_mem" in line]
-    for line in log:
-        assert lines.count(line) == 1
-    assert job.output.count("activation memory, per rank") == 1
-    for what, runs in again.items():
-        assert re.search(
-            rf"^recomputed: {re.escape(what)}: \d+\.\d\d MiB dropped, {runs} second runs$", job.output, re.M
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_chunks_on_the_host_train_alike_and_are_reported(unchanged, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    job = script("pretrain_gpt_gemini.sh", *SHORT, path, TRAIN_ITERS=4).succeeded()
-    found, expected = numbers(path), unchanged[0]
-    assert found[0][2] == expected[0][2]  # the same model, before its first step
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4)  # the norm is summed in another order
-    report = job.output[job.output.index("chunk ZeRO stage 3, placement host, per rank") :].splitlines()
-    assert "over" not in "".join(report[4:])
-    for rank, line in enumerate(report[2:4]):
-        number, chunks, on_host, host, whole, budget, peak, gathers, *_ = line.split()
-        assert int(number) == rank and int(chunks) == int(on_host) > 2 and int(gathers) > 4 * int(chunks)
-        assert float(host) > float(whole) > float(budget) >= float(peak) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_swap_on_uneven_pipeline_stages_changes_no_loss(tmp_path):
-    kept, moved = tmp_path / "kept", tmp_path / "moved"
-    stages = ["--num-layers", 8, "--micro-batch-size", 2, "--pipeline-stages", "2,3,2,1"]
-    script("pretrain_gpt.sh", *stages, *SHORT, kept, NPROC=4, PP=4, TRAIN_ITERS=3).succeeded()
-    job = script("pretrain_gpt_pipeline.sh", *SHORT, moved, TRAIN_ITERS=3).succeeded()
-    assert len(numbers(moved)) == 12 and numbers(moved) == numbers(kept)
-    assert {row["rank"] for row in rows(moved) if row["swapped_bytes"]} == {0, 1}
-    log = [f"Set layer swap at layer {layer} and value is: 2" in job.output for layer in range(8)]
-    assert log == [True] * 5 + [False] * 3  # the layers of these stages
-    highest = [max(row["peak_activation_bytes"] for row in rows(path)) for path in (kept, moved)]
-    assert highest[1] < highest[0] / 2
 
 
 @pytest.fixture
