@@ -28,12 +28,6 @@ SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernor
             {"pre_mlp_layernorm of layers 0-3": 64, "mlp.activation_func of layers 0-3": 64},
         ),
         (
-            "pretrain_gpt_recompute.sh",
-            ("--memory-config", EXAMPLES / "configs" / "recompute_layers.yaml"),
-            ["Set full recompute at layer 0", "Set full recompute at layer 2"],
-            {"the whole of layers 0, 2": 32},
-        ),
-        (
             "pretrain_gpt_swap_recompute.sh",
             ("--memory-config", EXAMPLES / "configs" / "swap_and_recompute.yaml"),
             [f"Set select recompute at layer {layer}: feed_forward" for layer in (0, 3)],
@@ -46,7 +40,7 @@ SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernor
             {"the whole of layers 0, 2": 32, "mlp of layer 1": 16},
         ),
     ],
-    ids=["selective", "mix", "layers", "case d", "flags"],
+    ids=["selective", "mix", "case d", "flags"],
 )
 def test_recompute_changes_no_loss_and_says_what_it_did(unchanged, tmp_path, name, arguments, log, again):
     path = tmp_path / "metrics.jsonl"

@@ -45,7 +45,7 @@ def simulated_and_executed(model: str) -> tuple[dict, list, list[str], int]:
         problem = problem_of(fields, LAYERS)
         chance, search = random.Random(model), Search(problem)
         plans = dict(single_plans(problem))
-        for number, way in enumerate([(distance, move) for move in (False, True) for distance in (1, 6, 20)]):
+        for number, way in enumerate([(distance, move) for move in (False, True) for distance in (1, 6, 20)] * 2):
             plans[number] = random_plan(problem, chance, *way)
         kept = keep_all(problem).peaks[0]
         for share in (0.4, 0.7):
