@@ -10,7 +10,7 @@ import contextlib
 
 import torch
 
-from mindspeed_mem.chunk import runtime
+from mindspeed_mem.chunk import masters, runtime
 from mindspeed_mem.patching import around
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
@@ -29,18 +29,18 @@ def init(original, self, *args, **kwargs):
         chunks.seal(self.buffers, stores)
     if _sharded_parameters(self):
         # In fp32 the masters are views of the model's own memory, which is gone: the shards are the masters now.
-        for model_param, master in _pairs(self, "model_fp32_groups", "shard_fp32_groups"):
+        for model_param, master in masters.of_fp32(self):
             master.data = _of(self, model_param).shard(model_param)
         for chunks in _all(self):
-            pairs = _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups")
-            chunks.follow({param: master for param, master in pairs if _of(self, param) is chunks})
+            own = {param: master for param, master in masters.of_16_bit(self) if _of(self, param) is chunks}
+            chunks.follow(own)
 
 
 @around(_OPTIMIZER + "_copy_model_grads_to_main_grads")
 def copy_model_grads_to_main_grads(original, self):
     if not _all(self):
         return original(self)
-    for model_param, master in _every_pair(self):
+    for model_param, master in masters.every(self):
         master.grad = _of(self, model_param).gradient(model_param).float().to(master.device)
 
 
@@ -50,7 +50,7 @@ def copy_main_params_to_model_params(original, self):
         return original(self)
     for chunks in _all(self):
         chunks.residency.release_all()  # what is still gathered is out of date now
-    for model_param, master in _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups"):
+    for model_param, master in masters.of_16_bit(self):
         shard = _of(self, model_param).shard(model_param)
         if shard is not master:
             shard.copy_(master)
@@ -60,7 +60,7 @@ def copy_main_params_to_model_params(original, self):
 def copy_model_params_to_main_params(original, self, state_dict=None):
     if state_dict is not None or not _sharded_parameters(self):
         return original(self, state_dict)
-    for model_param, master in _pairs(self, "model_float16_groups", "shard_fp32_from_float16_groups"):
+    for model_param, master in masters.of_16_bit(self):
         shard = _of(self, model_param).shard(model_param)
         master.data.copy_(master.to(model_param.dtype) if shard is master else shard)
 
@@ -78,14 +78,4 @@ def _sharded_parameters(optimizer):
 
 
 def _of(optimizer, model_param):
-    return optimizer.buffers[optimizer.model_param_gbuf_map[model_param][0]].chunks_of_model
-
-
-def _pairs(optimizer, model_groups, master_groups):
-    for models, masters in zip(getattr(optimizer, model_groups), getattr(optimizer, master_groups), strict=True):
-        yield from zip(models, masters, strict=True)
-
-
-def _every_pair(optimizer):
-    yield from _pairs(optimizer, "model_float16_groups", "shard_fp32_from_float16_groups")
-    yield from _pairs(optimizer, "model_fp32_groups", "shard_fp32_groups")
+    return masters.buffer_of(optimizer, model_param).chunks_of_model

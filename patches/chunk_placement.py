@@ -11,7 +11,8 @@ import functools
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_mem.chunk import runtime
+from mindspeed_mem.chunk import masters, runtime
+from mindspeed_mem.chunk.buckets import in_order_of_use
 from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
 from mindspeed_mem.chunk.resting import RestingChunk
 from mindspeed_mem.patching import around
@@ -27,8 +28,9 @@ def init(original, self, *args, **kwargs):
         return
     place = Place.HOST if now.settings.step_on_host else Place.SWAPPED
     stores, places, resting = now.stores(self.buffers), {}, {}
-    for model_param, master in _masters(self):
-        bucket, chunks = _bucket(self, model_param), _chunks(self, model_param)
+    for model_param, master in masters.every(self):
+        bucket = masters.bucket_of(self, model_param)
+        chunks = getattr(masters.buffer_of(self, model_param), "chunks_of_model", None)
         store = stores(bucket)
         own_master = model_param.dtype is torch.float32
         if not store.on_host:
@@ -49,7 +51,7 @@ def init(original, self, *args, **kwargs):
         places[master] = place
     if places:
         self.placed = PlacedOptimizer(self.optimizer, places, now.settings.backend, group_bytes=now.group_bytes)
-        self.resting = [resting[bucket] for bucket in _in_order_of_use(self.buffers) if bucket in resting]
+        self.resting = [resting[bucket] for bucket in in_order_of_use(self.buffers) if bucket in resting]
         now.rest(self.resting)
 
 
@@ -84,29 +86,7 @@ def copy_model_grads_to_main_grads(original, self):
     """A master on the host takes its gradient there: torch has both on one device."""
     if getattr(self, "placed", None) is None or getattr(self.buffers[0], "chunks_of_model", None) is not None:
         return original(self)
-    for model_param, master in _masters(self):
+    for model_param, master in masters.every(self):
         span = self._get_model_param_range_map(model_param)["param"]
         piece = model_param.main_grad.view(-1)[span.start : span.end]
         master.grad = piece.float().to(master.device)
-
-
-def _masters(optimizer):
-    for models, masters in (
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-    ):
-        for model_group, master_group in zip(models, masters, strict=True):
-            yield from zip(model_group, master_group, strict=True)
-
-
-def _bucket(optimizer, model_param):
-    buffer, _, bucket = optimizer.model_param_gbuf_map[model_param]
-    return optimizer.buffers[buffer].buckets[bucket]
-
-
-def _chunks(optimizer, model_param):
-    return getattr(optimizer.buffers[optimizer.model_param_gbuf_map[model_param][0]], "chunks_of_model", None)
-
-
-def _in_order_of_use(buffers):
-    return [bucket for buffer in buffers for bucket in reversed(buffer.buckets)]

@@ -143,12 +143,6 @@ class BucketChunks:
             for param in chunk.pieces:
                 param.main_grad = self.gradient(param)
 
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply all reduced gradients by `factor`."""
-        for chunk in self.chunks:
-            if chunk.grad_shard is not None:
-                chunk.grad_shard *= factor
-
     # ---- inside
 
     def _reduce(self, chunk: Chunk) -> Any:
@@ -194,3 +188,8 @@ class BucketChunks:
             for param in bucket.params_list:
                 start, end, _ = buffer.param_index_map[param]
                 yield bucket, param, Piece(start - bucket.offset, end - bucket.offset)
+
+
+def in_order_of_use(buffers: Iterable[Any]) -> list[Any]:
+    """The buckets of `buffers` as forward comes to them: Megatron makes them in the order of backward."""
+    return [bucket for buffer in buffers for bucket in reversed(buffer.buckets)]

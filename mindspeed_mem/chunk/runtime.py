@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_mem.chunk import hooks, settings
 from mindspeed_mem.chunk.auto import AutoPlacement
-from mindspeed_mem.chunk.buckets import BucketChunks
+from mindspeed_mem.chunk.buckets import BucketChunks, in_order_of_use
 from mindspeed_mem.chunk.chunk import Chunk
 from mindspeed_mem.chunk.placed_optimizer import GROUP_BYTES, LEAST_GROUP_BYTES
 from mindspeed_mem.chunk.residency import Residency
@@ -93,7 +93,7 @@ class Runtime:
         """Where each bucket of `buffers`, one optimizer's, rests, by the placement policy."""
         if self.host is None:
             return lambda bucket: DEVICE
-        in_order = [bucket for buffer in buffers for bucket in reversed(buffer.buckets)]
+        in_order = in_order_of_use(buffers)
         on_host = self.settings.placement.on_host([bucket.param_data.numel() for bucket in in_order])
         chosen = {bucket: self.host if resting else DEVICE for bucket, resting in zip(in_order, on_host, strict=True)}
         return chosen.__getitem__
