@@ -6,6 +6,18 @@ import importlib.util
 import math
 from pathlib import Path
 
+MODEL_SWITCHES = {
+    "swiglu": "gated activation function",
+    "group_query_attention": "see --num-query-groups",
+    "disable_bias_linear": "no biases in linears",
+    "untie_embeddings_and_output_weights": "an output matrix of its own",
+}
+"""Megatron's options for a model's shape, where several sub-commands take them: switches, with their help."""
+MODEL_CHOICES = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+}
+"""The same for those with a few values, the first of which is Megatron's default."""
 PICTURES = (".svg", ".png", ".pdf")
 NO_MATPLOTLIB = "matplotlib, which draws it, is not installed: pip install matplotlib, or 'mindspeed-mem[picture]'"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mindspeed_mem.adaptive.problem import GIB
 from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
-from mindspeed_mem.command_line import check_file, check_picture, number, whole
+from mindspeed_mem.command_line import MODEL_CHOICES, MODEL_SWITCHES, check_file, check_picture, number, whole
 from mindspeed_mem.schedule import problems as schedule_problems
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
@@ -27,19 +27,13 @@ _WHOLE = {
     "num_layers_per_virtual_pipeline_stage": "no virtual stages",
     "data_parallel_size": "ranks that share the global batch (1); not an option of Megatron, which divides its ranks",
 }
-_SWITCHES = {
-    "swiglu": "gated activation function",
-    "group_query_attention": "see --num-query-groups",
-    "disable_bias_linear": "no biases in linears",
-    "untie_embeddings_and_output_weights": "an output matrix of its own",
+_SWITCHES = MODEL_SWITCHES | {
     "sequence_parallel": "split what stands between the blocks over tensor-parallel ranks",
     "use_distributed_optimizer": "split optimizer states over data-parallel ranks",
     "no_bias_gelu_fusion": "bias and GELU apart",
     "no_bias_swiglu_fusion": "bias and SwiGLU apart",
 }
-_CHOICES = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "position_embedding_type": ("learned_absolute", "rope", "none"),
+_CHOICES = MODEL_CHOICES | {
     "attention_backend": ("flash", "unfused"),
 }
 _SPEEDS = {

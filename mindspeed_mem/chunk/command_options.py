@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mindspeed_mem.chunk.layout import ParameterSize
 from mindspeed_mem.chunk.layout_text import BF16, MIB
 from mindspeed_mem.chunk.model_tensors import PUBLISHED, GPTShape, published
-from mindspeed_mem.command_line import check_picture, number, whole
+from mindspeed_mem.command_line import MODEL_CHOICES, MODEL_SWITCHES, check_picture, number, whole
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 _WHOLE = {
@@ -23,16 +23,6 @@ _WHOLE = {
     "seq_length": "see --max-position-embeddings",
     "max_position_embeddings": "learned positions (the sequence length)",
     "tensor_model_parallel_size": "ranks that split each layer (1)",
-}
-_SWITCHES = {
-    "swiglu": "gated activation function",
-    "group_query_attention": "see --num-query-groups",
-    "disable_bias_linear": "no biases in linears",
-    "untie_embeddings_and_output_weights": "an output matrix of its own",
-}
-_CHOICES = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "position_embedding_type": ("learned_absolute", "rope", "none"),
 }
 DEFAULT_ELEMENTS = 32 * MIB
 """Range and minimum of the search, as in ColossalAI."""
@@ -59,9 +49,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("or a model as Megatron builds it, without pipeline stages (Megatron's options)")
     for name, text in _WHOLE.items():
         model.add_argument(_flag(name), metavar="N", help=text)
-    for name, text in _SWITCHES.items():
+    for name, text in MODEL_SWITCHES.items():
         model.add_argument(_flag(name), action="store_true", help=text)
-    for name, choices in _CHOICES.items():
+    for name, choices in MODEL_CHOICES.items():
         model.add_argument(_flag(name), metavar="NAME", help=f"{', '.join(choices)} ({choices[0]})")
     search = command.add_argument_group("the search")
     search.add_argument("--data-parallel-size", metavar="N", help="ranks that share each chunk (1)")
@@ -103,7 +93,7 @@ def read(given: argparse.Namespace) -> Request:
 
 
 def _published(given: argparse.Namespace, request: Request) -> int:
-    others = [name for name in (*_WHOLE, *_SWITCHES, *_CHOICES) if getattr(given, name) not in (None, False)]
+    others = [name for name in (*_WHOLE, *MODEL_SWITCHES, *MODEL_CHOICES) if getattr(given, name) not in (None, False)]
     if others:
         request.wrong.append(f"--model says what {', '.join(map(_flag, others))} would; give either")
     if given.model not in PUBLISHED:
@@ -124,7 +114,7 @@ def _shape(given: argparse.Namespace, request: Request) -> int:
     if missing:
         wrong.append(f"{', '.join(missing)}: missing; without --model the model's shape is needed")
     sizes = {name: whole(_flag(name), getattr(given, name), wrong) for name in _WHOLE}
-    for name, choices in _CHOICES.items():
+    for name, choices in MODEL_CHOICES.items():
         if getattr(given, name) not in (None, *choices):
             wrong.append(f"{_flag(name)} takes {', '.join(choices)}, not {getattr(given, name)!r}")
     if wrong:
