@@ -79,10 +79,9 @@ def chunked(stage: int, *, chunk: int = 16384, budget: int | None = None, **more
     """Chunk ZeRO of this stage for models built inside; stage 0: Megatron alone, with the same buckets."""
     given = ChunkSettings(
         stage=stage or 3,
-        backend=get_backend("cpu"),
         min_chunk_size=chunk,
         search_range=0,
-        **{"placement": Placement(budget=budget), **more},
+        **{"placement": Placement(budget=budget), "backend": get_backend("cpu"), **more},
     )
     if not stage:
         with _same_buckets(given):

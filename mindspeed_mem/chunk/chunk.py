@@ -9,6 +9,7 @@ decides when that is. Gradients go the other way: the whole is there from the fi
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mem.chunk.stores import DEVICE, Store
+from mindspeed_mem.device import Event
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
@@ -69,10 +71,13 @@ class Chunk:
         """fp32 masters of this rank's pieces, which stand for its shard: what is gathered is cast from them."""
         self.grad_shard: torch.Tensor | None = None
         """[numel / ranks], this rank's part of the reduced gradients; None before the first reduction of a step."""
+        self.shard_store: Store = DEVICE
+        """Where `shard` rests."""
         self.store: Store = DEVICE
-        """Where `shard` and `grad_shard` rest."""
+        """Where `grad_shard` rests."""
         self.gathered = True
         self._work: dist.Work | None = None
+        self._brought: Event | None = None
         self._spare: torch.Tensor | None = None  # host memory for `grad_shard`: pinning is slow
 
     @property
@@ -96,16 +101,14 @@ class Chunk:
     @torch.no_grad()
     def keep_shard(self, store: Store = DEVICE) -> None:
         """From now on only this rank's part stays, in `store`."""
-        assert self.shard is None and self.gathered
-        self.store = store
-        self.shard = store.like(self.whole[self.mine])
-        self.shard.copy_(self.whole[self.mine])
-        self.release()
+        shard = store.like(self.whole[self.mine])
+        shard.copy_(self.whole[self.mine])
+        self.adopt_shard(shard, store)
 
     def adopt_shard(self, shard: torch.Tensor, store: Store = DEVICE) -> None:
         """From now on `shard` [numel / ranks], in `store`, is this rank's part, and all that stays; nothing is read."""
         assert self.shard is None and self.gathered
-        self.shard, self.store = shard, store
+        self.shard, self.shard_store, self.store = shard, store, store
         self.release()
 
     def follow(self, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
@@ -116,29 +119,37 @@ class Chunk:
     @torch.no_grad()
     def fill_own(self) -> None:
         """Write this rank's part into the whole, which has memory."""
-        if self.masters:
-            torch._foreach_copy_(self._own_parts(), list(self.masters.values()))
-        elif self.shard is not None:
-            self.whole[self.mine].copy_(self.shard, non_blocking=True)
+        self._bring_own()
+        self.wait()
 
     @torch.no_grad()
     def move(self, store: Store) -> None:
         """Let this rank's part rest in `store` from now on."""
+        self.store.settle()
         self.store, self._spare = store, None
-        for name in ("shard", "grad_shard"):
-            held = getattr(self, name)
-            if held is not None:
-                setattr(self, name, store.like(held, self.whole.device).copy_(held))
+        if self.grad_shard is not None:
+            self.grad_shard = store.like(self.grad_shard, self.whole.device).copy_(self.grad_shard)
+        self.move_shard(store)
+
+    @torch.no_grad()
+    def move_shard(self, store: Store) -> None:
+        """Let this rank's part of the parameters alone rest in `store` from now on."""
+        self.shard_store.settle()
+        self.shard_store = store
+        if self.shard is not None:
+            self.shard = store.like(self.shard, self.whole.device).copy_(self.shard)
 
     @torch.no_grad()
     def gather(self) -> None:
         """Start to make the chunk whole, asynchronously; collective over the group. `wait` before use."""
         assert not self.gathered and self._work is None
         fill(self.whole)
-        self.fill_own()
+        self._bring_own()
         if self.group.size() > 1:
             own = self.whole[self.mine]
-            self._work = dist.all_gather_into_tensor(self.whole, own, group=self.group, async_op=True)
+            with self.shard_store.beside() if self._brought is not None else contextlib.nullcontext():
+                self._work = dist.all_gather_into_tensor(self.whole, own, group=self.group, async_op=True)
+            self._brought = None  # the collective has met it
         self.gathered = True
 
     def wait(self) -> None:
@@ -146,6 +157,9 @@ class Chunk:
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if self._brought is not None:
+            self.shard_store.meet(self._brought)
+            self._brought = None
 
     def release(self) -> None:
         """Free the whole; the shard stays."""
@@ -164,6 +178,13 @@ class Chunk:
             self.shard.copy_(self.whole[self.mine])
         for written, master in zip(self._own_parts(), self.masters.values(), strict=True):
             master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
+
+    def _bring_own(self) -> None:
+        own = self.whole[self.mine]
+        if self.masters:
+            torch._foreach_copy_(self._own_parts(), list(self.masters.values()))
+        elif self.shard is not None:
+            self._brought = self.shard_store.bring(own, self.shard)
 
     def _own_parts(self) -> list[torch.Tensor]:
         """What `masters` are cast into, in their order."""
@@ -186,11 +207,15 @@ class Chunk:
 
     @torch.no_grad()
     def keep_gradients(self) -> None:
-        """This rank's part of the whole gradient, which has been reduced, is added to its shard; the whole is freed."""
+        """This rank's part of the whole gradient, which has been reduced, is added to its shard; the whole is freed.
+
+        Before the host reads the shard its store has to `settle`.
+        """
         if self.grad_shard is None:
             self.grad_shard = self.store.like(self.grad[self.mine]) if self._spare is None else self._spare
-            self.grad_shard.copy_(self.grad[self.mine])
+            self.store.take(self.grad_shard, self.grad[self.mine])
         else:
+            self.store.settle()
             self.grad_shard.add_(self.grad[self.mine].to(self.grad_shard.device))
         free(self.grad)
 

@@ -96,10 +96,11 @@ class GradientShards:
             self._start(chunk, Act.REDUCE_LAST)
 
     def finish(self, chunk: Chunk) -> None:
-        """Have the reduced shard of `chunk` in its place. Collective if it has not been started."""
+        """Have the reduced shard of `chunk` in its place, for anybody. Collective if it has not been started."""
         self.start(chunk)
         if self._reducing is not None and self._reducing[0] is chunk:
             self._finish()
+        chunk.store.settle()
 
     # ---- as a `trace.Reducer`
 

@@ -109,8 +109,13 @@ class Residency:
         self.trace.begin(key)
 
     def end(self, completed: bool = True) -> None:
-        """The pass is over, or was broken off: nothing is read any more, and nothing stays gathered."""
+        """The pass is over, or was broken off: nothing is read any more, and nothing stays gathered.
+
+        What rests on the host may be written to afterwards.
+        """
         self.release_all()
+        for store in {chunk.shard_store for chunk in self.chunks}:
+            store.settle()
         self.trace.end(completed)
 
     def release_all(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import warnings
+from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
@@ -70,6 +71,9 @@ class AcceleratorBackend(Backend):
             stream.native.wait_event(event.native)
         else:
             self.timed_wait(stream, event, reason)
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager:
+        return self._module.stream(stream.native)
 
     def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
         if event.native.query():

@@ -79,6 +79,10 @@ class Backend(abc.ABC):
         is no side stream, the time it stands still counts in `stall_seconds`.
         """
 
+    def on_stream(self, stream: Stream) -> AbstractContextManager:
+        """Inside, `stream` is this thread's current one: a collective started there waits for it, and for no other."""
+        return nullcontext()
+
     def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
         """`wait` whose stand-still counts in `stall_seconds` whatever the stream is."""
         self.wait(stream, event, reason)

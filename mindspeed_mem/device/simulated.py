@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -133,6 +134,11 @@ class SimulatedBackend(CpuBackend):
         else:
             self._stand_still(event.seconds)
             event.stream.run_until(event.position)
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager:
+        # Collectives are the host's here.
+        self.synchronize(self.record(stream))
+        return nullcontext()
 
     def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
         if stream.side and reason not in self.leave_out:

@@ -57,7 +57,6 @@ class BuiltChunk:
         pieces = dict(zip(plan.params, plan.pieces, strict=True))
         self.chunk = chunk = Chunk(index, pieces.items(), whole, gradient, group)
         self.trainable, self.sharded = plan.trainable, sharded
-        self.shard_on_host = sharded and param_store.on_host
         self.master: torch.Tensor | None = None
         """fp32 [numel / ranks], what the optimizer steps; the shard itself where that is fp32 and in the same place."""
         self.masters: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -78,6 +77,11 @@ class BuiltChunk:
             param.grad, param.data = None, view  # the memory that it had is freed
             param.__dict__.pop("initial_value", None)
         self._cut_masters()
+
+    @property
+    def shard_on_host(self) -> bool:
+        """Whether this rank's part of the parameters rests on the host."""
+        return self.chunk.shard_store.on_host
 
     def gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
         """fp32, this rank's piece of the reduced gradient of `param`, one-dimensional, perhaps empty."""
@@ -138,18 +142,10 @@ class BuiltChunk:
         return elements * (4 * 4 + (size if self.master is not self.chunk.shard else 0))
 
     @torch.no_grad()
-    def move_shard(self, store: Store) -> None:
-        """Let the parameters' shard rest in `store`; masters, moments and gradients stay where they are."""
-        chunk = self.chunk
-        chunk.shard = store.like(chunk.shard, chunk.whole.device).copy_(chunk.shard)
-        self.shard_on_host = store.on_host
-
-    @torch.no_grad()
     def to_device(self) -> None:
         """Let everything rest on the device; between two steps. The moments follow at the next step."""
         chunk, same = self.chunk, self.master is self.chunk.shard
         chunk.move(DEVICE)
-        self.shard_on_host = False
         if self.master is not None:
             self.master = chunk.shard if same else self.master.to(chunk.whole.device, copy=True)
             self._cut_masters()

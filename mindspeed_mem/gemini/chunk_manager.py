@@ -59,6 +59,7 @@ class ChunkManager:
         self._dtype_of: dict[torch.nn.Parameter, torch.dtype] = {}
         self._chunk_of: dict[torch.nn.Parameter, BuiltChunk] = {}
         self._by_hand: dict[Chunk, Reading] = {}
+        self._host = HostStore(self.backend)
         self._numbers = itertools.count()
 
     @staticmethod
@@ -148,7 +149,7 @@ class ChunkManager:
         """
         plans = self.plan()
         places = [Resting(self.enable_distributed_storage)] * len(plans) if places is None else places
-        host, made = HostStore(self.backend), []
+        host, made = self._host, []
         for params in self._groups.values():
             params.clear()
         self._dtype_of.clear()
@@ -205,7 +206,7 @@ class ChunkManager:
         """Let the parameters' shard of `chunk` rest on the "device" or on the "host" (or torch's cpu)."""
         on_host = str(device) == "host" or (str(device) != "device" and torch.device(device).type == "cpu")
         if self.built[chunk].sharded:
-            self.built[chunk].move_shard(HostStore(self.backend) if on_host else DEVICE)
+            chunk.move_shard(self._host if on_host else DEVICE)
 
     def copy_tensor_to_chunk_slice(self, tensor: torch.nn.Parameter, data: torch.Tensor) -> None:
         """Let `data`, the same on all ranks, be the value of `tensor`, whether its chunk is whole or not."""
@@ -219,6 +220,7 @@ class ChunkManager:
         if work is not None:
             work.wait()
         chunk.keep_gradients()
+        chunk.store.settle()
 
     def start_reduction(self, chunk: Chunk) -> Any:
         """Start to average the whole gradient of `chunk` over the ranks; returns what to wait for, or None. Collective.

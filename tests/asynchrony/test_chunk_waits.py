@@ -1,0 +1,102 @@
+"""Each wait of the copies between chunks and the host is needed: the simulated device finds it missing."""
+
+import pytest
+import torch
+
+from mindspeed_mem.chunk import stores, swapped_step
+from mindspeed_mem.chunk.chunk import Chunk, Piece
+from mindspeed_mem.chunk.placement import placement
+from mindspeed_mem.chunk.residency import Reading, Residency
+from mindspeed_mem.chunk.stores import HostStore
+from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
+from tests.chunk_runs import Case, differences
+from tests.worlds import on_ranks
+
+ELEMENTS, CHUNKS, SLOTS = 64, 5, 2
+
+
+class OneRank:
+    """A group of one rank, without communication."""
+
+    def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+
+def resting(backend):
+    """Chunks on the host, of which two may be gathered at once."""
+    managed, store, group = Residency(SLOTS * 4 * ELEMENTS), HostStore(backend), OneRank()
+    for index in range(CHUNKS):
+        param = torch.nn.Parameter(torch.empty(ELEMENTS))
+        whole, grad = torch.arange(float(ELEMENTS)) + index, torch.empty(ELEMENTS)
+        param.data = whole.view(ELEMENTS)
+        chunk = Chunk(index, [(param, Piece(0, ELEMENTS))], whole, grad, group)
+        chunk.keep_shard(store)
+        chunk.drop_gradients()
+        managed.add(chunk)
+    return managed, store
+
+
+def trained(backend, steps=3):
+    """Multiply an activation by each chunk, add gradients backwards, and step on the host; the shards in the end."""
+    with backend.tracker():
+        managed, store = resting(backend)
+        for _ in range(steps):
+            managed.begin("training")
+            x = torch.ones(ELEMENTS)
+            for chunk in (*managed.chunks, *reversed(managed.chunks)):
+                reading = Reading(chunk.params)
+                managed.acquire(reading)
+                x = torch.sin(x * chunk.params[0].detach())
+                managed.done(reading)
+            for chunk in reversed(managed.chunks):
+                chunk.open_gradients()
+                chunk.grad.add_(x)
+                chunk.keep_gradients()
+            managed.end()
+            store.settle()
+            for chunk in managed.chunks:
+                chunk.shard.sub_(chunk.grad_shard)
+                chunk.drop_gradients()
+    return [chunk.shard.clone() for chunk in managed.chunks]
+
+
+def test_copies_beside_computation_have_no_races():
+    backend = SimulatedBackend()
+    shards = trained(backend)
+    backend.check()
+    assert set(backend.reasons) == set(stores.WAITS)
+    blocking = SimulatedBackend()
+    blocking.copies_block = True
+    assert all(map(torch.equal, shards, trained(blocking)))
+    assert not blocking.reasons
+
+
+@pytest.mark.parametrize("wait", stores.WAITS)
+def test_each_wait_is_missed_when_left_out(wait):
+    backend = SimulatedBackend()
+    backend.leave_out = {wait}
+    with pytest.raises(RaceError):
+        trained(backend)
+        backend.check()
+
+
+def on_late_copies(policies):
+    """Where training differs from Megatron's if copies run as late as they may; and what was waited for."""
+    found, reasons = [], set()
+    for policy in policies:
+        backend = SimulatedBackend(check=False)
+        case = Case(settings={"placement": placement(policy), "backend": backend}, micro_batches=2)
+        found += differences({policy: case})
+        reasons |= set(backend.reasons)
+    return found, reasons
+
+
+@pytest.mark.distributed
+def test_training_with_late_copies_changes_no_bit():
+    for found, reasons in on_ranks(2, on_late_copies, ("host", "static:0.5")):
+        assert found == []
+        assert reasons >= {stores.UP_AFTER_COMPUTE, stores.DOWN_AFTER_COMPUTE, swapped_step.STEP_AFTER_IN}
+        assert stores.USE_AFTER_UP not in reasons, "a collective is started where the copies are; it alone is met"
