@@ -64,8 +64,8 @@ def variants() -> dict[str, Variant]:
 def _ours(stage: int, placement: Placement, step_on_host: bool = False, each: bool = False) -> Variant:
     def make(job: Job) -> Megatron:
         asked = {"min_chunk_size": job.chunk_elements, "search_range": 0, "hidden_size": job.shape["hidden"]}
-        asked |= {"stage": stage, "placement": placement, "backend": job.backend, "step_on_host": step_on_host}
-        return Megatron(job, chunks=ChunkSettings(**asked), each=each)
+        asked |= {"stage": stage, "placement": placement, "backend": job.backend}
+        return Megatron(job, chunks=ChunkSettings(step_on_host=step_on_host, reduce_each=each, **asked))
 
     return Variant(make=make, exact=not step_on_host and not each)
 

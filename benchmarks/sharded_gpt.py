@@ -61,8 +61,7 @@ class Job:
 class Megatron:
     """Megatron's distributed optimizer, with the pack's chunks if settings for them are given.
 
-    each: chunks' gradients are reduced with each micro-batch, and not once in a step. offload: Megatron's own, of the
-    optimizer.
+    offload: Megatron's own, of the optimizer.
     """
 
     def __init__(
@@ -71,11 +70,9 @@ class Megatron:
         *,
         overlap: bool = True,
         chunks: ChunkSettings | None = None,
-        each: bool = False,
         offload: bool = False,
     ) -> None:
         self._job, self._chunks, self._offload, self.runtime = job, chunks, offload, None
-        self._each = each
         with self.active():
             self._build(overlap)
             self.runtime = runtime.current()
@@ -104,7 +101,7 @@ class Megatron:
         )
         self.model = DistributedDataParallel(config, settings, Float16Module(config, model))
         config.finalize_model_grads_func = finalize_model_grads
-        config.no_sync_func = contextlib.nullcontext if self._each else self.model.no_sync if overlap else None
+        config.no_sync_func = self.model.no_sync if overlap else None
         asked: dict[str, Any] = {"optimizer": "adam", "lr": RATE, "weight_decay": DECAY, "clip_grad": CLIP}
         asked |= {"bf16": True, "params_dtype": torch.bfloat16}
         asked |= {"use_distributed_optimizer": True, "overlap_param_gather": overlap}

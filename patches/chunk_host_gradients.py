@@ -81,6 +81,10 @@ def allreduce_non_tensor_model_parallel_grads(original, model, *args, **kwargs):
 @contextlib.contextmanager
 def _brought_up(models, wanted):
     """Inside, ``main_grad`` of the parameters that are `wanted` is a copy on the device, taken back at the end."""
+    now = runtime.current()
+    if now is None or not now.resting:
+        yield
+        return
     params = [param for model in models for name, param in model.named_parameters() if wanted(name, param)]
     there = {param: param.main_grad for param in params if away(getattr(param, "main_grad", param))}
     for param, grad in there.items():
