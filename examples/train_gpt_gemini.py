@@ -4,6 +4,9 @@
 
 Without torchrun it trains on one rank. The model is built from its configuration, chunk by chunk: nothing is
 downloaded, and no rank ever holds all of it. The text is the source of Python's standard library, byte by byte.
+
+With --tp_degree N each layer is split over N ranks next to each other, which take the same batches; so many such groups
+as there are share the chunks.
 """
 
 import argparse
@@ -15,11 +18,12 @@ import warnings
 import numpy
 import torch
 import torch.distributed as dist
+from gpt2_tensor_parallel import problems, split_layers
 from gpt_arguments import UsageError
 from gpt_corpus import ByteTokenizer, documents, stdlib_files
 
 from mindspeed_mem.device import get_backend
-from mindspeed_mem.gemini import GeminiAdamOptimizer, GeminiDDP, OptionError, lazy_init
+from mindspeed_mem.gemini import GeminiAdamOptimizer, GeminiDDP, OptionError, ProcessGroup, lazy_init
 
 MODELS = {  # hidden size, layers, heads
     "gpt2_tiny": (64, 2, 2),
@@ -37,7 +41,8 @@ PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model_type", choices=MODELS, default="gpt2_medium")
-    parser.add_argument("--batch_size", type=int, default=8, help="sequences per rank")
+    parser.add_argument("--batch_size", type=int, default=8, help="sequences per rank, or tensor-parallel group")
+    parser.add_argument("--tp_degree", type=int, default=1, help="ranks that each layer is split over")
     parser.add_argument("--num_steps", type=int, default=10)
     parser.add_argument("--sequence_length", type=int, default=1024)
     parser.add_argument("--vocab_size", type=int, default=VOCABULARY, help="at least 257, one for each byte")
@@ -52,12 +57,20 @@ def parse():
     parser.add_argument("--memory_limit_gib", type=float, help="of device memory that this process may use")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
+    wrong = []
     if args.vocab_size <= ByteTokenizer.eod or min(args.batch_size, args.num_steps, args.sequence_length) < 1:
-        parser.error("--vocab_size is at least 257; --batch_size, --num_steps and --sequence_length are at least 1")
+        wrong.append("--vocab_size is at least 257; --batch_size, --num_steps and --sequence_length are at least 1")
+    hidden, _, heads = MODELS[args.model_type]
+    launched = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    sizes = [("attention heads", heads), ("feed-forward columns", 4 * hidden), ("ranks", launched)]
+    wrong += [f"--{problem}" for problem in problems(args.tp_degree, sizes)]
+    if wrong:
+        parser.error("; ".join(wrong))
     return args
 
 
-def build_model(args):
+def build_model(args, tensor_parallel_group):
+    """(the model with this rank's part of each layer, the number of elements of the whole)."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.utils import logging
 
@@ -76,14 +89,16 @@ def build_model(args):
     )
     with lazy_init():
         model = GPT2LMHeadModel(config)
+        elements = sum(param.numel() for param in model.parameters())
+        split_layers(model, tensor_parallel_group)
     if args.checkpoint_activations:
         newest = getattr(model, "activation_checkpointing_enable", None)
         (newest or model.gradient_checkpointing_enable)()
-    return model.train()
+    return model.train(), elements
 
 
 def batches(args, device, ranks, rank):
-    """Yields tokens, int64 [batch, sequence], of this rank, in the order of the text."""
+    """Yields tokens, int64 [batch, sequence], of this one of the data-parallel `ranks`, in the order of the text."""
     tokenizer = ByteTokenizer()
     text = numpy.concatenate([numpy.append(tokenizer.encode(t), tokenizer.eod) for t in documents(stdlib_files())])
     length, place = args.sequence_length, rank
@@ -103,24 +118,30 @@ def train(args):
         backend.limit_memory(int(args.memory_limit_gib * 2**30))
     if "RANK" in os.environ:
         dist.init_process_group(COLLECTIVES[backend.type])
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    group = ProcessGroup(tp_degree=args.tp_degree)
+    replicas = group.dp_process_group()
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same on all ranks: they split one model
+    model, elements = build_model(args, group.tp_process_group())
     model = GeminiDDP(
-        build_model(args),
+        model,
         device,
         placement_policy=args.placement,
         mixed_precision=PRECISIONS[args.precision],
         hidden_dim=MODELS[args.model_type][0],
         search_range_mb=args.search_range_mb,
         min_chunk_size_mb=args.min_chunk_size_mb,
+        process_group=group,
     )
     optimizer = GeminiAdamOptimizer(model, lr=args.learning_rate, weight_decay=0.01, max_norm=args.max_norm)
-    elements = sum(param.numel() for param in model.parameters())
     if rank == 0:
-        print(f"{args.model_type}: {elements:,} parameters in {len(model.chunk_manager.built)} chunks, {ranks} ranks")
+        ranks = f"{args.tp_degree * replicas.size()} ranks"
+        if args.tp_degree > 1:
+            ranks += f": {args.tp_degree} tensor-parallel x {replicas.size()} data-parallel"
+        print(f"{args.model_type}: {elements:,} parameters in {len(model.chunk_manager.built)} chunks, {ranks}")
 
-    data = batches(args, device, ranks, rank)
+    data = batches(args, device, replicas.size(), replicas.rank())
     for step in range(args.num_steps):
         begin = time.perf_counter()
         tokens = next(data)
@@ -131,7 +152,8 @@ def train(args):
         backend.synchronize()
         seconds = time.perf_counter() - begin
         # As ColossalAI's demo counts: forward, backward and recomputation, 2 operations per element and token each way.
-        tflops = elements * args.batch_size * args.sequence_length * 8 / seconds / 1e12
+        work = elements * args.batch_size * args.sequence_length * 8 / args.tp_degree
+        tflops = work / seconds / 1e12
         if rank == 0:
             print(
                 f"step {step + 1}: loss {loss.item():.4f}, {seconds:.3f} s, {tflops:.3f} TFLOP/s per rank", flush=True

@@ -2,6 +2,7 @@
 
 from mindspeed_mem.gemini.chunk_manager import ChunkManager, init_chunk_manager
 from mindspeed_mem.gemini.gemini_manager import GeminiManager
+from mindspeed_mem.gemini.groups import ProcessGroup
 from mindspeed_mem.gemini.lazy import ColoInitContext, LazyInitContext, lazy_init, materialize
 from mindspeed_mem.gemini.optimizer import GeminiAdamOptimizer
 from mindspeed_mem.gemini.options import OptionError
@@ -15,6 +16,7 @@ __all__ = [
     "GeminiManager",
     "LazyInitContext",
     "OptionError",
+    "ProcessGroup",
     "ZeroDDP",
     "init_chunk_manager",
     "lazy_init",

@@ -19,7 +19,7 @@ from mindspeed_mem.chunk.search import search_chunk_size
 from mindspeed_mem.chunk.stores import DEVICE, HostStore
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini.built_chunk import BuiltChunk, PlannedChunk
-from mindspeed_mem.gemini.groups import data_parallel, reduce_scatter
+from mindspeed_mem.gemini.groups import data_parallel, reduce_scatter, tensor_parallel
 from mindspeed_mem.gemini.lazy import initial_value
 from mindspeed_mem.gemini.options import OptionError, refuse
 from mindspeed_mem.gemini.placing import Resting
@@ -48,7 +48,7 @@ class ChunkManager:
         if chunk_size is not None and not whole:
             refuse([f"chunk_size is a number of elements of at least 1, or None, not {chunk_size!r}"])
         self.chunk_size, self.enable_distributed_storage = chunk_size, enable_distributed_storage
-        self.group = data_parallel(process_group)
+        self.group, self.tensor_parallel_group = data_parallel(process_group), tensor_parallel(process_group)
         self.backend = get_backend(None if init_device is None else torch.device(init_device).type)
         self.device = torch.device(init_device or self.backend.type)
         if self.device.index is None and self.backend.index() is not None:
@@ -283,15 +283,14 @@ def init_chunk_manager(
         wrong.append(f"hidden_dim is a number of elements of at least 1, or None, not {hidden_dim!r}")
     refuse(wrong)
     sizes = [param.numel() for param in model.parameters()]
-    group = data_parallel(process_group)
     found = search_chunk_size(
         sizes,
-        group.size(),
+        data_parallel(process_group).size(),
         range_elements=int(search_range_mb * 2**20),
         minimum_elements=max(int(min_chunk_size_mb * 2**20), 0 if filter_exlarge_params else max(sizes, default=0)),
         step_elements=hidden_dim if hidden_dim is not None else 1024,
     )
-    return ChunkManager(found.chunk_elements, group, init_device=init_device)
+    return ChunkManager(found.chunk_elements, process_group, init_device=init_device)
 
 
 def _kind(dtype: torch.dtype, trainable: bool) -> str:

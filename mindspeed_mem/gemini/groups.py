@@ -1,4 +1,4 @@
-"""The data-parallel ranks: torch's process group, or one process that is alone."""
+"""Which ranks share the chunks, and which ones the layers: torch's process groups, or one process that is alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem.gemini.options import OptionError
+from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,55 @@ class Alone:
         return 0
 
 
+class ProcessGroup:
+    """All ranks as tensor-parallel groups, which share layers and batches, by data-parallel ones, which share chunks.
+
+    For the argument `process_group`. Name and order of ranks are ColossalAI's: those of a tensor-parallel group follow
+    each other. All ranks make it, at the same place of their code. Without torch.distributed there is one rank.
+
+    Args:
+        tp_degree: tensor-parallel ranks; divides the number of ranks.
+
+    Raises OptionError with all that is wrong.
+    """
+
+    def __init__(self, *, tp_degree: int = 1, **unknown: Any) -> None:
+        wrong = refuse_unknown("ProcessGroup", unknown, ProcessGroup.__init__)
+        everybody = data_parallel()
+        ranks = everybody.size()
+        if not isinstance(tp_degree, int) or isinstance(tp_degree, bool) or tp_degree < 1 or ranks % tp_degree:
+            allowed = ", ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
+            wrong.append(f"tp_degree divides the number of ranks, {ranks}: it is one of {allowed}, not {tp_degree!r}")
+        refuse(wrong)
+        if tp_degree == 1:
+            self._tensor, self._data = Alone(), everybody
+        elif tp_degree == ranks:
+            self._tensor, self._data = everybody, Alone()
+        else:
+            everyone = range(ranks)
+            neighbours = [list(everyone[first : first + tp_degree]) for first in everyone[::tp_degree]]
+            self._tensor, _ = dist.new_subgroups_by_enumeration(neighbours)
+            self._data, _ = dist.new_subgroups_by_enumeration(list(map(list, zip(*neighbours, strict=True))))
+
+    def tp_process_group(self) -> Any:
+        """torch's group of the ranks that share this one's layers; `Alone` if there is no other."""
+        return self._tensor
+
+    def dp_process_group(self) -> Any:
+        """torch's group of the ranks that share this one's chunks; `Alone` if there is no other."""
+        return self._data
+
+
+def tensor_parallel(group: Any = None) -> Any:
+    """The tensor-parallel ranks of a `ProcessGroup`; None for what knows of none, such as torch's groups."""
+    return group.tp_process_group() if hasattr(group, "tp_process_group") else None
+
+
 def data_parallel(group: Any = None) -> Any:
     """`group`, or all ranks, or `Alone` where torch.distributed is not initialised.
 
-    An object with a method `dp_process_group`, as ColossalAI's ProcessGroup has it, is asked for its group. Raises
-    OptionError for a group that this rank is not in.
+    A `ProcessGroup`, or another object with its method `dp_process_group`, is asked for its group. Raises OptionError
+    for a group that this rank is not in.
     """
     if group is not None:
         found = group.dp_process_group() if hasattr(group, "dp_process_group") else group

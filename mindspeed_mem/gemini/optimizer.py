@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
 from mindspeed_mem.gemini import optimizer_state
 from mindspeed_mem.gemini.built_chunk import BuiltChunk
 from mindspeed_mem.gemini.gradient_norm import global_norm
+from mindspeed_mem.gemini.groups import tensor_parallel
 from mindspeed_mem.gemini.loss_scaler import LossScaler
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
@@ -33,7 +35,8 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         initial_scale: of the loss; None: 2^16 in fp16, no scaling in other types. With a number the loss is scaled in
             any type: a step with a gradient that is not finite is skipped on all ranks, and the scale adapts.
         max_norm: clip gradients to this 2-norm over all parameters of all ranks; 0: do not.
-        tensor_parallel_group: ranks that the model is split over, for the norm; see `gradient_norm`.
+        tensor_parallel_group: ranks that the model is split over, for the norm; see `gradient_norm`. None: those of
+            the model's `ProcessGroup`, if it was given one.
         step_on_host: step what rests on the host there; False: bring it to the device for its step, in parts.
         growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: see `LossScaler`.
 
@@ -79,7 +82,11 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         self.model, self.max_norm = model, float(max_norm)
         half = any(one.chunk.whole.dtype is torch.float16 for one in model.chunks)
         self.scales_loss = half if initial_scale is None else True
-        self._tensor_parallel_group, self._norm, self._clip = tensor_parallel_group, None, None
+        split_over = model.tensor_parallel_group if tensor_parallel_group is None else tensor_parallel_group
+        self._tensor_parallel_group = tensor_parallel(split_over) or split_over
+        if split_over is None:
+            refuse(_unnamed_parts(model))
+        self._norm = self._clip = None
         self._one_of = {param: one for one in model.chunks for param in one.chunk.params}
         self.counts = dict.fromkeys(self._one_of, 0)
         """Steps that each parameter has made."""
@@ -216,6 +223,18 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
 
     def _set_scale(self) -> None:
         self.model.loss_scale = self.scaler.scale if self.scales_loss else 1.0
+
+
+def _unnamed_parts(model: ZeroDDP) -> list[str]:
+    """What is wrong if nobody says over which ranks the model is split: norms would leave out what others have."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    split = [name for name, param in model.named_parameters() if getattr(param, "tensor_model_parallel", False)]
+    if not split or model.chunk_manager.group.size() == ranks:
+        return []
+    return [
+        f"{len(split)} parameters ({split[0]}, ...) are split over tensor-parallel ranks: name these, with "
+        "tensor_parallel_group=..., or with process_group=ProcessGroup(tp_degree=...) for the model"
+    ]
 
 
 def _wrong_norm(max_norm: Any) -> list[str]:

@@ -74,6 +74,8 @@ class ZeroDDP(torch.nn.Module):
         """Parameters that have got a gradient since `zero_grad`, on this rank."""
         self.loss_scale = 1.0
         """By what the optimizer multiplies a loss before its backward."""
+        self.tensor_parallel_group = self.chunk_manager.tensor_parallel_group
+        """Ranks that the model is split over, if known; what an optimizer takes unless it is told others."""
         self.stepped = False
         """Whether an optimizer has used the gradients, which are of no use after that: scaled, clipped, or neither."""
         self._scaled_backward = self._accumulates = False
@@ -283,7 +285,7 @@ class GeminiDDP(ZeroDDP):
         pin_memory: host memory is always pinned where that exists; False is refused on an accelerator.
         search_range_mb, hidden_dim, min_chunk_size_mb: see `init_chunk_manager`; search_range_m and min_chunk_size_m
             are newer names.
-        process_group: the data-parallel ranks; None: all.
+        process_group: the data-parallel ranks; None: all. A `ProcessGroup` names the tensor-parallel ones as well.
         force_outputs_fp32, mixed_precision: see `ZeroDDP`.
 
     Raises OptionError with all that is wrong.

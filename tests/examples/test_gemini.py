@@ -24,6 +24,17 @@ def losses(job):
 
 
 @pytest.mark.slow
+def test_layers_split_over_ranks_learn_as_whole_ones():
+    pytest.importorskip("transformers")
+    whole = run("--precision", "fp32").succeeded()
+    split = run("--precision", "fp32", "--tp_degree", "2", "--checkpoint_activations", ranks=2).succeeded()
+    assert "2 ranks: 2 tensor-parallel x 1 data-parallel" in split.output
+    assert losses(split) == pytest.approx(losses(whole), abs=2e-4) and len(losses(whole)) == 5
+    elements = [re.search(r"gpt2_tiny: ([\d,]+) parameters", job.output).group(1) for job in (whole, split)]
+    assert elements[0] == elements[1]
+
+
+@pytest.mark.slow
 def test_it_learns_with_less_device_memory_on_two_ranks_and_the_host():
     pytest.importorskip("transformers")
     peaks = []
@@ -38,7 +49,9 @@ def test_it_learns_with_less_device_memory_on_two_ranks_and_the_host():
 
 
 def test_errors_are_told():
-    run("--batch_size", "0").refused("are at least 1")
+    run("--batch_size", "0", "--tp_degree", "3").refused(
+        "are at least 1", "--tp_degree 3 does not divide 2 attention heads, 256 feed-forward columns, 1 ranks"
+    )
     try:
         import transformers  # noqa: F401
     except ImportError:
