@@ -102,6 +102,10 @@ class Residency:
 
     # ---- a pass
 
+    def prepare(self, before_use: Callable[[], None]) -> None:
+        """`before_use` is called when the first use comes, unless a pass begins before that."""
+        self._before_use = before_use
+
     def begin(self, key: Hashable, before_use: Callable[[], None] | None = None) -> None:
         """A pass of the kind `key` starts; see `trace.Follower`. `before_use` is called when its first use comes."""
         self.release_all()
@@ -212,9 +216,9 @@ class Residency:
 
     def _gather(self, chunk: Chunk) -> None:
         self.trace.may_do(Intent(Act.GATHER, chunk.number_in_group), chunk.group, chunk.whole.device)
-        chunk.gather()
-        self._gathered[chunk] = None
+        self._gathered[chunk] = None  # already: it is released with the others if memory runs out half-way
         self.live_bytes += chunk.nbytes
+        chunk.gather()
         self.counts.gathers += 1
         self.counts.gathered_bytes += chunk.nbytes
         self.counts.peak_bytes = max(self.counts.peak_bytes, self.live_bytes)

@@ -41,6 +41,7 @@ class Runtime:
         self.settings = given
         self.residency = Residency(given.placement.budget)
         self._models: WeakSet[BucketChunks] = WeakSet()
+        self._new: list[weakref.ref[BucketChunks]] = []  # since the last pass
         self.hidden_size = 1024
         """Of the model at hand."""
         self._settled_for: tuple[list[int], int] = [], 0
@@ -156,6 +157,9 @@ class Runtime:
     def add(self, ddp: Any, chunks: BucketChunks) -> None:
         """`chunks` are those of `ddp`; with it they go."""
         self._models.add(chunks)
+        if chunks.stage == 3:
+            self._new.append(weakref.ref(chunks))
+            self.residency.prepare(self._before_any_pass)
         weakref.finalize(ddp, _remove, self.residency, chunks.chunks).atexit = False
 
     def warn_once(self, text: str) -> None:
@@ -171,6 +175,7 @@ class Runtime:
         if self._auto is not None and not forward_only:
             self._auto.begin_pass(self.resting)
         sharded = [one for one in models if one.stage == 3 and one.chunks]
+        self._new.clear()
         key = (kind, *(one.chunks[0].index for one in models if one.chunks))
         # What is read at once depends on what will be recomputed, which is settled once the schedule has started.
         self.residency.begin(key, functools.partial(self._settle_budget, sharded))
@@ -180,6 +185,11 @@ class Runtime:
         self.residency.end(completed)
         if self._auto is not None:
             self._auto.end_pass(completed)
+
+    def _before_any_pass(self) -> None:
+        """A model is called before the first schedule: it, too, is not to be gathered as a whole."""
+        found = [one for one in (ref() for ref in self._new) if one is not None]
+        self._settle_budget([one for one in found if one.chunks])
 
     def _settle_budget(self, models: Sequence[BucketChunks]) -> None:
         """Check the budget given, or choose what one use and the next chunk need.
