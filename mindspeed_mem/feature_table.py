@@ -140,6 +140,12 @@ _ADAPTIVE_BARS = (
 
 _OWN_MEMORY = "it keeps parameters or gradients in memory of its own"
 _SAME_STATES = "both decide where optimizer states lie"
+
+
+def _stage_1(args: Any) -> bool:
+    return str(getattr(args, "chunk_zero_stage", None)) == "1"
+
+
 _CHUNK_BARS = (
     _core("--fp8-param-gather", "fp8 parameters have another layout than their buckets", field="fp8_param"),
     _core("--cuda-graph-impl", "a replayed graph skips the Python code that gathers parameters", off="none"),
@@ -156,6 +162,7 @@ _CHUNK_BARS = (
     _lm("--overlap-param-gather-with-optimizer-step", "parameters are gathered when they are used"),
     _lm("--use-precision-aware-optimizer", "its masters are TransformerEngine's own"),
     _lm("--optimizer-cpu-offload", _SAME_STATES),
+    _lm("--save-wgrads-interval", "no rank has whole gradients with stages 2 and 3; stage 1 can", unless=_stage_1),
     _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     _lm("--yaml-cfg", "it replaces the command line, this option included"),
     _ms("--swap-optimizer", _SAME_STATES),
@@ -252,32 +259,6 @@ FEATURES = (
         needs_features=("--survive-oom", "--adaptive-memory-optimization", "--placement-policy"),
     ),
     Feature(
-        flag="--survive-oom",
-        read=bool,
-        default=False,
-        help="when device memory runs out in the middle of a step, move activations to the host and go on, whatever "
-        "the memory plan says",
-        patches=(*MEMORY_PATCHES, "recompute_random", "survive_*"),
-        bars=_MEMORY_BARS,
-    ),
-    Feature(
-        flag="--adaptive-memory-optimization",
-        read=bool,
-        default=False,
-        help="survive the first steps as with --survive-oom, profile them, find out what to keep, swap and recompute "
-        "for the shortest step within the device's memory, and go on with that",
-        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES, "survive_*", "adaptive_*"),
-        bars=_ADAPTIVE_BARS,
-    ),
-    Feature(
-        flag="--adaptive-plan-file",
-        read=new_file,
-        metavar="FILE",
-        help="where the plan of --adaptive-memory-optimization is kept, to be used again by the same job, to be read "
-        "and edited as a --memory-config (default: it is not kept)",
-        needs_features=("--adaptive-memory-optimization",),
-    ),
-    Feature(
         flag="--chunk-zero-stage",
         read=zero_stage,
         metavar="STAGE",
@@ -338,6 +319,33 @@ FEATURES = (
         metavar="N",
         help="step of that search in elements (default: the model's hidden size)",
         needs_features=("--chunk-zero-stage",),
+    ),
+    # Behind all that follows the passes of a schedule: a call that is tried again begins anew for these, too.
+    Feature(
+        flag="--survive-oom",
+        read=bool,
+        default=False,
+        help="when device memory runs out in the middle of a step, move activations to the host and go on, whatever "
+        "the memory plan says",
+        patches=(*MEMORY_PATCHES, "recompute_random", "survive_*"),
+        bars=_MEMORY_BARS,
+    ),
+    Feature(
+        flag="--adaptive-memory-optimization",
+        read=bool,
+        default=False,
+        help="survive the first steps as with --survive-oom, profile them, find out what to keep, swap and recompute "
+        "for the shortest step within the device's memory, and go on with that",
+        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES, "survive_*", "adaptive_*"),
+        bars=_ADAPTIVE_BARS,
+    ),
+    Feature(
+        flag="--adaptive-plan-file",
+        read=new_file,
+        metavar="FILE",
+        help="where the plan of --adaptive-memory-optimization is kept, to be used again by the same job, to be read "
+        "and edited as a --memory-config (default: it is not kept)",
+        needs_features=("--adaptive-memory-optimization",),
     ),
     Feature(
         flag="--optimizer-parallel",

@@ -27,6 +27,7 @@ MEGATRON_LM = {
     "--optimizer-cpu-offload",
     "--overlap-param-gather-with-optimizer-step",
     "--rl-offload-optimizer-during-inference",
+    "--save-wgrads-interval",
     "--use-distributed-optimizer",
     "--use-legacy-models",
     "--use-megatron-fsdp",
