@@ -146,6 +146,17 @@ def _stage_1(args: Any) -> bool:
     return str(getattr(args, "chunk_zero_stage", None)) == "1"
 
 
+def _parameters_are_whole(args: Any) -> bool:
+    return str(getattr(args, "chunk_zero_stage", None)) != "3"
+
+
+def _norm_can_be_read(args: Any) -> bool:
+    """Megatron takes it from the masters in bf16, all of which have to be on the device, else from the parameters."""
+    if getattr(args, "bf16", False):
+        return str(getattr(args, "placement_policy", None) or "device").partition(":")[0] == "device"
+    return _parameters_are_whole(args)
+
+
 _CHUNK_BARS = (
     _core("--fp8-param-gather", "fp8 parameters have another layout than their buckets", field="fp8_param"),
     _core("--cuda-graph-impl", "a replayed graph skips the Python code that gathers parameters", off="none"),
@@ -163,6 +174,17 @@ _CHUNK_BARS = (
     _lm("--use-precision-aware-optimizer", "its masters are TransformerEngine's own"),
     _lm("--optimizer-cpu-offload", _SAME_STATES),
     _lm("--save-wgrads-interval", "no rank has whole gradients with stages 2 and 3; stage 1 can", unless=_stage_1),
+    _lm(
+        "--check-weight-hash-across-dp-replicas-interval",
+        "no rank has whole parameters between two passes with stage 3; stages 1 and 2 can",
+        unless=_parameters_are_whole,
+    ),
+    _lm(
+        "--log-params-norm",
+        "it reads what a chunk that rests on the host, or stage 3 without bf16, does not have on the device",
+        unless=_norm_can_be_read,
+    ),
+    _core("--qk-clip", "it writes into whole fp32 masters"),
     _lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     _lm("--yaml-cfg", "it replaces the command line, this option included"),
     _ms("--swap-optimizer", _SAME_STATES),

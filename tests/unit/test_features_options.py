@@ -18,9 +18,11 @@ OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *featur
 # Options of Megatron-LM core_v0.16.1 that are no fields of TransformerConfig, and of MindSpeed core_r0.16.0; both are
 # compared with the real parsers where those are there.
 MEGATRON_LM = {
+    "--check-weight-hash-across-dp-replicas-interval",
     "--ckpt-format",
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
+    "--log-params-norm",
     "--num-distributed-optimizer-instances",
     "--num-layers-per-virtual-pipeline-stage",
     "--optimizer",
