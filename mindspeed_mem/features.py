@@ -16,7 +16,7 @@ from typing import Any
 from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.feature_table import BY_DEVICE, FEATURES, MEMORY_PATCHES, RECOMPUTE_PATCHES
-from mindspeed_mem.options import Feature, Option
+from mindspeed_mem.options import Feature, Option, dest_of
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 
 GROUP = "mindspeed_mem"
@@ -212,6 +212,7 @@ def scan(arguments: list[str]) -> Namespace:
     ours = {f.flag for f in FEATURES}
     named = [option for f in FEATURES for option in (*f.needs, *f.bars) if option.flag not in ours]
     others = {option.flag: option.dest for option in named}
+    others |= {flag: dest_of(flag) for option in named for flag in option.asks}
     for flag, dest in sorted({**others, "--num-layers": "num_layers"}.items()):
         parser.add_argument(flag, dest=dest, nargs="*", default=SUPPRESS)
     found = vars(parser.parse_known_args(arguments)[0])

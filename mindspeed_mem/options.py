@@ -29,6 +29,8 @@ class Option:
     """Its name in a namespace, where that is not made from the flag."""
     unless: Callable[[Any], bool] | None = None
     """Does not hold for arguments of which this is true."""
+    asks: tuple[str, ...] = ()
+    """Somebody else's flags that `unless` looks at."""
     why: str
 
     @property

@@ -22,20 +22,31 @@ FLOORS = {
     "report": 3,
     "adaptive": 3,
     "gemini": 3,
-    "feature_table": 3,
-    "features": 4,
+    "feature_table": 4,
+    "incompatible": 3,
+    "features": 5,
     "options": 2,
-    "patches": 5,
-    "megatron_adaptor": 6,
-    "launch": 6,
-    "observation": 6,
-    "doctor": 6,
-    "__main__": 6,
+    "patches": 6,
+    "megatron_adaptor": 7,
+    "launch": 7,
+    "observation": 7,
+    "doctor": 7,
+    "__main__": 7,
 }
-TOP = 6
+TOP = 7
 # What a script may build on, besides the adaptor: the rooms, not how they are wired into Megatron. (A benchmark may
 # take the patches away and put them back, to measure both side by side.)
-NOT_FOR_SCRIPTS = {"patching", "feature_table", "features", "patches", "launch", "observation", "doctor", "__main__"}
+NOT_FOR_SCRIPTS = {
+    "patching",
+    "feature_table",
+    "incompatible",
+    "features",
+    "patches",
+    "launch",
+    "observation",
+    "doctor",
+    "__main__",
+}
 HOSTS = {"megatron", "mindspeed", "transformer_engine"}
 MAX_LINES = 400
 MAX_MEDIAN = 200
