@@ -126,7 +126,8 @@ class SurvivingEngine(Engine):
         more = "raise --swap-host-memory-gib; " if self.mover.host_full else ""
         lines.append(
             f"try: {more}a smaller --micro-batch-size or --seq-length; --recompute-layers all; more ranks for the same "
-            "model (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer)"
+            "model (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer, "
+            "--chunk-zero-stage 3)"
         )
         return NoRoomError("\n  ".join(lines))
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mindspeed_mem.chunk.stores import DEVICE, Store
 from mindspeed_mem.device import Event
+from mindspeed_mem.device.refill import refill
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
@@ -234,4 +235,4 @@ def free(tensor: torch.Tensor) -> None:
 
 def fill(tensor: torch.Tensor) -> None:
     """Memory again, uninitialised, for what `free` has freed."""
-    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    refill(tensor)

@@ -90,12 +90,12 @@ class _Followed:
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
     ) -> None:
-        waiting = 0
+        waiting, number = 0, len(inputs)  # the hooks live as long as the graph: they must not hold the inputs
 
         def begin(grad: torch.Tensor) -> None:
             nonlocal waiting
             if waiting == 0:
-                waiting = len(inputs)
+                waiting = number
                 if self._before_backward is not None:
                     self._before_backward(own)
             self._residency.acquire(reading)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from mindspeed_mem.device import collectives, onednn
+from mindspeed_mem.device import collectives, onednn, refill
 
 # Whose operators only compute (also those of their namespaces' variants, such as flash_attn_3).
 _COMPUTE = ("aten", "prims", "flash_attn", "xformers", "npu")
@@ -55,6 +55,8 @@ def rule_of(op: Any) -> Rule:
         not _of(op, ("aten", "prims")) and any(word in name for word in _COMMUNICATES)
     ):
         return Rule.COLLECTIVE
+    if op.namespace == refill.NAMESPACE:
+        return Rule.AGAIN
     if not _of(op, _COMPUTE):
         return Rule.UNKNOWN
     if not schema.is_mutable:
