@@ -30,12 +30,9 @@ def counted() -> Iterator[LimitedMemory]:
     backend = get_backend("cpu")
     with LimitedMemory() as memory:
         backend.attach_ledger(memory)
-        gc.collect()
-        gc.freeze()  # garbage is collected in each step: let that not look through all modules loaded
         try:
             yield memory
         finally:
-            gc.unfreeze()
             backend.attach_ledger(None)
 
 

@@ -6,9 +6,9 @@
 
     losses = on_ranks(2, case, 2)                  # what each rank returned, in rank order
 
-Ranks have applied the CPU patches before they import megatron.core. Each case gets a process group of its own, which
-is the default one. An exception on a rank is raised here as `RankError` with its traceback; a rank that dies or does
-not answer in time has its stack printed into the error, and all ranks of that case are replaced.
+Ranks apply the CPU patches, then import megatron.core, then take their first case. Each case gets a process group of
+its own, which is the default one. An exception on a rank is raised here as `RankError` with its traceback; a rank that
+dies or does not answer in time has its stack printed into the error, and all ranks of that case are replaced.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from typing import Any
 
 MOST_THREADS = 150  # what a trained model leaves behind costs time even when idle: then a new process is cheaper
 GRACE = 10  # seconds that the other ranks have after one has failed
+NEEDED = """torch._dynamo megatron.core.dist_checkpointing megatron.core.distributed megatron.core.models.gpt
+megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer megatron.core.pipeline_parallel""".split()
+"""What nearly every case imports."""
 _ranks: list[_Rank] = []
 _folder: Path | None = None
 _serial = itertools.count()
@@ -218,6 +221,9 @@ def _serve(pipe: connection.Connection, log: str) -> None:
 
     torch.set_num_threads(1)
     apply_cpu_patches()
+    for module in NEEDED:
+        importlib.import_module(module)
+    gc.freeze()  # cases collect garbage all the time, which takes 0.2 s where it looks through all these modules
     with contextlib.suppress(EOFError):
         while True:
             case = pickle.loads(pipe.recv_bytes())
@@ -242,7 +248,10 @@ def _answer(number: int, size: int, meeting: str, timeout: float, case: bytes) -
     finally:
         if "tests.models" in sys.modules:
             sys.modules["tests.models"].forget_routing()
+        apply_cpu_patches()  # a case that configures the pack has undone them at its end
         gc.collect()
+        if not gc.get_freeze_count():  # the case has undone it
+            gc.freeze()
 
 
 def _die_with_parent() -> None:

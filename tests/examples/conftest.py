@@ -1,17 +1,26 @@
-"""What the tests of the examples share: a cache of the built text, and a plan that moves everything."""
+"""What the tests of the examples share: built text, a run without any plan, and a plan that moves everything."""
+
+import fcntl
+import os
 
 import pytest
 
 from tests.examples.jobs import SHORT, numbers, rows, script
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """A folder of this test run that all workers of pytest-xdist see, where there are any."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """The folder of built data sets for all jobs of this session, so that the text is built once."""
-    folder = tmp_path_factory.mktemp("cache")
+def cache(shared):
+    """The folder of built data sets for all jobs of this test run, so that the text is built once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        yield shared / "cache"
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +31,14 @@ def everything(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def unchanged(tmp_path_factory):
-    """Numbers of four iterations without any plan."""
-    path = tmp_path_factory.mktemp("unchanged") / "metrics.jsonl"
-    script("pretrain_gpt.sh", *SHORT, path, TRAIN_ITERS=4).succeeded()
+@pytest.fixture(scope="session")
+def unchanged(shared):
+    """Numbers of four iterations without any plan, and their peaks: of one job for all workers."""
+    path = shared / "unchanged.jsonl"
+    with open(shared / "unchanged.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            script("pretrain_gpt.sh", *SHORT, unfinished, TRAIN_ITERS=4).succeeded()
+            unfinished.rename(path)
     return numbers(path), [row["peak_activation_bytes"] for row in rows(path)]

@@ -8,7 +8,7 @@ import pytest
 from tests.examples.jobs import EXAMPLES, SHORT, free_port, numbers, rows, script
 
 KEYS = "iteration rank loss grad_norm step_ms peak_activation_bytes swapped_bytes host_bytes stall_ms".split()
-ITERATIONS = 30
+ITERATIONS, EVALUATED = 20, 12
 PLANS = {
     "pretrain_gpt_swap.sh": "swap_everything.yaml",
     "pretrain_gpt_recompute.sh": "recompute_selective.yaml",
@@ -20,7 +20,7 @@ PLANS = {
 def pair(tmp_path_factory):
     """{"baseline": (job, metrics file), "swap": ...}: both scripts with the same variables."""
     folder = tmp_path_factory.mktemp("scripts")
-    arguments = ["--eval-interval", 20, "--metrics-file"]
+    arguments = ["--eval-interval", EVALUATED, "--metrics-file"]
     names = {"baseline": "pretrain_gpt.sh", "swap": "pretrain_gpt_swap.sh"}
     found = {}
     for kind, name in names.items():
@@ -46,7 +46,7 @@ class TestPair:
         found = [re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", job.output)
                  for job, _ in pair.values()]  # fmt: skip
         assert found[0] == found[1]
-        assert [iteration for iteration, _ in found[0]] == ["20"]
+        assert [iteration for iteration, _ in found[0]] == [str(EVALUATED)]
         assert 2 < float(found[0][0][1]) < 5
 
     def test_one_line_of_metrics_per_iteration_and_rank(self, pair):
@@ -85,7 +85,7 @@ class TestPair:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_adaptive_script_settles_on_a_plan_keeps_it_and_changes_no_loss(pair, unchanged, tmp_path):
-    arguments = ["--eval-interval", 20, "--metrics-file"]
+    arguments = ["--eval-interval", EVALUATED, "--metrics-file"]
     variables = {"TRAIN_ITERS": ITERATIONS, "PLAN": tmp_path / "plan.yaml"}
     first = script("pretrain_gpt_adaptive.sh", *arguments, tmp_path / "first.jsonl", **variables).succeeded()
     assert numbers(tmp_path / "first.jsonl") == numbers(pair["baseline"][1])
