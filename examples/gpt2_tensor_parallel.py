@@ -2,7 +2,7 @@
 
     with lazy_init():
         model = GPT2LMHeadModel(config)
-        split_layers(model, group.tp_process_group())     # no rank makes more than its part
+        split_layers(model, group.tp_process_group())     # no rank keeps more than its part
     model = GeminiDDP(model, process_group=group)
 
 Shoeybi et al., Megatron-LM (2019): the first product of a block is split by columns, the second by rows, so that ranks

@@ -211,8 +211,8 @@ def scan(arguments: list[str]) -> Namespace:
         parser.add_argument(feature.flag, default=SUPPRESS, **how)
     ours = {f.flag for f in FEATURES}
     named = [option for f in FEATURES for option in (*f.needs, *f.bars) if option.flag not in ours]
-    others = {option.flag: option.dest for option in named}
-    others |= {flag: dest_of(flag) for option in named for flag in option.asks}
+    others = {flag: dest_of(flag) for option in named for flag in option.asks}
+    others |= {option.flag: option.dest for option in named}
     for flag, dest in sorted({**others, "--num-layers": "num_layers"}.items()):
         parser.add_argument(flag, dest=dest, nargs="*", default=SUPPRESS)
     found = vars(parser.parse_known_args(arguments)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_mem.chunk.placement import placement
 from mindspeed_mem.options import Option, whole_numbers
 from mindspeed_mem.schedule import settings as schedule
 from mindspeed_mem.schedule.stages import describes
@@ -136,7 +137,10 @@ def _parameters_are_whole(args: Any) -> bool:
 def _norm_can_be_read(args: Any) -> bool:
     """Megatron takes it from the masters in bf16, all of which have to be on the device, else from the parameters."""
     if getattr(args, "bf16", False):
-        return str(getattr(args, "placement_policy", None) or "device").partition(":")[0] == "device"
+        try:
+            return placement(getattr(args, "placement_policy", None) or "device").policy == "device"
+        except ValueError:  # reported where it is read
+            return True
     return _parameters_are_whole(args)
 
 

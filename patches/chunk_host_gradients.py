@@ -82,7 +82,7 @@ def allreduce_non_tensor_model_parallel_grads(original, model, *args, **kwargs):
 def _brought_up(models, wanted):
     """Inside, ``main_grad`` of the parameters that are `wanted` is a copy on the device, taken back at the end."""
     now = runtime.current()
-    if now is None or not now.resting:
+    if now is None or now.host is None:
         yield
         return
     params = [param for model in models for name, param in model.named_parameters() if wanted(name, param)]

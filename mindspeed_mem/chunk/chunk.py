@@ -127,18 +127,18 @@ class Chunk:
     def move(self, store: Store) -> None:
         """Let this rank's part rest in `store` from now on."""
         self.store.settle()
-        self.store, self._spare = store, None
         if self.grad_shard is not None:
             self.grad_shard = store.like(self.grad_shard, self.whole.device).copy_(self.grad_shard)
+        self.store, self._spare = store, None
         self.move_shard(store)
 
     @torch.no_grad()
     def move_shard(self, store: Store) -> None:
         """Let this rank's part of the parameters alone rest in `store` from now on."""
         self.shard_store.settle()
-        self.shard_store = store
         if self.shard is not None:
             self.shard = store.like(self.shard, self.whole.device).copy_(self.shard)
+        self.shard_store = store
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -213,8 +213,9 @@ class Chunk:
         Before the host reads the shard its store has to `settle`.
         """
         if self.grad_shard is None:
-            self.grad_shard = self.store.like(self.grad[self.mine]) if self._spare is None else self._spare
-            self.store.take(self.grad_shard, self.grad[self.mine])
+            shard = self.store.like(self.grad[self.mine]) if self._spare is None else self._spare
+            self.store.take(shard, self.grad[self.mine])
+            self.grad_shard = shard
         else:
             self.store.settle()
             self.grad_shard.add_(self.grad[self.mine].to(self.grad_shard.device))

@@ -58,6 +58,8 @@ class GradientShards:
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
         self._finish()
+        for store in {chunk.store for chunk in self._by_number.values()}:
+            store.settle()  # a step may have been broken off
         for chunk in self._by_number.values():
             chunk.drop_gradients()
         self._ready = {chunk: set() for chunk in self._by_number.values()}

@@ -72,7 +72,7 @@ class Residency:
         self._gathered: dict[Chunk, None] = {}  # the one used last comes last
         self._readers: dict[Chunk, set[Reading]] = {}
         self._inside: list[list[Reading]] = []  # begun within each `during`, the innermost last
-        self._before_use: Callable[[], None] | None = None
+        self._before_use: Callable[[Collection[Chunk]], None] | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Manage `chunk`, whose shard is kept."""
@@ -102,12 +102,13 @@ class Residency:
 
     # ---- a pass
 
-    def prepare(self, before_use: Callable[[], None]) -> None:
-        """`before_use` is called when the first use comes, unless a pass begins before that."""
+    def prepare(self, before_use: Callable[[Collection[Chunk]], None] | None) -> None:
+        """`before_use` is called with the chunks of the next use, unless a pass begins first; None: nothing is."""
         self._before_use = before_use
 
-    def begin(self, key: Hashable, before_use: Callable[[], None] | None = None) -> None:
-        """A pass of the kind `key` starts; see `trace.Follower`. `before_use` is called when its first use comes."""
+    def begin(self, key: Hashable, before_use: Callable[[Collection[Chunk]], None] | None = None) -> None:
+        """A pass of the kind `key` starts; see `trace.Follower`. `before_use` is called with the chunks of its first
+        use, when that comes."""
         self.release_all()
         self._before_use = before_use
         self.trace.begin(key)
@@ -142,7 +143,7 @@ class Residency:
             return
         if self._before_use is not None:
             prepare, self._before_use = self._before_use, None
-            prepare()
+            prepare(needed)
         reading.open.update(reading.params)
         for chunk in needed:
             self._readers[chunk].add(reading)
@@ -216,9 +217,13 @@ class Residency:
 
     def _gather(self, chunk: Chunk) -> None:
         self.trace.may_do(Intent(Act.GATHER, chunk.number_in_group), chunk.group, chunk.whole.device)
-        self._gathered[chunk] = None  # already: it is released with the others if memory runs out half-way
+        self._gathered[chunk] = None
         self.live_bytes += chunk.nbytes
-        chunk.gather()
+        try:
+            chunk.gather()
+        except BaseException:  # memory has run out half-way
+            self._release(chunk)
+            raise
         self.counts.gathers += 1
         self.counts.gathered_bytes += chunk.nbytes
         self.counts.peak_bytes = max(self.counts.peak_bytes, self.live_bytes)

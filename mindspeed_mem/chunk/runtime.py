@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -186,12 +186,24 @@ class Runtime:
         if self._auto is not None:
             self._auto.end_pass(completed)
 
-    def _before_any_pass(self) -> None:
-        """A model is called before the first schedule: it, too, is not to be gathered as a whole."""
-        found = [one for one in (ref() for ref in self._new) if one is not None]
-        self._settle_budget([one for one in found if one.chunks])
+    def _before_any_pass(self, needed: Collection[Chunk]) -> None:
+        """A model is called before the first schedule: it, too, is not to be gathered as a whole.
 
-    def _settle_budget(self, models: Sequence[BucketChunks]) -> None:
+        Only what is called counts: the others may be there on some ranks and gone on others.
+        """
+        self.residency.prepare(self._before_any_pass)  # again, if this raises or others wait
+        models = [one for one in (reference() for reference in self._new) if one is not None]
+        called = [one for one in models if not set(needed).isdisjoint(one.chunks)]
+        waiting = [weakref.ref(one) for one in models if one not in called]
+        before = self.residency.budget
+        self._settle_budget(called)
+        if self.settings.placement.budget is None and before is not None:
+            self.residency.budget = max(before, self.residency.budget)
+        self._new = waiting
+        if not waiting:
+            self.residency.prepare(None)
+
+    def _settle_budget(self, models: Sequence[BucketChunks], *unused: Any) -> None:
         """Check the budget given, or choose what one use and the next chunk need.
 
         By the models that take part, not by what there is besides: a model that is gone is forgotten on each rank in
@@ -201,7 +213,6 @@ class Runtime:
         least = max((self.residency.largest_use(hooks.uses(one.module)) for one in models), default=0)
         if not models or (taking_part, least) == self._settled_for:
             return
-        self._settled_for = taking_part, least
         largest = max(chunk.nbytes for one in models for chunk in one.chunks)
         given = self.settings.placement.budget
         if given is None:
@@ -212,6 +223,7 @@ class Runtime:
                 f"of {least} bytes at once. Give at least {least} bytes ({least + largest} to fetch the next chunk "
                 "meanwhile), or smaller chunks (--min-chunk-size-mib)"
             )
+        self._settled_for = taking_part, least
 
 
 def _remove(residency: Residency, chunks: Iterable[Chunk]) -> None:

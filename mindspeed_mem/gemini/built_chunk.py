@@ -95,6 +95,7 @@ class BuiltChunk:
         chunk, value = self.chunk, value.detach().reshape(-1)
         own, first = chunk.own_piece(param), chunk.pieces[param].start - chunk.mine.start
         mine = value[own.start - first : own.end - first]
+        chunk.shard_store.settle()
         for target in (chunk.shard, self.master):
             if target is not None:
                 target[slice(*own)].copy_(mine)

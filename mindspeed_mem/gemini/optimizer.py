@@ -69,6 +69,9 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         if not isinstance(model, ZeroDDP):
             wrong.append(f"model is a GeminiDDP or ZeroDDP, not {type(model).__name__}")
         wrong += _wrong_norm(max_norm)
+        split_over = tensor_parallel(tensor_parallel_group) or tensor_parallel_group
+        if split_over is not None and not (hasattr(split_over, "size") and hasattr(split_over, "rank")):
+            wrong.append(f"tensor_parallel_group is one that this rank is in, or None, not {split_over!r}")
         self.scaler = LossScaler(
             scale=2.0**16 if initial_scale is None else float(initial_scale),
             growth_factor=growth_factor,
@@ -82,9 +85,8 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         self.model, self.max_norm = model, float(max_norm)
         half = any(one.chunk.whole.dtype is torch.float16 for one in model.chunks)
         self.scales_loss = half if initial_scale is None else True
-        split_over = model.tensor_parallel_group if tensor_parallel_group is None else tensor_parallel_group
-        self._tensor_parallel_group = tensor_parallel(split_over) or split_over
-        if split_over is None:
+        self._tensor_parallel_group = model.tensor_parallel_group if split_over is None else split_over
+        if self._tensor_parallel_group is None:
             refuse(_unnamed_parts(model))
         self._norm = self._clip = None
         self._one_of = {param: one for one in model.chunks for param in one.chunk.params}
@@ -232,8 +234,9 @@ def _unnamed_parts(model: ZeroDDP) -> list[str]:
     if not split or model.chunk_manager.group.size() == ranks:
         return []
     return [
-        f"{len(split)} parameters ({split[0]}, ...) are split over tensor-parallel ranks: name these, with "
-        "tensor_parallel_group=..., or with process_group=ProcessGroup(tp_degree=...) for the model"
+        f"{len(split)} parameters ({split[0]}, ...) are marked as split over tensor-parallel ranks: name these, with "
+        "tensor_parallel_group=..., or with process_group=ProcessGroup(tp_degree=...) for the model; if they are "
+        "whole, give tensor_parallel_group=ProcessGroup(tp_degree=1)"
     ]
 
 

@@ -17,6 +17,7 @@ values.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,8 @@ from mindspeed_mem.gemini.gemini_manager import GeminiManager
 from mindspeed_mem.gemini.groups import combine
 from mindspeed_mem.gemini.lazy import settle_buffers, settle_parameters
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
+
+logger = logging.getLogger(__name__)
 
 _ALL_GRADIENTS = Intent(Act.REDUCE_LAST, -1)
 TRAINED = (torch.float16, torch.bfloat16, torch.float32)
@@ -76,6 +79,13 @@ class ZeroDDP(torch.nn.Module):
         """By what the optimizer multiplies a loss before its backward."""
         self.tensor_parallel_group = self.chunk_manager.tensor_parallel_group
         """Ranks that the model is split over, if known; what an optimizer takes unless it is told others."""
+        split = any(getattr(param, "tensor_model_parallel", False) for param in module.parameters())
+        if self.tensor_parallel_group is not None and self.tensor_parallel_group.size() > 1 and not split:
+            logger.warning(
+                "the process group has %d tensor-parallel ranks, but no parameter of this model is split over them "
+                "(attribute tensor_model_parallel): each trains a copy, and they stay equal only on equal batches",
+                self.tensor_parallel_group.size(),
+            )
         self.stepped = False
         """Whether an optimizer has used the gradients, which are of no use after that: scaled, clipped, or neither."""
         self._scaled_backward = self._accumulates = False

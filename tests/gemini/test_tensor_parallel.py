@@ -259,6 +259,7 @@ def refusals():
         lambda: split_layers(torch.nn.Linear(2, 2), everybody),
         lambda: [split_layers(model, everybody) for model in [SmallGPT2()] * 2],
         lambda: GeminiAdamOptimizer(unnamed()),
+        lambda: GeminiAdamOptimizer(unnamed(), tensor_parallel_group=-100),
     ):
         with pytest.raises(OptionError) as error:
             wrong()
@@ -283,7 +284,11 @@ def test_wrong_groups_and_models_are_refused():
         ],
         ["there are no layers of GPT-2 in Linear"],
         ["the layers are split already"],
-        ["12 parameters (h.0.attn.c_attn.weight, ...) are split over", "process_group=ProcessGroup(tp_degree=...)"],
+        [
+            "12 parameters (h.0.attn.c_attn.weight, ...) are marked as split over",
+            "process_group=ProcessGroup(tp_degree=...)",
+        ],
+        ["tensor_parallel_group is one that this rank is in, or None, not -100"],
     ]
     for found in on_ranks(2, refusals):
         for message, parts in zip(found, wanted, strict=True):

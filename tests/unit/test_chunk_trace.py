@@ -152,6 +152,22 @@ def test_another_order_falls_back_and_is_recorded_anew(first, second, ahead):
     assert managed.trace.deviations == (first != second)
 
 
+def test_a_gather_that_fails_leaves_nothing_behind(monkeypatch):
+    managed = residency(4, slots=2)
+    managed.begin("pass")
+    chunk, reading = managed.chunks[0], Reading(managed.chunks[0].params)
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk, "_bring_own", lambda: (_ for _ in ()).throw(MemoryError))
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                managed.acquire(reading)
+            assert managed.live_bytes == 0 and not chunk.gathered
+    managed.acquire(reading)
+    assert managed.live_bytes == chunk.nbytes and chunk.gathered
+    managed.end()
+    assert managed.live_bytes == managed.counts.over_budget == 0
+
+
 def test_each_kind_of_pass_has_an_order_of_its_own():
     managed = residency(4, 2)
     training, evaluation = [0, 1, 2, 3, 3, 2, 1, 0], [0, 1, 2, 3]
