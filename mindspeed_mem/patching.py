@@ -381,10 +381,7 @@ def _rebind_copies(moves: list[_Move]) -> None:
     for module in list(sys.modules.values()) if moves else ():
         if type(module) is not ModuleType:  # lazy modules import on attribute access
             continue
-        names = vars(module).copy()
-        if by_old.keys().isdisjoint(map(id, names.values())):  # so it is for nearly all
-            continue
-        for key, value in names.items():
+        for key, value in list(vars(module).items()):
             if id(value) not in by_old or key.startswith("__"):
                 continue
             new = value
