@@ -15,6 +15,7 @@ SWAP["swap_config"]["op_swap"]["backward_prefetch"] = 1
 
 # One training step of a tiny GPT on one rank, in place of a user's training loop.
 TRAIN = """
+import atexit
 import torch
 import tests.models
 from tests.models import build_gpt, train_step
@@ -23,6 +24,8 @@ from megatron.core import parallel_state, tensor_parallel
 def train(steps=1):
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        # A thread of gloo's that lets go of a tensor while Python shuts down would end the process.
+        atexit.register(torch.distributed.destroy_process_group)
         parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     chunks = build_gpt("dropout", layers=2)
