@@ -50,8 +50,6 @@ def copy_main_params_to_model_params(original, self):
         return original(self)
     for chunks in _all(self):
         chunks.residency.release_all()  # what is still gathered is out of date now
-        for chunk in chunks.chunks:
-            chunk.shard_store.settle()
     for model_param, master in masters.of_16_bit(self):
         shard = _of(self, model_param).shard(model_param)
         if shard is not master:

@@ -114,21 +114,18 @@ class Residency:
         self.trace.begin(key)
 
     def end(self, completed: bool = True) -> None:
-        """The pass is over, or was broken off: nothing is read any more, and nothing stays gathered.
-
-        What rests on the host may be written to afterwards.
-        """
+        """The pass is over, or was broken off: nothing is read any more, and nothing stays gathered."""
         self.release_all()
-        for store in {chunk.shard_store for chunk in self.chunks}:
-            store.settle()
         self.trace.end(completed)
 
     def release_all(self) -> None:
-        """Nothing is read any more, and nothing stays gathered."""
+        """Nothing is read any more, nothing stays gathered, and what rests on the host may be written to."""
         for readers in self._readers.values():
             readers.clear()
         for chunk in list(self._gathered):
             self._release(chunk)
+        for store in {chunk.shard_store for chunk in self.chunks}:
+            store.settle()
 
     def acquire(self, reading: Reading) -> None:
         """The parameters of `reading` are read from now on: gather their chunks, and start with what comes next.
