@@ -33,8 +33,8 @@ CPU_NOTES = (
     "down before the step, which is neither in the bytes nor in the time here.",
     "What Megatron and FSDP2 step on the device is stepped by torch's AdamW operator by operator, as it is there by "
     "default; what is stepped on the host, by its fused one.",
-    "Adding a bf16 gradient to an fp32 one, as Megatron's hook does, takes a temporary of its size on a CPU, and none "
-    "on a device: the peaks of stages 1 and 2 and of Megatron contain the largest.",
+    "Adding a bf16 gradient to an fp32 one takes a temporary of its size on a CPU, and none on a device. The CPU "
+    "patches, on in all variants with Megatron, add in tiles; FSDP2's peaks may contain one, of the largest parameter.",
     "gloo's own buffers are not counted. There is no communication that runs beside computation on cores of its own.",
 )
 

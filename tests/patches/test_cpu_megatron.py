@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worlds import on_ranks, parallel
 
@@ -159,3 +160,48 @@ def helpers() -> None:
 
 def test_the_wheels_dataset_helpers_are_taken():
     on_ranks(1, helpers)
+
+
+class Sums(TorchDispatchMode):
+    """Elements of what is cast on the way into an fp32 tensor, operator by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast: list[int] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten.add_.Tensor and args[0].dtype != args[1].dtype:
+            self.cast.append(args[1].numel())
+        return operator(*args, **(kwargs or {}))
+
+
+def added(fused: bool) -> list[int]:
+    """A 16-bit gradient twice into Megatron's fp32 one: what was cast."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(1)
+    with parallel():
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+        layer = torch.nn.Linear(300, 500, bias=False, dtype=torch.bfloat16)
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer)
+        weight = layer.weight
+        model.zero_grad_buffer()
+        gradients = [torch.randn(500, 300).bfloat16() for _ in range(2)]
+        with Sums() as sums:
+            for gradient in gradients:
+                weight.grad_added_to_main_grad = fused  # as a layer leaves it that adds by itself
+                (weight * gradient).sum().backward()
+                assert weight.grad is None and weight.grad_added_to_main_grad == fused
+        assert torch.equal(weight.main_grad, torch.zeros(500, 300) if fused else gradients[0].float() + gradients[1])
+    return sums.cast
+
+
+def test_gradients_are_added_in_tiles():
+    """torch's CPU kernel would cast 150,000 elements at a time, into memory that no device takes."""
+    (cast,) = on_ranks(1, added, False)
+    assert sum(cast) == 2 * 150_000 and max(cast) <= 2**16
+
+
+def test_a_gradient_that_its_layer_has_added_is_not_added_again():
+    assert on_ranks(1, added, True) == [[]]
