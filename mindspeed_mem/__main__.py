@@ -45,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=brief, description=text, **raw)
         command.add_argument("script", help="the Python file of the script")
-        command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, ours among them")
+        what = "the script's own arguments, ours among them"
+        command.add_argument("arguments", nargs=argparse.REMAINDER, help=what).required = False
     plan.add_arguments(commands.add_parser("plan", help="find a memory plan", description=plan.DESCRIPTION, **raw))
     text = schedule.DESCRIPTION
     schedule.add_arguments(commands.add_parser("schedule", help="show a pipeline schedule", description=text, **raw))
@@ -57,12 +58,16 @@ def parser() -> argparse.ArgumentParser:
     what = "npu if torch_npu is installed, else cuda; cpu is for tests"
     build.add_argument("--device", choices=("cuda", "npu", "cpu"), help=what)
     build.add_argument("--output", metavar="FOLDER", help="where to put it (default: the user's cache folder)")
+    for command in commands.choices.values():
+        command.set_defaults(refuse=command.error)
     return top
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    given = parser().parse_args(arguments)
+    given, unknown = parser().parse_known_args(arguments)
+    if unknown:  # said with the usage of the command that does not know them
+        given.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     if given.command == "doctor":
         from mindspeed_mem import doctor
 

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
-MODEL_SWITCHES = {
-    "swiglu": "gated activation function",
-    "group_query_attention": "see --num-query-groups",
-    "disable_bias_linear": "no biases in linears",
-    "untie_embeddings_and_output_weights": "an output matrix of its own",
-}
-"""Megatron's options for a model's shape, where several sub-commands take them: switches, with their help."""
-MODEL_CHOICES = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "position_embedding_type": ("learned_absolute", "rope", "none"),
-}
-"""The same for those with a few values, the first of which is Megatron's default."""
 PICTURES = (".svg", ".png", ".pdf")
 NO_MATPLOTLIB = "matplotlib, which draws it, is not installed: pip install matplotlib, or 'mindspeed-mem[picture]'"
 
@@ -61,3 +51,15 @@ def check_picture(option: str, target: str | None, wrong: list[str]) -> None:
     check_file(option, target, wrong)
     if importlib.util.find_spec("matplotlib") is None:
         wrong.append(f"{option}: {NO_MATPLOTLIB}")
+
+
+def flag(name: str) -> str:
+    """``num_layers`` as users write it."""
+    return "--" + name.replace("_", "-")
+
+
+def instead_of(option: str, given: argparse.Namespace, names: Iterable[str], wrong: list[str]) -> None:
+    """Note in `wrong` which of the options `names` are given beside `option`, which says the same."""
+    others = [flag(name) for name in names if getattr(given, name) not in (None, False)]
+    if others:
+        wrong.append(f"{option} says what {', '.join(others)} would; give either")

@@ -1,4 +1,4 @@
-"""The doctor: versions, devices, and whether each patch can be applied to what is installed here."""
+"""The doctor: versions, devices, what makes results better, and whether each patch can be applied here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from mindspeed_mem import __version__
-from mindspeed_mem.device import available_backends, get_backend
+from mindspeed_mem.device import available_backends, delegating, get_backend, native_build
 from mindspeed_mem.megatron_adaptor import patch_modules
 from mindspeed_mem.patching import REGISTRY, Patch
 
@@ -32,14 +32,17 @@ def main(as_json: bool = False) -> int:
 
 
 def examine() -> dict:
-    """Everything the doctor knows, as plain data: versions, devices, patches (a list) and problems (a list)."""
+    """Everything the doctor knows, as plain data: versions, devices, optional parts, patches and problems.
+
+    Of an optional part: what was found, or None, and then what its absence costs.
+    """
     versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
     versions |= {name: _version(name) for name in PACKAGES}
     problems = [f"{name} is not installed" for name in PACKAGES if name in REQUIRED and versions[name] is None]
-    devices = _devices()  # before the patches for cpu change what torch.cuda says
+    devices, optional = _devices(), _optional()  # before the patches for cpu change what torch.cuda says
     patches = _patches()
     problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
-    return {"versions": versions, "devices": devices, "patches": patches, "problems": problems}
+    return {"versions": versions, "devices": devices, "optional": optional, "patches": patches, "problems": problems}
 
 
 def _version(name: str) -> str | None:
@@ -60,6 +63,26 @@ def _devices() -> list[dict]:
             entry["names"] = [module.get_device_name(i) for i in range(module.device_count())]
         found.append(entry)
     return found
+
+
+def _optional() -> list[dict]:
+    device = get_backend().type
+    library = delegating.available(device)
+    parts = (
+        ("scipy", _version("scipy"), "plans are found greedily, which can be 10 % slower (mindspeed-mem[adaptive])"),
+        ("matplotlib", _version("matplotlib"), "no pictures (mindspeed-mem[picture])"),
+        (
+            "C++ compiler",
+            native_build.find_compiler(),
+            "no limited CPU memory, and the allocator below cannot be built",
+        ),
+        (
+            f"delegating allocator for {device}",
+            None if library is None else str(library),
+            "--survive-oom runs operators again, which compiled code does not allow (build-allocator builds one)",
+        ),
+    )
+    return [{"name": name, "found": found, "without": without} for name, found, without in parts]
 
 
 def _patches() -> list[dict]:
@@ -110,6 +133,8 @@ def _text(found: dict) -> str:
     for entry in found["devices"]:
         chosen = " (chosen when none is named)" if entry["chosen"] else ""
         lines.append(f"device {entry['device']}{chosen} {', '.join(entry.get('names', []))}".rstrip())
+    for part in found["optional"]:
+        lines.append(f"{part['name']}: {part['found'] or 'none: ' + part['without']}")
     rows = [(p["file"], p["target"], "; ".join([p["status"], *p["notes"]])) for p in found["patches"]]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     lines += ["", *(f"{file:{widths[0]}}  {target:{widths[1]}}  {status}" for file, target, status in rows), ""]

@@ -84,7 +84,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         notices += ("--swap-host-memory-gib has no effect: nothing is swapped",)
     if memory is not None and not (swaps or recomputes):
         if values["--memory-config"] is not None:
-            notices += (f"--memory-config {memory.source}: nothing is swapped (swap_config.swap) or recomputed",)
+            name = _name(values["--memory-config"])
+            notices += (f"{name}: nothing is swapped (swap_config.swap) or recomputed",)
         on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or "survive_*" in f.patches]
         memory = None
     problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)
@@ -247,8 +248,14 @@ def _load(file: Any, flags: Mapping[str, Any], num_layers: Any, problems: list[s
     try:
         return load_memory_config(file, num_layers=num_layers if isinstance(num_layers, int) else None, flags=flags)
     except MemoryConfigError as error:
-        problems += error.problems if file is None else [f"--memory-config {error}".replace("\n", "\n  ")]
+        said = str(MemoryConfigError(error.problems, _name(file))).replace("\n", "\n  ")
+        problems += error.problems if file is None else [said]
         return None
+
+
+def _name(file: Any) -> str:
+    """Of what --memory-config was given: a file, or what one contains."""
+    return "memory_config" if isinstance(file, Mapping) else f"--memory-config {file}"
 
 
 def _device(name: str, wanted: bool, problems: list[str]) -> Backend | None:

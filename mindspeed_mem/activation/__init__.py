@@ -1,1 +1,1 @@
-"""Activation swap: which operator saved what, where its bytes are, and when they move."""
+"""Activations: swapped, recomputed, evicted and measured; which operator saved what, and where its bytes are."""

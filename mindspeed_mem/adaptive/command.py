@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 import sys
 
-from mindspeed_mem.adaptive import estimate, options, picture, table, trace
+from mindspeed_mem.adaptive import command_options, estimate, picture, table, trace
 from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config
@@ -24,12 +24,12 @@ Options of the model have Megatron's names and defaults, in bf16 without dropout
 """
 _WIDTH = 100  # where there is no terminal
 
-add_arguments = options.add_arguments
+add_arguments = command_options.add_arguments
 
 
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    request = options.read(given)
+    request = command_options.read(given)
     profile = None
     if given.trace is not None:
         try:
@@ -75,7 +75,8 @@ def _plan(given: argparse.Namespace, profile: trace.Profile) -> int:
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
     print("\n".join(table.lines(profile, kept, full, found, width)))
     if error is not None:
-        print(f"mindspeed_mem plan: {error}", file=sys.stderr)
+        states_are_split = bool(profile.shapes.get("distributed_optimizer"))
+        print(f"mindspeed_mem plan: {error.text(states_are_split)}", file=sys.stderr)
     if given.picture:
         print(f"drawn to {given.picture}")
     if given.output and found is not None:

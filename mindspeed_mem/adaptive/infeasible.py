@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mindspeed_mem.adaptive.layout import KEEP, RECOMPUTE, Plan
 from mindspeed_mem.adaptive.problem import GIB, Problem
+
+STATIC = "parameters, gradients and optimizer states"
 
 
 class InfeasibleError(ValueError):
     """No plan fits the limits; `needed_bytes` would do on stage `stage`, as far as could be found."""
 
-    def __init__(self, message: str, needed_bytes: int, stage: int):
-        super().__init__(message)
+    def __init__(self, problem: Problem, stage: int, needed_bytes: int, held: Mapping[str, int]):
+        """held: who holds how many of these bytes."""
         self.needed_bytes, self.stage = needed_bytes, stage
+        self._limit, self._host_is_limited = problem.device_limit, problem.host_limit is not None
+        self._held = sorted(held.items(), key=lambda one: -one[1])
+        super().__init__(self.text())
+
+    def text(self, states_are_split: bool = False) -> str:
+        """The message; `states_are_split`: the optimizer's states are known to be split over data-parallel ranks."""
+        largest = self._held[0][0]
+        lines = [
+            f"no plan fits: pipeline stage {self.stage} needs {_gib(self.needed_bytes)} GiB even with everything "
+            f"swapped or recomputed that can be, but the limit is {_gib(self._limit)} GiB",
+            "held there, the largest first: " + ", ".join(f"{name} {_gib(size)} GiB" for name, size in self._held[:4]),
+            "three things to try: " + "; ".join(_advice(largest, states_are_split, self._host_is_limited)),
+        ]
+        return "\n  ".join(lines)
 
 
 def shortage(problem: Problem, least: Plan, peaks: Sequence[int]) -> InfeasibleError:
     """The error for a problem whose plan of the lowest peaks, `least`, still does not fit."""
     stage = max(range(len(peaks)), key=lambda number: peaks[number])
-    needed = peaks[stage]
-    largest = sorted(holders(problem, least, stage, needed).items(), key=lambda one: -one[1])[:4]
-    lines = [
-        f"no plan fits: pipeline stage {stage} needs {_gib(needed)} GiB even with everything swapped or recomputed "
-        f"that can be, but the limit is {_gib(problem.device_limit)} GiB",
-        "held there, the largest first: " + ", ".join(f"{name} {_gib(size)} GiB" for name, size in largest),
-        "three things to try: " + "; ".join(_advice(problem, largest[0][0])),
-    ]
-    return InfeasibleError("\n  ".join(lines), needed, stage)
+    return InfeasibleError(problem, stage, peaks[stage], holders(problem, least, stage, peaks[stage]))
 
 
 def holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, int]:
     """Who holds how many of the bytes of a stage's peak."""
     stage = problem.stages[number]
     held = {
-        "parameters, gradients and optimizer states": stage.static_bytes,
+        STATIC: stage.static_bytes,
         "temporaries": stage.temporary_bytes,
         "layer inputs, head and loss": 0,
     }
@@ -51,14 +59,23 @@ def holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, i
     return {name: size for name, size in held.items() if size}
 
 
-def _advice(problem: Problem, largest: str) -> list[str]:
+def _advice(largest: str, states_are_split: bool, host_is_limited: bool) -> list[str]:
+    """The three things that help most."""
     split = "split the model further (--tensor-model-parallel-size, --pipeline-model-parallel-size)"
-    states = "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)"
-    smaller = "a smaller --micro-batch-size, or --context-parallel-size for long sequences"
+    smaller = (
+        "a smaller --micro-batch-size, or in training, --context-parallel-size for long sequences "
+        "(plan does not know it)"
+    )
+    if largest == STATIC:
+        states = "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)"
+        chunks = (
+            "split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
+            "--placement-policy host, which plan does not count)"
+        )
+        return [*[states] * (not states_are_split), chunks, split, smaller][:3]
     sequence = "--sequence-parallel, which splits what stands between the blocks"
     host = "more host memory for swap (--swap-host-memory-gib)"
-    found = [states, split, smaller] if largest.startswith("parameters") else [smaller, sequence, split]
-    return [host, *found][:3] if problem.host_limit is not None and not largest.startswith("parameters") else found
+    return [*[host] * host_is_limited, smaller, sequence, split][:3]
 
 
 def _gib(nbytes: int) -> str:

@@ -1,1 +1,1 @@
-"""Chunk-based ZeRO: which parameters share a chunk, and how large chunks should be."""
+"""Chunk-based ZeRO: chunks, when they are gathered and reduced, where they rest, how their optimizer steps."""

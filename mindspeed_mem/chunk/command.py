@@ -8,7 +8,7 @@ import json
 import sys
 
 from mindspeed_mem.chunk import command_options, layout_picture, layout_text
-from mindspeed_mem.chunk.command_options import Request
+from mindspeed_mem.chunk.command_options import BOUNDS, Request
 from mindspeed_mem.chunk.layout import Layout, equal_chunks, megatron_buckets, sizes_of
 from mindspeed_mem.chunk.layout_text import mib
 from mindspeed_mem.chunk.search import BucketSize, ChunkSize, search_bucket_size, search_chunk_size
@@ -49,8 +49,7 @@ def main(given: argparse.Namespace) -> int:
         found = search_bucket_size(sizes, ranks, **bounds, high_bandwidth_padding=padded)
         layout = megatron_buckets(request.parameters, found.target_elements, ranks, high_bandwidth_padding=padded)
         first = _buckets(found, request)
-        options = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size"
-        last = [f"in Megatron-LM: {options} {found.target_elements}{' --ddp-pad-buckets-for-high-nccl-busbw' * padded}"]
+        last = _training(given, found)
     if given.json:
         print(json.dumps(_as_json(found, layout, request, bounds)))
     else:
@@ -88,6 +87,20 @@ def _equal(found: ChunkSize, layout: Layout, request: Request) -> list[str]:
         f"parameter scored, in steps of {request.step_elements:,} elements",
         f"ColossalAI would report {found.reported_waste_fraction:.3%} padding",
     ]
+
+
+def _training(given: argparse.Namespace, found: BucketSize) -> list[str]:
+    """Options with which training makes these chunks."""
+    padding = " --ddp-pad-buckets-for-high-nccl-busbw" * given.ddp_pad_buckets_for_high_nccl_busbw
+    options = f"--overlap-grad-reduce --ddp-bucket-size {found.target_elements}"
+    lines = [f"in Megatron-LM: --use-distributed-optimizer {options}{padding}"]
+    bounds = {flag: getattr(given, flag[2:].replace("-", "_")) for flag in BOUNDS}
+    asked = "".join(f" {flag} {text}" for flag, text in bounds.items() if text is not None)
+    trainable = all(text is None or float(text) > 0 for text in bounds.values())  # zeros are for this command only
+    if given.model is None and trainable:  # other tensors than Megatron's make other chunks
+        stage = "--use-distributed-optimizer --chunk-zero-stage 3"
+        lines.append(f"with this package, stage 3 or 2: {stage}{asked}{padding}")
+    return lines
 
 
 def _one(request: Request) -> str:

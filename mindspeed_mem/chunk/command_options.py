@@ -9,21 +9,24 @@ from dataclasses import dataclass, field
 from mindspeed_mem.chunk.layout import ParameterSize
 from mindspeed_mem.chunk.layout_text import BF16, MIB
 from mindspeed_mem.chunk.model_tensors import PUBLISHED, GPTShape, published
-from mindspeed_mem.command_line import MODEL_CHOICES, MODEL_SWITCHES, check_picture, number, whole
+from mindspeed_mem.command_line import check_picture, flag, instead_of, number, whole
+from mindspeed_mem.model_sizes import (
+    MODEL_CHOICES,
+    MODEL_NUMBERS,
+    MODEL_SWITCHES,
+    add_options,
+    model_sizes,
+    read_options,
+)
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-_WHOLE = {
-    "num_layers": "decoder layers",
-    "hidden_size": None,
-    "ffn_hidden_size": "4 times the hidden size; with --swiglu 2/3 of that, as Megatron rounds it",
-    "num_attention_heads": None,
-    "num_query_groups": "the number of heads; with --group-query-attention 1",
-    "kv_channels": "hidden size / heads",
-    "vocab_size": "before padding (50257)",
+_NUMBERS = MODEL_NUMBERS | {
     "seq_length": "see --max-position-embeddings",
     "max_position_embeddings": "learned positions (the sequence length)",
     "tensor_model_parallel_size": "ranks that split each layer (1)",
 }
+BOUNDS = ("--min-chunk-size-mib", "--chunk-search-range-mib", "--chunk-hidden-dim")
+"""Options of the search that training has, too."""
 DEFAULT_ELEMENTS = 32 * MIB
 """Range and minimum of the search, as in ColossalAI."""
 
@@ -47,20 +50,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     what = f"a published model, with the tensors that Hugging Face's transformers gives it: {names}"
     command.add_argument("--model", metavar="NAME", help=what)
     model = command.add_argument_group("or a model as Megatron builds it, without pipeline stages (Megatron's options)")
-    for name, text in _WHOLE.items():
-        model.add_argument(_flag(name), metavar="N", help=text)
-    for name, text in MODEL_SWITCHES.items():
-        model.add_argument(_flag(name), action="store_true", help=text)
-    for name, choices in MODEL_CHOICES.items():
-        model.add_argument(_flag(name), metavar="NAME", help=f"{', '.join(choices)} ({choices[0]})")
+    add_options(model, _NUMBERS, MODEL_SWITCHES, MODEL_CHOICES)
     search = command.add_argument_group("the search")
     search.add_argument("--data-parallel-size", metavar="N", help="ranks that share each chunk (1)")
+    default = "(64; with --compatible 32)"
     counted = "bytes of bf16 parameters; with --compatible as ColossalAI counts, in 2^20 elements"
     search.add_argument(
-        "--chunk-search-range-mib", metavar="MIB", help=f"how far above the smallest size to try (64, or 32): {counted}"
+        "--chunk-search-range-mib", metavar="MIB", help=f"how far above the smallest size to try {default}: {counted}"
     )
     search.add_argument(
-        "--min-chunk-size-mib", metavar="MIB", help="smallest size to try (64, or 32), counted in the same way"
+        "--min-chunk-size-mib", metavar="MIB", help=f"smallest size to try {default}, counted in the same way"
     )
     search.add_argument("--chunk-hidden-dim", metavar="N", help="step of the sizes, in elements (the hidden size)")
     what = "chunks of equal size, which ColossalAI 0.5.0 searches, instead of Megatron's buckets"
@@ -78,13 +77,13 @@ def read(given: argparse.Namespace) -> Request:
     hidden = _published(given, request) if given.model is not None else _shape(given, request)
     request.world_size = whole("--data-parallel-size", given.data_parallel_size, wrong) or 1
     unit = MIB if given.compatible else MIB // BF16
-    for name, flag in (
+    for name, option in (
         ("range_elements", "--chunk-search-range-mib"),
         ("minimum_elements", "--min-chunk-size-mib"),
     ):
-        size = number(flag, getattr(given, flag[2:].replace("-", "_")), wrong, least=0)
-        if size is not None:
-            setattr(request, name, round(size * unit))
+        size = number(option, getattr(given, option[2:].replace("-", "_")), wrong, least=0)
+        if size is not None:  # rounded as ColossalAI does it, otherwise as training does
+            setattr(request, name, round(size * unit) if given.compatible else int(size * unit))
     request.step_elements = whole("--chunk-hidden-dim", given.chunk_hidden_dim, wrong) or hidden
     if given.compatible and given.ddp_pad_buckets_for_high_nccl_busbw:
         wrong.append("--ddp-pad-buckets-for-high-nccl-busbw is about Megatron's buckets, which --compatible has not")
@@ -93,9 +92,7 @@ def read(given: argparse.Namespace) -> Request:
 
 
 def _published(given: argparse.Namespace, request: Request) -> int:
-    others = [name for name in (*_WHOLE, *MODEL_SWITCHES, *MODEL_CHOICES) if getattr(given, name) not in (None, False)]
-    if others:
-        request.wrong.append(f"--model says what {', '.join(map(_flag, others))} would; give either")
+    instead_of("--model", given, (*_NUMBERS, *MODEL_SWITCHES, *MODEL_CHOICES), request.wrong)
     if given.model not in PUBLISHED:
         request.wrong.append(f"--model takes {', '.join(PUBLISHED)}, not {given.model!r}")
         return 1
@@ -108,53 +105,25 @@ def _published(given: argparse.Namespace, request: Request) -> int:
 def _shape(given: argparse.Namespace, request: Request) -> int:
     wrong = request.wrong
     learned = given.position_embedding_type in (None, "learned_absolute")
-    missing = [_flag(name) for name in _NEEDED if getattr(given, name) is None]
+    missing = [flag(name) for name in _NEEDED if getattr(given, name) is None]
     if learned and given.max_position_embeddings is None and given.seq_length is None:
         missing.append("--max-position-embeddings (for learned positions)")
     if missing:
         wrong.append(f"{', '.join(missing)}: missing; without --model the model's shape is needed")
-    sizes = {name: whole(_flag(name), getattr(given, name), wrong) for name in _WHOLE}
-    for name, choices in MODEL_CHOICES.items():
-        if getattr(given, name) not in (None, *choices):
-            wrong.append(f"{_flag(name)} takes {', '.join(choices)}, not {getattr(given, name)!r}")
+    numbers = read_options(given, _NUMBERS, MODEL_CHOICES, wrong)
     if wrong:
         return 1
-    ranks = sizes["tensor_model_parallel_size"] or 1
-    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    if sizes["kv_channels"] is None and hidden % heads:
-        wrong.append(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
-    wide, multiple = 4 * hidden, 128 * ranks
-    shape = GPTShape(
-        num_layers=sizes["num_layers"],
-        hidden_size=hidden,
-        ffn_hidden_size=sizes["ffn_hidden_size"] or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
-        num_attention_heads=heads,
-        num_query_groups=sizes["num_query_groups"] or (1 if given.group_query_attention else heads),
-        kv_channels=sizes["kv_channels"] or max(1, hidden // heads),
-        vocab_size=-(-(sizes["vocab_size"] or 50257) // multiple) * multiple,
-        max_position_embeddings=(sizes["max_position_embeddings"] or sizes["seq_length"]) if learned else 0,
-        swiglu=given.swiglu,
-        layer_norm=given.normalization in (None, "LayerNorm"),
-        bias=not given.disable_bias_linear,
-        untied=given.untie_embeddings_and_output_weights,
-        tensor_parallel=ranks,
-    )
-    if heads % shape.num_query_groups:
-        wrong.append(f"--num-attention-heads {heads} is no multiple of --num-query-groups {shape.num_query_groups}")
-    divided = {
-        "--num-attention-heads": heads,
-        "--num-query-groups": shape.num_query_groups,
-        "--ffn-hidden-size": shape.ffn_hidden_size,
-    }
-    for flag, size in divided.items():
-        if size % ranks:
-            wrong.append(f"{flag} {size} is no multiple of --tensor-model-parallel-size {ranks}")
+    ranks = numbers["tensor_model_parallel_size"] or 1
+    sizes = model_sizes(given, numbers, wrong)
+    wrong += sizes.indivisible(ranks)
     if not wrong:
+        shape = GPTShape(
+            **sizes._asdict(),
+            max_position_embeddings=(numbers["max_position_embeddings"] or numbers["seq_length"]) if learned else 0,
+            layer_norm=given.normalization in (None, "LayerNorm"),
+            tensor_parallel=ranks,
+        )
         request.parameters = tuple(shape.parameters())
         of_rank = f", on one of {ranks} tensor-parallel ranks" if ranks > 1 else ""
         request.model = f"a GPT with {shape.num_layers} layers as Megatron builds it{of_rank}"
-    return hidden
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return sizes.hidden_size

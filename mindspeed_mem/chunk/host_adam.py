@@ -44,11 +44,6 @@ class HostAdam:
         self._stage = torch.from_numpy(numpy.empty(tile, dtype=numpy.float32))  # numpy's: never device memory
         self._number = torch.from_numpy(numpy.zeros((), dtype=numpy.float32))
 
-    @property
-    def staged_bytes(self) -> int:
-        """Memory of its own."""
-        return self._stage.numel() * self._stage.element_size()
-
     @torch.no_grad()
     def step(
         self,

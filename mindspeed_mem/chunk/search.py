@@ -45,11 +45,6 @@ class ChunkSize:
     def reported_waste_fraction(self) -> float:
         return self.reported_waste_elements / max(1, self.total_elements + self.reported_waste_elements)
 
-    @property
-    def utilisation(self) -> float:
-        """ColossalAI 0.1.10's score: of what the scored parameters hold, the share that they use."""
-        return self.scored_elements / max(1, self.scored_elements + self.reported_waste_elements)
-
 
 @dataclass(frozen=True)
 class BucketSize:
@@ -85,7 +80,7 @@ def search_chunk_size(
     least padding wins and is rounded up to the world size. All parameters together below the minimum: one chunk.
 
     ColossalAI 0.1.10's search is ``start_on_step=False`` with a world size of 1 and a step of range / grids: it
-    maximises utilisation, which for given parameters is the same as least padding.
+    maximises the share that the scored parameters use of what they hold, which is the same as least padding.
 
     Raises ValueError with all that is wrong with the arguments.
     """

@@ -32,6 +32,11 @@ def library_name(source: Path, version: str = "") -> str:
     return f"{source.stem}-torch{torch.__version__}-abi{abi}-{content}.so"
 
 
+def find_compiler() -> str | None:
+    """The C++ compiler: the one that CXX names, or the first of the usual ones."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+
+
 def compile_library(
     source: Path,
     target: Path,
@@ -53,7 +58,7 @@ def compile_library(
 
     Raises CompilerError when there is no compiler, or when it refuses: with what it said.
     """
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+    compiler = find_compiler()
     if compiler is None:
         raise CompilerError(
             f"{purpose} needs a C++ compiler (g++ or clang++), and none is on the PATH: install one, or set CXX to it"

@@ -30,12 +30,6 @@ class ForeignReads:
         for module in model.modules():
             module._parameters = _Watched(module._parameters, self._seen)
 
-    def unwatch(self, model: torch.nn.Module) -> None:
-        """No longer."""
-        for module in model.modules():
-            if isinstance(module._parameters, _Watched):
-                module._parameters = dict(module._parameters)
-
     def _seen(self, param: torch.nn.Parameter) -> None:
         if not self._running or any(param in reading.open for reading in reversed(self._running)):
             return

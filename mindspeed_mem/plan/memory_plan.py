@@ -141,11 +141,6 @@ class MemoryPlan:
         """The decisions as MindFormers logs them, layer by layer."""
         return list(self._log)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is swapped or recomputed anywhere."""
-        return not self.layers_touched()
-
     def _late_decision(self, layer: int, op: str) -> Swap | None:
         """For an operator met only while running: as if it had been known."""
         rules = (rule for rule in self._op_rules if rule.covers(layer) and selects(rule.pattern or "", op))

@@ -155,9 +155,9 @@ def _read(value: Any, path: str, kind: Kind, with_swap: bool, check: Checker) ->
             check.wrong(path, value, f"True or False, patterns, or a mapping from pattern to True, False or {numbers}")
             return []
         patterns = dict.fromkeys(check.patterns(value, path) or ())
-        return [RecomputeRule(kind=kind, pattern=p, layers=True, entry=f"{path}.{p}") for p in patterns]
+        return [RecomputeRule(kind=kind, pattern=p, layers=True, entry=_below(path, p)) for p in patterns]
     rules = []
-    for pattern, where in ((pattern, f"{path}.{pattern}") for pattern in value):
+    for pattern, where in ((pattern, _below(path, pattern)) for pattern in value):
         error = "a string" if not isinstance(pattern, str) else pattern_error(pattern)
         if error is not None:
             detail = "strings" if error == "a string" else rf"regular expressions joined by '\.' ({error})"
@@ -168,6 +168,11 @@ def _read(value: Any, path: str, kind: Kind, with_swap: bool, check: Checker) ->
         if error is None and layers is not None:
             rules.append(RecomputeRule(kind=kind, pattern=pattern, layers=layers, entry=where))
     return rules
+
+
+def _below(path: str, pattern: object) -> str:
+    """Where a pattern stands: below a key, or behind a flag."""
+    return f"{path} {pattern}" if path.startswith("--") else f"{path}.{pattern}"
 
 
 def _read_layers(value: Any, path: str, with_swap: bool, check: Checker) -> Layers | StageCounts | None:

@@ -194,7 +194,8 @@ def _name_problems(names: Iterable[_Name], known: Mapping[int, tuple[str, ...]])
         near = near_patterns(name.pattern, list(dict.fromkeys(op for tree in sorted(trees) for op in tree)))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         problems.append(
-            f"{name.path}: got {name.pattern!r}, which matches no operator in layers {as_ranges(places)}; "
+            f"{name.path}: got {name.pattern!r}, which matches no operator in layer{'s' * (len(places) > 1)} "
+            f"{as_ranges(places)}; "
             f"{hint}allowed: what `python -m mindspeed_mem ops` prints"
         )
     return problems

@@ -20,19 +20,24 @@ its backward on model chunk 1), how many are in flight at most, how long the sta
 the terminal has room. Nothing is run, and Megatron is not needed:
 
     python -m mindspeed_mem schedule --pp 4 --microbatches 8 --max-inflight 3
+
+Long names are Megatron's, and this package's own in training.
 """
 _WIDTH = 80  # where there is no terminal
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of the command. Numbers stay text here, so that all that is wrong is said at once."""
-    command.add_argument("--pp", default="1", metavar="N", help="pipeline stages")
-    command.add_argument("--microbatches", required=True, metavar="N", help="micro-batches of a step")
-    command.add_argument("--vpp", default="1", metavar="N", help="virtual stages (model chunks) of each stage")
-    command.add_argument("--group-size", metavar="N", help="Megatron's microbatch_group_size_per_vp_stage")
-    command.add_argument(
-        "--max-inflight", metavar="N", help="cap on micro-batches (with virtual stages: chunk passes) a stage holds"
-    )
+    stages = ("--pp", "--pipeline-model-parallel-size")
+    command.add_argument(*stages, default="1", metavar="N", help="pipeline stages (1)")
+    what = "micro-batches of a step: global batch / micro-batch / data-parallel ranks"
+    command.add_argument("--microbatches", required=True, metavar="N", help=what)
+    virtual = ("--vpp", "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank")
+    command.add_argument(*virtual, default="1", metavar="N", help="virtual stages (model chunks) of each stage (1)")
+    group = ("--group-size", "--microbatch-group-size-per-virtual-pipeline-stage")
+    command.add_argument(*group, metavar="N", help="micro-batches that run on a chunk in a row (the stages)")
+    what = "cap on micro-batches (with virtual stages: chunk passes) a stage holds"
+    command.add_argument("--max-inflight", "--max-inflight-microbatches", metavar="N", help=what)
     command.add_argument(
         "--megatron-loop", action="store_true", help="with a cap: the order that Megatron's own loop can run"
     )

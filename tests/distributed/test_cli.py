@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -113,10 +115,11 @@ def test_a_wrong_command_line_stops_all_ranks_before_the_script_with_one_message
     [
         ([], "required: command"),
         (["fly"], "invalid choice: 'fly'"),
-        (["run"], "required: script"),
+        (["run"], "required: script\n"),
         (["run", "no_such_script.py"], "mindspeed_mem run: no_such_script.py does not exist"),
         (["ops", "."], "mindspeed_mem ops: . is a folder"),
-        (["doctor", "--fast"], "unrecognized arguments: --fast"),
+        (["doctor", "--fast"], "usage: mindspeed_mem doctor [-h] [--json]\n"),
+        (["doctor", "--fast"], "doctor: error: unrecognized arguments: --fast\n"),
     ],
 )
 def test_wrong_usage(arguments, expected):
@@ -130,11 +133,17 @@ def test_help(command):
     assert mem(command, "--help")[0].startswith(f"usage: mindspeed_mem {command}")
 
 
-def test_doctor_is_content_with_what_is_installed():
-    out, _ = mem("doctor", "--json")
+def test_doctor_is_content_with_what_is_installed(tmp_path):
+    out, _ = mem("doctor", "--json", environment={"MINDSPEED_MEM_ALLOCATOR": str(tmp_path), "CXX": ""})
     found = json.loads(out)
     assert found["problems"] == [] and found["versions"]["megatron-core"]
     assert [entry["device"] for entry in found["devices"]][-1] == "cpu"
+    assert [(part["name"], part["found"] is None) for part in found["optional"]] == [
+        ("scipy", find_spec("scipy") is None),
+        ("matplotlib", find_spec("matplotlib") is None),
+        ("C++ compiler", not any(map(shutil.which, ("c++", "g++", "clang++")))),
+        ("delegating allocator for cpu", True),
+    ]
     status = {(row["file"], row["target"]): row["status"] for row in found["patches"]}
     schedule = "megatron.core.pipeline_parallel.schedules:"
     assert status["patches/activation_schedules.py", schedule + "backward_step"] == "applied"
@@ -144,6 +153,21 @@ def test_doctor_is_content_with_what_is_installed():
     mindspeed = [row for row in found["patches"] if row["file"] == "patches/mindspeed_features.py"]
     if found["versions"]["mindspeed"] is None:
         assert {(row["status"], *row["notes"]) for row in mindspeed} == {("waiting", "mindspeed is not installed")}
+
+
+# As if neither scipy nor matplotlib were installed.
+BARE_MACHINE = """
+    import importlib.metadata
+
+    version = importlib.metadata.version
+
+    def without(name):
+        if name in ("scipy", "matplotlib"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    importlib.metadata.version = without
+"""
 
 
 # As if another version of Megatron were installed, and another package had patched it.
@@ -158,6 +182,19 @@ OTHER_MEGATRON = """
 
     wrapt.register_post_import_hook(other, "megatron.core.pipeline_parallel.schedules")
 """
+
+
+def test_doctor_says_what_the_absence_of_optional_parts_costs(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(BARE_MACHINE))
+    out, _ = mem("doctor", path=[tmp_path], environment={"CXX": "no-such-compiler", "PATH": "", "HOME": str(tmp_path)})
+    for line in (
+        "\nscipy: none: plans are found greedily, which can be 10 % slower (mindspeed-mem[adaptive])\n",
+        "\nmatplotlib: none: no pictures (mindspeed-mem[picture])\n",
+        "\nC++ compiler: none: no limited CPU memory, and the allocator below cannot be built\n",
+        "\ndelegating allocator for cpu: none: --survive-oom ",
+    ):
+        assert line in out
+    assert "nothing is wrong: " in out
 
 
 def test_doctor_names_what_is_wrong(tmp_path):

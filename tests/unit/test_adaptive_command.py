@@ -87,6 +87,28 @@ def test_what_does_not_fit_ends_with_status_1_and_says_what_is_needed(plan, tmp_
     assert "no plan fits: pipeline stage" in err and "three things to try" in err
 
 
+def test_what_to_try_is_about_the_largest_holder(plan):
+    states, chunks, split, smaller = (
+        "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)",
+        "split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
+        "--placement-policy host, which plan does not count)",
+        "split the model further (--tensor-model-parallel-size, --pipeline-model-parallel-size)",
+        "a smaller --micro-batch-size, or in training, --context-parallel-size for long sequences "
+        "(plan does not know it)",
+    )
+
+    def tries(words):
+        _, _, err = plan(words)
+        assert "held there, the largest first: " in err
+        return err.splitlines()[-1].removeprefix("  three things to try: ").split("; ")
+
+    assert tries(f"{SHAPE} --device-memory-gib 10") == [states, chunks, split]
+    assert tries(f"{SHAPE} --device-memory-gib 10 --use-distributed-optimizer") == [chunks, split, smaller]
+    few = "--layers 1 --hidden-size 64 --num-attention-heads 1 --vocab-size 1 --seq-length 65536 --micro-batch-size 8 "
+    found = tries(f"{few} --global-batch-size 8 --device-memory-gib 0.1 --swap-host-memory-gib 1")
+    assert found[:2] == ["more host memory for swap (--swap-host-memory-gib)", smaller] and len(found) == 3
+
+
 def test_virtual_stages_and_tensor_parallel_ranks_are_planned_for(plan):
     words = SHAPE + "--num-layers-per-virtual-pipeline-stage 2 --tensor-model-parallel-size 4 --sequence-parallel "
     status, out, _ = plan(words + "--use-distributed-optimizer --device-memory-gib 8")

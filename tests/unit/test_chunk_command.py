@@ -6,12 +6,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from mindspeed_mem.__main__ import main
 from mindspeed_mem.chunk.layout import ParameterSize, equal_chunks
 from mindspeed_mem.chunk.layout_text import cycles, lines
 from mindspeed_mem.chunk.model_tensors import GPTShape
+from mindspeed_mem.chunk.runtime import Runtime
 from mindspeed_mem.command_line import NO_MATPLOTLIB
+from mindspeed_mem.features import check, scan
 
 SHAPE = "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
 
@@ -84,7 +87,37 @@ def test_it_plans_for_a_model_given_by_megatrons_options(chunks):
     assert status == 0 and out.startswith("a GPT with 4 layers as Megatron builds it: 52 parameters, 102,946,816 ele")
     assert "searched from 64.00 to 128.00 MiB in steps of 1,024 elements\n" in out
     assert "  decoder.final_layernorm.bias to embedding.position_embeddings.weight (51 parameters)\n" in out
-    assert out.endswith("--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 50387968\n")
+    assert "\nin Megatron-LM: --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 50387968\n" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--data-parallel-size 3",
+        "--data-parallel-size 4 --ddp-pad-buckets-for-high-nccl-busbw --chunk-hidden-dim 4096",
+        "--min-chunk-size-mib 20.3 --chunk-search-range-mib 7.7 --tensor-model-parallel-size 2",
+    ],
+)
+def test_the_options_for_this_package_make_the_same_chunks(chunks, words):
+    found = json.loads(chunks(f"{SHAPE} {words} --json")[1])
+    line = chunks(f"{SHAPE} {words}")[1].splitlines()[-1]
+    start, _, options = line.partition(": ")
+    assert start == "with this package, stage 3 or 2"
+    asked = scan(options.split())
+    asked.device = "cpu"
+    training = Runtime(check(asked).chunk)
+    parameters = [one["elements"] for chunk in found["chunks"] for one in chunk["parameters"]][::-1]
+    tensors = [torch.empty(elements, device="meta") for elements in parameters]
+    padded = "--ddp-pad-buckets-for-high-nccl-busbw" in options.split()
+    assert padded == ("--ddp-pad-buckets-for-high-nccl-busbw" in words)
+    assert training.cuts_buckets and training.hidden_size == 1024  # as in SHAPE
+    target = training.bucket_size(tensors, found["data_parallel_size"], padded)
+    assert target == found["found"]["target_elements"]
+
+
+def test_no_option_makes_chunks_of_other_tensors_or_of_no_search(chunks):
+    for words in ("--model gpt2-medium", f"{SHAPE} --chunk-search-range-mib 0"):
+        assert chunks(words)[1].splitlines()[-1].startswith("in Megatron-LM: ")
 
 
 def test_sizes_are_bytes_of_bf16(chunks):

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS = {
     "command_line": 0,
+    "model_sizes": 1,
     "device": 0,
     "patching": 0,
     "plan": 1,

@@ -108,9 +108,9 @@ def test_mindformers_training_file_is_used_as_it_is():
 def test_off_means_empty():
     for content in ({}, {"swap_config": {"swap": False, "op_swap": [entry("attention", 1, True)]}}):
         plan = resolve(load_memory_config(content), MODEL, 4)
-        assert plan.is_empty and plan.log_lines() == [] and plan.layers_touched() == set()
+        assert plan.log_lines() == [] and plan.layers_touched() == set()
         assert plan.decision(0, "self_attention") is None
-    assert plan_of(op_swap=[]).is_empty
+    assert plan_of(op_swap=[]).layers_touched() == set()
 
 
 def test_decision_says_who_asked_and_what_moves():
@@ -231,7 +231,9 @@ def test_all_problems_at_once():
         "swap_config.op_swap[0].op_name[1]",
         "swap_config.op_swap[2].op_name",
     ]
-    assert "matches no operator in layers 1-2" in problems[2]
+    assert "matches no operator in layers 1-2;" in problems[2]
+    with pytest.raises(MemoryConfigError, match="matches no operator in layer 1;"):
+        plan_of(op_swap=[entry("zzz", 1, [1])])
     assert r"did you mean attention\.flash_attention or " in problems[2]
     assert all("python -m mindspeed_mem ops" in line for line in problems[2:])
 
@@ -264,7 +266,7 @@ def test_decisions_are_those_of_the_first_entry_that_selects_the_operator(by_nam
             ] + [item["backward_prefetch"] for item in by_layer if layer in item["layers"]]
             swap = plan.decision(layer, operator)
             assert (swap and swap.distance) == (expected[0] if expected else None)
-    assert plan.is_empty == (not plan.log_lines())
+    assert bool(plan.layers_touched()) == bool(plan.log_lines())
 
 
 @given(op_entries, layer_entries)

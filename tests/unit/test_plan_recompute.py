@@ -49,7 +49,7 @@ def test_whole_layers():
     assert plan.recompute(1, "mlp") == Recompute(entry="recompute_config.recompute", communication=False)
     assert plan.recompute(1, "met.later") is not None and plan.recompute(9, "") is None
     assert plan.log_lines() == ["Set full recompute at layer 1", "Set full recompute at layer 3"]
-    assert plan.layers_touched() == {1, 3} and plan.recomputes and not plan.is_empty and plan.notices == ()
+    assert plan.layers_touched() == {1, 3} and plan.recomputes and plan.notices == ()
 
 
 def test_operators_and_what_is_in_them():
@@ -110,7 +110,7 @@ def test_default_operators():
 
 def test_defaults_that_match_nothing_are_no_mistake():
     plan = plan_of({"select_recompute": True, "select_comm_recompute": True}, model=dict.fromkeys(range(4), ("mixer",)))
-    assert not plan.recomputes and plan.is_empty and plan.log_lines() == []
+    assert not plan.recomputes and plan.layers_touched() == set() and plan.log_lines() == []
     assert [line.partition(" has no effect: ")[0] for line in plan.notices] == [
         "recompute_config.select_recompute",
         "recompute_config.select_comm_recompute",

@@ -136,7 +136,7 @@ def test_flags_name_layers_with_swap_or_without():
         config = load_memory_config(source, flags=flags).recompute
         assert [(r.pattern, r.layers, r.entry) for r in config.rules] == [
             (None, (0, 3), "--recompute-layers"),
-            ("mlp", (1,), "--select-recompute.mlp"),
+            ("mlp", (1,), "--select-recompute mlp"),
         ]
 
 

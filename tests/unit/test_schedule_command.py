@@ -55,6 +55,16 @@ def test_it_compares_a_cap_with_none_and_with_megatrons_loop(schedule):
     assert "F0.0 F1.0" in out and "not possible: the cap of passes in flight is 8" in out
 
 
+def test_megatrons_names_say_the_same(schedule):
+    short = "--pp 4 --vpp 2 --group-size 4 --max-inflight 9"
+    long = "--pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 2 --max-inflight-microbatches 9"
+    long += " --microbatch-group-size-per-virtual-pipeline-stage 4"
+    assert schedule(f"{long} --microbatches 8") == schedule(f"{short} --microbatches 8")
+    assert schedule("--pp 2 --num-virtual-stages-per-pipeline-rank 2 --microbatches 4")[1].startswith(
+        "2 stages, 2 virtual stages, 4 micro-batches"
+    )
+
+
 def test_forward_only_passes_hold_nothing(schedule):
     status, out, _ = schedule("--pp 2 --microbatches 4 --vpp 2 --forward-only --max-inflight 4")
     assert status == 0 and "stage 0: at most 0 in flight" in out and "without the cap" not in out

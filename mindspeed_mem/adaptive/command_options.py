@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mindspeed_mem.adaptive.problem import GIB
 from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
-from mindspeed_mem.command_line import MODEL_CHOICES, MODEL_SWITCHES, check_file, check_picture, number, whole
+from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
+from mindspeed_mem.model_sizes import (
+    MODEL_CHOICES,
+    MODEL_NUMBERS,
+    MODEL_SWITCHES,
+    add_options,
+    model_sizes,
+    read_options,
+)
 from mindspeed_mem.schedule import problems as schedule_problems
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
-_WHOLE = {
-    "num_layers": "decoder layers",
-    "hidden_size": None,
-    "ffn_hidden_size": "4 times the hidden size; with --swiglu 2/3 of that, as Megatron rounds it",
-    "num_attention_heads": None,
-    "num_query_groups": "the number of heads; with --group-query-attention 1",
-    "kv_channels": "hidden size / heads",
+_NUMBERS = MODEL_NUMBERS | {
     "seq_length": None,
-    "vocab_size": "before padding (50257)",
     "micro_batch_size": None,
     "global_batch_size": None,
     "tensor_model_parallel_size": "1",
@@ -58,19 +60,13 @@ class Request:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model and its layout (Megatron's options)")
-    for name, text in _WHOLE.items():
-        flags = [_flag(name)] + (["--layers"] if name == "num_layers" else [])
-        model.add_argument(*flags, dest=name, metavar="N", help=text)
-    for name, text in _SWITCHES.items():
-        model.add_argument(_flag(name), action="store_true", help=text)
-    for name, choices in _CHOICES.items():
-        model.add_argument(_flag(name), default=None, metavar="NAME", help=f"{', '.join(choices)} ({choices[0]})")
+    add_options(model, _NUMBERS, _SWITCHES, _CHOICES)
     machine = command.add_argument_group("the machine")
-    what = "memory that a rank may use (with --trace: what it was made under)"
+    what = "memory that a rank may use (default with --trace: the limit the profile was made under)"
     machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
     machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
     for name, (default, text) in _SPEEDS.items():
-        machine.add_argument(_flag(name), metavar="X", help=f"{text} ({default:g})")
+        machine.add_argument(flag(name), metavar="X", help=f"{text} ({default:g})")
     files = command.add_argument_group("files")
     files.add_argument("--trace", metavar="FILE", help="plan from this profile instead of from a shape")
     files.add_argument("--output", metavar="FILE", help="write the plan: a YAML file for --memory-config")
@@ -87,11 +83,7 @@ def read(given: argparse.Namespace) -> Request:
     host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
     request.host_bytes = None if host is None else round(host * GIB)
     if given.trace is not None:
-        others = [
-            name for name in (*_WHOLE, *_SWITCHES, *_CHOICES, *_SPEEDS) if getattr(given, name) not in (None, False)
-        ]
-        if others:
-            wrong.append(f"--trace says what {', '.join(map(_flag, others))} would; give either")
+        instead_of("--trace", given, (*_NUMBERS, *_SWITCHES, *_CHOICES, *_SPEEDS), wrong)
     else:
         _shape(given, request)
     _files(given, wrong)
@@ -101,47 +93,38 @@ def read(given: argparse.Namespace) -> Request:
 def _shape(given: argparse.Namespace, request: Request) -> None:
     wrong = request.wrong
     needed = (*_NEEDED, "device_memory_gib")
-    missing = [_flag(name) for name in needed if getattr(given, name) is None]
+    missing = [flag(name) for name in needed if getattr(given, name) is None]
     if missing:
         wrong.append(
             f"{', '.join(missing)}: missing; without --trace the model's shape and the device's memory are needed"
         )
-    sizes = {name: whole(_flag(name), getattr(given, name), wrong) for name in _WHOLE}
-    for name, choices in _CHOICES.items():
-        if getattr(given, name) not in (None, *choices):
-            wrong.append(f"{_flag(name)} takes {', '.join(choices)}, not {getattr(given, name)!r}")
+    numbers = read_options(given, _NUMBERS, _CHOICES, wrong)
     speeds = {
-        name: default if getattr(given, name) is None else number(_flag(name), getattr(given, name), wrong)
+        name: default if getattr(given, name) is None else number(flag(name), getattr(given, name), wrong)
         for name, (default, _) in _SPEEDS.items()
     }
     if wrong:
         return
-    tensor, pipeline = sizes["tensor_model_parallel_size"] or 1, sizes["pipeline_model_parallel_size"] or 1
-    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    if sizes["kv_channels"] is None and hidden % heads:
-        wrong.append(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
-    wide = 4 * hidden
-    multiple = 128 * tensor
-    shape = Shape(
-        num_layers=sizes["num_layers"],
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        seq_length=sizes["seq_length"],
-        micro_batch_size=sizes["micro_batch_size"],
-        ffn_hidden_size=sizes["ffn_hidden_size"] or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
-        num_query_groups=sizes["num_query_groups"] or (1 if given.group_query_attention else heads),
-        kv_channels=sizes["kv_channels"] or hidden // heads,
-        vocab_size=-(-(sizes["vocab_size"] or 50257) // multiple) * multiple,
-        swiglu=given.swiglu,
+    sizes = model_sizes(given, numbers, wrong)
+    request.shape = shape = Shape(
+        **sizes._asdict(),
+        seq_length=numbers["seq_length"],
+        micro_batch_size=numbers["micro_batch_size"],
         normalization=given.normalization or "LayerNorm",
         rope=given.position_embedding_type == "rope",
-        bias=not given.disable_bias_linear,
-        untied=given.untie_embeddings_and_output_weights,
         flash=given.attention_backend != "unfused",
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
     )
-    request.shape = shape
-    data, per_part = sizes["data_parallel_size"] or 1, sizes["num_layers_per_virtual_pipeline_stage"]
+    request.layout = layout = _layout(given, shape, numbers, wrong)
+    if not shape.flash and shape.num_query_groups < shape.num_attention_heads:
+        wrong.append("--attention-backend unfused copies keys and values for each head; --num-query-groups needs flash")
+    wrong += sizes.indivisible(layout.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
+    request.machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **speeds)
+
+
+def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int | None], wrong: list[str]) -> Layout:
+    tensor, pipeline = numbers["tensor_model_parallel_size"] or 1, numbers["pipeline_model_parallel_size"] or 1
+    data, per_part = numbers["data_parallel_size"] or 1, numbers["num_layers_per_virtual_pipeline_stage"]
     virtual, micro_batches = 1, 1
     if per_part is not None and (shape.num_layers % (pipeline * per_part) or pipeline == 1):
         wrong.append(
@@ -152,7 +135,7 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         virtual = shape.num_layers // pipeline // per_part
     elif shape.num_layers % pipeline:
         wrong.append(f"--num-layers {shape.num_layers} is no multiple of --pipeline-model-parallel-size {pipeline}")
-    batch, each = sizes["global_batch_size"], shape.micro_batch_size * data
+    batch, each = numbers["global_batch_size"], shape.micro_batch_size * data
     if batch % each:
         wrong.append(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size times data-parallel ranks, {each}"
@@ -160,20 +143,7 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
     else:
         micro_batches = batch // each
         wrong += schedule_problems(pipeline, virtual, micro_batches)
-    if shape.num_attention_heads % shape.num_query_groups:
-        wrong.append(f"--num-attention-heads {heads} is no multiple of --num-query-groups {shape.num_query_groups}")
-    if not shape.flash and shape.num_query_groups < heads:
-        wrong.append("--attention-backend unfused copies keys and values for each head; --num-query-groups needs flash")
-    divided = {
-        "--num-attention-heads": heads,
-        "--num-query-groups": shape.num_query_groups,
-        "--ffn-hidden-size": shape.ffn_hidden_size,
-        **({"--seq-length": shape.seq_length} if given.sequence_parallel else {}),
-    }
-    for flag, size in divided.items():
-        if size % tensor:
-            wrong.append(f"{flag} {size} is no multiple of --tensor-model-parallel-size {tensor}")
-    request.layout = Layout(
+    return Layout(
         tensor=tensor,
         pipeline=pipeline,
         virtual=virtual,
@@ -182,14 +152,9 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         sequence_parallel=given.sequence_parallel and tensor > 1,
         distributed_optimizer=given.use_distributed_optimizer,
     )
-    request.machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **speeds)
 
 
 def _files(given: argparse.Namespace, wrong: list[str]) -> None:
     check_file("--output", given.output, wrong)
     check_file("--write-trace", given.write_trace, wrong)
     check_picture("--picture", given.picture, wrong)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,0 +1,118 @@
+"""The model that the options of a sub-command describe: Megatron's names, defaults, padding and divisibility."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from mindspeed_mem.command_line import flag, whole
+
+MODEL_NUMBERS = {
+    "num_layers": "decoder layers",
+    "hidden_size": None,
+    "ffn_hidden_size": "4 times the hidden size; with --swiglu 2/3 of that, as Megatron rounds it",
+    "num_attention_heads": None,
+    "num_query_groups": "the number of heads; with --group-query-attention 1",
+    "kv_channels": "hidden size / heads",
+    "vocab_size": "before padding (50257)",
+}
+"""Whole numbers that sub-commands about a model take, with their help."""
+MODEL_SWITCHES = {
+    "swiglu": "gated activation function",
+    "group_query_attention": "see --num-query-groups",
+    "disable_bias_linear": "no biases in linears",
+    "untie_embeddings_and_output_weights": "an output matrix of its own",
+}
+"""Switches, with their help."""
+MODEL_CHOICES = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+}
+"""Options with a few values, the first of which is Megatron's default."""
+
+
+class ModelSizes(NamedTuple):
+    """What the options of a model say about its parameters, with what Megatron puts where they say nothing."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """After padding."""
+    swiglu: bool
+    bias: bool
+    untied: bool
+
+    def indivisible(self, ranks: int, more: Mapping[str, int] | None = None) -> list[str]:
+        """Why attention has no such groups, and `ranks` tensor-parallel ranks cannot split the model.
+
+        more: what else they split, by its option.
+        """
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        found = [f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}"] * bool(heads % groups)
+        divided = {
+            "--num-attention-heads": heads,
+            "--num-query-groups": groups,
+            "--ffn-hidden-size": self.ffn_hidden_size,
+            **(more or {}),
+        }
+        return found + [
+            f"{option} {size} is no multiple of --tensor-model-parallel-size {ranks}"
+            for option, size in divided.items()
+            if size % ranks
+        ]
+
+
+def add_options(
+    group: argparse._ArgumentGroup,
+    numbers: Mapping[str, str | None],
+    switches: Mapping[str, str],
+    choices: Mapping[str, tuple[str, ...]],
+) -> None:
+    """Options with Megatron's names; numbers stay text, so that all that is wrong is said at once."""
+    for name, text in numbers.items():
+        flags = [flag(name)] + ["--layers"] * (name == "num_layers")
+        group.add_argument(*flags, dest=name, metavar="N", help=text)
+    for name, text in switches.items():
+        group.add_argument(flag(name), action="store_true", help=text)
+    for name, allowed in choices.items():
+        group.add_argument(flag(name), metavar="NAME", help=f"{', '.join(allowed)} ({allowed[0]})")
+
+
+def read_options(
+    given: argparse.Namespace, numbers: Iterable[str], choices: Mapping[str, tuple[str, ...]], wrong: list[str]
+) -> dict[str, int | None]:
+    """The whole numbers by name, None where one is not given; what is wrong with them, and with choices, in `wrong`."""
+    sizes = {name: whole(flag(name), getattr(given, name), wrong) for name in numbers}
+    for name, allowed in choices.items():
+        if getattr(given, name) not in (None, *allowed):
+            wrong.append(f"{flag(name)} takes {', '.join(allowed)}, not {getattr(given, name)!r}")
+    return sizes
+
+
+def model_sizes(given: argparse.Namespace, numbers: Mapping[str, int | None], wrong: list[str]) -> ModelSizes:
+    """The model that the options describe, padded for its tensor-parallel ranks.
+
+    numbers: from `read_options`, with layers, hidden size and heads given. Notes in `wrong` a hidden size that heads do
+    not divide; `ModelSizes.indivisible` says the rest.
+    """
+    heads, hidden = numbers["num_attention_heads"], numbers["hidden_size"]
+    if numbers["kv_channels"] is None and hidden % heads:
+        wrong.append(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
+    wide, multiple = 4 * hidden, 128 * (numbers["tensor_model_parallel_size"] or 1)
+    return ModelSizes(
+        num_layers=numbers["num_layers"],
+        hidden_size=hidden,
+        ffn_hidden_size=numbers["ffn_hidden_size"] or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
+        num_attention_heads=heads,
+        num_query_groups=numbers["num_query_groups"] or (1 if given.group_query_attention else heads),
+        kv_channels=numbers["kv_channels"] or max(1, hidden // heads),
+        vocab_size=-(-(numbers["vocab_size"] or 50257) // multiple) * multiple,
+        swiglu=given.swiglu,
+        bias=not given.disable_bias_linear,
+        untied=given.untie_embeddings_and_output_weights,
+    )
