@@ -36,6 +36,13 @@ def _made_of_stages(args: Any) -> bool:
     return entries is not None and describes(str(getattr(args, "pipeline_model_parallel_layout", None)), entries)
 
 
+def _draws_nothing(args: Any) -> bool:
+    try:
+        return not any(float(getattr(args, f"{what}_dropout", 0.1)) for what in ("hidden", "attention"))
+    except ValueError:  # reported by its parser
+        return False
+
+
 _SAME = "both decide about the same activations"
 _GRAPH = "replaying a graph skips the Python code that swaps and recomputes"
 _NOT_YET = "not supported yet"
@@ -66,6 +73,13 @@ RECOMPUTE = (
         "--moe-router-load-balancing-type",
         "its running counts change between a forward and its repetition",
         value="global_aux_loss",
+    ),
+    of_megatron_lm(
+        "--te-rng-tracker",
+        "its states are live generators, so dropout would draw other masks in a forward that runs again (it can stay "
+        "with --hidden-dropout 0 --attention-dropout 0)",
+        unless=_draws_nothing,
+        asks=("--hidden-dropout", "--attention-dropout"),
     ),
 )
 

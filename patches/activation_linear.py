@@ -1,14 +1,18 @@
-"""megatron.core.tensor_parallel.layers: keep the fused weight-gradient path under saved-tensor hooks.
+"""megatron.core: keep fused weight-gradient accumulation under saved-tensor hooks.
 
-Why here: inside any saved-tensor hook ``ctx.saved_tensors`` hands back a plain tensor for the weight, without the
-``grad_added_to_main_grad`` that the backward asks for, which breaks DDP's overlap contract when gradient accumulation
-is fused. The weight itself is a parameter and outlives the graph, so the context may simply remember it.
+Inside any saved-tensor hook ``ctx.saved_tensors`` hands back a plain tensor for the weight, without the
+``grad_added_to_main_grad`` that the backward of a linear layer asks for and then sets: it adds to ``main_grad``, and
+returns no gradient, where DDP, overlapped, asserts that there is one. Megatron's own layer may simply remember the
+weight, a parameter that outlives the graph. For TransformerEngine's (before 2.15) DDP's hook gets what it asks for.
 """
 
 from __future__ import annotations
 
+import torch
+
 from mindspeed_mem.patching import around
 
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
 _LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication."
 
 
@@ -37,3 +41,22 @@ def forward(original, ctx, input, weight, bias, gradient_accumulation_fusion, *a
 @around(_LINEAR + "backward")
 def backward(original, ctx, grad_output):
     return original(_WithWeight(ctx) if hasattr(ctx, "_mindspeed_mem_weight") else ctx, grad_output)
+
+
+@around(_DDP + "_make_backward_post_hook")
+def make_backward_post_hook(original, self, param):
+    hook = original(self, param)
+    fused = getattr(self.config, "gradient_accumulation_fusion", False)
+
+    def with_gradient(*unused):
+        if param.grad is not None:
+            return hook(*unused)
+        before = param.grad_added_to_main_grad
+        param.grad = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.shape)  # never read
+        param.grad_added_to_main_grad = True
+        try:
+            hook(*unused)
+        finally:
+            param.grad_added_to_main_grad = before
+
+    return with_gradient if fused else hook

@@ -310,7 +310,7 @@ def test_all_problems_are_reported_at_once(tmp_path, monkeypatch):
         ({"select_recompute": ["mlp=x"]}, "--select-recompute: got ['mlp=x']; allowed: layer indices"),
         ({"select_recompute": ["a("]}, "--select-recompute: got 'a(' (str); allowed: names"),
         ({"select_recompute": 3}, "--select-recompute: got 3; allowed: patterns"),
-        ({"select_comm_recompute": {"mlp": [0.5]}}, "--select-comm-recompute.mlp[0]: got 0.5"),
+        ({"select_comm_recompute": {"mlp": [0.5]}}, "--select-comm-recompute mlp[0]: got 0.5"),
         ({"recompute_layers": "0", "swap_host_memory_gib": 1}, "--swap-host-memory-gib needs --memory-config"),
         ({"chunk_zero_stage": 4}, "--chunk-zero-stage: got 4; allowed: 1, 2 or 3"),
         ({"chunk_zero_stage": True}, "--chunk-zero-stage: got True; allowed: 1, 2 or 3"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from megatron.core.transformer import TransformerConfig
 
-from mindspeed_mem.features import FEATURES
+from mindspeed_mem.features import FEATURES, FeatureError, check, scan
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *feature.bars)]
@@ -30,6 +30,7 @@ MEGATRON_LM = {
     "--overlap-param-gather-with-optimizer-step",
     "--rl-offload-optimizer-during-inference",
     "--save-wgrads-interval",
+    "--te-rng-tracker",
     "--use-distributed-optimizer",
     "--use-legacy-models",
     "--use-megatron-fsdp",
@@ -101,3 +102,11 @@ def test_the_list_of_mindspeed_is_true():
     sources = [p.read_text() for p in Path(os.environ["MINDSPEED"], "mindspeed/features_manager").rglob("*.py")]
     for flag in MINDSPEED:
         assert any(f'"{flag}"' in source or f"'{flag}'" in source for source in sources), flag
+
+
+def test_live_generators_do_no_harm_where_nothing_is_drawn():
+    line = "--recompute-layers all --device=cpu --te-rng-tracker --hidden-dropout 0 --attention-dropout 0.0"
+    assert check(scan(line.split())).memory is not None
+    check({"memory_config": {"swap_config": {"swap": True}}, "device": "cpu", "te_rng_tracker": True})
+    with pytest.raises(FeatureError, match="--recompute-layers cannot be combined with --te-rng-tracker"):
+        check(scan([*line.split()[:-1], "0.1"]))
