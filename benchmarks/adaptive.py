@@ -181,7 +181,8 @@ def under_cap(bench, problem: Problem, policies: dict[str, Policy], cap: int, ma
     fitting = [name for name, row in rows.items() if row["fits"]]
     setting.stalls.clear()
     for name, times in bench.times(setting, fitting, KEEP_ALL, given.rounds, clock).items():
-        rows[name] |= times | {"stall_ms_per_step": 1e3 * setting.stalls[name] / (given.rounds + 1)}
+        steps = (given.rounds + 1) * (1 + bench.warm)
+        rows[name] |= times | {"stall_ms_per_step": 1e3 * setting.stalls[name] / steps}
     return rows
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from policies import Policy
-from timing import interleaved, summary
+from timing import interleaved, reproducible, summary
 from variants import Settings, Variant
 
 import mindspeed_mem.megatron_adaptor as mem
@@ -64,6 +64,11 @@ class Bench:
         finally:
             engines.stop()
             REGISTRY.undo(patches)
+
+    @property
+    def warm(self) -> int:
+        """Untimed steps before each timed one: setting a cap empties an accelerator's caching allocator."""
+        return int(self.backend.type != "cpu")
 
     def settings(self, policies: dict[str, Policy], cap: int | None, uncapped: Sequence[str] = ()) -> Settings:
         """``cap``: bytes of everything on the device, or None."""
@@ -122,7 +127,7 @@ class Bench:
         found = []
         try:
             for _ in range(steps):
-                with setting(name):
+                with setting(name), reproducible(self.backend.type):
                     found += self.step()
                 with torch.no_grad():
                     for parameter in self.model.parameters():
@@ -133,7 +138,7 @@ class Bench:
                 _bytes(parameter).copy_(saved)
 
     def times(self, setting: Settings, names: Sequence[str], base: str, rounds: int, clock) -> dict[str, dict]:
-        seconds = interleaved(names, setting, self.step, rounds, self.backend.synchronize, clock)
+        seconds = interleaved(names, setting, self.step, rounds, self.backend.synchronize, clock, self.warm)
         return summary(seconds, base)
 
 

@@ -159,10 +159,11 @@ def _job(rank: int, ranks: int, meeting: str, given: argparse.Namespace):
 def measured(job, chosen: dict) -> tuple[dict[str, dict], dict[str, str]]:
     """Name -> figures without times; and why a peer has none. Collective; on rank 0 those of all ranks."""
     import torch.distributed as dist
+    from timing import reproducible
 
     rows, failed = {}, {}
     for name, variant in chosen.items():
-        with _counted(job.backend):
+        with _counted(job.backend), reproducible(job.backend.type):
             try:
                 mine = _one(job, variant)
             except Exception as error:
@@ -267,7 +268,8 @@ def timed(job, chosen: dict, rows: dict[str, dict], given: argparse.Namespace) -
             kept[name] = _warm(job, variant)
     gc.collect()
     gc.freeze()
-    seconds = interleaved(list(chosen), setting, lambda: current.step(), given.rounds, synchronize)
+    warm = int(job.backend.type != "cpu")
+    seconds = interleaved(list(chosen), setting, lambda: current.step(), given.rounds, synchronize, warm=warm)
     gc.unfreeze()
     slowest = {name: _over_ranks(values, max) for name, values in seconds.items()}
     for name, figures in summary(slowest, BASE).items():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from timing import interleaved, summary  # noqa: E402
+from timing import interleaved, reproducible, summary  # noqa: E402
 from variants import Settings, Variant, device_bytes_at_peak, set_up, write  # noqa: E402
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
@@ -101,7 +101,7 @@ def main() -> None:
     for name, row in rows.items():
         row["peer"] = all_variants[name].peer
         row["device_bytes_at_peak"] = device_bytes_at_peak(setting, name, step)
-        with setting(name):
+        with setting(name), reproducible(backend.type):
             losses[name] = step(), [p.grad.double().sum().item() for p in model.parameters()]
         row["same"] = losses[name] == losses["no recompute"]
     print(table(rows))

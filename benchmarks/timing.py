@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,10 +21,12 @@ def interleaved(
     rounds: int,
     synchronize: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
+    warm: int = 0,
 ) -> dict[str, list[float]]:
     """Seconds of ``step`` under each variant, one per round; every round runs all variants in an order of its own.
 
-    ``setting(name)`` puts a variant in place (untimed). One untimed step of each variant comes first. ``clock``: for
+    ``setting(name)`` puts a variant in place (untimed). One untimed step of each variant comes first; ``warm``: and so
+    many before each timed one, for a caching allocator that another variant has left in another state. ``clock``: for
     one thread on a shared machine `time.process_time`, which does not count the time that others take.
     """
     order = random.Random(0)
@@ -31,6 +34,8 @@ def interleaved(
     for round_number in range(-1, rounds):
         for name in order.sample(list(names), len(names)):
             with setting(name):
+                for _ in range(warm):
+                    step()
                 synchronize()
                 start = clock()
                 step()
@@ -38,6 +43,21 @@ def interleaved(
                 if round_number >= 0:
                     seconds[name].append(clock() - start)
     return seconds
+
+
+@contextlib.contextmanager
+def reproducible(device_type: str) -> Iterator[None]:
+    """Inside, an accelerator's kernels give the same bits each time, where they can (flash attention does not by
+    default); for comparing losses, not for timing."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    if device_type != "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def summary(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
