@@ -32,6 +32,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
     original(self, config, ddp_config, module, disable_bucketing and not ours, pg_collection)
     buffers = [*self.buffers, *self.expert_parallel_buffers]
     if now is not None and ddp_config.use_distributed_optimizer:
+        now.check_ranks(buffers)
         now.check_host(self, buffers)
     if not ours:
         return

@@ -46,6 +46,10 @@ class Try:
     def evicted(self) -> int:
         return max(one.evicted for one in self.measured)
 
+    @property
+    def retried(self) -> bool:
+        return any(one.retries for one in self.measured)
+
     def lines(self) -> list[str]:
         """Predicted beside measured."""
         predicted, peaks = passes_seconds(self.problem, self.found.simulated), self.found.simulated.peaks
@@ -53,8 +57,11 @@ class Try:
             return [f"predicted {predicted:.4g} s and {_mib(max(peaks))} MiB at most"]
         stages = [max(one.peak for one in self.measured if one.stage == number) for number in range(len(peaks))]
         evicted = f", {_mib(self.evicted)} MiB evicted beyond the plan" if self.evicted else ""
-        text = f"predicted {predicted:.4g} s, measured {self.seconds:.4g} s; peak by stage in MiB, predicted "
-        text += f"{' '.join(map(_mib, peaks))}, measured {' '.join(map(_mib, stages))}{evicted}"
+        evicted += ", the allocator had to give back memory and retry" if self.retried else ""
+        text = (
+            f"predicted {predicted:.4g} s, measured {self.seconds:.4g} s; peak of all device memory by stage in MiB, "
+        )
+        text += f"predicted {' '.join(map(_mib, peaks))}, measured {' '.join(map(_mib, stages))}{evicted}"
         return [text]
 
 
@@ -86,15 +93,15 @@ class Planner:
                 return self._try(found, why, now.lines())
         return self._settle(now)
 
-    def overrun(self, evicted: Sequence[tuple[int, int]]) -> Decision:
-        """The settled plan no longer fits. ``evicted``: the stage of each rank, and the bytes that had to leave on it
-        in one training call."""
+    def overrun(self, lacks: Sequence[tuple[int, int, int]]) -> Decision:
+        """The settled plan no longer fits. ``lacks``: the stage of each rank, the bytes that had to leave on it in one
+        training call, and how often its allocator had to retry in one."""
         last = self.kept or self.tries[-1]
         if last.measured:
             self.problem = corrected(last.problem, last.found.simulated, last.measured)
         now = Search(self.problem).simulated(last.found.plan)
         seconds = passes_seconds(self.problem, now)
-        seen = [Measured(stage, seconds, now.peaks[stage], now.stalls[stage], n) for stage, n in evicted]
+        seen = [Measured(stage, seconds, now.peaks[stage], now.stalls[stage], *lack) for stage, *lack in lacks]
         self.problem = corrected(self.problem, now, seen)
         return self.start()
 
@@ -122,7 +129,7 @@ class Planner:
         return Decision(config, False, tuple(line for line in (*lines, why, number) if line))
 
     def _settle(self, now: Try) -> Decision:
-        self.kept = min(self.tries, key=lambda one: (one.evicted > 0, one.evicted if one.evicted else one.seconds))
+        self.kept = min(self.tries, key=lambda one: (one.evicted, one.retried, one.seconds))
         changed = None if self.kept is now else self.kept.config
         which = f"settled on plan {self.tries.index(self.kept) + 1} of {len(self.tries)}"
         return Decision(changed, True, (*now.lines(), f"{which}: {self.kept.lines()[0]}"))

@@ -32,8 +32,9 @@ class RestingChunk:
     @property
     def nbytes(self) -> int:
         """What all this takes, with a shard of parameters and one of gradients, if it has them."""
-        masters = sum(master.numel() * master.element_size() for master in self.masters.values())
-        total = masters * (1 + _MOMENTS)
+        masters = {master: master.numel() * master.element_size() for master in self.masters.values()}
+        own = sum(nbytes for master, nbytes in masters.items() if master not in self.shards)
+        total = own + _MOMENTS * sum(masters.values())
         if self.chunk is not None:
             total += self.chunk.nbytes // self.chunk.group.size() if self.chunk.shard is not None else 0
             total += self.chunk.grad.numel() * self.chunk.grad.element_size() // self.chunk.group.size()

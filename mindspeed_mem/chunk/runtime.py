@@ -73,7 +73,10 @@ class Runtime:
         """Where chunks rest on the host; None if the policy leaves all on the device."""
         backend, policy = self.settings.backend, self.settings.placement.policy
         if policy == "auto" and (backend.limit() is None or backend.peak() is None):
-            logger.warning("--placement-policy auto: this device does not say how much memory it has; all stays there")
+            logger.warning(
+                "--placement-policy auto: this device does not say how much memory it has; all stays there. Say how "
+                "much with --device-memory-gib"
+            )
             return None
         if policy == "auto":
             self._auto = AutoPlacement(backend, self.residency, self.settings.placement.budget is None)
@@ -98,6 +101,14 @@ class Runtime:
         on_host = self.settings.placement.on_host([bucket.param_data.numel() for bucket in in_order])
         chosen = {bucket: self.host if resting else DEVICE for bucket, resting in zip(in_order, on_host, strict=True)}
         return chosen.__getitem__
+
+    def check_ranks(self, buffers: Iterable[Any]) -> None:
+        """Warn if there is nothing to split: one data-parallel rank."""
+        if all(buffer.data_parallel_group.size() == 1 for buffer in buffers):
+            rest = "" if self.settings.placement.policy == "device" else "; only --placement-policy has an effect"
+            self.warn_once(
+                f"--chunk-zero-stage {self.settings.stage}: there is one data-parallel rank, so nothing is split{rest}"
+            )
 
     def check_host(self, ddp: Any, buffers: Iterable[Any]) -> None:
         """Before anything rests on the host: raise HostMemoryError unless this model, too, fits there."""

@@ -32,7 +32,8 @@ def get_backend(name: str | None = None) -> Backend:
         wanted = next(known for known in _BACKENDS if _why_absent(known) is None)
     said = f"device {wanted!r}" + ("" if wanted == name else f" (from {_VARIABLE})")
     if wanted not in _BACKENDS:
-        raise DeviceError(f"{said} is unknown; allowed: auto, {', '.join(_BACKENDS)}; present here: {_present()}")
+        allowed = ", ".join(name for name in _BACKENDS if name != "simulated")
+        raise DeviceError(f"{said} is unknown; allowed: auto, {allowed}; present here: {_present()}")
     reason = _why_absent(wanted)
     if reason is not None:
         raise DeviceError(
@@ -48,7 +49,7 @@ def available_backends() -> tuple[str, ...]:
 
 
 def _present() -> str:
-    return ", ".join(available_backends())
+    return ", ".join(name for name in available_backends() if name != "simulated")
 
 
 def _why_absent(name: str) -> str | None:

@@ -25,8 +25,8 @@ def format_chunks(ranks: Sequence[dict[str, Any]]) -> str:
     """``ranks``: `Runtime.report` of each rank, in rank order, each with ``rank`` added. Sizes are shown in MiB."""
     first = ranks[0]
     lines = [
-        f"chunk ZeRO stage {first['stage']}, placement {first['placement']}, per rank (MiB; whole, budget and peak of "
-        "gathered parameters at once, gathered: in all)",
+        f"chunk ZeRO stage {first['stage']}, placement {first['placement']}, per rank (MiB; whole: all parameters; "
+        "budget, peak: gathered at once; gathered: in the whole run; ahead: gathers started before their use)",
         " ".join(name.rjust(width) for name, width in _COLUMNS),
     ]
     for row in ranks:

@@ -10,7 +10,7 @@ from mindspeed_mem.report.units import mib
 
 _OF_PLANS = (
     " (--survive-oom): a plan that swaps or recomputes more would not wait for that",
-    ", which is how the first steps survive, and others that no plan foresees",
+    ": in the first steps, before there was a plan, or in later ones that it did not foresee",
 )
 _COLUMNS = (
     ("rank", 4),
@@ -27,8 +27,10 @@ _COLUMNS = (
 
 def format_report(ranks: Sequence[dict[str, Any]]) -> str:
     """``ranks``: `Engine.report` of each rank, in rank order, each with ``rank`` added. Sizes are shown in MiB."""
+    since = f" since {ranks[0]['since']}" if ranks[0].get("since") else ""
     lines = [
-        "activation memory, per rank (MiB; out, in, recomputed: in all; peaks are of activations kept for backward)",
+        "activation memory, per rank (MiB; out, in, recomputed: in the whole run; peaks are of activations kept for "
+        f"backward{since})",
         " ".join(name.rjust(width) for name, width in _COLUMNS),
     ]
     for row in ranks:

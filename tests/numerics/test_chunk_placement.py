@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import get_backend, host_memory
 from tests.chunk_runs import Case, built, chunked, differences, passed, stepped, trained
 from tests.limited_runs import counted
+from tests.swap_runs import listening
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -172,16 +171,9 @@ def refused():
                 passed(models, Case(), 0)
             said.append(str(caught.value))
             del models
-        records = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())
-        logging.getLogger(runtime.__name__).addHandler(handler)
-        try:
-            with chunked(2, placement=Placement("host")):
-                built(Case(dtype=torch.float32))
-        finally:
-            logging.getLogger(runtime.__name__).removeHandler(handler)
-        said.append([record for record in records if "fp32" in record])
+        with listening() as records, chunked(2, placement=Placement("host")):
+            built(Case(dtype=torch.float32))
+        said.append(records)
     settings.use(ChunkSettings())
     return said
 
@@ -193,6 +185,23 @@ def test_what_cannot_be_is_said_before_training():
         assert warned == [
             "fp32 parameters stay on the device with --chunk-zero-stage below 3: they are their own masters"
         ]
+
+
+def said_alone():
+    """What is said where there is one data-parallel rank."""
+    found = []
+    with parallel():
+        for policy in ("device", "host"):
+            with listening() as said, chunked(3, placement=Placement(policy)):
+                built(Case())
+                built(Case())
+            found.append(said)
+    return found
+
+
+def test_one_rank_has_nothing_to_split():
+    first = "--chunk-zero-stage 3: there is one data-parallel rank, so nothing is split"
+    assert on_ranks(1, said_alone) == [[[first], [f"{first}; only --placement-policy has an effect"]]]
 
 
 def test_a_host_with_no_room_is_found(monkeypatch):
