@@ -20,6 +20,8 @@ from mindspeed_mem.activation import calls, regions
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.adaptive.adaptation import Call, Ranks
 from mindspeed_mem.adaptive.engine import AdaptiveEngine
+from mindspeed_mem.chunk import settings as chunk_settings
+from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, around
 from mindspeed_mem.schedule import settings
 
@@ -68,6 +70,7 @@ def _facts(engine, models, call):
     mine = _digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
     patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status == "applied"})
     device = engine.backend.describe()
+    chunks = dataclasses.replace(chunk_settings.current(), backend=None)
     return {
         **call._asdict(),
         **{f"{name}_size": getattr(state, f"get_{name}_world_size")() for name in getters},
@@ -78,6 +81,9 @@ def _facts(engine, models, call):
         "hidden_size": config.hidden_size,
         "dtype": str(config.params_dtype),
         "model": _digest(_plain(config)),
+        "chunk_zero_stage": chunks.stage,
+        "placement": chunks.placement.policy,
+        "states": _digest(repr(chunks), optimizer_settings.mode()),
         "stages_and_sizes": _digest(calls.gather(mine)),
         "patches": _digest(patches),
         "torch": torch.__version__,

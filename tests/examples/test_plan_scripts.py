@@ -6,6 +6,7 @@ import pytest
 
 from tests.examples.jobs import EXAMPLES, SHORT, numbers, rows, script
 
+STEPS = 20
 SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernorm, "
 
 
@@ -63,13 +64,34 @@ def test_recompute_changes_no_loss_and_says_what_it_did(unchanged, tmp_path, nam
         )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Numbers of a data-parallel run whose ranks hold everything."""
+    path = tmp_path_factory.mktemp("whole") / "metrics.jsonl"
+    script("pretrain_gpt.sh", *SHORT, path, PP=1, TRAIN_ITERS=STEPS).succeeded()
+    return numbers(path)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_chunks_on_the_host_train_alike_and_are_reported(tmp_path):
-    whole, path = tmp_path / "whole.jsonl", tmp_path / "metrics.jsonl"
-    script("pretrain_gpt.sh", *SHORT, whole, PP=1, TRAIN_ITERS=4).succeeded()
-    job = script("pretrain_gpt_gemini.sh", *SHORT, path, TRAIN_ITERS=4).succeeded()
-    found, expected = numbers(path), numbers(whole)
+def test_chunks_and_the_adaptive_plan_go_together(whole, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    chunks = ["--use-distributed-optimizer", "--chunk-zero-stage", 3, "--placement-policy", "host"]
+    size = ["--min-chunk-size-mib", 0.25, "--chunk-search-range-mib", 0.25]
+    variables = {"PP": 1, "PLAN": tmp_path / "plan.yaml", "TRAIN_ITERS": STEPS}
+    job = script("pretrain_gpt_adaptive.sh", *chunks, *size, *SHORT, path, **variables).succeeded()
+    for mine, theirs in zip(numbers(path), whole, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)  # the norm is summed in another order
+    assert "adaptive memory plan (settled): predicted" in job.output
+    assert '"chunk_zero_stage": 3' in (tmp_path / "plan.yaml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_chunks_on_the_host_train_alike_and_are_reported(whole, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    job = script("pretrain_gpt_gemini.sh", *SHORT, path, TRAIN_ITERS=STEPS).succeeded()
+    found, expected = numbers(path), whole
     assert found[0][2] == expected[0][2]  # the same model, before its first step
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)  # the norm is summed in another order

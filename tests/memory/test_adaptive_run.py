@@ -110,6 +110,8 @@ def test_a_config_that_recomputes_is_refused_before_the_first_step():
 
 def other_jobs(plan_file: str) -> list[str]:
     """What jobs that differ in one thing say of the first one's plan."""
+    from mindspeed_mem.chunk import settings
+    from mindspeed_mem.chunk.settings import ChunkSettings
     from tests.adaptive_runs import adapting, room_for, told, until_settled
     from tests.limited_runs import Training, counted
 
@@ -117,7 +119,10 @@ def other_jobs(plan_file: str) -> list[str]:
     with counted() as memory, parallel():
         room, _ = room_for(memory, "dense", 0.6, layers=3)
         limit = memory.allocated + room
-        for number, (tied, micro_batches) in enumerate([(True, 2), (False, 2), (True, 2)]):
+        for number, (tied, micro_batches, stage) in enumerate(
+            [(True, 2, 0), (False, 2, 0), (True, 2, 0), (True, 4, 2)]
+        ):
+            settings.use(ChunkSettings(stage=stage))
             with adapting(Path(plan_file)) as engine, told() as lines:
                 mine = Training(memory, "dense", tied=tied, layers=3, micro_batches=micro_batches)
                 mine.total = limit
@@ -126,14 +131,16 @@ def other_jobs(plan_file: str) -> list[str]:
                     mine.micro_batches = 4
                     until_settled(engine, mine.step)
                 said.append(next((line for line in lines if "plan in" in line), ""))
+    settings.use(ChunkSettings())
     return said
 
 
 def test_a_plan_is_kept_for_what_it_was_made_for(tmp_path):
-    [(first, untied, fewer)] = on_ranks(1, other_jobs, str(tmp_path / "plan.yaml"))
+    [(first, untied, fewer, sharded)] = on_ranks(1, other_jobs, str(tmp_path / "plan.yaml"))
     assert first == ""
     assert "is not used: micro_batches was 4 and is 2, stages_and_sizes was" in untied
     assert "is not used: micro_batches was 4 and is 2" in fewer and "stages_and_sizes" not in fewer
+    assert "is not used: chunk_zero_stage was 0 and is 2, states was" in sharded
 
 
 def changes() -> tuple[list, list[str]]:
