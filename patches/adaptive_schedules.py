@@ -66,7 +66,7 @@ def _facts(engine, models, call):
     getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "data_parallel")
     layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
     parameters = [(str(one.dtype), one.numel(), one.requires_grad) for model in models for one in model.parameters()]
-    limits = {"device_limit": engine.backend.limit(), "host_limit": engine.mover.slabs.limit_bytes}
+    limits = {"device_limit": engine.backend.nominal_limit(), "host_limit": engine.mover.slabs.limit_bytes}
     mine = _digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
     patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status == "applied"})
     device = engine.backend.describe()

@@ -88,6 +88,7 @@ def _twice(engine, original, kwargs):
     forget_frames(failed)
     del failed
     before.put_back(iterator)
+    engine.backend.give_back()  # what it kept in pieces, or a library lacked
     for timer in _timers(models[0]) - timers:
         timer.stop()
     for values, earlier in losses:

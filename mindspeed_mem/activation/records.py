@@ -243,11 +243,13 @@ class Handle:
     def bring_back(self) -> torch.Tensor:
         """The saved tensor with its own dtype, size, stride and offset.
 
+        What can leave is returned as a tensor of its own: autograd hands on what needs no gradient as it is, and only
+        another tensor than `alias` shows who makes room that the running operator works on the memory.
         Raises RuntimeError if it has been modified in place since it was saved.
         """
         self.check_version()
         if self.layout is None:
-            return self.alias
+            return self.alias if self.record is None else self.alias.detach()
         self.record.bring_back()
         dtype, size, stride, offset = self.layout
         return view_of(self.record.buffer.untyped_storage(), dtype, size, stride, offset)

@@ -7,6 +7,7 @@ operator waits. The guard that notices a lack of memory runs only in steps in wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -16,6 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.arguments import tensors_in
 from mindspeed_mem.activation.census import Census
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.eviction import EvictingMover
@@ -27,6 +29,7 @@ from mindspeed_mem.activation.saved import storage_mark
 from mindspeed_mem.activation.tightness import Tightness
 from mindspeed_mem.device import delegating, onednn
 from mindspeed_mem.device.op_guard import OpGuard
+from mindspeed_mem.device.op_rules import storage_of
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
@@ -59,12 +62,13 @@ class SurvivingEngine(Engine):
         """How many forwards of micro-batches have begun."""
         self._all_records = True
         _ask_before_failing(backend)
-        self._guarding = False
+        self._guarding = self._tight = False
         self.tightness = Tightness(backend)
         self.guarded_steps = 0
 
     def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
         super().resolve(gather, partners)
+        self.backend.keep_reserve()  # by now the device is chosen, and the model there
         self._covered, self._idle = None, False
         self.tightness.varies = any("experts" in path.split(".") for _, path in self._modules)
 
@@ -91,13 +95,32 @@ class SurvivingEngine(Engine):
             return
         guard = self.guard if self.tightness.begins() or self.everything else self._unguarded()
         self._guarding, before = True, self.guard.lacks
-        self.guarded_steps += guard is self.guard
+        self._tight = guard is self.guard
+        self.guarded_steps += self._tight
         try:
             with guard:
                 yield
         finally:
-            self._guarding = False
+            self._guarding = self._tight = False
             self.tightness.ends(self.guard.lacks > before)
+
+    def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a function that may be compiled: what that allocates, in forward and in backward, no guard sees. While
+        memory is tight it finds room for about as much as it is given."""
+        if not self._tight:
+            return super().run_fused(call, args, kwargs)
+        given = {storage_of(one): one.nbytes for one in tensors_in((args, kwargs)) if self.backend.owns(one)}
+        nbytes = sum(given.values())
+        self.guard.room_for(nbytes, args, kwargs)
+        result = super().run_fused(call, args, kwargs)
+        for leaf in tensors_in(result):
+            if leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(functools.partial(self._room_in_backward, nbytes))
+        return result
+
+    def _room_in_backward(self, nbytes: int, gradients: tuple) -> None:
+        if self._tight:
+            self.guard.room_for(2 * nbytes, gradients)  # what it was given may have to come back first
 
     def _unguarded(self) -> contextlib.AbstractContextManager:
         return onednn.noticed(getattr(self.backend, "ledger", None))

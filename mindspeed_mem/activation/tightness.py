@@ -1,4 +1,8 @@
-"""Whether a step may run out of device memory, as far as the steps before it tell: only then it has to be guarded."""
+"""Whether a step may run out of device memory, as far as the steps before it tell: only then it has to be guarded.
+
+What tells is the peak of allocated bytes, the lacks that were seen, and the times that the allocator had to give back
+what it kept (`Backend.allocation_retries`): memory in pieces runs out before its bytes do.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ class Tightness:
         self._parts = self._calm = self._highest = 0
         self._lacked = False
         self._calm_after = _CALM
+        self._retries: int | None = None  # of the allocator, when last looked at
 
     def forget(self, planned: bool = False) -> None:
         """Steps from now on are of another kind; ``planned``: they should fit."""
@@ -42,6 +47,8 @@ class Tightness:
     def begins(self) -> bool:
         """A part begins; whether memory may run out in it."""
         self._parts += 1
+        if self._retries is None:
+            self._retries = self._backend.allocation_retries()
         limit, room = self._backend.limit(), self._backend.room()
         if limit is None or room is None:
             return self._lacked
@@ -51,7 +58,9 @@ class Tightness:
         return self._lacked or self._parts <= _UNKNOWN or left < _TIGHT * limit
 
     def ends(self, lacked: bool) -> None:
-        """It has ended, with or without a lack of memory."""
+        """It has ended, with or without a lack of memory; a retry of the allocator since the last end is one, too."""
+        before, self._retries = self._retries, self._backend.allocation_retries()
+        lacked |= before is not None and self._retries > before
         self._lacked |= lacked
         self._calm = 0 if lacked else self._calm + 1
         self.note_peak()  # who trains may reset the backend's

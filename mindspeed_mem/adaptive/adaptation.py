@@ -6,7 +6,8 @@ rank 0 plans. A call is one training step's forwards and backwards on Megatron's
     call 1       survive: the optimizer makes its states after it. A plan kept for the same job is used from here on.
     calls 2-4    profile (`Profiler`)
     then         plan; each plan runs three calls, of which the first is not measured, until one is settled on
-    settled      every tenth call the ranks ask each other whether activations had to be evicted; if so, plan again
+    settled      every tenth call the ranks ask each other whether activations had to be evicted, or allocators had to
+                 retry in each call; if so, plan again
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.profiler import Profiler, link_profile
 from mindspeed_mem.adaptive import kept_plan, measured, trace
 from mindspeed_mem.adaptive.call_meter import CallMeter
@@ -74,7 +76,7 @@ class Adaptation:
         self._facts: dict[str, Any] = {}
         self._calls = 0  # in this state
         self._meter = CallMeter(engine)
-        self._evicted = self._overruns = self._reshaped = 0
+        self._evicted = self._retries = self._overruns = self._reshaped = 0
         self._config: dict[str, Any] | None = None  # in force
         self._settled: dict[Call, dict[str, Any] | None] = {}
 
@@ -108,6 +110,10 @@ class Adaptation:
             return self.planner.report()
         used = self.state == SETTLED and self._ranks.rank == 0
         return [f"adaptive memory plan: taken from {self.target}"] if used else []
+
+    @property
+    def settled(self) -> bool:
+        return self.state == SETTLED
 
     # ---- states
     def _start(self, facts: Callable[[], dict[str, Any]]) -> None:
@@ -173,15 +179,18 @@ class Adaptation:
         if self._calls % _WATCHED or not self._calls:
             return
         grown = self.engine.mover.evicted_bytes - self._evicted
-        self._evicted += grown
-        everyone = self._ranks.gather((self._ranks.stage, grown // _WATCHED))
-        if not any(grown for _, grown in everyone):
+        retries = self.engine.backend.allocation_retries() - self._retries
+        self._evicted, self._retries = self._evicted + grown, self._retries + retries
+        everyone = self._ranks.gather((self._ranks.stage, grown // _WATCHED, retries // _WATCHED))
+        if not any(evicted or retried for _, evicted, retried in everyone):
             return
         self._overruns += 1
         if self._overruns > _AGAIN:
             self._stop("memory keeps running out under every plan")
             return
-        self._say("activations had to be evicted beyond the plan: planning again")
+        evicted = any(evicted for _, evicted, _ in everyone)
+        what = "activations had to be evicted beyond" if evicted else "the allocator had to retry in every call under"
+        self._say(f"{what} the plan: planning again")
         if not self.profiled:  # the plan came from a file
             self._profile_again()
             return
@@ -290,7 +299,9 @@ class Adaptation:
 
     def _go(self, state: str) -> None:
         self.state, self._calls = state, 0
-        self._evicted = self.engine.mover.evicted_bytes
+        if state == SETTLED:
+            LEDGER.forget()  # the report is about the plan, not about how it was found
+        self._evicted, self._retries = self.engine.mover.evicted_bytes, self.engine.backend.allocation_retries()
         self._meter.clear()
 
     def _say(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What training calls take while a plan is tried: time, peak, stalls, and what had to be evicted all the same."""
+"""What training calls take while a plan is tried: time, peak, stalls, and what shows that memory was short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CallMeter:
         self._engine = engine
         self._calls: list[Measured] = []
         self._started = self._stalled = 0.0
-        self._evicted = 0
+        self._evicted = self._retries = 0
 
     def clear(self) -> None:
         """Forget the calls measured so far."""
@@ -32,6 +32,7 @@ class CallMeter:
         backend.reset_peak()
         LEDGER.reset_peak()
         self._evicted, self._stalled = self._engine.mover.evicted_bytes, backend.stall_seconds()
+        self._retries = backend.allocation_retries()
         self._started = time.perf_counter()
 
     def end(self, stage: int) -> None:
@@ -46,6 +47,7 @@ class CallMeter:
                 peak=LEDGER.held.peak if peak is None else peak,
                 stall=backend.stall_seconds() - self._stalled,
                 evicted=self._engine.mover.evicted_bytes - self._evicted,
+                retries=backend.allocation_retries() - self._retries,
             )
         )
 
@@ -55,5 +57,5 @@ class CallMeter:
         if not self._calls:
             return None
         seconds, stalls = (min(getattr(one, name) for one in self._calls) for name in ("seconds", "stall"))
-        peak, evicted = (max(getattr(one, name) for one in self._calls) for name in ("peak", "evicted"))
-        return Measured(self._calls[0].stage, seconds, peak, stalls, evicted)
+        most = {name: max(getattr(one, name) for one in self._calls) for name in ("peak", "evicted", "retries")}
+        return Measured(stage=self._calls[0].stage, seconds=seconds, stall=stalls, **most)

@@ -14,7 +14,8 @@ CLOSE = 0.05
 _SLOWEST = 0.1
 """Of a link's speed: what it is taken for at least after one correction."""
 _LEAST = 0.02
-"""Of the limit: what a stage had too little at least, where activations had to leave in an emergency."""
+"""Of the limit: what a stage had too little at least, where activations had to leave in an emergency, or where the
+allocator could go on only after it had given back what it kept."""
 
 
 class Measured(NamedTuple):
@@ -29,6 +30,8 @@ class Measured(NamedTuple):
     """Seconds in which computation stood still for copies."""
     evicted: int = 0
     """Bytes that left because memory had run out, whatever the plan said."""
+    retries: int = 0
+    """How often the allocator had to give back what it kept: that was in pieces too small for a request."""
 
 
 def passes_seconds(problem: Problem, simulated: Simulated) -> float:
@@ -39,9 +42,9 @@ def passes_seconds(problem: Problem, simulated: Simulated) -> float:
 def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measured]) -> Problem:
     """The problem for which the plan simulated as ``simulated`` would have been predicted as it was ``measured``.
 
-    Temporaries take up whatever the peaks are off. Where computation waited for copies longer than predicted, the link
-    is slower; so it is, where copies block, if the call took longer at all: a copy also costs the host its time.
-    Otherwise everything is as much slower or faster as the call was.
+    Temporaries take up whatever the peaks are off, and what an allocator lacked that had to retry. Where computation
+    waited for copies longer than predicted, the link is slower; so it is, where copies block, if the call took longer
+    at all: a copy also costs the host its time. Otherwise everything is as much slower or faster as the call was.
     """
     stages = tuple(_stage(problem, simulated, number, measured) for number in range(len(problem.stages)))
     problem = dataclasses.replace(problem, stages=stages)
@@ -84,6 +87,8 @@ def _stage(problem: Problem, simulated: Simulated, number: int, measured: Sequen
     if evicted:  # nobody knows how far the peak would have gone
         each = evicted // problem.pipeline.micro_batches
         over = max(over, problem.device_limit - simulated.peaks[number] + each, round(_LEAST * problem.device_limit))
+    if any(one.retries for one in mine):  # a peak does not count the pieces that were of no use
+        over = max(over, round((1 + _LEAST) * problem.device_limit) - simulated.peaks[number])
     return dataclasses.replace(stage, temporary_bytes=max(0, stage.temporary_bytes + over))
 
 

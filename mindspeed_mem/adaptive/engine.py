@@ -36,4 +36,5 @@ class AdaptiveEngine(SurvivingEngine):
         self.adaptation.end(completed)
 
     def report(self) -> dict[str, Any]:
-        return super().report() | {"adaptive": self.adaptation.report()}
+        since = "the plan settled" if self.adaptation.settled else ""
+        return super().report() | {"adaptive": self.adaptation.report(), "since": since}

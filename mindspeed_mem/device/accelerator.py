@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import os
+import re
 import threading
 import warnings
 from contextlib import AbstractContextManager
@@ -13,6 +15,18 @@ import torch
 from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_limit
 
 _PENDING_STALLS = 256  # event pairs kept before those that have happened are added up
+
+_RESERVE = 1 << 30
+"""Bytes kept from torch's allocator for what asks the driver itself: contexts and workspaces of the libraries, code
+loaded at its first use, communicators made late. At a full device these fail, and what torch only keeps is none of
+theirs. Some hundred MiB are usual for a library's context and for each communicator."""
+_RESERVE_SHARE = 16  # but no more than this part of a small device
+
+# What libraries, and older torch_npu itself, say when there is no memory left: RuntimeErrors of no particular type.
+_DRIVER_FULL = re.compile(
+    r"_STATUS_ALLOC_FAILED|\b(?:CUDA|HIP|NPU)\b[^\n]{0,40}\bout of memory|Failed to CUDA [cm]alloc", re.IGNORECASE
+)
+_PERHAPS_FULL = "_STATUS_NOT_INITIALIZED"  # of a handle that could not be made: for this reason or another
 
 
 class NativeEvent(Event):
@@ -42,6 +56,8 @@ class AcceleratorBackend(Backend):
         self._lock = threading.Lock()
         self._told_unpinned = False
         self._fractions: dict[int, float] = {}  # of a device's memory that this process may use, if we have set it
+        self._asked: dict[int, int | None] = {}  # the limit that was asked for, by device
+        self._reserving: dict[int, int] = {}  # the one that leaves just the reserve
 
     @property
     def device(self) -> torch.device:
@@ -170,18 +186,59 @@ class AcceleratorBackend(Backend):
         return int(min(fraction, 1.0) * self._total())
 
     def limit_memory(self, nbytes: int | None) -> None:
-        index, total = self._module.current_device(), self._total()
-        check_limit(nbytes, total, f"{self.type} {index}")
+        index = self._module.current_device()
+        check_limit(nbytes, self._total(), f"{self.type} {index}")
+        self._asked[index] = nbytes
+        self._reserving.pop(index, None)
+        self._enforce(index, nbytes)
+
+    def _enforce(self, index: int, nbytes: int | None) -> None:
+        total = self._total()
         # The half: the allocator rounds down what it makes of the fraction.
         self._fractions[index] = fraction = 1.0 if nbytes is None else min((nbytes + 0.5) / total, 1.0)
         if nbytes is not None and self._module.memory_reserved() > nbytes:
             self._module.empty_cache()  # what the allocator keeps already, no limit takes away from it
         self._module.set_per_process_memory_fraction(fraction, index)
 
+    def keep_reserve(self) -> None:
+        index, total, limit = self._module.current_device(), self._total(), self.limit()
+        asked = self._asked.get(index) is not None or (limit < total and limit != self._reserving.get(index))
+        if asked or self.foreign_allocator() is not None:
+            return
+        available = self._module.mem_get_info()[0] + self._module.memory_reserved()
+        limit = min(available, total) - self._reserve()
+        if limit > 0:
+            self._enforce(index, limit)
+            self._reserving[index] = limit
+
+    def nominal_limit(self) -> int | None:
+        limit = self.limit()
+        return self._total() if limit == self._reserving.get(self._module.current_device()) else limit
+
+    def _reserve(self) -> int:
+        return min(_RESERVE, self._total() // _RESERVE_SHARE)
+
+    def allocation_retries(self) -> int:
+        stats = getattr(self._module, "memory_stats_as_nested_dict", None) or self._module.memory_stats
+        return stats().get("num_alloc_retries", 0)
+
     def room(self) -> int | None:
         # What torch may still ask the driver for, and what it keeps without using it.
         free, reserved = self._module.mem_get_info()[0], self._module.memory_reserved()
         return max(min(free, self.limit() - reserved), 0) + reserved - self._module.memory_allocated()
+
+    def peak_held(self) -> int | None:
+        return self._module.max_memory_reserved()
+
+    def give_back(self) -> int:
+        kept = self._module.memory_reserved()
+        self._module.empty_cache()
+        return kept - self._module.memory_reserved()
+
+    def use_device_of_rank(self) -> None:
+        rank = os.environ.get("LOCAL_RANK", "")  # a process that sees one device only takes that
+        if rank.isdigit() and 0 < int(rank) < self._module.device_count() and self._module.current_device() == 0:
+            self._module.set_device(int(rank))
 
     def index(self) -> int | None:
         return self._module.current_device()
@@ -201,7 +258,12 @@ class AcceleratorBackend(Backend):
         return "a pluggable allocator" if name == "pluggable" else None
 
     def is_out_of_memory(self, exc: BaseException) -> bool:
-        return isinstance(exc, torch.OutOfMemoryError)
+        if isinstance(exc, torch.OutOfMemoryError) or not isinstance(exc, RuntimeError):
+            return isinstance(exc, torch.OutOfMemoryError)
+        text = str(exc)
+        if _PERHAPS_FULL in text:
+            return self._module.mem_get_info()[0] < self._reserve()
+        return _DRIVER_FULL.search(text) is not None
 
     # ---- the rest
 

@@ -169,10 +169,44 @@ class Backend(abc.ABC):
         found = _WANTED.search(str(exc))
         return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
+    def give_back(self) -> int:
+        """Return to the driver what torch's allocator keeps without using it; returns the bytes.
+
+        What does not ask that allocator (handles of cuBLAS, communicators of NCCL) can have only what the driver has.
+        """
+        return 0
+
+    def keep_reserve(self) -> None:
+        """Keep torch's allocator from taking all memory, for what asks the driver itself: `limit` answers accordingly.
+
+        Nothing where a limit is in force that somebody else has set. Called again, it counts anew what is there.
+        """
+        return None
+
+    def nominal_limit(self) -> int | None:
+        """`limit` without the reserve of `keep_reserve`: the same in each run of a job on such a device."""
+        return self.limit()
+
+    def allocation_retries(self) -> int:
+        """How often, so far, the allocator had to give back all that it kept before a request could be met, or failed.
+
+        That costs a stand-still, and says that memory is short whatever `allocated` says: it is in pieces. 0 on devices
+        whose allocator keeps nothing.
+        """
+        return 0
+
     def room(self) -> int | None:
         """Bytes of device memory that can still be had; None where nobody knows."""
         allocated, limit = self.allocated(), self.limit()
         return None if allocated is None or limit is None else limit - allocated
+
+    def use_device_of_rank(self) -> None:
+        """Make the device of this node's rank (LOCAL_RANK) the current one, unless another than the first one is."""
+        return None
+
+    def peak_held(self) -> int | None:
+        """The most that the allocator has held since `reset_peak`, in tensors or not; `peak` where it keeps nothing."""
+        return self.peak()
 
     def index(self) -> int | None:
         """The number of the current device; None where the host is the device."""

@@ -37,9 +37,5 @@ class NpuBackend(AcceleratorBackend):
         super().__init__(torch.npu)
         self._version = torch_npu.__version__
 
-    def is_out_of_memory(self, exc: BaseException) -> bool:
-        # Older torch_npu raises a plain RuntimeError, so the type alone does not tell.
-        return super().is_out_of_memory(exc) or (isinstance(exc, RuntimeError) and "NPU out of memory" in str(exc))
-
     def describe(self) -> dict[str, object]:
         return super().describe() | {"torch_npu": self._version}

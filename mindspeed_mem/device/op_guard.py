@@ -3,8 +3,9 @@
 A dispatch mode sees every operator that torch runs, in forward, backward and optimizer alike, and the graph task takes
 it along to autograd's threads. It costs some microseconds per operator, so it is for times when memory is tight.
 
-A collective finds room made before it begins: nothing has been sent then, and the other ranks do not notice. On a CPU
-with limited memory, a oneDNN kernel that torch has replaced by another for lack of memory counts as out of memory.
+A collective finds room made before it begins: nothing has been sent then, and the other ranks do not notice. Where a
+library finds no memory at the driver, torch's allocator gives back what it keeps before the operator runs again. On a
+CPU with limited memory, a oneDNN kernel that torch has replaced by another for lack of memory counts as out of memory.
 """
 
 from __future__ import annotations
@@ -70,11 +71,14 @@ class OpGuard(TorchDispatchMode):
         return self._run(op, args, kwargs)
 
     def _room_before(self, op: Any, args: tuple, kwargs: dict) -> None:
-        wanted = collectives.scratch_bytes(op, args, kwargs, self._backend)
-        room = self._backend.room() if wanted else None
-        if room is not None and room < wanted:
+        self.room_for(collectives.scratch_bytes(op, args, kwargs, self._backend), args, kwargs)
+
+    def room_for(self, nbytes: int, args: tuple = (), kwargs: dict | None = None) -> None:
+        """Make room for ``nbytes``, as far as that can be, before what has these arguments and cannot run again."""
+        room = self._backend.room() if nbytes else None
+        if room is not None and room < nbytes:
             self.lacks += 1
-            self._make_room(wanted - room, storages(args, kwargs))
+            self._make_room(nbytes - room, storages(args, kwargs or {}))
 
     def _call(self, op: Any, args: tuple, kwargs: dict) -> Any:
         memory = getattr(self._backend, "ledger", None)
@@ -103,6 +107,8 @@ class OpGuard(TorchDispatchMode):
             freed = self._make_room(max(wanted, 1) << min(doublings, _MOST_DOUBLINGS), pinned)
             if freed is None:
                 raise error
+            if (freed or not doublings) and not isinstance(error, torch.OutOfMemoryError):
+                freed += self._backend.give_back()  # it may be the driver that has none
             if not freed:
                 break
             doublings += 1

@@ -14,12 +14,12 @@ from mindspeed_mem.plan import load_memory_config
 from tests.planning import small_problem
 
 
-def measured(problem, found, *, seconds=1.0, over=0, stall=0.0, evicted=0):
+def measured(problem, found, *, seconds=1.0, over=0, stall=0.0, evicted=0, retries=0):
     """As predicted, but so many times as long, with so many bytes more on each stage, and so on."""
     simulated = found.simulated
     time = passes_seconds(problem, simulated) * seconds
     rows = zip(simulated.peaks, simulated.stalls, strict=True)
-    return [Measured(n, time, peak + over, stalled + stall, evicted) for n, (peak, stalled) in enumerate(rows)]
+    return [Measured(n, time, peak + over, stalled + stall, evicted, retries) for n, (peak, stalled) in enumerate(rows)]
 
 
 @pytest.fixture(
@@ -143,6 +143,30 @@ def test_a_settled_plan_that_no_longer_fits_is_followed_by_another(problem):
     planner.start()
     planner.judge(measured(problem, planner.tries[0].found))
     settled = planner.kept.found
-    decision = planner.overrun([(number, problem.device_limit // 10) for number in range(len(problem.stages))])
+    decision = planner.overrun([(number, problem.device_limit // 10, 0) for number in range(len(problem.stages))])
     assert decision.config is not None and not decision.settled and planner.kept is None
     assert max(simulate(problem, planner.tries[0].found.plan).peaks) <= max(settled.simulated.peaks)
+
+
+def test_an_allocator_that_had_to_retry_makes_a_smaller_plan_whatever_the_peak_says(problem):
+    planner = Planner(problem)
+    planner.start()
+    before = planner.tries[0].found
+    decision = planner.judge(measured(problem, before, over=-problem.device_limit // 10, retries=1))
+    assert decision.config is not None and not decision.settled
+    assert any("the allocator had to give back memory and retry" in line for line in decision.lines)
+    after = planner.tries[1].found
+    assert max(simulate(problem, after.plan).peaks) < max(before.simulated.peaks)
+    while not decision.settled:  # the same shortest time, without a retry
+        decision = planner.judge(measured(planner.problem, planner.tries[-1].found))
+    assert not planner.kept.retried
+
+
+def test_a_settled_plan_whose_allocator_retries_in_every_call_is_followed_by_a_smaller_one(problem):
+    planner = Planner(problem)
+    planner.start()
+    planner.judge(measured(problem, planner.tries[0].found))
+    settled = planner.kept.found
+    decision = planner.overrun([(number, 0, 1) for number in range(len(problem.stages))])
+    assert decision.config is not None and not decision.settled
+    assert max(simulate(problem, planner.tries[0].found.plan).peaks) < max(settled.simulated.peaks)

@@ -111,6 +111,21 @@ def test_a_broken_toolkit_is_an_absent_device_and_not_a_crash(monkeypatch, tmp_p
         get_backend("npu")
 
 
+def test_each_rank_of_a_node_takes_its_device_unless_it_has_taken_one(backend, npu, monkeypatch):
+    chosen = []
+    npu.set_device = chosen.append
+    for rank in ("", "0", "2"):  # no torchrun; the first; more ranks than devices that this process sees
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        backend.use_device_of_rank()
+    assert chosen == []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    backend.use_device_of_rank()
+    assert chosen == [1]
+    npu.current_device = lambda: 1
+    backend.use_device_of_rank()
+    assert chosen == [1]
+
+
 def test_copies_go_to_their_stream_and_waits_to_the_waiting_one(backend, npu):
     side, target, source = backend.new_stream("out"), torch.zeros(8, dtype=torch.uint8), backend.empty(8).fill_(5)
     version = target._version

@@ -161,6 +161,9 @@ class Device(types.SimpleNamespace):
         assert isinstance(fraction, float) and 0 <= fraction <= 1 and index == 0
         self.fraction = fraction
 
+    def memory_stats(self):
+        return {}
+
 
 class Telling(Device):
     """As newer torch does, it also says which fraction is in force."""
@@ -221,6 +224,80 @@ def test_an_accelerator_refuses_impossible_limits():
     assert module.fraction == 1.0
 
 
+def test_a_reserve_is_left_to_what_asks_the_driver_itself():
+    module = Telling(total=80 * GB, free=78 * GB, reserved=GB, allocated=GB // 2)
+    backend = StandIn(module)
+    backend.keep_reserve()
+    assert backend.limit() == 78 * GB and backend.room() == 78 * GB - GB // 2
+    module.free = 70 * GB  # communicators have been made
+    backend.keep_reserve()
+    assert backend.limit() == 70 * GB and backend.nominal_limit() == 80 * GB
+    small = StandIn(Telling(total=8 * GB, free=8 * GB, reserved=0, allocated=0))
+    small.keep_reserve()
+    assert small.limit() == 8 * GB - GB // 2
+    none_left = StandIn(Telling(total=80 * GB, free=GB // 2, reserved=0, allocated=0))
+    none_left.keep_reserve()
+    assert none_left.limit() == 80 * GB
+
+
+@pytest.mark.parametrize("kind", [Device, Telling])
+def test_a_limit_that_somebody_has_asked_for_is_kept_whatever_reserve_it_leaves(kind):
+    backend = StandIn(kind(total=80 * GB, free=80 * GB, reserved=0, allocated=0))
+    for nbytes in (10 * GB, 80 * GB):
+        backend.keep_reserve()
+        backend.limit_memory(nbytes)
+        backend.keep_reserve()
+        assert backend.limit() == backend.nominal_limit() == nbytes
+    backend.limit_memory(None)
+    backend.keep_reserve()
+    assert backend.limit() == 79 * GB
+
+
+FULL = [
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 4194304 bytes",
+    "HIP error: out of memory",
+]
+
+
+def test_what_libraries_say_when_the_driver_has_no_memory_is_out_of_memory():
+    module = Device(total=80 * GB, free=GB // 4, reserved=79 * GB, allocated=70 * GB)
+    backend = StandIn(module)
+    assert [text for text in FULL if not backend.is_out_of_memory(RuntimeError(text))] == []
+    assert backend.is_out_of_memory(torch.distributed.DistBackendError(FULL[3]))
+    assert backend.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    other = [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("rank 1 ran out of device memory: 5 bytes of device memory are needed in aten.mm"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. It may be out of memory"),
+        ValueError(FULL[0]),
+    ]
+    assert [error for error in other if backend.is_out_of_memory(error)] == []
+
+
+def test_a_handle_that_could_not_be_made_is_out_of_memory_only_where_the_driver_has_little():
+    module = Device(total=80 * GB, free=GB // 4, reserved=79 * GB, allocated=70 * GB)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert StandIn(module).is_out_of_memory(error)
+    module.free = 20 * GB
+    assert not StandIn(module).is_out_of_memory(error)
+
+
+def test_what_the_allocator_keeps_can_be_given_back_and_its_retries_are_counted():
+    module = Device(total=80 * GB, free=GB, reserved=70 * GB, allocated=60 * GB)
+    backend = StandIn(module)
+    assert backend.give_back() == 10 * GB and backend.give_back() == 0 and module.free == 11 * GB
+    assert backend.allocation_retries() == 0  # nothing allocated yet
+    module.memory_stats = lambda: {"num_alloc_retries": 4}
+    assert backend.allocation_retries() == 4
+    assert get_backend("cpu").give_back() == get_backend("cpu").allocation_retries() == 0
+
+
 def test_the_pci_address_is_written_as_the_kernel_does():
     module = Device(total=GB, free=GB, reserved=0, allocated=0)
     assert StandIn(module).pci_address() == "0000:3b:01.0"
@@ -246,3 +323,21 @@ def test_a_gpu_refuses_what_is_beyond_the_limit():
     backend.empty(512 * MB)
     address = backend.pci_address()
     assert address is None or os.path.exists(f"/sys/bus/pci/devices/{address}") or not os.path.exists("/sys/bus/pci")
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_a_reserve_counts_retries_and_gives_back():
+    backend = get_backend("cuda")
+    torch.cuda.empty_cache()
+    retries = backend.allocation_retries()
+    try:
+        backend.keep_reserve()
+        assert 0 < backend.limit() < torch.cuda.get_device_properties(0).total_memory
+        backend.limit_memory(backend.allocated() + 512 * MB)
+        kept = [backend.empty(100 * MB) for _ in range(5)]
+        del kept
+        backend.empty(300 * MB)  # fits only once the pieces are given back
+        assert backend.allocation_retries() > retries
+        assert backend.give_back() >= 300 * MB
+    finally:
+        backend.limit_memory(None)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mem.device import get_backend
+from mindspeed_mem.device.accelerator import AcceleratorBackend
 from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import Rule, rule_of
 from tests.guarding import GaveUp, N, Sandbag, guarded, limited_memory, numbers
@@ -219,6 +221,49 @@ def test_an_output_that_was_to_grow_is_left_alone(memory):
 
 def test_compiled_functions_stay_compiled_inside():
     assert OpGuard.ignore_compile_internals()
+
+
+class FullDriver(TorchDispatchMode):
+    """Products fail as where cuBLAS finds no memory at the driver, until torch's allocator has given some back."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.free, self.failed = 3, 0, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is aten.mm.default and not self.free:
+            self.failed += 1
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return op(*args, **kwargs or {})
+
+
+class OnDriver(AcceleratorBackend):
+    """A GPU whose products need the driver; its tensors are the host's."""
+
+    type = "cuda"
+
+    def __init__(self, driver):
+        super().__init__(torch.cuda)
+        self._driver = driver
+
+    def give_back(self):
+        given, self._driver.kept = self._driver.kept, 0
+        self._driver.free += given
+        return given
+
+
+def test_where_a_library_finds_no_memory_at_the_driver_the_allocator_gives_back_what_it_keeps():
+    driver, asked = FullDriver(), []
+    guard = OpGuard(OnDriver(driver), lambda nbytes, _: asked.append(nbytes) or 0, lambda *why: GaveUp(str(why)))
+    one = numbers(8, 8)
+    expected = one @ one
+    with driver, guard:
+        assert torch.equal(one @ one, expected)
+    assert (driver.failed, len(asked), guard.rescued, guard.lacks) == (1, 1, 1, 1)
+    driver.free = 0  # nothing is kept any more, nor can anything leave
+    with driver, guard, pytest.raises(GaveUp) as caught:
+        one @ one
+    assert "CUBLAS_STATUS_ALLOC_FAILED" in str(caught.value.__cause__) and driver.failed == 2
 
 
 def test_what_may_add_twice_does_not_run_again():

@@ -79,6 +79,27 @@ def test_a_plan_made_for_this_memory_is_trusted_sooner(device):
     assert step(tightness, device, 0.97)
 
 
+class InPieces(CpuBackend):
+    """Its allocator keeps memory in pieces; it has retried so often."""
+
+    retries = 0
+
+    def allocation_retries(self):
+        return self.retries
+
+
+def test_a_retry_of_the_allocator_is_a_lack_whatever_the_bytes_say(device):
+    backend = InPieces()
+    backend.retries = 3  # before anybody looked
+    backend.attach_ledger(device.ledger)
+    tightness = Tightness(backend)
+    assert [step(tightness, backend, 0.5) for _ in range(5)] == [True, True, True, False, False]
+    backend.retries += 1
+    assert not step(tightness, backend, 0.5)
+    assert all(step(tightness, backend, 0.5) for _ in range(20))
+    assert not step(tightness, backend, 0.5)
+
+
 def test_without_figures_only_a_lack_tells():
     tightness = Tightness(CpuBackend())
     assert not tightness.begins()

@@ -1,0 +1,119 @@
+"""Compiled code under limited memory: no guard sees what it allocates, so it finds room made before, in both passes."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.surviving import SurvivingEngine
+from mindspeed_mem.device import get_backend
+from mindspeed_mem.device.limited_cpu import LimitedMemory
+from mindspeed_mem.plan import load_memory_config
+
+pytestmark = pytest.mark.usefixtures("limited_memory")
+
+N = 1 << 16  # elements
+AMPLE = 1 << 30  # bytes
+HELD = 12  # activations of that size that backward needs
+
+
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * y
+
+
+def out_of_sight(graph, _):
+    """As code that inductor has generated: no dispatch mode sees it. To generate some would take half a minute."""
+
+    def run(args):
+        with _disable_current_modes():
+            return graph(*args)
+
+    run._boxed_call = True
+    return run
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    torch.compiler.reset()
+    function = torch.compile(product, backend=aot_autograd(fw_compiler=out_of_sight))
+    x = torch.randn(N, requires_grad=True)
+    function(x.sin(), x.cos()).square().sum().backward()
+    yield function
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def engine():
+    backend = get_backend("cpu")
+    gc.collect()
+    with LimitedMemory() as memory:
+        backend.attach_ledger(memory)
+        started = engines.start(load_memory_config(None), backend, kind=SurvivingEngine)
+        try:
+            yield started, memory
+        finally:
+            engines.stop()
+            backend.attach_ledger(None)
+
+
+def gradient(engine, memory, run, forward_room=None, backward_room=None) -> torch.Tensor:
+    """Of one micro-batch; so many bytes are free when the compiled function, and its backward, begin."""
+
+    def limit(room):
+        memory.limit = memory.allocated + (AMPLE if room is None else room)
+
+    limit(None)
+    torch.manual_seed(3)
+    leaf = torch.randn(N, requires_grad=True)
+    try:
+        with engine.guarded():
+            engine.begin_forward(0, 0)
+            with engine.holding_all():
+                x = leaf
+                for _ in range(HELD):
+                    x = x.sin()
+                y = x.cos()
+                limit(forward_room)
+                result = run(x, y)
+                del x, y
+                limit(None)
+                loss = result.square().sum()
+                result.register_hook(lambda _: limit(backward_room))
+                del result
+            engine.end_forward(loss)
+            engine.begin_backward(loss)
+            loss.backward()
+            engine.end_backward()
+    finally:
+        memory.limit = None
+    return leaf.grad
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(N, None), (None, N)], ids=["forward", "backward"])
+def test_room_is_made_before_compiled_code(engine, compiled, forward, backward):
+    engine, memory = engine
+    expected = gradient(engine, memory, compiled)
+    assert not engine.mover.evictions
+    with pytest.raises(torch.OutOfMemoryError):
+        gradient(engine, memory, compiled, forward, backward)
+    gc.collect()
+    found = gradient(engine, memory, lambda *args: engine.run_fused(compiled, args, {}), forward, backward)
+    assert torch.equal(found, expected) and engine.mover.evictions
+
+
+def test_while_memory_is_not_tight_nothing_is_looked_at(engine, compiled):
+    engine, memory = engine
+
+    def run(*args):
+        return engine.run_fused(compiled, args, {})
+
+    results = [gradient(engine, memory, run) for _ in range(5)]  # by then nobody expects a lack
+    assert engine.guarded_steps == 3 and all(torch.equal(one, results[0]) for one in results)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradient(engine, memory, run, N)
+    assert engine.guard.lacks == engine.mover.evictions == 0
