@@ -41,7 +41,9 @@ def get_grad_norm_fp32(original, grads_for_norm, norm_type=2, *args, **kwargs):
 def clip_grad_by_total_norm_fp32(original, parameters, max_norm, total_norm, *args, **kwargs):
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     there = [param for param in params if away(param)]
-    original([param for param in params if not away(param)] if there else params, max_norm, total_norm, *args, **kwargs)
+    here = [param for param in params if not away(param)]
+    if here or not there:  # Apex' kernels refuse an empty list
+        original(here, max_norm, total_norm, *args, **kwargs)
     factor = max_norm / (total_norm + 1e-6)  # as upstream has it
     for param in there if factor < 1 else ():
         if param.grad is not None:

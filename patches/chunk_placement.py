@@ -51,6 +51,7 @@ def init(original, self, *args, **kwargs):
         places[master] = place
     if places:
         self.placed = PlacedOptimizer(self.optimizer, places, now.settings.backend, group_bytes=now.group_bytes)
+        self.host_store, self.host_gradients = now.host, {}
         self.resting = [resting[bucket] for bucket in in_order_of_use(self.buffers) if bucket in resting]
         now.rest(self.resting)
 
@@ -83,10 +84,48 @@ class _MastersOn(TorchFunctionMode):
 
 @around(_OPTIMIZER + "_copy_model_grads_to_main_grads")
 def copy_model_grads_to_main_grads(original, self):
-    """A master on the host takes its gradient there: torch has both on one device."""
+    """A master on the host takes its gradient there, in memory that stays: torch has both on one device."""
     if getattr(self, "placed", None) is None or getattr(self.buffers[0], "chunks_of_model", None) is not None:
         return original(self)
+    store, held = self.host_store, self.host_gradients
     for model_param, master in masters.every(self):
         span = self._get_model_param_range_map(model_param)["param"]
-        piece = model_param.main_grad.view(-1)[span.start : span.end]
-        master.grad = piece.float().to(master.device)
+        piece = model_param.main_grad.view(-1)[span.start : span.end].float()
+        if self.placed.place(master) is Place.DEVICE:
+            held.pop(master, None)
+            master.grad = piece
+            continue
+        if master not in held:
+            held[master] = store.like(piece)
+        store.take(held[master], piece, lasting=True)
+        master.grad = held[master]
+    store.settle()
+
+
+@around(_OPTIMIZER + "_copy_main_params_to_model_params")
+def copy_main_params_to_model_params(original, self):
+    """Masters on the host go up as they are, one behind the other, and are cast there: the host waits once."""
+    if getattr(self, "placed", None) is None:
+        return original(self)
+    chunks = getattr(self.buffers[0], "chunks_of_model", None)
+    if chunks is not None and chunks.stage == 3:  # its shards are where their masters are
+        return original(self)
+    with _MastersUp(self.host_store, self.placed):
+        original(self)
+    self.host_store.settle()  # anybody may write to masters now
+
+
+class _MastersUp(TorchFunctionMode):
+    """Upstream writes ``shard.copy_(master)``, for which torch casts on the host, in memory that is not pinned."""
+
+    def __init__(self, store, placed):
+        super().__init__()
+        self._store, self._placed = store, placed
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.copy_ and self._placed.place(args[1]) is not Place.DEVICE:
+            fetched = self._store.fetch(args[1], args[0].device)
+            if fetched is not None:
+                args = args[0], fetched[0], *args[2:]
+                self._store.meet(fetched[1])
+        return function(*args, **(kwargs or {}))

@@ -57,6 +57,7 @@ class AutoPlacement:
             return
         self._under_way = True
         if self._passes == 1:
+            self._backend.give_back()  # what building and the first step needed is no measure
             self._backend.reset_peak()
         elif self._passes == 2:
             self.settled = True
@@ -67,12 +68,14 @@ class AutoPlacement:
         counts, self._under_way = self._under_way and completed, False
         if counts and not self.settled:
             self._passes += 1
-            self._pass_peak = self._backend.peak()
+            self._pass_peak = self._backend.peak_held()
 
     def _settle(self, movable: list[Movable]) -> None:
-        most = self._backend.limit() * (1 - KEPT_FREE)
+        # Others take some of a device, too: contexts and communication buffers of this process and of its neighbours.
+        have = min(self._backend.limit(), self._backend.room() + self._backend.allocated())
+        most = have * (1 - KEPT_FREE)
         room_in_pass = max(0, int(most - self._pass_peak))
-        room = min(room_in_pass, max(0, int(most - self._backend.peak())))
+        room = min(room_in_pass, max(0, int(most - self._backend.peak_held())))
         for_chunks = int(room * FOR_CHUNKS)
         moved = taken = 0
         for one in movable:
@@ -87,7 +90,7 @@ class AutoPlacement:
             "placement auto: the passes peak at %d bytes, of %d that there are; %d of %d chunks move to the device "
             "(%d bytes), and gathered chunks may take %s bytes",
             self._pass_peak,
-            self._backend.limit(),
+            have,
             moved,
             len(movable),
             taken,

@@ -79,6 +79,7 @@ class Chunk:
         self.gathered = True
         self._work: dist.Work | None = None
         self._brought: Event | None = None
+        self._reduced_before: tuple[torch.Tensor, Event] | None = None
         self._spare: torch.Tensor | None = None  # host memory for `grad_shard`: pinning is slow
 
     @property
@@ -207,23 +208,38 @@ class Chunk:
             self.grad.zero_()
 
     @torch.no_grad()
+    def fetch_gradients(self) -> None:
+        """The whole gradient is about to be reduced: start to bring what `keep_gradients` will add to, if it is away.
+
+        Beside a device that computes meanwhile the sum is made there, and no host waits.
+        """
+        if self.grad_shard is not None and self._reduced_before is None:
+            self._reduced_before = self.store.fetch(self.grad_shard, self.grad.device)
+
+    @torch.no_grad()
     def keep_gradients(self) -> None:
         """This rank's part of the whole gradient, which has been reduced, is added to its shard; the whole is freed.
 
         Before the host reads the shard its store has to `settle`.
         """
+        own = self.grad[self.mine]
+        self.fetch_gradients()
         if self.grad_shard is None:
-            shard = self.store.like(self.grad[self.mine]) if self._spare is None else self._spare
-            self.store.take(shard, self.grad[self.mine])
+            shard = self.store.like(own) if self._spare is None else self._spare
+            self.store.take(shard, own)
             self.grad_shard = shard
+        elif self._reduced_before is None:
+            self.grad_shard.add_(own)
         else:
-            self.store.settle()
-            self.grad_shard.add_(self.grad[self.mine].to(self.grad_shard.device))
+            (before, event), self._reduced_before = self._reduced_before, None
+            self.store.meet(event)
+            self.store.take(self.grad_shard, before.add_(own), lasting=True)
         free(self.grad)
 
     def drop_gradients(self) -> None:
-        """The step's gradients are not needed any more."""
+        """The step's gradients are not needed any more; their store is settled."""
         free(self.grad)
+        self._reduced_before = None
         if self.grad_shard is not None:
             self._spare = self.grad_shard if self.store.on_host else None
         self.grad_shard = None

@@ -134,6 +134,7 @@ class GradientShards:
         self._ready[chunk].clear()
         self._finish()
         chunk.open_gradients()
+        chunk.fetch_gradients()
         work = self._reduce(chunk)
         if work is None:
             chunk.keep_gradients()

@@ -23,7 +23,7 @@ from mindspeed_mem.chunk.adam_settings import (
     unhooked_step,
 )
 from mindspeed_mem.chunk.host_adam import HostAdam
-from mindspeed_mem.chunk.placed_states import PlacedStates
+from mindspeed_mem.chunk.placed_states import PlacedStates, counts_on_device
 from mindspeed_mem.chunk.swapped_step import GRAIN, State, Swapped, SwappedStep
 from mindspeed_mem.device import Backend, Stream, get_backend
 
@@ -123,8 +123,8 @@ class PlacedOptimizer:
     @torch.no_grad()
     def settle(self) -> None:
         """Bring the states that exist to where their parameters rest."""
-        for _, param in self._params():
-            self._states.settle(param, self.place(param) is not Place.DEVICE)
+        for index, param in self._params():
+            self._states.settle(param, self.optimizer.param_groups[index], self.place(param) is not Place.DEVICE)
 
     # ---- a step
 
@@ -147,7 +147,7 @@ class PlacedOptimizer:
             place = self.place(param)
             if place is Place.DEVICE:
                 on_device.setdefault(group, []).append(param)
-                self._states.settle(param, on_host=False)
+                self._states.settle(param, self.optimizer.param_groups[group], on_host=False)
             elif (gradient := self._gradient_of(param)) is not None:
                 resting[place].append(_Due(group, param, gradient))
         host, swapped = resting.values()
@@ -229,8 +229,8 @@ class PlacedOptimizer:
         for due in dues:
             group = self.optimizer.param_groups[due.group]
             state = self._states.on_host(due.param, group, adam=False)
-            on_device = bool(group.get("fused") or group.get("capturable"))
-            params.append(Swapped(due.group, due.param, state, due.gradient, self._copy_of(due.param), on_device))
+            copy, on_device = self._copy_of(due.param), counts_on_device(group)
+            params.append(Swapped(due.group, due.param, state, due.gradient, copy, on_device))
         return SwappedStep(
             self.backend,
             self._streams,

@@ -13,8 +13,16 @@ from mindspeed_mem.chunk.swapped_step import State, travels
 from mindspeed_mem.device import Backend
 
 
+def counts_on_device(group: dict[str, Any]) -> bool:
+    """Whether a step of `group`, of a torch optimizer, wants a parameter's step count on the parameter's device."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
 class PlacedStates:
-    """Makes and moves the states of one optimizer's parameters. Step counts and the like stay where they are."""
+    """Makes and moves the states of one optimizer's parameters.
+
+    A step count goes with its parameter where the group's step wants it there, and otherwise stays where it is.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
         self._optimizer, self._backend, self._store = optimizer, backend, HostStore(backend)
@@ -26,9 +34,11 @@ class PlacedStates:
         self._made.add(made.untyped_storage())
         return made
 
-    def settle(self, param: torch.Tensor, on_host: bool) -> None:
-        """Bring the states of `param` to the host, or back to where it lies; nothing happens if they are there."""
+    def settle(self, param: torch.Tensor, group: dict[str, Any], on_host: bool) -> None:
+        """Bring the states of `param`, of this group, to the host, or back to where it lies, unless they are there."""
         state = self._optimizer.state.get(param, {})
+        if not on_host and counts_on_device(group) and isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(param.device)
         for key, value in state.items():
             if not travels(key, value, param):
                 continue
@@ -54,7 +64,9 @@ class PlacedStates:
                 for key in ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group.get("amsgrad")):
                     state[key] = self.host_like(param).zero_()
             self._optimizer.state[param] = state
-        self.settle(param, on_host=True)
+        self.settle(param, group, on_host=True)
+        if adam and isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].cpu()  # the host counts
         return state
 
     def keep(self, param: torch.Tensor, state: State) -> None:

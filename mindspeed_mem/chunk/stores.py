@@ -6,6 +6,7 @@ Copies between the two run beside computation where the device can do that, on s
 |---|---|---|
 | a copy to the device | compute so far | what it writes to may have a previous user on compute |
 | the use of what was brought | its copy | the bytes must be there (a collective starts on the copies' stream instead) |
+| a copy to the device of what is still on its way here | that copy to the host | it reads what that one writes |
 | a copy to the host | compute so far | the content must be there |
 | compute, before a copy's source is freed | that copy | it may still read |
 
@@ -23,9 +24,10 @@ from mindspeed_mem.device import Backend, Event, Stream
 
 UP_AFTER_COMPUTE = "shard up after compute"
 USE_AFTER_UP = "use after shard up"
+UP_AFTER_DOWN = "shard up after gradients down"
 DOWN_AFTER_COMPUTE = "gradient down after compute"
 FREE_AFTER_DOWN = "free after gradient down"
-WAITS = (UP_AFTER_COMPUTE, USE_AFTER_UP, DOWN_AFTER_COMPUTE, FREE_AFTER_DOWN)
+WAITS = (UP_AFTER_COMPUTE, USE_AFTER_UP, UP_AFTER_DOWN, DOWN_AFTER_COMPUTE, FREE_AFTER_DOWN)
 
 _LEAVING = 2
 """Copies to the host whose sources may be there at once, beside the one that begins."""
@@ -55,8 +57,18 @@ class Store:
         """A collective that is started inside comes after all that was brought, and does not wait for computation."""
         return contextlib.nullcontext()
 
-    def take(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` on the device to `target`, which rests here, as in `bring`; `source` may be freed at once."""
+    def fetch(self, source: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Event] | None:
+        """Start to bring a copy of `source`, which rests here or is on its way, to `device`; with what to `meet`.
+
+        None where work on `source` itself holds up nobody.
+        """
+        return None
+
+    def take(self, target: torch.Tensor, source: torch.Tensor, lasting: bool = False) -> None:
+        """Copy `source` on the device to `target`, which rests here, as in `bring`.
+
+        `source` may be changed or freed at once. With `lasting` it may be dropped only, until `settle`.
+        """
         target.copy_(source)
 
     def settle(self) -> None:
@@ -71,7 +83,7 @@ class HostStore(Store):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._streams: tuple[Stream, Stream] | None = None
-        self._leaving: collections.deque[tuple[Event, torch.Tensor]] = collections.deque()
+        self._leaving: collections.deque[tuple[Event, torch.Tensor, torch.Tensor]] = collections.deque()
 
     def like(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         if not tensor.numel():
@@ -93,17 +105,27 @@ class HostStore(Store):
     def beside(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self._backend.copies_block else self._backend.on_stream(self._side(0))
 
-    def take(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def fetch(self, source: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Event] | None:
+        if self._backend.copies_block:
+            return None
+        memory = source.untyped_storage()._cdata
+        for event, _, written in self._leaving:  # for what is not there somebody has waited
+            if written.untyped_storage()._cdata == memory:
+                self._backend.wait(self._side(0), event, UP_AFTER_DOWN)
+        target = torch.empty_like(source, device=device)
+        return target, self.bring(target, source)
+
+    def take(self, target: torch.Tensor, source: torch.Tensor, lasting: bool = False) -> None:
         if self._backend.copies_block:
             return super().take(target, source)
         backend, stream = self._backend, self._side(1)
         while self._leaving and (len(self._leaving) > _LEAVING or backend.done(self._leaving[0][0])):
             backend.wait(backend.current_stream(), self._leaving[0][0], FREE_AFTER_DOWN)
             self._leaving.popleft()
-        kept = source.clone()  # so that nothing waits for the copy to free the whole of which this is a part
+        kept = source if lasting else source.clone()  # the whole of which this is a part need not wait for the copy
         backend.wait(stream, backend.record(backend.current_stream()), DOWN_AFTER_COMPUTE)
         backend.copy(target.view(torch.uint8), kept.view(torch.uint8), stream)
-        self._leaving.append((backend.record(stream), kept))
+        self._leaving.append((backend.record(stream), kept, target))
 
     def settle(self) -> None:
         for stream in self._streams or ():

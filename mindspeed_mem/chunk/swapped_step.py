@@ -205,7 +205,7 @@ class SwappedStep:
             if key in here:
                 piece.state[key] = here[key].view(shape)
             elif key == "step" and owner.count_on_device:
-                piece.state[key] = value.to(piece.stand_in.device, copy=True)
+                piece.state[key] = _count_on(piece.stand_in.device, value)
             else:  # a copy for each part: the optimizer may count in place
                 piece.state[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -277,6 +277,13 @@ class SwappedStep:
         if all(source.untyped_storage() is not buffer.untyped_storage() for buffer in self._buffers):
             group.kept.append(source)
         return source
+
+
+def _count_on(device: torch.device, count: torch.Tensor) -> torch.Tensor:
+    """A copy of the step count `count` on `device`."""
+    if count.device.type == "cpu":  # filled in: the host would wait for a copy from memory that is not pinned
+        return torch.full_like(count, count.item(), device=device)
+    return count.to(device, copy=True)
 
 
 def _replaced(old: Any, new: Any) -> Any:

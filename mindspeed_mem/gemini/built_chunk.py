@@ -105,15 +105,22 @@ class BuiltChunk:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """The masters have been stepped: bring the parameters up to date. Collective for a chunk that stays whole."""
-        chunk = self.chunk
-        if self.sharded:
-            if self.master is not chunk.shard:
-                chunk.shard.copy_(self.master)
+        """The masters have been stepped: bring the parameters up to date. Collective for a chunk that stays whole.
+
+        Masters on the host may be written to again, or freed, once the chunk's store has been settled.
+        """
+        chunk, master = self.chunk, self.master
+        if self.sharded and master is chunk.shard:
             return
-        own = chunk.whole[chunk.mine]
-        own.copy_(self.master)
-        all_gather(chunk.whole, own, chunk.group)
+        own = chunk.shard if self.sharded else chunk.whole[chunk.mine]
+        if not (self.sharded and self.shard_on_host):
+            fetched = chunk.store.fetch(master, own.device)  # and cast there: the host would hold up all that follows
+            if fetched is not None:
+                master, event = fetched
+                chunk.store.meet(event)
+        own.copy_(master)
+        if not self.sharded:
+            all_gather(chunk.whole, own, chunk.group)
 
     @torch.no_grad()
     def whole_on_host(self, part: torch.Tensor) -> torch.Tensor:

@@ -206,6 +206,8 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         for one in self.model.chunks:
             if not self.model.touched.isdisjoint(one.chunk.pieces):
                 one.publish()
+        for store in {one.chunk.store for one in self.model.chunks}:
+            store.settle()  # anybody may write to masters now, or drop them
 
     def _gradient_norm(self) -> float:
         if self._norm is None:

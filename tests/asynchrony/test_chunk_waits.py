@@ -1,5 +1,7 @@
 """Each wait of the copies between chunks and the host is needed: the simulated device finds it missing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from mindspeed_mem.chunk.placement import placement
 from mindspeed_mem.chunk.residency import Reading, Residency
 from mindspeed_mem.chunk.stores import HostStore
 from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
+from tests import chunk_runs
 from tests.chunk_runs import Case, differences
 from tests.worlds import on_ranks
 
@@ -40,10 +43,13 @@ def resting(backend):
 
 
 def trained(backend, steps=3):
-    """Multiply an activation by each chunk, add gradients backwards, and step on the host; the shards in the end."""
+    """Multiply an activation by each chunk, add gradients backwards, and step on the host; the shards in the end.
+
+    In every other step each chunk's gradients come twice, as from two micro-batches.
+    """
     with backend.tracker():
         managed, store = resting(backend)
-        for _ in range(steps):
+        for step in range(steps):
             managed.begin("training")
             x = torch.ones(ELEMENTS)
             for chunk in (*managed.chunks, *reversed(managed.chunks)):
@@ -51,9 +57,10 @@ def trained(backend, steps=3):
                 managed.acquire(reading)
                 x = torch.sin(x * chunk.params[0].detach())
                 managed.done(reading)
-            for chunk in reversed(managed.chunks):
+            for chunk in (chunk for chunk in reversed(managed.chunks) for _ in range(1 + step % 2)):
                 chunk.open_gradients()
                 chunk.grad.add_(x)
+                chunk.fetch_gradients()
                 chunk.keep_gradients()
             managed.end()
             store.settle()
@@ -83,20 +90,45 @@ def test_each_wait_is_missed_when_left_out(wait):
         backend.check()
 
 
-def on_late_copies(policies):
+def on_late_copies(stage, policies):
     """Where training differs from Megatron's if copies run as late as they may; and what was waited for."""
     found, reasons = [], set()
     for policy in policies:
         backend = SimulatedBackend(check=False)
-        case = Case(settings={"placement": placement(policy), "backend": backend}, micro_batches=2)
+        case = Case(settings={"placement": placement(policy), "backend": backend}, micro_batches=2, stages=(stage,))
         found += differences({policy: case})
         reasons |= set(backend.reasons)
     return found, reasons
 
 
+def with_late_copies():
+    """As above, for all stages; and what differs from copies that block if each micro-batch's gradients are reduced."""
+    found, reasons = [], {}
+    for stage in (2, 3):
+        differing, reasons[stage] = on_late_copies(stage, ("host", "static:0.5"))
+        found += differing
+    case = Case(micro_batches=3, settings={"placement": placement("host"), "reduce_each": True})
+    each = SimulatedBackend(check=False)
+    late = replace(case, settings={**case.settings, "backend": each})
+    for stage in (2, 3):
+        found += [] if trained_with(stage, late) == trained_with(stage, case) else [f"each micro-batch, stage {stage}"]
+    first = SimulatedBackend(check=False)
+    case = Case(settings={"placement": placement("static:1"), "backend": first})
+    found += [] if trained_with(1, case) == trained_with(0, case) else ["stage 1"]
+    return found, reasons | {1: set(first.reasons), "each": set(each.reasons)}
+
+
+def trained_with(stage, case):
+    run = chunk_runs.trained(stage, case)
+    assert not run.problems
+    return run.numbers()
+
+
 @pytest.mark.distributed
 def test_training_with_late_copies_changes_no_bit():
-    for found, reasons in on_ranks(2, on_late_copies, ("host", "static:0.5")):
+    for found, reasons in on_ranks(2, with_late_copies):
         assert found == []
-        assert reasons >= {stores.UP_AFTER_COMPUTE, stores.DOWN_AFTER_COMPUTE, swapped_step.STEP_AFTER_IN}
-        assert stores.USE_AFTER_UP not in reasons, "a collective is started where the copies are; it alone is met"
+        for stage in (1, 2, 3):
+            assert reasons[stage] >= {stores.UP_AFTER_COMPUTE, stores.DOWN_AFTER_COMPUTE, swapped_step.STEP_AFTER_IN}
+        assert stores.USE_AFTER_UP not in reasons[3], "a collective is started where the copies are; it alone is met"
+        assert all(stores.USE_AFTER_UP in reasons[key] for key in (1, 2, "each"))

@@ -5,9 +5,11 @@ import contextlib
 import pytest
 import torch
 
+from mindspeed_mem.chunk import stores
 from mindspeed_mem.chunk.agreement import ChunkOrderError
 from mindspeed_mem.device import get_backend
-from mindspeed_mem.gemini import OptionError
+from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
+from mindspeed_mem.gemini import OptionError, chunk_manager
 from tests.gemini_runs import TinyGPT, average, batches, chunked, farthest, loss_of, masters, plain, reference, train
 from tests.worlds import on_ranks
 
@@ -40,6 +42,36 @@ def test_one_rank_is_bit_equal_to_plain_torch(place, dtype):
     assert train(model, optimizer, data) == losses
     assert farthest(masters(model), wanted) == 0
     assert losses[-1] < losses[0]
+
+
+ONLY_MASTERS = {"placement_policy": "static", "shard_param_frac": 0.6, "offload_optim_frac": 1.0}
+
+
+@pytest.mark.parametrize("place", [*PLACEMENTS, "only masters on the host"])
+def test_copies_beside_computation_have_no_races_and_change_no_bit(place, monkeypatch):
+    backend = SimulatedBackend()
+    monkeypatch.setattr(chunk_manager, "get_backend", lambda name: backend)
+    monkeypatch.setitem(PLACEMENTS, "only masters on the host", ONLY_MASTERS)
+    data = batches(3, micro=2)
+    losses, wanted = reference(data, torch.bfloat16)
+    with backend.tracker():
+        model, optimizer = chunked(**settings(place, torch.bfloat16))
+        assert train(model, optimizer, data) == losses
+        model.load_state_dict(model.state_dict())  # the host writes where copies may still read
+        assert farthest(masters(model), wanted) == 0
+    backend.check()
+    assert (stores.USE_AFTER_UP in backend.reasons) == (place != "device")
+
+
+def test_parameters_made_of_masters_on_the_host_are_waited_for(monkeypatch):
+    backend = SimulatedBackend()
+    backend.leave_out = {stores.USE_AFTER_UP}
+    monkeypatch.setattr(chunk_manager, "get_backend", lambda name: backend)
+    (tokens,) = batches(1)[0]
+    with backend.tracker(), pytest.raises(RaceError):
+        model, optimizer = chunked(mixed_precision=torch.bfloat16, **ONLY_MASTERS)
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -63,10 +63,19 @@ def test_the_host_steps_what_rests_there():
 
 
 def away_from_the_device(cases):
-    """As beside an accelerator: what is on the host has its norm, clipping and unscaling done there."""
+    """As beside an accelerator: what is on the host has its norm, clipping and unscaling done there.
+
+    Megatron's kernels take lists that are not empty, as Apex' do.
+    """
+    from megatron.core.optimizer import clip_grads
+
     from mindspeed_mem.patches import chunk_host_gradients as patch
 
-    seen = []
+    seen, kernels = [], clip_grads.multi_tensor_applier
+
+    def strict(kernel, overflow, lists, *more):
+        assert all(lists), "an empty list of tensors"
+        return kernels(kernel, overflow, lists, *more)
 
     def away(tensor):
         if runtime.current() is None:
@@ -83,15 +92,16 @@ def away_from_the_device(cases):
         seen.append(found)
         return found
 
-    original, patch.away = patch.away, away
+    original, patch.away, clip_grads.multi_tensor_applier = patch.away, away, strict
     try:
         return close(cases, (3,)), any(seen) and not all(seen)
     finally:
-        patch.away = original
+        patch.away, clip_grads.multi_tensor_applier = original, kernels
 
 
 def test_gradients_on_the_host_beside_an_accelerator():
     cases = {name: Case(settings=resting("static:0.5"), **OF_TYPE[name]) for name in ("bf16", "fp16")}
+    cases |= {f"all of {name}": Case(settings=resting("host"), **OF_TYPE[name]) for name in ("bf16", "fp16")}
     for layout, model in (({"tp": 2}, {"sequence_parallel": True}), ({"pp": 2}, {})):
         cases[f"{layout}"] = Case(settings=resting("static:0.8"), layout=layout, model=model)
     assert on_ranks(2, away_from_the_device, cases) == [([], True)] * 2

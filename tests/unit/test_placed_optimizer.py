@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mindspeed_mem.chunk.host_adam import HostAdam
 from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
+from mindspeed_mem.chunk.placed_states import PlacedStates
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
@@ -139,6 +140,19 @@ def test_what_torchs_gradient_scaler_sets_counts_in_every_place(found_inf):
         run.optimizer.grad_scale, run.optimizer.found_inf = torch.tensor(8.0), torch.tensor(found_inf)
         run.steps(1)
     assert same(runs[1].saved(), runs[0].saved())
+
+
+@pytest.mark.parametrize("kind, where", [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({}, "cpu")])
+def test_a_step_count_goes_to_the_device_with_its_parameter_where_the_kernel_reads_it(kind, where):
+    param = torch.nn.Parameter(torch.empty(100, device="meta"))
+    optimizer = torch.optim.AdamW([param], **kind)
+    states, group = PlacedStates(optimizer, late()), optimizer.param_groups[0]
+    made = states.on_host(param, group, adam=True)
+    assert {key: value.device.type for key, value in made.items()} == dict.fromkeys(made, "cpu") and len(made) == 3
+    states.settle(param, group, on_host=False)
+    devices = {key: value.device.type for key, value in optimizer.state[param].items()}
+    assert devices == {"step": where, "exp_avg": "meta", "exp_avg_sq": "meta"}
+    assert optimizer.state[param]["step"].dtype is torch.float32
 
 
 # ---- memory
