@@ -67,8 +67,9 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
         args: a parser's namespace, or a mapping with our settings (``memory_config``: a file or what it contains,
             ``swap_host_memory_gib``, ``device``, ``sdpa_attention``); what is missing is taken from the command line.
 
-    To be called on every rank, after the device is chosen and before the model is built. The same settings again do
-    nothing; others replace the earlier ones. Raises FeatureError with everything that is wrong.
+    To be called on every rank, before the model is built, and after the device is chosen where that is not the one of
+    LOCAL_RANK. The same settings again do nothing; others replace the earlier ones. Raises FeatureError with everything
+    that is wrong.
     """
     given = vars(_State.given)
     merged = {**given, **args} if isinstance(args, Mapping) else Namespace(**{**given, **vars(args)})
@@ -202,7 +203,7 @@ def _apply(settings: Settings) -> None:
 
 
 def _use_chunks(wanted: chunk_settings.ChunkSettings) -> None:
-    from mindspeed_mem.chunk import runtime
+    from mindspeed_mem.chunk import nccl, runtime
 
     if wanted == chunk_settings.current():
         return  # what runs goes by the object: an equal one would begin anew, without what was recorded
@@ -211,6 +212,8 @@ def _use_chunks(wanted: chunk_settings.ChunkSettings) -> None:
             "--chunk-zero-stage or its options have changed: models built before keep the memory that they have and "
             "must not be trained any further. Build them again"
         )
+    if wanted.stage >= 2:
+        nccl.keep_until_waited()
     chunk_settings.use(wanted)
 
 
@@ -265,6 +268,8 @@ def _start_engine(settings: Settings) -> None:
     needed = settings.memory is not None or settings.survive_oom
     if _State.observing:
         return
+    if settings.backend is not None:
+        settings.backend.use_device_of_rank()  # Megatron-LM chooses it later than it checks its arguments
     _limit_memory(settings)
     if wanted == _State.engine or not (needed or _State.engine):
         return
