@@ -51,7 +51,9 @@ def init(original, self, *args, **kwargs):
         places[master] = place
     if places:
         self.placed = PlacedOptimizer(self.optimizer, places, now.settings.backend, group_bytes=now.group_bytes)
-        self.host_store, self.host_gradients = now.host, {}
+        # None on a CPU, where both memories are one: gradients and masters are read where they are.
+        self.host_store = None if now.settings.backend.copies_block else now.host
+        self.host_gradients = {}
         self.resting = [resting[bucket] for bucket in in_order_of_use(self.buffers) if bucket in resting]
         now.rest(self.resting)
 
@@ -91,7 +93,7 @@ def copy_model_grads_to_main_grads(original, self):
     for model_param, master in masters.every(self):
         span = self._get_model_param_range_map(model_param)["param"]
         piece = model_param.main_grad.view(-1)[span.start : span.end].float()
-        if self.placed.place(master) is Place.DEVICE:
+        if store is None or self.placed.place(master) is Place.DEVICE:
             held.pop(master, None)
             master.grad = piece
             continue
@@ -99,13 +101,14 @@ def copy_model_grads_to_main_grads(original, self):
             held[master] = store.like(piece)
         store.take(held[master], piece, lasting=True)
         master.grad = held[master]
-    store.settle()
+    if store is not None:
+        store.settle()
 
 
 @around(_OPTIMIZER + "_copy_main_params_to_model_params")
 def copy_main_params_to_model_params(original, self):
     """Masters on the host go up as they are, one behind the other, and are cast there: the host waits once."""
-    if getattr(self, "placed", None) is None:
+    if getattr(self, "placed", None) is None or self.host_store is None:
         return original(self)
     chunks = getattr(self.buffers[0], "chunks_of_model", None)
     if chunks is not None and chunks.stage == 3:  # its shards are where their masters are

@@ -120,7 +120,8 @@ class Runtime:
             size, ranks = sum(b.param_data.numel() for b in buffer.buckets), buffer.data_parallel_group.size()
             own_master = buffer.param_dtype is torch.float32
             each = 4 * (2 + (not own_master)) * (given.stage == 3 or not own_master)  # moments and masters
-            each += (given.stage >= 2 or not own_master) * 4 + (given.stage == 3) * buffer.param_dtype.itemsize
+            gradients = given.stage >= 2 or not (own_master or given.backend.copies_block)
+            each += 4 * gradients + (given.stage == 3) * buffer.param_dtype.itemsize
             self._host_bytes += int(each * size * share) // ranks
         weakref.finalize(ddp, self._leave_host, self._host_bytes - before).atexit = False
         free, ranks = host_memory.available(), host_memory.ranks_here()
