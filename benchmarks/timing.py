@@ -49,15 +49,15 @@ def interleaved(
 def reproducible(device_type: str) -> Iterator[None]:
     """Inside, an accelerator's kernels give the same bits each time, where they can (flash attention does not by
     default); for comparing losses, not for timing."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    before, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     if device_type != "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        torch.set_deterministic_debug_mode(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def summary(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:

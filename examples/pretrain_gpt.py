@@ -58,6 +58,7 @@ def configure(args):
     """Choose the device and put the pack's own arguments into force. Raises ValueError with all problems."""
     with contextlib.suppress(DeviceError):  # the pack says what is wrong with it, together with the rest
         args.device = get_backend(args.device).type
+        set_device(args)  # limits and the like are set for it
     mem.configure(args)
 
 

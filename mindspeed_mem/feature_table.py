@@ -163,7 +163,7 @@ FEATURES = (
         default=False,
         help="when device memory runs out in the middle of a step, move activations to the host and go on, whatever "
         "the memory plan says",
-        patches=(*MEMORY_PATCHES, "recompute_random", "survive_*"),
+        patches=(*MEMORY_PATCHES, "recompute_fused", "recompute_random", "survive_*"),
         bars=incompatible.MEMORY,
     ),
     Feature(

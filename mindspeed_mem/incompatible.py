@@ -39,13 +39,17 @@ def _made_of_stages(args: Any) -> bool:
 def _draws_nothing(args: Any) -> bool:
     try:
         return not any(float(getattr(args, f"{what}_dropout", 0.1)) for what in ("hidden", "attention"))
-    except ValueError:  # reported by its parser
+    except (TypeError, ValueError):  # reported where it is parsed
         return False
 
 
 _SAME = "both decide about the same activations"
 _GRAPH = "replaying a graph skips the Python code that swaps and recomputes"
 _NOT_YET = "not supported yet"
+_LIVE = (
+    "its states are live generators, so dropout would draw other masks in a forward that runs again (it can stay with "
+    "--hidden-dropout 0 --attention-dropout 0)"
+)
 
 MEMORY = (
     of_core("--recompute-granularity", "a layer that Megatron recomputes keeps nothing to decide about", value="full"),
@@ -76,11 +80,11 @@ RECOMPUTE = (
     ),
     of_megatron_lm(
         "--te-rng-tracker",
-        "its states are live generators, so dropout would draw other masks in a forward that runs again (it can stay "
-        "with --hidden-dropout 0 --attention-dropout 0)",
+        _LIVE,
         unless=_draws_nothing,
         asks=("--hidden-dropout", "--attention-dropout"),
     ),
+    of_core("--te-rng-tracker", _LIVE, field="use_te_rng_tracker", unless=_draws_nothing),
 )
 
 

@@ -67,9 +67,8 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
         args: a parser's namespace, or a mapping with our settings (``memory_config``: a file or what it contains,
             ``swap_host_memory_gib``, ``device``, ``sdpa_attention``); what is missing is taken from the command line.
 
-    To be called on every rank, before the model is built, and after the device is chosen where that is not the one of
-    LOCAL_RANK. The same settings again do nothing; others replace the earlier ones. Raises FeatureError with everything
-    that is wrong.
+    To be called on every rank, after the device is chosen and before the model is built. The same settings again do
+    nothing; others replace the earlier ones. Raises FeatureError with everything that is wrong.
     """
     given = vars(_State.given)
     merged = {**given, **args} if isinstance(args, Mapping) else Namespace(**{**given, **vars(args)})
@@ -244,6 +243,8 @@ def _connect() -> None:
 
 def _validated(args: Namespace) -> None:
     try:
+        if _State.settings.backend is not None:
+            _State.settings.backend.use_device_of_rank()  # Megatron-LM chooses it later than it checks its arguments
         configure(args)
     except (FeatureError, PatchError) as error:
         refuse(error)
@@ -268,8 +269,6 @@ def _start_engine(settings: Settings) -> None:
     needed = settings.memory is not None or settings.survive_oom
     if _State.observing:
         return
-    if settings.backend is not None:
-        settings.backend.use_device_of_rank()  # Megatron-LM chooses it later than it checks its arguments
     _limit_memory(settings)
     if wanted == _State.engine or not (needed or _State.engine):
         return
@@ -277,6 +276,9 @@ def _start_engine(settings: Settings) -> None:
     from mindspeed_mem.plan import load_memory_config
 
     engines.stop()
+    if _State.engine:
+        earlier = _State.engine[1]
+        earlier.lift_reserve()
     if needed:
         if settings.adaptive:
             logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))

@@ -52,7 +52,7 @@ def make_backward_post_hook(original, self, param):
         if param.grad is not None:
             return hook(*unused)
         before = param.grad_added_to_main_grad
-        param.grad = torch.empty(1, dtype=param.dtype, device=param.device).expand(param.shape)  # never read
+        param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
         param.grad_added_to_main_grad = True
         try:
             hook(*unused)

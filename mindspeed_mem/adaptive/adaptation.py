@@ -76,7 +76,10 @@ class Adaptation:
         self._facts: dict[str, Any] = {}
         self._calls = 0  # in this state
         self._meter = CallMeter(engine)
-        self._evicted = self._retries = self._overruns = self._reshaped = 0
+        self._evicted = self._overruns = self._reshaped = 0
+        self._retries = self._retried = 0  # of the allocator when a call began; calls of a settled plan that had any
+        self.has_settled = False
+        """On any plan so far."""
         self._config: dict[str, Any] | None = None  # in force
         self._settled: dict[Call, dict[str, Any] | None] = {}
 
@@ -96,6 +99,7 @@ class Adaptation:
             self.engine.profiler.begin_call()
         elif self.state == TRY:
             self._meter.begin()
+        self._retries = self.engine.backend.allocation_retries()
 
     def end(self, completed: bool) -> None:
         """It has ended; not ``completed``: by an exception."""
@@ -103,6 +107,8 @@ class Adaptation:
             self.engine.profiler.end_call(completed)
         elif self.state == TRY and completed and self._calls > 1:
             self._meter.end(self._ranks.stage)
+        elif self.state == SETTLED:
+            self._retried += self.engine.backend.allocation_retries() > self._retries
 
     def report(self) -> list[str]:
         """For the end of the run, on rank 0."""
@@ -110,10 +116,6 @@ class Adaptation:
             return self.planner.report()
         used = self.state == SETTLED and self._ranks.rank == 0
         return [f"adaptive memory plan: taken from {self.target}"] if used else []
-
-    @property
-    def settled(self) -> bool:
-        return self.state == SETTLED
 
     # ---- states
     def _start(self, facts: Callable[[], dict[str, Any]]) -> None:
@@ -179,9 +181,9 @@ class Adaptation:
         if self._calls % _WATCHED or not self._calls:
             return
         grown = self.engine.mover.evicted_bytes - self._evicted
-        retries = self.engine.backend.allocation_retries() - self._retries
-        self._evicted, self._retries = self._evicted + grown, self._retries + retries
-        everyone = self._ranks.gather((self._ranks.stage, grown // _WATCHED, retries // _WATCHED))
+        in_each_call = self._retried // _WATCHED
+        self._evicted, self._retried = self._evicted + grown, 0
+        everyone = self._ranks.gather((self._ranks.stage, grown // _WATCHED, in_each_call))
         if not any(evicted or retried for _, evicted, retried in everyone):
             return
         self._overruns += 1
@@ -301,7 +303,8 @@ class Adaptation:
         self.state, self._calls = state, 0
         if state == SETTLED:
             LEDGER.forget()  # the report is about the plan, not about how it was found
-        self._evicted, self._retries = self.engine.mover.evicted_bytes, self.engine.backend.allocation_retries()
+            self.has_settled = True
+        self._evicted, self._retried = self.engine.mover.evicted_bytes, 0
         self._meter.clear()
 
     def _say(self, text: str) -> None:

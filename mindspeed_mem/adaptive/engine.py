@@ -36,5 +36,5 @@ class AdaptiveEngine(SurvivingEngine):
         self.adaptation.end(completed)
 
     def report(self) -> dict[str, Any]:
-        since = "the plan settled" if self.adaptation.settled else ""
+        since = "a plan was settled on" if self.adaptation.has_settled else ""
         return super().report() | {"adaptive": self.adaptation.report(), "since": since}

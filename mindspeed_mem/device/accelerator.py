@@ -209,7 +209,12 @@ class AcceleratorBackend(Backend):
         limit = min(available, total) - self._reserve()
         if limit > 0:
             self._enforce(index, limit)
-            self._reserving[index] = limit
+            self._reserving[index] = self.limit()  # as it is read back, rounded
+
+    def lift_reserve(self) -> None:
+        index = self._module.current_device()
+        if self._reserving.pop(index, None) is not None:
+            self._enforce(index, self._asked.get(index))
 
     def nominal_limit(self) -> int | None:
         limit = self.limit()
@@ -256,6 +261,9 @@ class AcceleratorBackend(Backend):
     def foreign_allocator(self) -> str | None:
         name = getattr(getattr(self._module, "memory", None), "get_allocator_backend", lambda: "native")()
         return "a pluggable allocator" if name == "pluggable" else None
+
+    def is_from_driver(self, exc: BaseException) -> bool:
+        return not isinstance(exc, torch.OutOfMemoryError)
 
     def is_out_of_memory(self, exc: BaseException) -> bool:
         if isinstance(exc, torch.OutOfMemoryError) or not isinstance(exc, RuntimeError):

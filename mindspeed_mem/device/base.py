@@ -169,6 +169,10 @@ class Backend(abc.ABC):
         found = _WANTED.search(str(exc))
         return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
+    def is_from_driver(self, exc: BaseException) -> bool:
+        """Whether `exc`, which says that memory has run out, comes from elsewhere than torch's allocator."""
+        return False
+
     def give_back(self) -> int:
         """Return to the driver what torch's allocator keeps without using it; returns the bytes.
 
@@ -181,6 +185,10 @@ class Backend(abc.ABC):
 
         Nothing where a limit is in force that somebody else has set. Called again, it counts anew what is there.
         """
+        return None
+
+    def lift_reserve(self) -> None:
+        """Undo `keep_reserve`."""
         return None
 
     def nominal_limit(self) -> int | None:

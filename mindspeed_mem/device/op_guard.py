@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mem.device import collectives, onednn
 from mindspeed_mem.device.base import Backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
-from mindspeed_mem.device.op_rules import Rule, rule_of, storages, why_computed, why_not
+from mindspeed_mem.device.op_rules import Rule, rule_of, storages, why_begun, why_computed, why_not
 
 _MOST_DOUBLINGS = 6
 
@@ -97,7 +97,7 @@ class OpGuard(TorchDispatchMode):
 
     def _again(self, op: Any, args: tuple, kwargs: dict, random: Any, error: Exception) -> Any:
         wanted = self._backend.bytes_wanted(error)
-        why = why_not(op, args, kwargs) or why_computed(op, error)
+        why = why_not(op, args, kwargs) or self._why_changed(op, error)
         pinned = storages(args, kwargs)
         doublings = 0
         self.lacks += 1
@@ -107,8 +107,8 @@ class OpGuard(TorchDispatchMode):
             freed = self._make_room(max(wanted, 1) << min(doublings, _MOST_DOUBLINGS), pinned)
             if freed is None:
                 raise error
-            if (freed or not doublings) and not isinstance(error, torch.OutOfMemoryError):
-                freed += self._backend.give_back()  # it may be the driver that has none
+            if (freed or not doublings) and self._backend.is_from_driver(error):
+                freed += self._backend.give_back()
             if not freed:
                 break
             doublings += 1
@@ -121,11 +121,14 @@ class OpGuard(TorchDispatchMode):
                 if not self._backend.is_out_of_memory(again):
                     raise
                 error, wanted = again, max(wanted, self._backend.bytes_wanted(again))
-                why = why_computed(op, error)
+                why = self._why_changed(op, error)
             else:
                 self.rescued += 1
                 return result
         raise self._give_up(str(op), wanted, why) from error.with_traceback(None)
+
+    def _why_changed(self, op: Any, error: Exception) -> str:
+        return why_computed(op, error) or (why_begun(op) if self._backend.is_from_driver(error) else "")
 
     def _one_by_one(self, op: Any, args: tuple, kwargs: dict) -> Any:
         count = max((len(a) for a in (*args, *kwargs.values()) if _is_list(a)), default=0)

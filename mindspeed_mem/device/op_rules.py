@@ -98,6 +98,15 @@ def why_computed(op: Any, error: Exception) -> str:
     return "has changed its arguments already"
 
 
+def why_begun(op: Any) -> str:
+    """Why `op` cannot run again after a library in it has found no memory; empty if it can.
+
+    Operators that allocate first have asked torch's allocator first: a library may be called later, between kernels.
+    """
+    again = rule_of(op) is Rule.OVERWRITES or torch.Tag.pointwise in op.tags
+    return Rule.UNSURE.value if op._schema.is_mutable and not again else ""
+
+
 def _has_its_memory(leaf: Any) -> bool:
     """False for an output that has got its new size, but not the memory for it: run again, the operator would not
     notice and write beyond the end."""

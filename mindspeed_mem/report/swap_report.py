@@ -29,8 +29,8 @@ def format_report(ranks: Sequence[dict[str, Any]]) -> str:
     """``ranks``: `Engine.report` of each rank, in rank order, each with ``rank`` added. Sizes are shown in MiB."""
     since = f" since {ranks[0]['since']}" if ranks[0].get("since") else ""
     lines = [
-        "activation memory, per rank (MiB; out, in, recomputed: in the whole run; peaks are of activations kept for "
-        f"backward{since})",
+        "activation memory, per rank (MiB; out, in, recomputed, host peak: in the whole run; peak, without: kept for "
+        f"backward at most{since})",
         " ".join(name.rjust(width) for name, width in _COLUMNS),
     ]
     for row in ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,35 @@ def test_a_plan_is_kept_for_what_it_was_made_for(tmp_path):
     assert "is not used: micro_batches was 4 and is 2, stages_and_sizes was" in untied
     assert "is not used: micro_batches was 4 and is 2" in fewer and "stages_and_sizes" not in fewer
     assert "is not used: chunk_zero_stage was 0 and is 2, states was" in sharded
+
+
+def retrying() -> list[list[str]]:
+    """What a settled job says when its allocator retries between training calls, and when it does in each of them."""
+    from tests.adaptive_runs import adapting, room_for, told, until_settled
+    from tests.limited_runs import Training, counted
+
+    found, retries = [], itertools.count()
+    with counted() as memory, parallel():
+        room, _ = room_for(memory, "dense", 0.6, layers=3)
+        limit = memory.allocated + room
+        with adapting() as engine, told() as lines, pytest.MonkeyPatch.context() as patch:
+            mine = Training(memory, "dense", layers=3)
+            mine.total = limit
+            until_settled(engine, mine.step)
+            for inside in (False, True):
+                lines.clear()
+                for _ in range(22):
+                    number = next(retries)
+                    patch.setattr(
+                        engine.backend, "allocation_retries", retries.__next__ if inside else lambda n=number: n
+                    )
+                    mine.step()
+                found.append([line for line in lines if "planning again" in line])
+    return found
+
+
+def test_an_allocator_that_retries_in_every_call_of_a_settled_plan_leads_to_another():
+    assert on_ranks(1, retrying) == [[[], ["the allocator had to retry in every call under the plan: planning again"]]]
 
 
 def changes() -> tuple[list, list[str]]:

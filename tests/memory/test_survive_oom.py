@@ -293,3 +293,28 @@ SOME_AGAIN = {
 @pytest.mark.parametrize("plan", [None, LAYERS_AGAIN, SOME_AGAIN], ids=["none", "layers again", "swap, some again"])
 def test_everything_may_leave_before_every_operator(plan):
     assert on_ranks(1, with_nothing_on_the_device, plan) == [([], (0, 0, 0))]
+
+
+def recomputed_under_limits() -> tuple[list[int], list]:
+    """Bytes that recompute of fused operators drops in steps under limits; what it was switched off for."""
+    from tests.limited_runs import Training, counted, surviving
+
+    plan = {"select_recompute": {r"mlp\.activation_func": True, r"self_attention\.rotary_pos_emb": True}}
+    dropped = []
+    with counted() as memory, surviving({"swap_config": {"swap": False}, "recompute_config": plan}) as engine:
+        with parallel():
+            fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "ffn_hidden_size": 512}
+            training = Training(memory, "swiglu_gqa_rope", 2, layers=12, heads=2, **fused)
+            training.step()
+            need = training.peak
+            for share in (1.5, 0.9, 0.7, 0.55, 0.4, 0.25, 1.5):
+                before = engine.mover.dropped.total()
+                training.step(int(need * share))
+                dropped.append(engine.mover.dropped.total() - before)
+            evictions = engine.mover.evictions
+        return dropped, [evictions, *(key for key, works in engine._tried.items() if not works)]
+
+
+def test_room_made_for_fused_operators_does_not_stop_their_recompute():
+    [(dropped, (evictions, *stopped))] = on_ranks(1, recomputed_under_limits)
+    assert len(set(dropped)) == 1 and dropped[0] and evictions and stopped == []

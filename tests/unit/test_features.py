@@ -124,12 +124,15 @@ def test_surviving_needs_no_plan_and_takes_the_host_budget():
     settings = check(scan(["--survive-oom", "--swap-host-memory-gib", "2", "--device", "cpu"]))
     assert settings.on == ("--device", "--swap-host-memory-gib", "--survive-oom")
     assert settings.survive_oom and settings.memory is None and settings.host_limit_bytes == 2 * 2**30
-    assert settings.patches == ("cpu_*", "activation_*", "recompute_random", "survive_*") and settings.notices == ()
+    assert (
+        settings.patches == ("cpu_*", "activation_*", "recompute_fused", "recompute_random", "survive_*")
+        and settings.notices == ()
+    )
     off = check({"memory_config": {"swap_config": {"swap": False}}, "survive_oom": True, "device": "cpu"})
     assert off.survive_oom and off.memory is None and off.patches == settings.patches
     both = check({"memory_config": RECOMPUTE, "survive_oom": True, "swap_host_memory_gib": 1, "device": "cpu"})
     assert both.memory is not None and both.host_limit_bytes == 2**30 and both.notices == ()
-    assert both.patches == ("cpu_*", "activation_*", "recompute_random", "survive_*", "recompute_*")
+    assert both.patches == (*settings.patches, "recompute_*")
 
 
 def test_surviving_refuses_an_allocator_that_is_not_torchs(monkeypatch):

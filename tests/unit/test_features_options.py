@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from megatron.core.transformer import TransformerConfig
 
-from mindspeed_mem.features import FEATURES, FeatureError, check, scan
+from mindspeed_mem.features import FEATURES, FeatureError, check, conflicts, scan
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *feature.bars)]
@@ -108,5 +108,10 @@ def test_live_generators_do_no_harm_where_nothing_is_drawn():
     line = "--recompute-layers all --device=cpu --te-rng-tracker --hidden-dropout 0 --attention-dropout 0.0"
     assert check(scan(line.split())).memory is not None
     check({"memory_config": {"swap_config": {"swap": True}}, "device": "cpu", "te_rng_tracker": True})
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    config.use_te_rng_tracker = True  # as a script of one's own has it
+    for rate, count in ((0.1, 1), (None, 1), (0.0, 0)):
+        config.hidden_dropout = config.attention_dropout = rate
+        assert len(conflicts(config, ["--adaptive-memory-optimization"])) == count
     with pytest.raises(FeatureError, match="--recompute-layers cannot be combined with --te-rng-tracker"):
         check(scan([*line.split()[:-1], "0.1"]))

@@ -241,6 +241,20 @@ def test_a_reserve_is_left_to_what_asks_the_driver_itself():
 
 
 @pytest.mark.parametrize("kind", [Device, Telling])
+def test_the_reserve_is_known_again_whatever_the_fraction_loses_and_goes_with_what_needed_it(kind):
+    total = 150_754_820_096
+    for taken in range(11 * GB, 11 * GB + 200):  # a byte is lost in some of these
+        backend = StandIn(kind(total=total, free=total - taken, reserved=0, allocated=0))
+        backend.keep_reserve()
+        assert backend.nominal_limit() == total and total - taken - GB - 1 <= backend.limit() <= total - taken - GB
+    backend.lift_reserve()
+    assert backend.limit() == total
+    backend.limit_memory(10 * GB)
+    backend.lift_reserve()
+    assert backend.limit() == 10 * GB
+
+
+@pytest.mark.parametrize("kind", [Device, Telling])
 def test_a_limit_that_somebody_has_asked_for_is_kept_whatever_reserve_it_leaves(kind):
     backend = StandIn(kind(total=80 * GB, free=80 * GB, reserved=0, allocated=0))
     for nbytes in (10 * GB, 80 * GB):

@@ -231,7 +231,7 @@ class FullDriver(TorchDispatchMode):
         self.kept, self.free, self.failed = 3, 0, 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is aten.mm.default and not self.free:
+        if op in (aten.mm.default, aten.addmm_.default) and not self.free:
             self.failed += 1
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         return op(*args, **kwargs or {})
@@ -260,10 +260,14 @@ def test_where_a_library_finds_no_memory_at_the_driver_the_allocator_gives_back_
     with driver, guard:
         assert torch.equal(one @ one, expected)
     assert (driver.failed, len(asked), guard.rescued, guard.lacks) == (1, 1, 1, 1)
-    driver.free = 0  # nothing is kept any more, nor can anything leave
+    driver.free, driver.kept = 0, 3
+    with driver, guard, pytest.raises(GaveUp, match="changes its arguments"):
+        one.addmm_(one, one)  # it may have begun to
+    assert driver.kept == 3
+    driver.kept = 0  # nothing can leave, either
     with driver, guard, pytest.raises(GaveUp) as caught:
         one @ one
-    assert "CUBLAS_STATUS_ALLOC_FAILED" in str(caught.value.__cause__) and driver.failed == 2
+    assert "CUBLAS_STATUS_ALLOC_FAILED" in str(caught.value.__cause__) and driver.failed == 3
 
 
 def test_what_may_add_twice_does_not_run_again():
