@@ -29,7 +29,7 @@ def draw(
     axes.set_ylabel(f"throughput ({base} = 1)")
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left")
     figure.tight_layout()
     figure.savefig(target, dpi=110)
 
