@@ -173,7 +173,8 @@ def _apply(settings: Settings) -> None:
     if settings == _State.settings:
         return
     patterns = list(settings.patches)
-    if settings.memory is not None or settings.survive_oom or settings.chunk.stage:
+    on_cpu = settings.backend is not None and settings.backend.type == "cpu"  # gloo has to be ended in any case
+    if on_cpu or settings.memory is not None or settings.survive_oom or settings.chunk.stage:
         patterns.append("megatron_pretrain")
     if settings.patches:
         patterns.append("first_step")  # outermost: it comes after what the others do at the end of a step
