@@ -277,9 +277,6 @@ def _start_engine(settings: Settings) -> None:
     from mindspeed_mem.plan import load_memory_config
 
     engines.stop()
-    if _State.engine:
-        earlier = _State.engine[1]
-        earlier.lift_reserve()
     if needed:
         if settings.adaptive:
             logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))

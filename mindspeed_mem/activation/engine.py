@@ -353,4 +353,6 @@ def current() -> Engine | None:
 
 def stop() -> None:
     """No engine from now on; handles that autograd still holds stay valid."""
-    use(None)
+    earlier = use(None)
+    if earlier is not None:
+        earlier.backend.lift_reserve()

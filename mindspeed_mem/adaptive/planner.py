@@ -56,12 +56,10 @@ class Try:
         if not self.measured:
             return [f"predicted {predicted:.4g} s and {_mib(max(peaks))} MiB at most"]
         stages = [max(one.peak for one in self.measured if one.stage == number) for number in range(len(peaks))]
-        evicted = f", {_mib(self.evicted)} MiB evicted beyond the plan" if self.evicted else ""
-        evicted += ", the allocator had to give back memory and retry" if self.retried else ""
-        text = (
-            f"predicted {predicted:.4g} s, measured {self.seconds:.4g} s; peak of all device memory by stage in MiB, "
-        )
-        text += f"predicted {' '.join(map(_mib, peaks))}, measured {' '.join(map(_mib, stages))}{evicted}"
+        text = f"predicted {predicted:.4g} s, measured {self.seconds:.4g} s; peak of all device memory by stage in MiB"
+        text += f", predicted {' '.join(map(_mib, peaks))}, measured {' '.join(map(_mib, stages))}"
+        text += f", {_mib(self.evicted)} MiB evicted beyond the plan" if self.evicted else ""
+        text += ", the allocator had to give back memory and retry" if self.retried else ""
         return [text]
 
 

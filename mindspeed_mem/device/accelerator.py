@@ -263,7 +263,8 @@ class AcceleratorBackend(Backend):
         return "a pluggable allocator" if name == "pluggable" else None
 
     def is_from_driver(self, exc: BaseException) -> bool:
-        return not isinstance(exc, torch.OutOfMemoryError)
+        # Older torch_npu's allocator raises a plain RuntimeError, too, but says what it was asked for.
+        return not isinstance(exc, torch.OutOfMemoryError) and not self.bytes_wanted(exc)
 
     def is_out_of_memory(self, exc: BaseException) -> bool:
         if isinstance(exc, torch.OutOfMemoryError) or not isinstance(exc, RuntimeError):

@@ -196,7 +196,10 @@ def test_memory_figures_and_random_state_are_torch_npus(backend, npu):
 
 def test_out_of_memory_is_known_by_type_and_by_text(backend):
     assert backend.is_out_of_memory(torch.OutOfMemoryError("x"))
-    assert backend.is_out_of_memory(RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"))
+    allocator, driver = "NPU out of memory. Tried to allocate 2.00 GiB", "NPU out of memory in aclrtMalloc"
+    assert backend.is_out_of_memory(RuntimeError(allocator)) and backend.is_out_of_memory(RuntimeError(driver))
+    # What torch's allocator has refused had not begun, in place or not; the driver may have refused in the middle.
+    assert not backend.is_from_driver(RuntimeError(allocator)) and backend.is_from_driver(RuntimeError(driver))
     assert not backend.is_out_of_memory(RuntimeError("HCCL timeout"))
     assert not backend.is_out_of_memory(ValueError("NPU out of memory"))
 
