@@ -49,7 +49,7 @@ NOT_FOR_SCRIPTS = {
     "__main__",
 }
 HOSTS = {"megatron", "mindspeed", "transformer_engine"}
-MAX_LINES = 400
+MAX_LINES = 600
 MAX_MEDIAN = 200
 
 
@@ -234,8 +234,8 @@ def test_a_good_tree_has_no_problem(tree):
         ("mindspeed_mem/plan/x.py", "from tests.unit import something", "nobody's library"),
         ("examples/x.py", "from mindspeed_mem.patches import schedules", "a script does not import"),
         ("examples/x.py", "import mindspeed_mem.features", "a script does not import"),
-        ("mindspeed_mem/plan/x.py", "a = 1\n" * 401, "401 lines, at most 400"),
-        ("tests/unit/test_x.py", "a = 1\n" * 401, "401 lines, at most 400"),
+        ("mindspeed_mem/plan/x.py", "a = 1\n" * 601, "601 lines, at most 600"),
+        ("tests/unit/test_x.py", "a = 1\n" * 601, "601 lines, at most 600"),
     ],
 )
 def test_each_rule_is_caught(tree, name, text, expected):
