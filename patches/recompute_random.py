@@ -18,7 +18,9 @@ def _capture():
 
 
 def _restore(states):
-    sys.modules[_RANDOM]._set_all_rng_states(*states)
+    host, device, trackers = states
+    # The tracker keeps the dict that it gets, and writes to it with the next number that it draws.
+    sys.modules[_RANDOM]._set_all_rng_states(host, device, dict(trackers))
 
 
 rng.use(_capture, _restore)

@@ -1,9 +1,13 @@
-"""All ranks make the plan, or none does: what one rank finds wrong is raised on every rank."""
+"""All ranks make the plan, or none does: what one rank finds wrong is raised on every rank. So with what is not to run
+again: what contains collectives runs again on all ranks that take part in them, or on none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from mindspeed_mem.plan import MemoryConfigError, MemoryPlan
 
@@ -38,3 +42,28 @@ def agreed(
             source,
         )
     return plan
+
+
+def collectives_begun(partners: Collection[int]) -> dict[dist.ProcessGroup, int | None]:
+    """How many collectives have begun in each group of several of these ranks; None where nobody counts them."""
+    found: dict[dist.ProcessGroup, int | None] = {}
+    if len(partners) < 2 or not (dist.is_available() and dist.is_initialized()):
+        return found
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.size() > 1 and partners.issuperset(dist.get_process_group_ranks(group)):
+            try:
+                found[group] = group._get_sequence_number_for_group()
+            except (AttributeError, RuntimeError):
+                found[group] = None
+    return found
+
+
+def highest(mine: Sequence[int], groups: Iterable[dist.ProcessGroup], device_type: str) -> list[int]:
+    """The highest of each number over all ranks of ``groups``, and over those that share others with them."""
+    groups = list(groups)
+    if not groups:
+        return list(mine)
+    numbers = torch.tensor(mine, device=device_type)
+    for group in (*groups, *groups):  # a rank of one group learns in the second round what a rank of another has seen
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return numbers.tolist()

@@ -116,13 +116,15 @@ class Engine(PlannedRegions):
         depth = len(stack)
         begin = functools.partial(self._start, layer, path, False)
         again = self._to_recompute(layer, path) and not self._starts_from_managed(layer, path, args, kwargs)
+        of = self.trials.operator(layer, path, call, state) if again else None
+        again = again and not of.refused()
         if self._counting:
             call = functools.partial(self.census.watch.run, (layer, path), state, call)
         if depth and stack[-1][:2] == (layer, path) and not again:
             return call(*args, **kwargs)  # a subclass calling super, or a marker of the same name
         try:
             if again:
-                result = self._replayed(layer, path, call, args, kwargs, begin, state)
+                result = self._replayed(layer, path, call, args, kwargs, begin, of, state)
             else:
                 begin()
                 result = call(*args, **kwargs)

@@ -43,7 +43,7 @@ class PlannedRegions(RecomputedRegions):
         """
         if self.agreed or (self.plan is not None and gather is None):
             return
-        self.agreed = gather is not None
+        self.agreed, self.partners = gather is not None, frozenset(partners)
         tree = regions.tagged_layers()
         mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
         everyone = gather(mine) if gather is not None else [mine]

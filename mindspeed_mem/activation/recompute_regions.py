@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from mindspeed_mem.activation.records import STAYS, OverwrittenError
 from mindspeed_mem.activation.replay import TAKE_OUT, MadeBy, Replay
 from mindspeed_mem.activation.saved import SavedTensors
 from mindspeed_mem.activation.tape import MANAGED, Tape
+from mindspeed_mem.activation.trial import Operator, Trial, Trials
 
 
 class RecomputedRegions(SavedTensors):
@@ -28,6 +30,9 @@ class RecomputedRegions(SavedTensors):
         self._modules: set[tuple[int, str]] = set()  # operators that are modules; the rest is inline code
         self._tape_depth = 0  # how many regions were running when the tape started, its own included
         self._tried: dict[tuple[int, str], bool] = {}  # inline operators: whether their tape repeats them
+        self.trials = Trials()
+        self.partners: frozenset[int] = frozenset()
+        """The ranks with which this one runs collectives inside layers."""
         self._judged: set[int] = set()  # model chunks whose recomputed operators have been looked at
         self._ran: set[str] | None = set()  # who asked for what has run so far; None once that has been looked at
 
@@ -67,20 +72,41 @@ class RecomputedRegions(SavedTensors):
         return found
 
     # ---- modules and functions
-    def _replayed(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, begin: Callable, state=None):
+    def _replayed(
+        self,
+        layer: int,
+        path: str,
+        call: Callable,
+        args: tuple,
+        kwargs: dict,
+        begin: Callable,
+        of: Operator,
+        state: Any = None,
+    ):
         """Run ``call`` as an operator to be recomputed. ``begin()`` starts its region, once its inputs are held."""
         self._about_to_run = layer, path
         frame = self._frame
         given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
-        replay = Replay(layer, path, call, args, kwargs, self._hold, state)
+        training = of.training()
+        verdict = of.verdict(training)
+        places = None if verdict is None else verdict.places
+        replay = Replay(layer, path, call, args, kwargs, self._hold, state, training, places)
+        trial = Trial(of, replay, self.partners, self._device_type) if verdict is None else contextlib.nullcontext()
         begin()
         replay.number = frame.count
         self._region = replay
         try:
-            result = call(*args, **kwargs)
+            with trial:
+                result = call(*args, **kwargs)
         finally:
             self._region = None
-        if any(tensor._version != version for tensor, version in given):
+        replay.ends()
+        if verdict is None:
+            trial.settle(result if path else None, any(tensor.numel() for tensor, _ in given) or not given)
+            if replay.why_not:
+                self.notes.add(f"recompute has no effect on {path or 'the layer'}", layer, replay.why_not)
+                return result
+        elif any(tensor._version != version for tensor, version in given):
             raise OverwrittenError(f"{replay} changes its input in place, so it cannot run again. {TAKE_OUT}")
         replay.returns(result if path else None, frame)  # what a whole layer returns stays
         if not given or any(tensor.numel() for tensor, _ in given):  # an expert may be without tokens
@@ -97,7 +123,10 @@ class RecomputedRegions(SavedTensors):
             return call(*args, **kwargs)
         self._suspend()
         try:
-            return self._replayed(tape.layer, tape.op, call, args, kwargs, lambda: None)
+            of = self.trials.operator(tape.layer, tape.op, call)
+            if of.refused():
+                return call(*args, **kwargs)
+            return self._replayed(tape.layer, tape.op, call, args, kwargs, lambda: None, of)
         finally:
             self._resume(tape)
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +22,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import rng
 from mindspeed_mem.activation.arguments import join, split, tensors_in
-from mindspeed_mem.activation.records import DROPPED, KEEP, Handle, OverwrittenError, Record, base_of
+from mindspeed_mem.activation.records import (
+    DROPPED,
+    HOST,
+    KEEP,
+    KEPT,
+    LOADED,
+    Handle,
+    OverwrittenError,
+    Record,
+    base_of,
+    view_of,
+)
+from mindspeed_mem.activation.state import Place, nearly_same, put_back, same_bits
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
@@ -65,12 +78,18 @@ class Replay:
         "_entries",
         "_entered_again",
         "_filled",
-        "_call",
+        "call",
         "_given",
-        "_state",
+        "state",
         "_random",
         "_autocast",
         "_remaining",
+        "kept",
+        "why_not",
+        "_places",
+        "_saved",
+        "training",
+        "_leaves",
         "__weakref__",
     )
 
@@ -83,16 +102,34 @@ class Replay:
         kwargs: dict[str, Any],
         hold: Callable[[torch.Tensor], Handle],
         state: Any = None,
+        training: Sequence[tuple[torch.nn.Module, bool]] = (),
+        places: Sequence[Place] | None = (),
     ):
-        """``call(*args, **kwargs)`` is about to run. ``state``: an object whose attributes it reads, which may be
-        others by the time of the second run."""
+        """``call(*args, **kwargs)`` is about to run.
+
+        Args:
+            state: an object whose attributes it reads, which may be others by the time of the second run.
+            training: the modules that run, and whether they are in training mode.
+            places: what a second run changes besides. None: nobody knows yet whether it repeats itself, see `repeats`.
+        """
         self.layer, self.op, self.number = layer, op, 0
-        self._call, self._state = call, state
+        self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
         self.inputs: list[tuple[Handle, bool]] | None = []
+        self.training, self._places = training, places
+        self.why_not = ""
+        """Why it cannot run again; empty if it can, or if nobody knows."""
+        self.kept: set[Record] | None = set() if places is None else None
+        """What it made and backward needs, as long as it may turn out not to repeat itself; None: is not kept."""
+        self._saved: list[tuple[Record, tuple] | None] = []
+        self._leaves: list[tuple[torch.Tensor, int]] = []
 
         def take(tensor: torch.Tensor) -> tuple[Handle, bool] | None:
-            return (hold(tensor), tensor.requires_grad) if type(tensor) is torch.Tensor else None
+            if type(tensor) is not torch.Tensor:
+                return None
+            if self.kept is not None:
+                self._leaves.append((tensor.detach(), tensor._version))
+            return hold(tensor), tensor.requires_grad
 
         self._given = split((args, kwargs, attributes), take, self.inputs)
         self._random = rng.capture()
@@ -126,19 +163,25 @@ class Replay:
 
     def saves(self, record: Record | None, tensor: torch.Tensor) -> None:
         """The operator saves one more tensor, of the storage of ``record``."""
-        if record is None or record.replay is not self or record.handles:
+        mine = record is not None and (record.replay is self if self.kept is None else record in self.kept)
+        layout = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()) if mine else None
+        if self.kept is not None:
+            self._saved.append((record, layout) if mine else None)
+        if not mine or record.handles:
             self.slots.append(None)
         else:  # the first of a storage that it made
-            layout = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
             self.slots.append((weakref.ref(record), layout))
             entry = getattr(tensor.untyped_storage(), "_mem_entry", None)
             if entry is not None and entry.replay() is self and entry.version == tensor._version:
                 self._entries.setdefault(entry.number, []).append((entry.position, self.slots[-1][0]))
 
-    def returns(self, result: Any, frame: Frame) -> None:
-        """The operator has run to its end; whoever saves what it returns keeps a record that this makes again."""
+    def ends(self) -> None:
+        """The operator has run to its end."""
         if rng.same(self._random, rng.capture()):
             self._random = None  # it drew nothing
+
+    def returns(self, result: Any, frame: Frame) -> None:
+        """Whoever saves what the operator returns keeps a record that this makes again."""
         for index, leaf in enumerate(tensors_in(result)):
             self.outputs.append(None)
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
@@ -184,7 +227,6 @@ class Replay:
         except OverwrittenError as error:
             hint = f"{self} is recomputed from it. {TAKE_OUT}, or recompute what produces its input, too"
             raise OverwrittenError(f"{error}; {hint}") from error
-        args, kwargs, attributes = join(self._given, tensors)
         index = 0
 
         def pack(tensor: torch.Tensor) -> None:
@@ -200,41 +242,128 @@ class Replay:
                 if not self._remaining:
                     raise _Enough
 
+        self._entered_again, self._filled = 0, []
+        try:
+            with self._as_then(tensors, pack, self._places) as run, contextlib.suppress(_Enough):
+                for ref, tensor in zip(self.outputs, tensors_in(run()), strict=False):
+                    if ref is not None and (record := ref()) is not None and record.state == DROPPED:
+                        self._fill(record, tensor)
+        finally:
+            self._filled.clear()
+        if self._remaining:
+            self._differs(None, None)
+        self.inputs = None
+
+    @contextlib.contextmanager
+    def _as_then(
+        self, leaves: list[torch.Tensor], pack: Callable[[torch.Tensor], None], places: Sequence[Place]
+    ) -> Iterator[Callable[[], Any]]:
+        """What runs the operator from ``leaves`` as it ran before, and disturbs nothing."""
+        args, kwargs, attributes = join(self._given, leaves)
+
         def unpack(_: None) -> torch.Tensor:
             raise RuntimeError(f"{self} computes gradients within its forward, so it cannot be recomputed")
+
+        def run() -> Any:
+            with saved_tensors_hooks(pack, unpack):
+                return self.call(*args, **kwargs)
 
         with ExitStack() as stack:
             _again.append(self)
             stack.callback(_again.pop)
-            self._entered_again, self._filled = 0, []
-            stack.callback(self._filled.clear)
-            stack.callback(_empty, tensors)
+            stack.callback(_empty, leaves)
+            if places:
+                stack.enter_context(put_back(places))
             for guard in GUARDS:
                 stack.enter_context(guard())
             for reader in READERS:
-                stack.enter_context(reader(list(_modules(self._call)), list(tensors_in((args, kwargs)))))
+                stack.enter_context(reader(list(modules_of(self.call)), list(tensors_in((args, kwargs)))))
             if self._random is not None:
                 stack.enter_context(rng.as_of(self._random))
             stack.enter_context(torch.enable_grad())
             for then, now in zip(self._autocast, _autocast_now(), strict=True):
                 if then != now:
                     stack.enter_context(torch.autocast(**then))
-            if self._state is not None:
-                stack.enter_context(_with_attributes(self._state, attributes))
-            try:
-                with saved_tensors_hooks(pack, unpack):
-                    result = self._call(*args, **kwargs)
-                for ref, tensor in zip(self.outputs, tensors_in(result), strict=False):
-                    if ref is not None and (record := ref()) is not None and record.state == DROPPED:
-                        self._fill(record, tensor)
-            except _Enough:
-                pass
-        if self._remaining:
-            self._differs(None, None)
-        self.inputs = None
+            for module, training in self.training:
+                if module.training != training:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = training
+            if self.state is not None:
+                stack.enter_context(_with_attributes(self.state, attributes))
+            yield run
+
+    # ---- once: whether it repeats itself
+    def input_changed(self) -> bool:
+        """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
+        return any(leaf._version != version for leaf, version in self._leaves)
+
+    def repeats(self, result: Any, places: Sequence[Place]) -> tuple[str, list[Place]]:
+        """Run it again at once, and compare what it returns (None: that is not made again) and what backward needs.
+
+        Returns why it does not repeat itself (empty if it does), and those of ``places`` that the second run changed:
+        they are as before.
+        """
+        changed: dict[Place, bool] = {}
+        index, nearly, otherwise = 0, False, False
+
+        def compare(one: torch.Tensor | None, other: torch.Tensor | None) -> None:
+            """To the end, whatever is found: other ranks may wait for collectives."""
+            nonlocal nearly, otherwise
+            if otherwise or (one is not None and other is not None and _same(one, other)):
+                return
+            nearly = True  # kernels that add up in any order differ by that much without recompute, too
+            exact = one is None or one.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+            otherwise = exact or other is None or not nearly_same(one, other)
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal index
+            if index >= len(self._saved):
+                compare(None, tensor)
+                return
+            saved = self._saved[index]
+            index += 1
+            if saved is not None and saved[0].live_handles():  # somebody still needs it
+                compare(_content(*saved, tensor), tensor)
+            if index == len(self._saved) and result is None:
+                raise _Enough
+
+        why_not = ""
+        now = rng.capture()
+        leaves = [leaf.requires_grad_(wants) for (leaf, _), (_, wants) in zip(self._leaves, self.inputs, strict=True)]
+        self._leaves = []
+        try:
+            with put_back(places, changed), self._as_then(leaves, pack, ()) as run, contextlib.suppress(_Enough):
+                again, before = list(tensors_in(run())), list(tensors_in(result))
+                otherwise = otherwise or index != len(self._saved)
+                for one, other in zip_longest(before, again) if result is not None else ():
+                    compare(one, other)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            why_not = f"run again, it raises {type(error).__name__}: {error}"
+        finally:
+            rng.restore(now)
+        if not why_not and (otherwise or (nearly and any(changed.values()))):
+            names = ", ".join(dict.fromkeys(place.name for place, differs in changed.items() if differs))
+            why_not = "run again, it gives other values" + (f" (each run changes {names})" if names else "")
+        return why_not, list(changed)
+
+    def settle(self, why_not: str, places: Sequence[Place]) -> None:
+        """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""
+        kept, self.kept, self._saved, self._leaves = self.kept, None, [], []
+        self.why_not, self._places = why_not, places
+        if why_not:
+            self.inputs = None
+            return
+        for record in kept:
+            if record.state == KEPT and record.live_handles():
+                record.distance = 0
+                record.drop_for(self)
 
     def enters_again(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """In the second run, what an operator takes is there before it runs."""
+        if self.kept is not None:
+            return
         number, self._entered_again = self._entered_again, self._entered_again + 1
         wanted = self._entries.get(number)
         if wanted is None or self._entered[number] != path:
@@ -267,13 +396,13 @@ class Replay:
         return f"{self.op or 'the whole'} of layer {self.layer}" if self.op else f"layer {self.layer}"
 
 
-def _modules(call: Callable) -> Iterator[torch.nn.Module]:
+def modules_of(call: Callable) -> Iterator[torch.nn.Module]:
     """Those that a method, or one with its first arguments bound, belongs to."""
     for one in (getattr(call, "__self__", None), *getattr(call, "args", ())):
         if isinstance(one, torch.nn.Module):
             yield one
         elif isinstance(one, functools.partial):
-            yield from _modules(one)
+            yield from modules_of(one)
 
 
 def _empty(leaves: list[torch.Tensor]) -> None:
@@ -306,6 +435,24 @@ class MadeBy:
         version = tensor._version
         same = version == self._version and (version == 0 or self._base() is base_of(tensor))
         return same and self.replay.inputs is not None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.layout is not torch.strided:
+        return type(one) is type(other)
+    return same_bits(one, other)
+
+
+def _content(record: Record, layout: tuple, like: torch.Tensor) -> torch.Tensor | None:
+    """What ``record`` has, laid out as it was saved; None if ``like`` lies otherwise."""
+    storage = record.storage()
+    if storage is None or record.state in (HOST, LOADED):  # it had to leave
+        record.bring_back()
+        storage = record.buffer.untyped_storage()
+    found = like.dtype, like.size(), like.stride(), like.storage_offset()
+    if found != layout or like.untyped_storage().nbytes() != storage.nbytes():
+        return None
+    return view_of(storage, *layout)
 
 
 def _known(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:

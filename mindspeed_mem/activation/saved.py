@@ -141,7 +141,12 @@ class SavedTensors:
             storage._mem = KEEP
             return None
         replay = region if made_here and type(region) is Replay else None
-        record = Record(self.mover, frame, owner, storage, token, tensor, replay)
+        if replay is not None and replay.kept is not None:  # it may turn out not to repeat itself
+            record = Record(self.mover, frame, owner, storage, token, tensor)
+            record.distance = STAYS
+            replay.kept.add(record)
+        else:
+            record = Record(self.mover, frame, owner, storage, token, tensor, replay)
         storage._mem = weakref.ref(record)
         return record
 
@@ -224,8 +229,11 @@ class SavedTensors:
             return kept
         if self.stopwatch is not None:
             self.stopwatch.unpacks(kept)
-        if kept.frame is not None:
-            kept.frame.unpacks(kept.number)
+        if not self._stack:
+            if kept.frame is not None:
+                kept.frame.unpacks(kept.number)
+        elif type(self._region) is Replay:  # no backward, but gradients that a forward computes
+            self._region.why_not = "it computes gradients within its forward"
         return kept.bring_back()
 
 

@@ -86,6 +86,9 @@ class Tape(TorchDispatchMode):
         if func.namespace in _COLLECTIVES:
             self.why_not = "it contains a collective"
             return
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self.why_not = "it draws from a torch.Generator of its own"
+            return
         refs: list[_Ref] = []
         given = split((args, kwargs), self._ref, refs)
         old = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs)) if _plain(tensor)}
