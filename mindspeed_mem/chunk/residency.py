@@ -149,6 +149,8 @@ class Residency:
             for chunk in needed:
                 chunk.wait()
             return
+        if self._inside and torch._C._current_graph_task_id() == -1:  # a second run in forward, to see what it makes
+            self.trace.once()
         self.trace.use(tuple(chunk.index for chunk in needed))
         for chunk in needed:
             if not chunk.gathered:

@@ -47,6 +47,8 @@ class Trace:
     def __init__(self) -> None:
         self.events: list[tuple[int, ...] | int] = []
         self._positions: dict[int, list[int]] = {}
+        self.once = False
+        """Something was used that other passes of this kind do not use."""
 
     def append(self, event: tuple[int, ...] | int) -> None:
         """The next event: a use of these chunks, or the reduction of one."""
@@ -149,6 +151,11 @@ class Follower:
         self._asked[group] = device
         return agree(group, device, intent)
 
+    def once(self) -> None:
+        """What is used next is used in this pass alone: it is not one to follow."""
+        if self._recording is not None:
+            self._recording.once = True
+
     # ---- what comes
 
     def next_use(self, chunk: int, after: float | None = None) -> float | None:
@@ -219,8 +226,8 @@ class Follower:
 
     def _is_everybodys(self, trace: Trace) -> bool:
         """Whether all ranks with which this one shares chunks have recorded the same. Collective."""
-        mine = Intent(Act.END, trace.fingerprint())
-        same = True
+        mine = Intent(Act.END, -1 if trace.once else trace.fingerprint())
+        same = not trace.once
         for _ in range(2):  # a rank of one group learns in the second round what a rank of another has seen
             for group, device in self._asked.items():
                 same = len(told(group, device, mine)) == 1 and same

@@ -289,3 +289,16 @@ def test_a_parameter_of_two_modules_waits_for_the_end():
     for _ in range(2):
         assert step.run("2a", "2b", "1a", "1b", "0a", "0b", "1a")[-2:] == ["20", "201"]
     assert torch.equal(step.chunks[1].grad_shard, torch.full((4,), 3.0))
+
+
+def test_a_pass_in_which_operators_are_tried_in_forward_is_not_followed():
+    """Their second runs gather what the pass after it does not gather again."""
+    managed = residency(3, slots=1)
+    managed.begin("pass")
+    for index in (0, 1, 2):
+        with managed.during(Reading(managed.chunks[index].params)):
+            pass
+    managed.end()
+    for _ in range(3):
+        gathers(managed, [0, 2, 1])
+    assert managed.trace.deviations == 0
