@@ -6,10 +6,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from mindspeed_mem.device.formulas import FormulaKeepingMode
 
 
 class Ledger:
@@ -55,17 +57,13 @@ class Ledger:
             self.allocated -= nbytes
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(FormulaKeepingMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # without this, torch.compile (Megatron's jit_fuser) would give up under the mode
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
+    def operator(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        result = op(*args, **kwargs)
         if not op.is_view:
             inputs = {id(s) for s in storages((args, kwargs))}
             for storage in storages(result):

@@ -2,6 +2,7 @@
 
 A dispatch mode sees every operator that torch runs, in forward, backward and optimizer alike, and the graph task takes
 it along to autograd's threads. It costs some microseconds per operator, so it is for times when memory is tight.
+The few backwards that a mode would change (formulas.py) run out of its sight, with room made before them.
 
 A collective finds room made before it begins: nothing has been sent then, and the other ranks do not notice. Where a
 library finds no memory at the driver, torch's allocator gives back what it keeps before the operator runs again. On a
@@ -16,17 +17,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mem.device import collectives, onednn
 from mindspeed_mem.device.base import Backend
+from mindspeed_mem.device.formulas import FormulaKeepingMode
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.device.op_rules import Rule, rule_of, storages, why_begun, why_computed, why_not
 
 _MOST_DOUBLINGS = 6
+_SCRATCH = 4  # times what an operator was given: about what a backward that the guard does not see takes besides
 
 
-class OpGuard(TorchDispatchMode):
+class OpGuard(FormulaKeepingMode):
     """``with guard:`` around what may run out of device memory.
 
     Args:
@@ -55,20 +57,18 @@ class OpGuard(TorchDispatchMode):
         self.lacks = 0
         """How often there was too little memory: inside an operator, or before a collective."""
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled functions stay compiled under it; what they allocate themselves is not guarded."""
-        return True
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def operator(self, op: Any, args: tuple, kwargs: dict) -> Any:
         if os.getpid() != self._process:  # a data loader's, forked meanwhile: it has the mode, but not the device
             return op(*args, **kwargs)
-        if _apart(op):
+        rule = rule_of(op)
+        if rule is Rule.APART:
             return self._one_by_one(op, args, kwargs)
-        if rule_of(op) is Rule.COLLECTIVE:
+        if rule is Rule.COLLECTIVE:
             self._room_before(op, args, kwargs)
         return self._run(op, args, kwargs)
+
+    def before_unseen(self, nbytes: int, gradients: tuple) -> None:
+        self.room_for(_SCRATCH * nbytes, gradients)
 
     def _room_before(self, op: Any, args: tuple, kwargs: dict) -> None:
         self.room_for(collectives.scratch_bytes(op, args, kwargs, self._backend), args, kwargs)
@@ -147,11 +147,6 @@ class OpGuard(TorchDispatchMode):
             positional = tuple(pick(name, index) for name, _ in zip(names, args, strict=False))
             self._run(op, positional, {name: pick(name, index) for name in kwargs})
         return None
-
-
-@functools.cache
-def _apart(op: Any) -> bool:
-    return rule_of(op) is Rule.APART
 
 
 @functools.cache

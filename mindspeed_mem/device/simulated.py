@@ -14,12 +14,14 @@ import collections
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_mem.device.base import Event, Stream, check_copy
 from mindspeed_mem.device.cpu import CpuBackend
+from mindspeed_mem.device.formulas import FormulaKeepingMode
 from mindspeed_mem.device.ledger import Ledger, storages
 from mindspeed_mem.device.races import (
     COMPUTE,
@@ -100,7 +102,7 @@ class SimulatedBackend(CpuBackend):
         self._stalled = 0.0
         self._accesses: weakref.WeakKeyDictionary[torch.UntypedStorage, Access] = weakref.WeakKeyDictionary()
 
-    def tracker(self) -> TorchDispatchMode:
+    def tracker(self) -> FormulaKeepingMode:
         """A context manager in which every operator counts as work of the compute stream, and is checked."""
         return _Tracker(self)
 
@@ -267,17 +269,12 @@ class SimulatedBackend(CpuBackend):
             self.faults.append(f"{where} of {access.nbytes} bytes freed while stream {names} may still use it")
 
 
-class _Tracker(TorchDispatchMode):
+class _Tracker(FormulaKeepingMode):
     def __init__(self, backend: SimulatedBackend) -> None:
         super().__init__()
         self._backend = backend
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def operator(self, op: Any, args: tuple, kwargs: dict) -> Any:
         backend, looks = self._backend, touches_data(op)
         inputs = list({id(s): s for s in storages((args, kwargs))}.values())
         if looks:
