@@ -1,8 +1,9 @@
 """The patch registry: declare, apply, verify, undo. It knows nothing of Megatron.
 
 A patch names one upstream symbol as ``module:dotted.name`` and either goes around it (`around`) or takes its place
-(`replace`). Applying it rebinds the symbol on its owner and wherever ``from module import name [as other]`` copied it;
-when the module is not imported yet, this happens right after its import, before the importer binds any name.
+(`replace`); or it joins a list of our own that stands under such a name (`join`). Applying it rebinds the symbol on its
+owner and wherever ``from module import name [as other]`` copied it; when the module is not imported yet, this happens
+right after its import, before the importer binds any name.
 
 What it cannot reach: copies held by closures, partials, default arguments and already built ``ModuleSpec`` objects.
 So patches name functions and methods, not classes that others hold.
@@ -50,7 +51,8 @@ class Patch:
     target: str
     """``module:dotted.name``"""
     function: Any
-    """Called as ``function(original, *args, **kwargs)``; for ``kind="replace"`` the new value itself."""
+    """Called as ``function(original, *args, **kwargs)``; for ``kind="replace"`` the new value itself, for
+    ``kind="join"`` what joins the list."""
     kind: str = "around"
     upstream: frozenset[str] = frozenset()
     """Hashes (`source_hash`) of the upstream sources this patch was written against; empty: not checked."""
@@ -89,6 +91,10 @@ class Patch:
                 return None
             else:
                 raise PatchError(f"{self.target} does not exist in the installed version") from error
+        if self.kind == "join":
+            found.append(self.function)
+            self._owner, self._name, self._ours, self.status = owner, name, found, "applied"
+            return None
         ours = self._build(owner, found)
         self._added = found is _MISSING or (isinstance(owner, type) and name not in vars(owner))
         setattr(owner, name, ours)
@@ -101,6 +107,10 @@ class Patch:
         """Restore the owner; return what copies have to follow. Refuses when another wrapper is on top."""
         if self.status != "applied":
             self.status = "undone" if self.status != "declared" else "declared"
+            return None
+        if self.kind == "join":
+            self._ours[:] = [one for one in self._ours if one is not self.function]
+            self.status, self._owner, self._ours = "undone", None, None
             return None
         now = _raw(self._owner, self._name)
         if now is not self._ours:
@@ -121,7 +131,8 @@ class Patch:
         if now is _MISSING:
             return "LOST: the symbol is gone"
         if now is self._ours:
-            return "applied"
+            gone = self.kind == "join" and all(one is not self.function for one in now)
+            return "LOST: taken off the list" if gone else "applied"
         link, ours = now, (self._ours, getattr(self._ours, "__func__", _MISSING))
         for _ in range(100):
             if any(link is one for one in ours):
@@ -347,6 +358,11 @@ def replace(target: str, value: Any, *, declared_by: str, optional: bool = False
     ``create``: a module-level name that is missing is created, and removed by undoing.
     """
     REGISTRY.declare(Patch(target, value, "replace", optional=optional, create=create, declared_by=declared_by))
+
+
+def join(target: str, value: Any, *, declared_by: str) -> None:
+    """Declare that the list ``target``, one of ours that others read when they run, holds ``value``, too."""
+    REGISTRY.declare(Patch(target, value, "join", declared_by=declared_by))
 
 
 def source_hash(function: Callable) -> str:

@@ -12,8 +12,7 @@ import sys
 import torch
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import replay
-from mindspeed_mem.patching import around
+from mindspeed_mem.patching import around, join
 
 
 def _forward(original, msg, suffix):
@@ -53,4 +52,4 @@ def _ranges_closed():
             torch.cuda.nvtx.range_pop()
 
 
-replay.GUARDS.append(_ranges_closed)
+join("mindspeed_mem.activation.replay:GUARDS", _ranges_closed, declared_by=__name__)

@@ -1,7 +1,7 @@
 """Operators that our recompute runs again: what they read is gathered meanwhile (stage 3).
 
 Why here: such an operator's `forward` runs without the hooks of its module, and in the backward of whoever asked for
-what it makes, so nobody else knows that its weights are needed. It replaces no symbol: both rooms are ours.
+what it makes, so nobody else knows that its weights are needed. It replaces no symbol of others: both rooms are ours.
 
 What runs again may differ between ranks (an expert without tokens does not), and gathering must not. So a layer that
 recomputes anything is gathered as a whole when its backward starts.
@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import regions, replay
-from mindspeed_mem.chunk import hooks, runtime
+from mindspeed_mem.activation import regions
+from mindspeed_mem.chunk import runtime
 from mindspeed_mem.chunk.residency import Reading
+from mindspeed_mem.patching import join
 
 
 def reads(modules, tensors):
@@ -29,5 +30,5 @@ def recomputes(module):
     return engine is not None and engine.recomputes and module.__dict__.get(regions.TAG, (0, None))[1] == ""
 
 
-replay.READERS.append(reads)
-hooks.HELD_WHOLE.append(recomputes)
+join("mindspeed_mem.activation.replay:READERS", reads, declared_by=__name__)
+join("mindspeed_mem.chunk.hooks:HELD_WHOLE", recomputes, declared_by=__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from mindspeed_mem.activation import rng
+from mindspeed_mem.patching import replace
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 
@@ -23,4 +23,5 @@ def _restore(states):
     sys.modules[_RANDOM]._set_all_rng_states(host, device, dict(trackers))
 
 
-rng.use(_capture, _restore)
+replace("mindspeed_mem.activation.rng:capture", _capture, declared_by=__name__)
+replace("mindspeed_mem.activation.rng:restore", _restore, declared_by=__name__)

@@ -1,42 +1,25 @@
-"""Random number states, so that what runs again draws the same numbers. Megatron's own states come from its patches."""
+"""Random number states, so that what runs again draws the same numbers. A patch adds Megatron's
+trackers by replacing `capture` and `restore`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 
-def _capture() -> tuple:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-
-def _restore(states: tuple) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1])
-
-
-class _Source:
-    capture: Callable[[], Any] = staticmethod(_capture)
-    restore: Callable[[Any], None] = staticmethod(_restore)
-
-
-def use(capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
-    """Take states by ``capture()`` and set them by ``restore(states)`` from now on: host, device, and trackers."""
-    _Source.capture, _Source.restore = staticmethod(capture), staticmethod(restore)
-
-
 def capture() -> Any:
     """The states now."""
-    return _Source.capture()
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
 def restore(states: Any) -> None:
     """Go on from what `capture` returned."""
-    _Source.restore(states)
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
 
 
 def same(states: Any, others: Any) -> bool:
@@ -53,9 +36,9 @@ def same(states: Any, others: Any) -> bool:
 @contextlib.contextmanager
 def as_of(states: Any) -> Iterator[None]:
     """Inside, the generators go on from ``states``; afterwards as if nothing had been drawn."""
-    now = _Source.capture()
-    _Source.restore(states)
+    now = capture()
+    restore(states)
     try:
         yield
     finally:
-        _Source.restore(now)
+        restore(now)

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_iter
 
 _CHOOSE = frozenset(
     "prod.default prod.dim_int cumprod.default cumprod_.default masked_fill.Tensor masked_fill_.Tensor max.default "
-    "min.default median.default nanmedian.default linalg_eig.default _linalg_eigh.default".split()
+    "min.default median.default nanmedian.default linalg_eig.default _linalg_eigh.default ormqr.default "
+    "linalg_householder_product.default".split()
 )
 
 
