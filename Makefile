@@ -1,5 +1,6 @@
 # make pretrain   set up and train a small GPT with activation swap on CPU
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
+# make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
 # make lint, make doctor, make clean
 #
 # PYTHON=python3.12       the interpreter to make the environment with (3.10, 3.11 or 3.12)
@@ -23,7 +24,7 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test lint doctor clean environment
+.PHONY: help pretrain test lint doctor hashes clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +48,9 @@ lint: environment
 
 doctor: environment
 	$(ENVIRONMENT) $(RUN) -m mindspeed_mem doctor
+
+hashes: environment
+	$(ENVIRONMENT) MINDSPEED_MEM_DEVICE=cpu $(RUN) -c "from mindspeed_mem import doctor; doctor.write_hashes()"
 
 # Only the default environment: one that VENV names may hold other people's packages.
 clean:

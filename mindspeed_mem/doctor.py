@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from mindspeed_mem import __version__
+from mindspeed_mem import __version__, upstream
 from mindspeed_mem.device import available_backends, delegating, get_backend, native_build
 from mindspeed_mem.megatron_adaptor import patch_modules
 from mindspeed_mem.patching import REGISTRY, Patch
@@ -100,6 +100,14 @@ def _patches() -> list[dict]:
         except Exception as error:  # whatever a foreign module raises is a finding
             missing[name] = error
     return [_row(patch, missing.get(patch.module)) for patch in REGISTRY.of(modules)]
+
+
+def write_hashes() -> None:
+    """Write into the table (upstream.json) what the installed packages have where we patch. For a fresh process."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    _patches()
+    upstream.write(REGISTRY.originals(), upstream.TABLE)
 
 
 def _row(patch: Patch, error: Exception | None) -> dict:

@@ -12,17 +12,17 @@ So patches name functions and methods, not classes that others hold.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import logging
 import sys
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import wrapt
+
+from mindspeed_mem import upstream
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,6 @@ class Patch:
     """Called as ``function(original, *args, **kwargs)``; for ``kind="replace"`` the new value itself, for
     ``kind="join"`` what joins the list."""
     kind: str = "around"
-    upstream: frozenset[str] = frozenset()
-    """Hashes (`source_hash`) of the upstream sources this patch was written against; empty: not checked."""
     optional: bool = False
     """A missing symbol gives the status ``absent`` instead of an error."""
     create: bool = False
@@ -96,6 +94,7 @@ class Patch:
             self._owner, self._name, self._ours, self.status = owner, name, found, "applied"
             return None
         ours = self._build(owner, found)
+        self._compare(found)
         self._added = found is _MISSING or (isinstance(owner, type) and name not in vars(owner))
         setattr(owner, name, ours)
         self._owner, self._name, self._found, self._ours = owner, name, found, ours
@@ -170,7 +169,7 @@ class Patch:
         return type(found)(ours) if isinstance(found, (staticmethod, classmethod)) else ours
 
     def _check(self, owner: Any, original: Callable) -> None:
-        """Hard: the parameters our function names lead upstream's. Soft: upstream's source is a known one."""
+        """The parameters our function names lead upstream's."""
         package = self.module.partition(".")[0]
         origin = _origin(original)
         if hasattr(original, "__globals__") and origin.partition(".")[0] not in {package, *_DECORATORS}:
@@ -187,11 +186,16 @@ class Patch:
                 f"{self.target} no longer begins with ({', '.join(named)}): found "
                 f"({', '.join(p.name for p in theirs)}). Use a supported version of {package}"
             )
-        if self.upstream:
-            hashed = source_hash(inspect.unwrap(original))
-            if hashed not in self.upstream:
-                self.notes.append(f"drifted: upstream source is {hashed}")
-                logger.warning("%s: not written against upstream's present source (%s)", self.target, hashed)
+
+    def _compare(self, found: Any) -> None:
+        difference = upstream.difference(self.target, found) if found is not _MISSING else None
+        if difference is None:
+            return
+        self.notes.append(str(difference))
+        if difference.is_change:
+            logger.warning("%s (patches/%s.py): %s", self.target, self.declared_by.rpartition(".")[2], difference)
+        else:
+            _say_once(f"{difference}. What differs: python -m mindspeed_mem doctor")
 
 
 class Registry:
@@ -260,6 +264,11 @@ class Registry:
     def put_back(self, lifted: list[Patch]) -> None:
         """Apply again, on top, what `lift` took off."""
         self._apply([p for p in lifted if p.status != "applied"])
+
+    def originals(self) -> dict[str, Any]:
+        """What the applied patches have found, by target; None for targets that this environment lacks."""
+        patched = [p for p in reversed(self.patches) if p.kind != "join"]
+        return {p.target: p._found if p.status == "applied" else None for p in patched}
 
     def verify(self, modules: Iterable[str] | None = None) -> dict[Patch, str]:
         """Each patch's status, from looking at what a call through its target reaches now."""
@@ -336,15 +345,14 @@ class Registry:
 REGISTRY = Registry()
 
 
-def around(target: str, *, upstream: str = "", optional: bool = False) -> Callable[[Callable], Callable]:
+def around(target: str, *, optional: bool = False) -> Callable[[Callable], Callable]:
     """Declare that calls of ``target`` become ``function(original, *args, **kwargs)``.
 
-    ``upstream``: space-separated `source_hash` values of the sources the patch was written against.
     Static and class methods stay what they are; for a class method ``original`` takes the class first.
     """
 
     def declare(function: Callable) -> Callable:
-        patch = Patch(target, function, "around", frozenset(upstream.split()), optional)
+        patch = Patch(target, function, "around", optional=optional)
         patch.declared_by = function.__module__
         REGISTRY.declare(patch)
         return function
@@ -365,13 +373,9 @@ def join(target: str, value: Any, *, declared_by: str) -> None:
     REGISTRY.declare(Patch(target, value, "join", declared_by=declared_by))
 
 
-def source_hash(function: Callable) -> str:
-    """12 hex digits over the dedented source of ``function``; ``unknown`` where there is no source."""
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError):
-        return "unknown"
-    return hashlib.sha256(textwrap.dedent(source).encode()).hexdigest()[:12]
+@functools.cache
+def _say_once(line: str) -> None:
+    logger.info(line)
 
 
 def _around(function: Callable, original: Callable, declared_by: str) -> Callable:

@@ -19,7 +19,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from mindspeed_mem.patching import Patch, PatchError, Registry, source_hash
+from mindspeed_mem import upstream
+from mindspeed_mem.patching import Patch, PatchError, Registry
 
 PUSH = "megatron.core.utils:nvtx_range_push"
 
@@ -268,17 +269,40 @@ def test_parameters_named_by_a_patch_lead_those_of_upstream(applied):
     assert patch.status == "applied"
 
 
-def test_drift_is_a_warning_and_a_note(registry, applied, caplog):
-    known = source_hash(schedules.forward_step)
-    with caplog.at_level("WARNING", logger="mindspeed_mem"):
-        good = applied("megatron.core.pipeline_parallel.schedules:forward_step", upstream=frozenset({known, "1" * 12}))
+FORWARD = "megatron.core.pipeline_parallel.schedules:forward_step"
+BACKWARD = "megatron.core.pipeline_parallel.schedules:backward_step"
+
+
+@pytest.fixture
+def upstreams(monkeypatch):
+    """The entry of megatron in the table of hashes, to be changed: no file is a known one."""
+    entry = copy.deepcopy(upstream.table()["megatron"])
+    entry["files"] = {version: {} for version in entry["files"]}
+    monkeypatch.setitem(upstream.table(), "megatron", entry)
+    return entry
+
+
+def test_a_changed_upstream_is_a_warning_and_a_note(upstreams, applied, caplog):
+    with caplog.at_level("INFO", logger="mindspeed_mem"):
+        good = applied(FORWARD)
         assert not caplog.records and good.notes == []
-        bad = applied("megatron.core.pipeline_parallel.schedules:backward_step", upstream=frozenset({"0" * 12}))
-    assert bad.status == "applied" and "drifted" in bad.notes[0]
-    assert ["backward_step" in record.getMessage() for record in caplog.records] == [True]
+        upstreams["symbols"][BACKWARD] = {"0" * 12: "0.16.1"}
+        bad = applied(BACKWARD)
+    assert bad.status == "applied" and "upstream changed" in bad.notes[0]
+    (record,) = caplog.records
+    assert BACKWARD in record.getMessage() and bad.declared_by.rpartition(".")[2] in record.getMessage()
 
 
-def test_drift_is_judged_by_the_source_beneath_other_wrappers(monkeypatch, applied):
+def test_a_version_that_nobody_has_looked_at_is_said_once(upstreams, applied, caplog, monkeypatch):
+    upstreams["symbols"] |= {FORWARD: {"0" * 12: "0.16.1"}, BACKWARD: {"0" * 12: "0.16.1"}}
+    monkeypatch.setattr(megatron.core.package_info, "__version__", "99.1+new")
+    with caplog.at_level("INFO", logger="mindspeed_mem"):
+        notes = applied(FORWARD).notes + applied(BACKWARD).notes
+    assert notes == ["not checked: there are hashes for megatron 0.16.1, not for 99.1"] * 2
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_the_source_beneath_other_wrappers_counts(monkeypatch, applied, upstreams):
     native = schedules.forward_step
 
     @functools.wraps(native)
@@ -286,8 +310,45 @@ def test_drift_is_judged_by_the_source_beneath_other_wrappers(monkeypatch, appli
         return native(*args, **kwargs)
 
     monkeypatch.setattr(schedules, "forward_step", somebody_elses)
-    patch = applied("megatron.core.pipeline_parallel.schedules:forward_step", upstream=frozenset({source_hash(native)}))
-    assert patch.notes == [f"on top of {__name__}"]
+    assert applied(FORWARD).notes == [f"on top of {__name__}"]
+
+
+HASH = "68e7a55eb16e"
+
+
+def plain(self, name="x"):
+    """Says it."""
+    if self:
+        return f"a {name!r:>{len(name)}} {{b}}"
+    return None
+
+
+def _written_otherwise():
+    # fmt: off
+    def plain(
+            self, name="x" ):  # a comment
+
+        if self:
+                return f"a {name!r:>{len(name)}} {{b}}"
+        return None
+    # fmt: on
+
+    return plain
+
+
+def _changed():
+    def plain(self, name="x"):
+        if self:
+            return f"a {name!r:>{len(name)}} {{c}}"
+        return None
+
+    return plain
+
+
+def test_hashes_of_sources_do_not_depend_on_layout_comments_or_the_version_of_python():
+    assert upstream.source_hash(plain) == HASH == upstream.source_hash(_written_otherwise())
+    assert upstream.source_hash(_changed()) != HASH
+    assert upstream.source_hash(len) == "unknown"
 
 
 def test_patched_functions_are_pickled_and_copied_by_name(applied):

@@ -14,6 +14,7 @@ import megatron.core.transformer.mlp as mlp
 import megatron.core.utils as megatron_utils
 import pytest
 
+from mindspeed_mem import upstream
 from mindspeed_mem.patching import Patch, PatchError, Registry
 
 ROOT = Path(__file__).parents[2]
@@ -257,6 +258,8 @@ def test_a_missing_symbol_fails_the_late_import_and_applies_nothing():
 
 EVERYTHING = """
     import importlib, json, sys
+    from pathlib import Path
+    from mindspeed_mem import upstream
     from mindspeed_mem.megatron_adaptor import patch_modules
     from mindspeed_mem.patching import REGISTRY
     modules = patch_modules(["*"])
@@ -295,20 +298,30 @@ EVERYTHING = """
     applied = bindings()
     changed = [key for key, value in before.items() if applied.get(key) is not value]
     statuses = [p.status for p in REGISTRY.patches]
+    changes = [note for p in REGISTRY.patches for note in p.notes if "upstream changed" in note]
+    upstream.write(REGISTRY.originals(), Path(sys.argv[1]))
     REGISTRY.undo()
     joined.append(handed_in())
     after = bindings()
     wrong = [key for key, value in before.items() if after.get(key) is not value]
     wrong += [key for key in after.keys() - before.keys() if key in applied]
-    print(json.dumps([statuses, len(changed), [".".join(key) for key in wrong], joined]))
+    print(json.dumps([statuses, len(changed), [".".join(key) for key in wrong], joined, changes]))
 """
 
 
-def test_undoing_all_patches_of_this_package_restores_every_binding():
+def test_undoing_all_patches_of_this_package_restores_every_binding(tmp_path):
     """The shipped patches, on the installed megatron-core: functions, methods and each copy of them in any module."""
-    (line,) = fresh(EVERYTHING)
-    statuses, changed, wrong, (at_import, on, off) = json.loads(line)
+    written = tmp_path / "upstream.json"
+    (line,) = fresh(EVERYTHING, str(written))
+    statuses, changed, wrong, (at_import, on, off), drifted = json.loads(line)
     assert wrong == []
     assert (at_import, off) == ([], []) and {"_ranges_closed", "reads", "recomputes", "_capture", "_restore"} <= set(on)
     assert set(statuses) <= {"applied", "waiting", "absent"} and statuses.count("applied") > 20
     assert changed > statuses.count("applied")
+    assert drifted == []
+    now, known = json.loads(written.read_text()), json.loads(upstream.TABLE.read_text())
+    for package in known:  # `make hashes` has been run: nothing is missing for what is installed, and nothing stale
+        installed = upstream.version_of(package)
+        assert known[package]["files"].get(installed) or package == "torch", f"no hashes for {package} {installed}"
+        if installed in known[package]["files"]:
+            assert now[package] == known[package]
