@@ -19,6 +19,7 @@ from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.features import check
 from mindspeed_mem.plan import load_memory_config
+from tests.guarding import settled
 from tests.limited_runs import Training
 from tests.swap_runs import patched
 from tests.worlds import patch_modules
@@ -61,11 +62,10 @@ def told() -> Iterator[list[str]]:
 def room_for(memory: LimitedMemory, kind: str, share: float, steps: int = 3, **model: Any) -> tuple[int, list]:
     """Bytes that let a step have so much of what it would take beyond parameters, gradients and optimizer states, and
     what the steps of a model without the pack compute."""
-    gc.collect()
-    before = memory.allocated
+    before = settled(memory)
     plain = Training(memory, kind, **model)
     results = [plain.step() for _ in range(steps)]
-    room = memory.allocated - before + round(plain.peak * share)
+    room = settled(memory) - before + round(plain.peak * share)
     del plain
     gc.collect()
     return room, results

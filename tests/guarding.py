@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
@@ -51,6 +54,18 @@ def limited_memory() -> Iterator[LimitedMemory]:
             yield limited
     finally:
         backend.attach_ledger(None)
+
+
+def settled(memory: Any) -> int:
+    """Bytes allocated by a `LimitedMemory` or backend when all is gone that earlier code has let go of: what lies in
+    cycles, and what gloo's threads still hold of what they have sent. To be compared with later figures."""
+    read = memory.allocated if callable(memory.allocated) else lambda: memory.allocated
+    gc.collect()
+    before, now = None, read()
+    while now != before and dist.is_available() and dist.is_initialized():
+        time.sleep(0.05)
+        before, now = now, read()
+    return now
 
 
 def guarded(sandbag):

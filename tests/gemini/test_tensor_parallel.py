@@ -17,6 +17,7 @@ from mindspeed_mem.gemini import ChunkManager, GeminiAdamOptimizer, GeminiDDP, O
 from mindspeed_mem.gemini.groups import Alone
 from tests.examples.jobs import EXAMPLES
 from tests.gemini_runs import BATCH, LENGTH, VOCABULARY, average, chunked, farthest, loss_of, masters, reference, train
+from tests.guarding import settled
 from tests.worlds import on_ranks
 
 sys.path.insert(0, str(EXAMPLES))
@@ -230,7 +231,7 @@ def building_peak():
     try:
         if backend.peak() is None:
             return None
-        before = backend.allocated()
+        before = settled(backend)
         with lazy_init():
             model = SmallGPT2(**sizes)
             split_layers(model, group.tp_process_group())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.guarding import settled
 from tests.worlds import on_ranks, parallel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
@@ -189,7 +190,7 @@ def changes() -> tuple[list, list[str]]:
     with counted() as memory, parallel():
         ample, _ = room_for(memory, "dense", 0.8, layers=3)
         tight, _ = room_for(memory, "dense", 0.5, layers=3)
-        before = memory.allocated
+        before = settled(memory)
         with adapting() as engine, told() as lines:
             mine = Training(memory, "dense", layers=3)
             mine.total = before + ample
@@ -213,19 +214,19 @@ def changes() -> tuple[list, list[str]]:
             state = {name: value.numpy().copy() for name, value in values if value is not None}
             last = mine.step()
             grew = engine.mover.evicted_bytes - evicted
-            settled = engine.adaptation.state
+            reached = engine.adaptation.state
         other = Training(memory, "dense", micro_batches=4, layers=3)
         other.chunks[0].load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
         other.number = mine.number - 1
         expected = other.step()
         found = [name for name in different(last, expected) if not name.startswith("new ")]
-        return found, grew, settled, lines
+        return found, grew, reached, lines
 
 
 def test_it_follows_what_changes():
-    [(found, grew, settled, lines)] = on_ranks(1, changes)
+    [(found, grew, reached, lines)] = on_ranks(1, changes)
     assert found == []
     assert any("4 micro-batches from now on: planning again" in line for line in lines)
     less = lines[lines.index("--- less memory") :]
     assert grew > 0 and any("had to be evicted beyond the plan: planning again" in line for line in less)
-    assert settled == "settled", less
+    assert reached == "settled", less

@@ -7,6 +7,7 @@ import gc
 import pytest
 
 from tests.chunk_runs import OVERLAP, Case, built, chunked, masters, passed, stepped
+from tests.guarding import settled
 from tests.limited_runs import counted
 from tests.unit.test_chunk_trace import without_trace
 from tests.worlds import on_ranks, parallel
@@ -180,7 +181,7 @@ def peaks(stage, budget):
     case = Case(model={"layers": 8, "hidden": 128, "tied": False}, micro_batches=1)
     with parallel(), chunked(stage, budget=budget), counted() as memory:
         gc.collect()
-        before = memory.allocated
+        before = settled(memory)
         models, _ = built(case)
         passed(models, case, 0, forward_only=True)
         gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.guarding import settled
 from tests.worlds import on_ranks, parallel
 
 CALLS = 3
@@ -109,7 +110,7 @@ def bytes_found(kind: str) -> dict[str, int]:
         training.step()
         LEDGER.reset_peak()
         held = LEDGER.held.now
-        before = memory.allocated
+        before = settled(memory)
         training.step()
         peak, held = before + training.peak, LEDGER.held.peak - held
         found, *_ = profile(engine, training)

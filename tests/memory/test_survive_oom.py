@@ -5,8 +5,11 @@ Memory is really limited: torch's own out-of-memory error is raised inside opera
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from tests.guarding import settled
 from tests.worlds import on_ranks, parallel
 
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2)  # of what a step needs beyond parameters, gradients and optimizer
@@ -23,30 +26,16 @@ def reference(memory, kind: str, steps: int, micro_batches: int = 2, **model) ->
         return [training.step() for _ in range(steps)], training.peak
 
 
-def settled(memory) -> int:
-    """Bytes allocated when gloo's threads have let go of what they have sent."""
-    import time
-
-    before, now = None, memory.allocated
-    while now != before:
-        time.sleep(0.05)
-        before, now = now, memory.allocated
-    return now
-
-
 def nothing_left(engine, memory, before: int) -> list[str]:
-    import gc
-    import time
-
-    gc.collect()
-    for _ in range(100):  # as above
-        if memory.allocated == before:
+    for _ in range(100):  # gloo's threads take their time
+        left = settled(memory) - before
+        if not left:
             break
         time.sleep(0.05)
     figures = {
         "host": engine.mover.slabs.bytes_in_use,
         "on host": engine.mover.bytes_on_host,
-        "device": memory.allocated - before,
+        "device": left,
         "known": len(engine.mover.known),
     }
     return [f"{name}: {number}" for name, number in figures.items() if number]
@@ -63,7 +52,7 @@ def under_limits(kind: str, shares: tuple, plan: dict | None = None, **model) ->
             with surviving(plan) as engine, parallel():
                 training = Training(memory, kind, **model)
                 training.step()  # the optimizer's states stay
-                before = memory.allocated
+                before = settled(memory)
                 for number in (1, 2):
                     result = training.step(above=int(share * peak))
                     found += [f"{share}, step {number}: {name}" for name in different(result, expected[number])]
@@ -164,7 +153,7 @@ def too_small(host_limit: int | None, share: float) -> tuple[str, str, list[str]
         with surviving(host_limit=host_limit) as engine, parallel():
             training = Training(memory, "dense", layers=LAYERS)
             found = different(training.step(), expected[0])
-            before = memory.allocated
+            before = settled(memory)
             try:
                 training.step(above=int(share * peak))
             except Exception as error:
@@ -209,7 +198,7 @@ def unseen(layout: dict | None = None, accumulate: bool = False) -> tuple[list[s
             layer = training.chunks[0].module.decoder.layers[5]
             layer.register_forward_hook(lambda *_: torch.empty(0).untyped_storage().resize_(nbytes) and None)
         training.zero = not accumulate
-        before = memory.allocated
+        before = settled(memory)
         try:
             results += [training.step(above=limit) for _ in range(2)]
         except RuntimeError as caught:

@@ -11,6 +11,7 @@ from mindspeed_mem.chunk.runtime import BudgetError, HostMemoryError
 from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import get_backend, host_memory
 from tests.chunk_runs import Case, built, chunked, differences, passed, stepped, trained
+from tests.guarding import settled
 from tests.limited_runs import counted
 from tests.swap_runs import listening
 from tests.worlds import on_ranks, parallel
@@ -139,7 +140,7 @@ def under_a_limit(limit, steps=5):
     """auto: (losses and norms, peaks of the steps, chunks still on the host, budget at first and at last)."""
     case = Case(model=MODEL, settings=resting("auto"))
     with counted() as memory, parallel():
-        before, peaks, numbers, budgets = memory.allocated, [], [], []
+        before, peaks, numbers, budgets = settled(memory), [], [], []
         memory.limit = None if limit is None else before + limit
         with chunked(3 if limit else 0, chunk=case.chunk, **case.settings):
             models, optimizer = built(case)

@@ -8,6 +8,7 @@ import torch
 
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
+from tests.guarding import settled
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PAGE = runpy.run_path(str(FOLDER / "chunk_page.py"))
@@ -101,7 +102,7 @@ def test_on_a_cpu_an_offload_moves_and_is_seen():
     with LimitedMemory() as memory, names["Traffic"](memories) as traffic:
         backend.attach_ledger(memory)
         with names["offloading"](memories):
-            counted = memory.allocated
+            counted = settled(memory)
             down = tensor.cpu()
             cast = down.to(torch.bfloat16).clone()
             assert [memories.on_host(one) for one in (tensor, down, down[3:])] == [False, True, True]

@@ -7,6 +7,7 @@ import torch
 
 from mindspeed_mem.device import get_backend, limited_cpu
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
+from tests.guarding import settled
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def empty(nbytes):
 
 
 def test_it_counts_every_byte_as_long_as_it_lives(memory):
-    before = memory.allocated
+    before = settled(memory)
     one = empty(1000)
     view = one[10:20]
     assert memory.allocated - before == 1000
@@ -67,7 +68,7 @@ def test_tensors_may_be_older_or_younger_than_the_limit():
         pytest.skip(str(error))
     older = empty(1 << 16)
     with memory:
-        before = memory.allocated
+        before = settled(memory)
         del older
         assert memory.allocated == before
         younger = empty(1 << 16)
@@ -79,7 +80,7 @@ def test_tensors_may_be_older_or_younger_than_the_limit():
 
 
 def test_host_memory_is_not_counted(memory):
-    before = memory.allocated
+    before = settled(memory)
     with memory.on_host():
         host = empty(1 << 16)
     buffer = get_backend("cpu").host_empty(1 << 16)

@@ -11,6 +11,7 @@ from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 from mindspeed_mem.device.link_speed import measure_link
 from mindspeed_mem.device.simulated import SimulatedBackend
+from tests.guarding import settled
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_on_the_host_copies_block_and_there_is_nothing_to_run_beside():
 def test_where_memory_is_tight_less_is_copied_and_all_is_freed_again(memory):
     backend = CpuBackend()
     backend.attach_ledger(memory)
-    before, refused = memory.allocated, memory.refused
+    before, refused = settled(memory), memory.refused
     memory.limit = before + 8 * 2**20
     speed = measure_link(backend)
     assert min(speed[:4]) > 0

@@ -13,6 +13,7 @@ from mindspeed_mem.device import DeviceError, get_backend, limited_cpu
 from mindspeed_mem.device.accelerator import AcceleratorBackend
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 from mindspeed_mem.device.simulated import SimulatedBackend
+from tests.guarding import settled
 
 MB = 1 << 20
 HOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -62,7 +63,7 @@ def test_a_limit_can_be_changed_and_taken_off(cpu, compiler):
     before = counted_already()
     cpu.limit_memory(before + 64 * MB)
     kept = empty(10 * MB)
-    counted = cpu.allocated()
+    counted = settled(cpu)
     cpu.limit_memory(before + 32 * MB)
     assert cpu.limit() == before + 32 * MB and cpu.allocated() == counted  # it goes on counting
     with pytest.raises(torch.OutOfMemoryError):
@@ -76,7 +77,7 @@ def test_a_limit_can_be_changed_and_taken_off(cpu, compiler):
 
 def test_host_memory_stays_outside(cpu, compiler):
     cpu.limit_memory(counted_already() + 8 * MB)
-    before = cpu.allocated()
+    before = settled(cpu)
     with cpu.on_host(), limited_cpu.on_host():
         host = [empty(16 * MB), cpu.host_empty(16 * MB)]
     assert cpu.allocated() == before and len(host) == 2
@@ -323,7 +324,7 @@ def test_the_pci_address_is_written_as_the_kernel_does():
 def test_a_gpu_refuses_what_is_beyond_the_limit():
     backend = get_backend("cuda")
     torch.cuda.empty_cache()
-    before = backend.allocated()
+    before = settled(backend)
     try:
         backend.limit_memory(before + 512 * MB)
         assert backend.limit() == before + 512 * MB and backend.room() <= 512 * MB
