@@ -11,8 +11,8 @@ from functools import lru_cache
 from itertools import count
 from weakref import WeakKeyDictionary
 
-from mindspeed_mem.activation import calls
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.patches import _schedule_calls as calls
 from mindspeed_mem.patching import around
 from mindspeed_mem.schedule import ScheduleError, order, settings
 

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mem import __version__, features
-from mindspeed_mem.activation import calls, regions
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import regions
 from mindspeed_mem.adaptive.adaptation import Call, Ranks
 from mindspeed_mem.adaptive.engine import AdaptiveEngine
 from mindspeed_mem.chunk import settings as chunk_settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
+from mindspeed_mem.patches import _schedule_calls as calls
 from mindspeed_mem.patching import REGISTRY, around
 from mindspeed_mem.schedule import settings
 

@@ -97,6 +97,8 @@ def _wrong_import(place: Path, target: str, inside_function: bool) -> str | None
     if place.parts[0] in {"examples", "benchmarks"}:
         allowed = room not in NOT_FOR_SCRIPTS or (place.parts[0] == "benchmarks" and room == "patching")
         return None if allowed else f"a script does not import mindspeed_mem.{room}"
+    if room == "patches" and place.parts[0] == "patches" and target.split(".")[2:3] and target.split(".")[2][0] == "_":
+        return None if place.name[0] != "_" else "what patch files share is no patch, and imports none"
     return _wrong_floor(place, room)
 
 
@@ -135,10 +137,18 @@ def _imports(path: Path, root: Path):
                     yield node.lineno, base, inside_function
                 else:
                     yield node.lineno, f"{base}.{name.name}", inside_function
+        elif isinstance(node, ast.Subscript) and _is_modules(node.value) and isinstance(node.slice, ast.Constant):
+            yield node.lineno, str(node.slice.value), inside_function
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+            in_modules = called in {"get", "setdefault", "pop"} and _is_modules(node.func.value)
+            if (called in {"import_module", "__import__"} or in_modules) and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value, inside_function
+
+
+def _is_modules(node: ast.AST) -> bool:
+    """Whether this is ``sys.modules``: what is taken from there is imported, too."""
+    return isinstance(node, ast.Attribute) and node.attr == "modules" and isinstance(node.value, ast.Name)
 
 
 def _is_module(root: Path, name: str) -> bool:
@@ -177,6 +187,8 @@ GOOD = {
     "mindspeed_mem/activation/engine.py": "from ..device import get_backend\nfrom mindspeed_mem import plan\n",
     "mindspeed_mem/chunk/engine.py": "import torch\n",
     "patches/__init__.py": "",
+    "patches/_shared.py": "import sys\ndef utils():\n    return sys.modules['megatron.core.utils']\n",
+    "patches/shares.py": "from mindspeed_mem.patches import _shared\n",
     "patches/torch_cpu.py": "import torch\nfrom mindspeed_mem.patching import around\n",
     "patches/schedules.py": "def patch():\n    from megatron.core import parallel_state\n",
     "examples/pretrain.py": "import mindspeed_mem.megatron_adaptor\nimport megatron.core\n"
@@ -222,11 +234,16 @@ def test_a_good_tree_has_no_problem(tree):
         ("mindspeed_mem/megatron_adaptor.py", "import mindspeed.megatron_adaptor", "does not import mindspeed"),
         ("mindspeed_mem/report/x.py", "m = __import__('transformer_engine')", "does not import transformer_engine"),
         ("mindspeed_mem/report/x.py", "import importlib as i\ni.import_module('megatron.core')", "does not import"),
+        ("mindspeed_mem/report/x.py", "import sys\ns = sys.modules['megatron.core.utils']", "does not import megatron"),
+        ("mindspeed_mem/report/x.py", "import sys\ns = sys.modules.get('megatron')", "does not import megatron"),
         ("mindspeed_mem/device/cuda.py", "import torch_npu", "only mindspeed_mem/device/npu.py"),
         ("patches/x.py", "def f():\n    import torch_npu.npu", "only mindspeed_mem/device/npu.py"),
         ("patches/x.py", "import mindspeed_mem.patches.schedules", "do not import each other"),
         ("patches/x.py", "from . import schedules", "do not import each other"),
         ("patches/x.py", "from .schedules import patch", "do not import each other"),
+        ("patches/_x.py", "from .schedules import patch", "do not import each other"),
+        ("patches/_x.py", "from . import _shared", "is no patch, and imports none"),
+        ("mindspeed_mem/features.py", "from mindspeed_mem.patches import _shared", "only megatron_adaptor and"),
         ("patches/x.py", "from mindspeed_mem import megatron_adaptor", "imports go down only"),
         ("patches/x.py", "from megatron.core import tensor_parallel", "only inside functions"),
         ("patches/x.py", "try:\n    import megatron.core\nexcept ImportError:\n    pass", "only inside functions"),

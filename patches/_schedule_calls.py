@@ -1,4 +1,7 @@
-"""What Megatron's three schedule functions are called with, and the ranks around this one, for our patches on them."""
+"""What Megatron's three schedule functions are called with, and the ranks around this one, for our patches on them.
+
+No patch: what several patch files need and nobody else.
+"""
 
 from __future__ import annotations
 
