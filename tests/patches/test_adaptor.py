@@ -68,7 +68,7 @@ NOTHING = """
         except (ImportError, AttributeError):
             pass
     ours = [t for t, v in targets.items() if getattr(getattr(v, "__func__", v), "__globals__", {}).get("__name__", "")
-            .startswith("mindspeed_mem")]
+            .startswith("mindspeed_mem") and not t.startswith("mindspeed_mem.")]
 
     mem.configure({})
     mem.configure(mem.add_arguments(argparse.ArgumentParser()).parse_args([]))
