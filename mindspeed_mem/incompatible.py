@@ -73,11 +73,6 @@ MEMORY = (
 )
 RECOMPUTE = (
     of_core("--fp8-format", "delayed scaling changes with each forward, also with one that runs again", field="fp8"),
-    of_core(
-        "--moe-router-load-balancing-type",
-        "its running counts change between a forward and its repetition",
-        value="global_aux_loss",
-    ),
     of_megatron_lm(
         "--te-rng-tracker",
         _LIVE,

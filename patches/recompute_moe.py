@@ -1,11 +1,13 @@
 """megatron.core.transformer.moe: an expert layer that runs again leaves statistics alone.
 
 Why here: Megatron counts a checkpointed router's losses and tokens in its second run, since its first has gradients
-off. Here the first run counts, as without recompute, and the second must not.
+off. Here the first run counts, as without recompute, and the second must not. A loss over all micro-batches so far, and
+all data-parallel ranks, is that of the first run: counts are held as they were, and ranks are not asked again.
 """
 
 from __future__ import annotations
 
+from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import replay
 from mindspeed_mem.patching import around
 
@@ -20,3 +22,25 @@ def save_to_aux_losses_tracker(original, *args, **kwargs):
 def apply_expert_bias(original, self, *args, **kwargs):
     if not replay.running():
         original(self, *args, **kwargs)
+
+
+@around("megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss")
+def apply_global_aux_loss(original, self, *args, **kwargs):
+    engine = engines.current()
+    if engine is None or self.global_tokens_per_expert is None:
+        return original(self, *args, **kwargs)
+    now = self.global_tokens_per_expert, self.ga_steps
+    before = engine.once(lambda: [count.clone() for count in now])
+    if not replay.running():
+        return original(self, *args, **kwargs)
+    self.global_tokens_per_expert, self.ga_steps = (count.clone() for count in before)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.global_tokens_per_expert, self.ga_steps = now
+
+
+@around("megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count")
+def tokens_per_expert(original, *args, **kwargs):
+    engine = engines.current()
+    return original(*args, **kwargs) if engine is None else engine.once(lambda: original(*args, **kwargs))

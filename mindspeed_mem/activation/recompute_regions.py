@@ -14,7 +14,7 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.arguments import tensors_in
 from mindspeed_mem.activation.frame import Frame
 from mindspeed_mem.activation.records import STAYS, OverwrittenError
-from mindspeed_mem.activation.replay import TAKE_OUT, MadeBy, Replay
+from mindspeed_mem.activation.replay import TAKE_OUT, MadeBy, Replay, once
 from mindspeed_mem.activation.saved import SavedTensors
 from mindspeed_mem.activation.tape import MANAGED, Tape
 from mindspeed_mem.activation.trial import Operator, Trial, Trials
@@ -56,6 +56,10 @@ class RecomputedRegions(SavedTensors):
             )
             return False
         return True
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """What ``make()`` returns, and in an operator's second run what it returned in the first."""
+        return once(self._region if type(self._region) is Replay else None, make)
 
     def _under_another_checkpoint(self, layer: int) -> None:
         for entry in self.plan.recompute_entries(layer):

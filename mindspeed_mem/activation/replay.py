@@ -60,6 +60,19 @@ def enters(path: str, args: tuple, kwargs: dict[str, Any]) -> None:
     _again[-1].enters_again(path, args, kwargs)
 
 
+def once(recording: Replay | None, make: Callable[[], Any]) -> Any:
+    """What ``make()`` returns; in a second run what it returned in the first one, that of ``recording``.
+
+    For what is another value by then, such as a count over micro-batches, or takes other ranks to find.
+    """
+    if _again:
+        return _again[-1].noted_before()
+    value = make()
+    if recording is not None:
+        recording.noted.append(value)
+    return value
+
+
 class _Enough(BaseException):
     """All that was wanted is there. No Exception: nobody on the way may swallow it."""
 
@@ -74,6 +87,8 @@ class Replay:
         "inputs",
         "slots",
         "outputs",
+        "noted",
+        "_noted_again",
         "_entered",
         "_entries",
         "_entered_again",
@@ -136,6 +151,8 @@ class Replay:
         self._autocast = _autocast_now()
         self.slots: list[tuple[weakref.ref[Record], tuple] | None] = []
         self.outputs: list[weakref.ref[Record] | None] = []
+        self.noted: list[Any] = []  # see `once`
+        self._noted_again = 0
         self._remaining = 0
         self._entered: list[str] = []  # operators inside, in order
         self._entered_again = 0
@@ -271,6 +288,7 @@ class Replay:
         with ExitStack() as stack:
             _again.append(self)
             stack.callback(_again.pop)
+            self._noted_again = 0
             stack.callback(_empty, leaves)
             if places:
                 stack.enter_context(put_back(places))
@@ -376,6 +394,11 @@ class Replay:
                 self._fill(record, tensors[position])
         if not self._remaining:
             raise _Enough
+
+    def noted_before(self) -> Any:
+        """In the second run, the next of what the first one noted."""
+        self._noted_again += 1
+        return self.noted[self._noted_again - 1]
 
     def _fill(self, record: Record, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

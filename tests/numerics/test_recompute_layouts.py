@@ -49,6 +49,25 @@ def test_experts_of_two_ranks_exchange_their_tokens_again(dispatcher):
     assert on_ranks(2, mismatches, plans, {"ep": 2}, model, micro_batches=4, steps=1) == [[], []]
 
 
+OF_ALL_BATCHES = {"moe_router_load_balancing_type": ["global_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.1, 0.01]}
+
+
+def test_a_loss_over_all_micro_batches_is_that_of_the_first_run():
+    """The first stage counts the tokens of a second micro-batch before the first one's operators run again."""
+    plans = {name: EXPERTS[name] for name in ("whole layers", "maybe router", "mlp")}
+    model = {"kind": "moe", "layers": 2, **OF_ALL_BATCHES}
+    assert on_ranks(2, mismatches, plans, {"pp": 2}, model, steps=1) == [[], []]
+
+
+def of_one_rank(plan: dict) -> list[str]:
+    mine = plan if torch.distributed.get_rank() == 0 else {"swap_config": ALL_MOVE}
+    return mismatches({"maybe": mine}, {}, {"kind": "moe", "layers": 2, **OF_ALL_BATCHES}, steps=1)
+
+
+def test_a_second_run_asks_no_other_data_parallel_rank():
+    assert on_ranks(2, of_one_rank, EXPERTS["whole layers"], timeout=30) == [[], []]
+
+
 def test_fused_weight_gradients_with_overlapping_reduction():
     """The parameter says whether its gradient is in place: the second run must use the parameter itself."""
     model = {"kind": "dropout", "ddp": {**SHARDED, "bucket_size": 20000}, "gradient_accumulation_fusion": True}
