@@ -169,17 +169,26 @@ def _bytes(number: float | None) -> int | None:
     return None if number is None else int(number * 2**30)
 
 
-def conflicts(args: Any, on: Iterable[str], *, recomputes: bool = False) -> list[str]:
-    """Why the features whose flags are in `on` cannot run with `args`, a namespace or a TransformerConfig.
+def check_configs(settings: Settings, configs: Iterable[Any]) -> None:
+    """Raise FeatureError with all that configs of megatron-core have and `settings` cannot run beside."""
+    recomputes = settings.memory is not None and settings.memory.recompute.active
+    problems = [one for config in configs for one in conflicts(config, settings.on, recomputes=recomputes)]
+    if problems:
+        raise FeatureError(dict.fromkeys(problems))
 
-    What a feature needs is looked for in a namespace only: a TransformerConfig has defaults that nobody chose.
+
+def conflicts(args: Any, on: Iterable[str], *, recomputes: bool = False) -> list[str]:
+    """Why the features whose flags are in `on` cannot run with `args`, a namespace or a config of megatron-core.
+
+    What a feature needs is not looked for in a TransformerConfig, which has defaults that nobody chose.
     ``recomputes``: the file behind --memory-config asks for recompute.
     """
     found: list[str] = []
     barred: dict[Option, list[str]] = {}
     for feature in (f for f in FEATURES if f.flag in set(on)):
         for option in feature.needs:
-            if isinstance(args, Namespace) and hasattr(args, option.dest) and not option.holds(args):
+            known = isinstance(args, Namespace) or option.origin != "megatron-core"
+            if known and hasattr(args, option.dest) and not option.holds(args):
                 found.append(f"{feature.flag} needs {option}: {option.why}. Add {option}, or leave {feature.flag} out")
         for option in (*feature.bars, *(feature.recompute_bars if recomputes else ())):
             if option.holds(args):

@@ -176,6 +176,8 @@ def _apply(settings: Settings) -> None:
     on_cpu = settings.backend is not None and settings.backend.type == "cpu"  # gloo has to be ended in any case
     if on_cpu or settings.memory is not None or settings.survive_oom or settings.chunk.stage:
         patterns.append("megatron_pretrain")
+    if any(feature.bars for feature in features.FEATURES if feature.flag in settings.on):
+        patterns.append("own_configs")
     if settings.patches:
         patterns.append("first_step")  # outermost: it comes after what the others do at the end of a step
     flags = {feature.dest for feature in features.FEATURES}
@@ -186,7 +188,7 @@ def _apply(settings: Settings) -> None:
     wanted = patch_modules(patterns)
     for module in wanted:
         importlib.import_module(module)
-    _connect()
+    _connect(settings)
     lifted = _make_room(wanted)
     try:
         REGISTRY.undo([module for module in _State.modules if module not in wanted])
@@ -232,14 +234,15 @@ def _join_mindspeed() -> None:
     mindspeed_features.join()
 
 
-def _connect() -> None:
+def _connect(settings: Settings) -> None:
     """Hand our functions to those patches that call back; patches know nothing of this module."""
-    from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain, pipeline_stages
+    from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain, own_configs, pipeline_stages
 
     megatron_arguments.when_validated = _validated
     pipeline_stages.when_refused = refuse
     megatron_pretrain.when_finished = _finished
     first_step.after(_verify)
+    own_configs.in_force = settings
 
 
 def _validated(args: Namespace) -> None:

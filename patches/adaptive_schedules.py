@@ -15,7 +15,7 @@ from importlib.metadata import version
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem import __version__, features
+from mindspeed_mem import __version__
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.adaptive.adaptation import Call, Ranks
@@ -37,10 +37,7 @@ def _schedule(original, **kwargs):
     cap = settings.current().max_inflight
     sizes = (kwargs["seq_length"], kwargs["micro_batch_size"], kwargs["num_microbatches"])
     call = Call(stages, chunks, group, cap, *sizes)
-    if not engine.agreed:  # the first call: what a script's own config says, before anything was sent
-        if found := features.conflicts(_config(models), ["--adaptive-memory-optimization"]):
-            raise features.FeatureError(found)
-        calls.agree(engine, models)
+    calls.agree(engine, models)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     ranks = Ranks(rank, stage, calls.gather, calls.to_first, calls.partners())
     engine.begin_training_call(call, ranks, lambda: _facts(engine, models, call))

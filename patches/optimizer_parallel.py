@@ -16,7 +16,6 @@ from itertools import chain
 
 import torch.distributed as dist
 
-from mindspeed_mem import features
 from mindspeed_mem.optimizer_parallel import ParallelOptimizer, settings
 from mindspeed_mem.patching import around
 
@@ -31,10 +30,6 @@ def built(original, config, model_chunks, *args, **kwargs):
     mode = settings.mode()
     if mode is None:
         return original(config, model_chunks, *args, **kwargs)
-    configs = (config, model_chunks[0].ddp_config, model_chunks[0].config)
-    problems = [problem for one in configs for problem in features.conflicts(one, [_FLAG])]
-    if problems:
-        raise features.FeatureError(dict.fromkeys(problems))
     optimizer = original(config, model_chunks, *args, **kwargs)
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
     group = given["data_parallel_group"]

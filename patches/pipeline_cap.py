@@ -205,7 +205,7 @@ def _capped(stages, virtual_stages, micro_batches, group_size, cap):
 
 def _refuse(config, kwargs):
     """Raise FeatureError with what the executor cannot do, before anything was sent."""
-    found = features.conflicts(config, [_FLAG])
+    found = []
     if kwargs.get("adjust_tensor_shapes_fn") is not None:
         found.append(f"{_FLAG} needs one tensor of one shape between stages: adjust_tensor_shapes_fn has to be None")
     if isinstance(kwargs["model"], list) and len(kwargs["model"]) > 1 and not isinstance(kwargs["data_iterator"], list):

@@ -211,22 +211,6 @@ def test_checkpoints_are_megatrons(model, layout, tmp_path):
                 assert histories[0] == before[rank][0] and differences(states[0], before[rank][1]) == []
 
 
-def refused(kind):
-    from mindspeed_mem.features import FeatureError
-
-    with optimizer_parallel("sharding"), parallel():
-        try:
-            build({"ddp": {"use_distributed_optimizer": kind == "distributed"}}, {"optimizer_cpu_offload": True})
-        except FeatureError as error:
-            return error.problems
-
-
-def test_what_megatron_splits_itself_is_refused():
-    for kind, count in (("distributed", 2), ("plain", 1)):
-        (problems,) = on_ranks(1, refused, kind)
-        assert len(problems) == count and all("--optimizer-parallel cannot be combined with" in p for p in problems)
-
-
 def alone():
     with optimizer_parallel("grouping"), parallel():
         chunks, optimizer = build({}, {})

@@ -91,25 +91,6 @@ def test_a_kept_plan_is_used_again_by_the_same_job_only(tmp_path):
     assert any("is not used: micro_batches was 2 and is 3" in line for line in third)
 
 
-def refused() -> str:
-    """What a model whose own config recomputes everything gets to hear."""
-    from tests.adaptive_runs import adapting
-    from tests.limited_runs import Training, counted
-
-    with counted() as memory, parallel(), adapting():
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        try:
-            Training(memory, "dense", layers=2, **recompute).step()
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
-def test_a_config_that_recomputes_is_refused_before_the_first_step():
-    [said] = on_ranks(1, refused)
-    assert "--adaptive-memory-optimization cannot be combined with --recompute-granularity" in said
-
-
 def other_jobs(plan_file: str) -> list[str]:
     """What jobs that differ in one thing say of the first one's plan."""
     from mindspeed_mem.chunk import settings

@@ -182,7 +182,7 @@ BENEATH = """
 
 def test_what_comes_later_is_put_where_the_table_has_it(swap_file):
     out, errors = python(BENEATH, "--device", "cpu", "--memory-config", swap_file)
-    without = ["first_step", "activation_schedules"]
+    without = ["first_step", "own_configs", "activation_schedules"]
     assert json.loads(out.splitlines()[-1]) == [without, [*without, "pipeline_cap"], without]
     assert "cannot be undone" not in errors
 

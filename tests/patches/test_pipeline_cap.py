@@ -71,13 +71,12 @@ def refused(layout: dict, cap: int, model: dict, **call) -> str:
     ("layout", "cap", "model", "call", "words"),
     [
         ({"pp": 2, "vpp": 2}, 1, {}, {}, ["--max-inflight-microbatches 1", "virtual stages", "give 2 or more"]),
-        ({"pp": 2}, 1, {"variable_seq_lengths": True}, {}, ["--max-inflight-microbatches", "--variable-seq-lengths"]),
         ({"pp": 2}, 1, {"pipeline_dtype": None}, {}, ["pipeline_dtype"]),
         ({"pp": 2}, 1, {}, {"adjust_tensor_shapes_fn": max}, ["adjust_tensor_shapes_fn has to be None"]),
         ({"pp": 2, "vpp": 2}, 3, {}, {"data_iterator": None}, ["data_iterator has to be a list"]),
         ({"pp": 2}, 1, {}, {"p2p_communicator": 1}, ["process groups"]),  # Megatron's own words
     ],
-    ids=["cap", "option", "dtype", "shapes", "iterator", "groups"],
+    ids=["cap", "dtype", "shapes", "iterator", "groups"],
 )
 def test_what_cannot_run_is_refused_on_every_rank(layout, cap, model, call, words):
     for message in on_ranks(2, refused, layout, cap, model, **call):
