@@ -74,7 +74,9 @@ def chunks_of(schedule: str, models: Sequence[Any]) -> tuple[int, int | None]:
 
 
 def agree(engine: Engine, models: Sequence[Any]) -> None:
-    """Once, on all ranks: make the plan together, and never move what the models hold."""
-    if not engine.agreed:
+    """Once for each model, on all ranks: make the plan together, and never move what the models hold."""
+    new = [model for model in models if model not in engine.models]
+    if new or not engine.agreed:
         mark_static(models)
         engine.resolve(gather, partners())
+        engine.models.update(new)

@@ -29,6 +29,14 @@ def _norm_with_sequence_parallel(original, cls, config, *args, **kwargs):
     return norm
 
 
+@around("megatron.core.extensions.transformer_engine:TENorm.__new__")
+def _torch_norm(original, cls, config, hidden_size, eps=1e-5):
+    """Named by the stacks of hybrid models, and of T5 also with local layers."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm(config, hidden_size, eps)
+
+
 @around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available")
 def _no_softmax_kernel(original, self, *args, **kwargs):
     """The fused kernels, on by default for 16-bit types, are CUDA's."""

@@ -53,6 +53,7 @@ class Engine(PlannedRegions):
         self._stage: int | None = None  # of a pipeline that trains
         self._at_once: set[tuple[int, int]] = set()  # micro-batch and chunk of forwards with their backward next
         self._departed = False
+        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # for which all ranks have made the plan
         self._frames: weakref.WeakValueDictionary[tuple[int | None, int], Frame] = weakref.WeakValueDictionary()
         self._of_output: dict[int, tuple[tuple[int | None, int], Any]] = {}
         self._operators_of_chunk: dict[int, int] = {}
@@ -193,7 +194,7 @@ class Engine(PlannedRegions):
         if frame is None or (not self._scheduled and layer <= frame.last_layer):
             frame = self._new_frame((None, 0))
         frame.last_layer = layer
-        if self.plan is None:
+        if self.plan is None or (not self.agreed and self._built != regions.built()):
             self.resolve()
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (tuple, list)) else (value,):

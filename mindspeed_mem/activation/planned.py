@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.agreement import agreed
 from mindspeed_mem.activation.recompute_regions import RecomputedRegions
-from mindspeed_mem.plan import resolve
+from mindspeed_mem.plan import load_memory_config, resolve
 
 if TYPE_CHECKING:
     from mindspeed_mem.plan import MemoryConfig
 
 logger = logging.getLogger(__name__)
+
+NO_LAYERS = (
+    "nothing is swapped or recomputed: no layer is known. Either mindspeed_mem.megatron_adaptor was configured after "
+    "the model was built, or the model has no TransformerBlock or MambaStack of megatron-core"
+)
 
 
 class PlannedRegions(RecomputedRegions):
@@ -33,17 +38,21 @@ class PlannedRegions(RecomputedRegions):
         self._idle = False  # the plan selects nothing: everything runs natively
         self._pp_aware = False  # on all ranks
         self._tells = True
+        self._told: set[str] = set()
+        self._built = 0  # layers tagged when the plan was made
 
     def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
-        """Make the plan from the tagged layers. ``gather`` collects an object from all ranks and makes it final.
+        """Make the plan from the tagged layers. ``gather`` collects an object from all ranks and makes it final, until
+        it is called with that again, for another model.
 
         ``partners``: the ranks with which this one runs collectives inside layers; they must have the same plan.
         Raises MemoryConfigError, with ``gather`` on every rank alike: layers out of range, patterns that match nothing,
         plans that differ between partners.
         """
-        if self.agreed or (self.plan is not None and gather is None):
+        if gather is None and self.plan is not None and (self.agreed or self._built == regions.built()):
             return
-        self.agreed, self.partners = gather is not None, frozenset(partners)
+        self.agreed, self._built = gather is not None, regions.built()
+        self.partners = frozenset(partners) or self.partners
         tree = regions.tagged_layers()
         mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
         everyone = gather(mine) if gather is not None else [mine]
@@ -55,7 +64,8 @@ class PlannedRegions(RecomputedRegions):
             for index, paths in their_tree.items():
                 layers.setdefault(index, set()).update(paths)
         self.num_layers = max([n for _, n, *_ in everyone] + [index + 1 for index in layers])
-        make = functools.partial(resolve, self.config, layers, self.num_layers, places)
+        config = self.config if layers else load_memory_config(None)
+        make = functools.partial(resolve, config, layers, self.num_layers, places)
         self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
         self._modules = {(index, path) for index, paths in tree.items() for path in paths}
         if not self.watch_only:
@@ -64,14 +74,18 @@ class PlannedRegions(RecomputedRegions):
             self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
             self._idle = not touched
             self.recomputes = self.plan.recomputes
-        if not self._idle and not layers:
-            logger.error(
-                "the memory plan has no effect: no layer was built after mindspeed_mem.megatron_adaptor was configured"
-            )
+        if not layers:
+            self._tell(logging.ERROR, NO_LAYERS)
         for line in self.plan.log_lines() if self._tells else ():
-            logger.info(line)
+            self._tell(logging.INFO, line)
         for notice in self.plan.notices if self._tells else ():
-            logger.warning(notice)
+            self._tell(logging.WARNING, notice)
+
+    def _tell(self, level: int, line: str) -> None:
+        """Once, however many models there are."""
+        if line not in self._told:
+            logger.log(level, line)
+        self._told.add(line)
 
     def adopt(
         self,
@@ -86,5 +100,6 @@ class PlannedRegions(RecomputedRegions):
         no plan then.
         """
         self.config, self.plan, self.agreed, self._tells = config, None, False, tell
+        self._told.clear()
         self.forget_runs()
         self.resolve(gather, partners)

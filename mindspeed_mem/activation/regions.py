@@ -22,6 +22,7 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
 _tagged: list[tuple[int, weakref.ref[nn.Module], tuple[int, int]]] = []
+_built = 0
 
 
 def tag_layer(layer: nn.Module, index: int, place: tuple[int, int] = (0, 0)) -> set[type]:
@@ -38,7 +39,14 @@ def tag_layer(layer: nn.Module, index: int, place: tuple[int, int] = (0, 0)) -> 
         module.__dict__[TAG] = (index, path)
         classes.add(type(module))
     _tagged.append((index, weakref.ref(layer), place))
+    global _built
+    _built += 1
     return classes
+
+
+def built() -> int:
+    """How many layers were tagged so far: a plan made when there were fewer does not know all."""
+    return _built
 
 
 def tag_tail(module: nn.Module, index: int) -> set[type]:

@@ -119,6 +119,9 @@ class Adaptation:
 
     # ---- states
     def _start(self, facts: Callable[[], dict[str, Any]]) -> None:
+        if not self.engine.num_layers:
+            self._stop("no layer is known")
+            return
         if None in self._ranks.gather(self.engine.backend.limit()):
             self._stop("nobody knows how much memory the device has (--device-memory-gib says it)")
             return

@@ -150,7 +150,7 @@ class Checker:
 
 def out_of_range(outside: Collection[int], num_layers: int) -> str:
     plural = "s" if len(outside) > 1 else ""
-    return (
-        f"got layer{plural} {as_ranges(outside)}; "
-        f"allowed: 0 to {num_layers - 1}, since the model has {num_layers} layers counted from 0"
+    allowed = {0: "none, since the model has no layers", 1: "0, since the model has one layer"}.get(
+        num_layers, f"0 to {num_layers - 1}, since the model has {num_layers} layers counted from 0"
     )
+    return f"got layer{plural} {as_ranges(outside)}; allowed: {allowed}"

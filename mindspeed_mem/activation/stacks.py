@@ -1,0 +1,51 @@
+"""A stack of layers has been built: its operators get their tags, and what they run is wrapped.
+
+What is wrapped is the ``forward`` of each class found below a layer, once per class; instances without a tag go
+straight through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import regions
+from mindspeed_mem.patching import REGISTRY
+
+
+def region_forward(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    engine = engines.current()
+    # compiled code has no regions inside: a compiled module is one operator
+    if engine is None or torch.compiler.is_compiling() or regions.TAG not in args[0].__dict__:
+        return original(*args, **kwargs)
+    return engine.run(original, args[0], args[1:], kwargs)
+
+
+def tag_stack(
+    layers: Iterable[nn.Module], tail: nn.Module | None, num_layers: int, place: tuple[int, int], patch: str
+) -> None:
+    """Tag the layers of a stack and its tail, what follows the last layer.
+
+    Args:
+        layers: this rank's; each has its global number, counted from 1, as ``layer_number``.
+        tail: None if that is on another rank.
+        num_layers: of the whole model.
+        place: the pipeline stage and virtual stage of these layers.
+        patch: the patch module that asks for it, and takes the wrappers off when it is undone.
+    """
+    classes, last = set(), None
+    for layer in layers:
+        if hasattr(layer, "layer_number"):
+            last = layer.layer_number
+            classes |= regions.tag_layer(layer, last - 1, place)
+    if tail is not None and last is not None:
+        classes |= regions.tag_tail(tail, last)
+    for cls in classes:
+        REGISTRY.apply_method(cls, "forward", region_forward, patch)
+    engine = engines.current()
+    if engine is not None:
+        engine.num_layers = max(engine.num_layers, num_layers)

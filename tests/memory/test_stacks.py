@@ -1,0 +1,179 @@
+"""Which models a plan reaches: those built later and deeper, hybrid ones, and none built too early, which is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.swap_runs import EVERYTHING, again, entry
+from tests.worlds import on_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def built_too_early(plan: dict[str, Any]) -> tuple[list[str], int]:
+    """What two training steps say of a model that was there before the engine, and the bytes they move."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import listening, swap
+    from tests.worlds import parallel
+
+    with parallel():
+        chunks = build_gpt("dense", layers=2)
+        with swap(plan) as engine, listening() as said:
+            for step in range(2):
+                train_step(chunks, step=step)
+            return said, engine.report()["bytes_out"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [EVERYTHING, entry(layer_swap={"layers": [1], "backward_prefetch": 1}), again(recompute=True), again(["mlp"])],
+    ids=["swap", "swap of a layer", "recompute", "select recompute"],
+)
+def test_a_plan_that_finds_no_layers_says_so_once(plan):
+    [(said, moved)] = on_ranks(1, built_too_early, plan)
+    assert moved == 0 and len(said) == 1
+    assert "configured after the model was built" in said[0] and "no TransformerBlock or MambaStack" in said[0]
+
+
+def moved_by(depths: tuple[int, ...], scheduled: bool) -> list[int]:
+    """Bytes that a training step of each model moves; all of them stay alive."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import one_forward, swap
+    from tests.worlds import parallel
+
+    moved, models = [0], []
+    with parallel(), swap(EVERYTHING) as engine:
+        for depth in depths:
+            models.append(build_gpt("dense", layers=depth))
+            if scheduled:
+                train_step(models[-1], micro_batches=1)
+            else:
+                one_forward(engine, models[-1]).mean().backward()
+            moved.append(engine.report()["bytes_out"])
+    return [later - earlier for earlier, later in zip(moved, moved[1:], strict=False)]
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_deeper_model_built_later_is_moved_as_a_whole(scheduled):
+    [[two, four]] = on_ranks(1, moved_by, (2, 4), scheduled)
+    [[four_alone]] = on_ranks(1, moved_by, (4,), scheduled)
+    assert four == four_alone > 1.5 * two
+
+
+def static_of_both() -> list[bool]:
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import swap
+    from tests.worlds import parallel
+
+    models = []
+    with parallel(), swap(EVERYTHING):
+        for _ in range(2):
+            models.append(build_gpt("dense", layers=1))
+            train_step(models[-1], micro_batches=1)
+        return [hasattr(p.untyped_storage(), "_mem_static") for chunks in models for p in chunks[0].parameters()]
+
+
+def test_parameters_of_a_later_model_stay_too():
+    [found] = on_ranks(1, static_of_both)
+    assert len(found) > 10 and all(found)
+
+
+class Mixer(torch.nn.Module):
+    """Stands in for the state-space mixer, whose kernels are CUDA's."""
+
+    def __init__(self, config, d_model, **more):
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(d_model, 2 * d_model), torch.nn.Linear(d_model, d_model)
+
+    def forward(self, hidden_states, **more):
+        gate, value = self.into(hidden_states).chunk(2, -1)
+        return self.out(torch.nn.functional.silu(gate) * value), None
+
+
+def hybrid(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Gradients of a hybrid model, and the engine's report."""
+    import contextlib
+
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from tests.swap_runs import one_forward, swap
+    from tests.worlds import parallel
+
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+    )
+    stack = MambaStackSubmodules(
+        mamba_layer=ModuleSpec(
+            MambaLayer,
+            submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=Mixer, mamba_bda=get_bias_dropout_add),
+        ),
+        attention_layer=ModuleSpec(
+            TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=ModuleSpec(
+                    SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                ),
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        ),
+        mlp_layer=ModuleSpec(
+            MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=ModuleSpec(
+                    MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+                ),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        ),
+    )
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        hidden_dropout=0.1,
+        is_hybrid_model=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    with parallel(), contextlib.nullcontext() if plan is None else swap(plan) as engine:
+        model = MambaModel(config, ModuleSpec(MambaStack, submodules=stack), 256, 32, hybrid_override_pattern="M*-M")
+        if engine is None:
+            text, positions = torch.arange(33).expand(1, -1), torch.arange(32).expand(1, -1)
+            loss = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+        else:
+            loss = one_forward(engine, [model])
+        loss.mean().backward()
+        return [p.grad for p in model.parameters()], {} if engine is None else engine.report()
+
+
+@pytest.mark.parametrize(
+    ("plan", "figure"),
+    [
+        (EVERYTHING, "bytes_out"),
+        (again(recompute=True), "recomputed_bytes"),
+        (again({"mixer": [0, 3], r"mlp\.linear_fc1": [2]}, {"swap": True}), "recomputed_bytes"),
+    ],
+    ids=["swap", "recompute", "select recompute"],
+)
+def test_hybrid_models(plan, figure):
+    [(without, _)] = on_ranks(1, hybrid, None)
+    [(found, report)] = on_ranks(1, hybrid, plan)
+    assert all(map(torch.equal, found, without)) and report[figure] > 0
