@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from types import ModuleType
 
 import torch
@@ -35,6 +36,12 @@ def _torch_norm(original, cls, config, hidden_size, eps=1e-5):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     return WrappedTorchNorm(config, hidden_size, eps)
+
+
+@around("megatron.core.models.bert.bert_layer_specs:get_bert_layer_with_transformer_engine_spec")
+def _local_bert(original):
+    """pretrain_bert.py makes it when it is imported, whether it is to be used or not."""
+    return sys.modules[original.__module__].bert_layer_local_spec
 
 
 @around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available")

@@ -70,6 +70,17 @@ def _batch_invariant_kernels() -> ModuleType:
     return module
 
 
+def _inference_kernels() -> ModuleType:
+    """Without kernels: the state-space mixer's file imports them from one that imports triton, for inference only."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("inference of state-space layers needs triton, which runs on CUDA")
+
+    module = ModuleType("megatron.core.inference.contexts.attention_context.triton.tensor_ops")
+    module.tensor_get_slice_after = module.tensor_masked_update = module.tensor_merge = refuse
+    return module
+
+
 def _installed_helpers() -> ModuleType | None:
     """The index builder of an installed megatron-core, where a checkout that lacks one comes first in sys.path."""
     folders = [Path(entry or ".", *_DATASETS.split(".")) for entry in sys.path]
@@ -84,6 +95,7 @@ def _installed_helpers() -> ModuleType | None:
 
 if importlib.util.find_spec("triton") is None:
     _stand_in(_batch_invariant_kernels())
+    _stand_in(_inference_kernels())
 _helpers = _installed_helpers()
 if _helpers is not None:
     _stand_in(_helpers)

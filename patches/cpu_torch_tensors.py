@@ -39,6 +39,19 @@ def _cuda(original, self, *args, **kwargs):
     return self
 
 
+def _to(original, self, *args, **kwargs):
+    """Its first argument may be a device, or a dtype or a tensor."""
+    if args and not isinstance(args[0], bool) and _is_cuda(args[0]):
+        args = ("cpu", *args[1:])
+    if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+        kwargs["device"] = "cpu"
+    return original(self, *args, **kwargs)
+
+
+around("torch:Tensor.to")(_to)
+around("torch.nn.modules.module:Module.to")(_to)
+
+
 @around("torch:Tensor.type")
 def _type(original, self, dtype=None, *args, **kwargs):
     """Named as a device's: the optimizers, clip_grads and distrib_optimizer compare with 'torch.cuda.FloatTensor'."""

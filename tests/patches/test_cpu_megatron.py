@@ -143,6 +143,20 @@ def stand_ins() -> None:
         kernels.enable_batch_invariant_mode()
 
 
+def state_space():
+    """A model of state-space layers says what it lacks."""
+    from megatron.core.models.mamba import MambaModel, mamba_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, is_hybrid_model=True)
+    with parallel(), pytest.raises(ImportError, match="(?i)mamba.?ssm"):
+        MambaModel(config, mamba_layer_specs.mamba_stack_spec, 256, 32)
+
+
+def test_a_state_space_model_says_what_it_lacks():
+    on_ranks(1, state_space)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")
 def test_megatron_training_finds_its_triton_module():
     on_ranks(1, stand_ins)

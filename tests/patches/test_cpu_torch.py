@@ -53,9 +53,14 @@ def factories():
             torch.zeros_like(sample, device=device),
         ]
         assert {tensor.device.type for tensor in made} == {"cpu"}, device
+        assert sample.to(device) is sample and sample.to(device=device, non_blocking=True) is sample
+        assert sample.to(device, torch.float64).dtype is torch.float64
+        layer = torch.nn.Linear(2, 2)
+        assert layer.to(device) is layer and layer.to(device=device, dtype=torch.float64).weight.device.type == "cpu"
     assert torch.empty(2, device="meta").is_meta
     with torch.device("meta"):
         assert torch.empty(2).is_meta
+    assert sample.to(torch.ones(1, dtype=torch.int32)).dtype is torch.int32 and sample.to("meta").is_meta
     assert sample.cuda() is sample
     assert sample.cuda(0, non_blocking=True) is sample
     model = torch.nn.Linear(2, 2)
