@@ -5,16 +5,21 @@ No patch: what several patch files need and nobody else.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.static import mark_static
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 def gather(mine: Any) -> list[Any]:
@@ -73,10 +78,27 @@ def chunks_of(schedule: str, models: Sequence[Any]) -> tuple[int, int | None]:
     return len(models), config.microbatch_group_size_per_vp_stage
 
 
+def _tell_stacks_apart(engine: Engine, models: Sequence[Any]) -> None:
+    """An encoder and a decoder, a tower for images and one for text: the second one's layers count on."""
+    sizes: dict[str, int] = {}
+    for theirs in gather(regions.stacks_in(models)):  # a stage need not have all of them
+        sizes = {**sizes, **theirs}
+    if len(sizes) < 2:
+        return
+    first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    total = sum(sizes.values())
+    regions.count_on(models, first, total)
+    engine.num_layers = max(engine.num_layers, total)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        ranges = (f"{path} {first[path]}-{first[path] + size - 1}" for path, size in sizes.items())
+        logger.info("layers count on from one stack to the next: %s", ", ".join(ranges))
+
+
 def agree(engine: Engine, models: Sequence[Any]) -> None:
     """Once for each model, on all ranks: make the plan together, and never move what the models hold."""
     new = [model for model in models if model not in engine.models]
     if new or not engine.agreed:
         mark_static(models)
+        _tell_stacks_apart(engine, models)
         engine.resolve(gather, partners())
         engine.models.update(new)

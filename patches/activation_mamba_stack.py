@@ -13,4 +13,4 @@ from mindspeed_mem.patching import around
 def stack_init(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     place = (self.pp_group.rank(), 0)
-    tag_stack(self.layers, getattr(self, "final_norm", None), self.config.num_layers, place, __name__)
+    tag_stack(self, getattr(self, "final_norm", None), self.config.num_layers, place, __name__)

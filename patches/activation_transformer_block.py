@@ -15,4 +15,4 @@ def block_init(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     stages = getattr(self.pg_collection, "pp", None)
     place = (stages.rank() if stages is not None else 0, self.vp_stage or 0)
-    tag_stack(self.layers, getattr(self, "final_layernorm", None), self.config.num_layers, place, __name__)
+    tag_stack(self, getattr(self, "final_layernorm", None), self.config.num_layers, place, __name__)

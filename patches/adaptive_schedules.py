@@ -75,7 +75,7 @@ def _facts(engine, models, call):
         **limits,
         "device": f"{device['type']} {device.get('device', '')}".strip(),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-        "layers": config.num_layers,
+        "layers": engine.num_layers,
         "hidden_size": config.hidden_size,
         "dtype": str(config.params_dtype),
         "model": _digest(_plain(config)),

@@ -71,7 +71,7 @@ class PlannedRegions(RecomputedRegions):
         if not self.watch_only:
             touched = self.plan.layers_touched()
             self._by_producer_only = not self.plan.selects_by_saver
-            self._covered = touched | {layer + 1 for layer in touched}  # the next layer saves this one's output
+            self._covered = touched | regions.after(touched)
             self._idle = not touched
             self.recomputes = self.plan.recomputes
         if not layers:

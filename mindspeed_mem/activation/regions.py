@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable, Mapping
 from types import FunctionType
 
 import torch
 from torch import nn
 
 TAG = "_mindspeed_mem_operator"
+STACK = "_mindspeed_mem_stack"
+"""On a stack of layers: how many the model has in it, on all ranks."""
 
 # Inline code that Megatron marks by name, and what that operator is called here (where the name differs).
 _INLINE = {"activation": "activation_func"}
@@ -23,6 +26,7 @@ _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
 _tagged: list[tuple[int, weakref.ref[nn.Module], tuple[int, int]]] = []
 _built = 0
+_tails: dict[int, int] = {}  # what follows a stack that is not a model's last: its index, and the layer's before it
 
 
 def tag_layer(layer: nn.Module, index: int, place: tuple[int, int] = (0, 0)) -> set[type]:
@@ -53,6 +57,51 @@ def tag_tail(module: nn.Module, index: int) -> set[type]:
     """Tag what follows the last layer and may save that layer's output (the final norm)."""
     module.__dict__[TAG] = (index, "")
     return {type(module)}
+
+
+def stacks_in(models: Iterable[nn.Module]) -> dict[str, int]:
+    """How many layers each stack of a model's parts has, by its path, in the model's order."""
+    return {path: stack.__dict__[STACK] for path, stack in _stacks(models)}
+
+
+def count_on(models: Iterable[nn.Module], first: Mapping[str, int], total: int) -> None:
+    """Give the layers of several stacks of one model numbers that differ.
+
+    ``first``: the number of each stack's first layer, by its path. ``total``: how many layers there are.
+    """
+    for path, stack in _stacks(models):
+        layers = [layer for layer in stack.layers if TAG in layer.__dict__]
+        tail = [m for m in stack.children() if TAG in m.__dict__]
+        for layer in layers:
+            _renumber(layer, first[path] + layer.layer_number - 1)
+        for module in tail if layers else ():
+            last = layers[-1].__dict__[TAG][0]
+            index = last + 1 if last + 1 == total else total + 1 + list(first).index(path)
+            module.__dict__[TAG] = (index, "")
+            _tails[index] = last
+
+
+def _stacks(models: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for model in models:
+        for path, module in model.named_modules():
+            if STACK in module.__dict__ and module not in inside:  # one in a layer belongs to that
+                found.append((path.removeprefix("module.").removeprefix("module."), module))
+                inside.update(module.modules())
+    return found
+
+
+def _renumber(layer: nn.Module, index: int) -> None:
+    for module in layer.modules():
+        if TAG in module.__dict__:
+            module.__dict__[TAG] = (index, module.__dict__[TAG][1])
+    _tagged[:] = [(index, ref, place) if ref() is layer else (old, ref, place) for old, ref, place in _tagged]
+
+
+def after(layers: set[int]) -> set[int]:
+    """What may save these layers' outputs: the next layers, and what follows stacks."""
+    return {layer + 1 for layer in layers} | {index for index, last in _tails.items() if last in layers}
 
 
 def tagged_layers() -> dict[int, set[str]]:

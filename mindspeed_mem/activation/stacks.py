@@ -6,7 +6,7 @@ straight through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,20 +25,19 @@ def region_forward(original: Callable, *args: Any, **kwargs: Any) -> Any:
     return engine.run(original, args[0], args[1:], kwargs)
 
 
-def tag_stack(
-    layers: Iterable[nn.Module], tail: nn.Module | None, num_layers: int, place: tuple[int, int], patch: str
-) -> None:
+def tag_stack(stack: nn.Module, tail: nn.Module | None, num_layers: int, place: tuple[int, int], patch: str) -> None:
     """Tag the layers of a stack and its tail, what follows the last layer.
 
     Args:
-        layers: this rank's; each has its global number, counted from 1, as ``layer_number``.
+        stack: its ``layers`` are this rank's; each has its global number, counted from 1, as ``layer_number``.
         tail: None if that is on another rank.
         num_layers: of the whole model.
         place: the pipeline stage and virtual stage of these layers.
         patch: the patch module that asks for it, and takes the wrappers off when it is undone.
     """
     classes, last = set(), None
-    for layer in layers:
+    stack.__dict__[regions.STACK] = num_layers
+    for layer in stack.layers:
         if hasattr(layer, "layer_number"):
             last = layer.layer_number
             classes |= regions.tag_layer(layer, last - 1, place)

@@ -177,3 +177,66 @@ def test_hybrid_models(plan, figure):
     [(without, _)] = on_ranks(1, hybrid, None)
     [(found, report)] = on_ranks(1, hybrid, plan)
     assert all(map(torch.equal, found, without)) and report[figure] > 0
+
+
+def encoder_and_decoder(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], list[tuple[int, bool]], list[str]]:
+    """Gradients of a T5; the layers that moved or ran again, with whether they look at the encoder; what was said."""
+    import contextlib
+
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.models.T5.t5_spec import (
+        get_t5_decoder_with_local_block_spec,
+        get_t5_encoder_with_local_block_spec,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from tests.swap_runs import listening, swap
+    from tests.worlds import parallel
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "hidden_dropout": 0.1, "gradient_accumulation_fusion": False}
+    encoder, decoder = (TransformerConfig(num_layers=n, masked_softmax_fusion=False, **sizes) for n in (2, 3))
+    with parallel(), listening() as said, contextlib.nullcontext() if plan is None else swap(plan) as engine:
+        specs = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(3)
+        for spec in specs:
+            spec.layer_norm = WrappedTorchNorm
+        model = T5Model(decoder, encoder, *specs, vocab_size=64, max_sequence_length=16)
+
+        def forward_step(batches, model):
+            text, allowed = torch.arange(32).view(2, 16), torch.zeros(2, 1, 16, 16, dtype=torch.bool)
+            return model(text, text, allowed, allowed, allowed, lm_labels=text), lambda out: (out.mean(), {})
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=model,
+            num_microbatches=2,
+            seq_length=16,
+            micro_batch_size=2,
+        )
+        report = {} if engine is None else engine.report()
+        rows = report.get("moved_by_operator", []) + report.get("recomputed_by_operator", [])
+        touched = sorted({(row["layer"], "cross" in row["op"]) for row in rows if row["bytes"]})
+        return [p.grad for p in model.parameters()], touched, said
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers"),
+    [
+        (again(None, {"swap": True, "layer_swap": {"layers": [0, 4], "backward_prefetch": 1}}), {0, 4}),
+        (
+            again(recompute=[2], swap_config={"swap": True, "layer_swap": {"layers": [1], "backward_prefetch": 1}}),
+            {1, 2},
+        ),
+        (EVERYTHING, {0, 1, 2, 3, 4}),
+    ],
+    ids=["swap", "recompute", "all"],
+)
+def test_a_decoders_layers_count_on_from_the_encoders(plan, layers):
+    [(without, _, _)] = on_ranks(1, encoder_and_decoder, None)
+    [(found, touched, said)] = on_ranks(1, encoder_and_decoder, plan)
+    assert all(map(torch.equal, found, without))
+    assert {layer for layer, _ in touched} == layers
+    assert all(layer > 1 for layer, crosses in touched if crosses)
+    assert [line for line in said if "pinned" in line or "no effect" in line] == []

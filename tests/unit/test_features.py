@@ -334,6 +334,15 @@ def test_layers_out_of_range_need_the_number_of_layers():
     assert "swap_config.layer_swap" in problems_of({"memory_config": config, "num_layers": 4, "device": "cpu"})[0]
 
 
+def test_layers_of_a_decoder_count_on():
+    line = "--recompute-layers 3 --device cpu --num-layers 2"
+    assert check(scan([*line.split(), "--decoder-seq-length", "16"])).memory is not None
+    with pytest.raises(FeatureError, match="allowed: 0 to 1, since the model has 2 layers"):
+        check(scan(line.split()))
+    with pytest.raises(FeatureError, match="got layer 3; allowed: 0, since the model has one layer"):
+        check({"recompute_layers": 3, "device": "cpu", "num_layers": 1})
+
+
 def test_conflicts_of_a_transformer_config():
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
     assert config.transformer_impl != "local"  # a default, not a choice
