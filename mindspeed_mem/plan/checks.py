@@ -11,6 +11,10 @@ from mindspeed_mem.plan.operators import pattern_error
 
 Layers = Literal[True] | tuple[int, ...]
 
+AUTO: Literal["Auto"] = "Auto"
+Distance = int | Literal["Auto"]
+"""In operators, at least 1; Auto: as far as the copies turn out to need."""
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxtuple = _short.maxdict = 8
@@ -84,10 +88,11 @@ class Checker:
         self.wrong(path, value, "True or False")
         return None
 
-    def positive(self, value: Any, path: str) -> int | None:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    def distance(self, value: Any, path: str) -> Distance | None:
+        """How many operators ahead."""
+        if value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
             return value
-        self.wrong(path, value, "an integer of at least 1")
+        self.wrong(path, value, f"an integer of at least 1, or {AUTO}")
         return None
 
     def choice(self, value: Any, path: str, choices: Sequence[str]) -> str | None:
@@ -115,10 +120,13 @@ class Checker:
         return tuple(pattern for _, pattern in named) if len(self.problems) == before else None
 
     def layers(self, value: Any, path: str) -> Layers | None:
-        """True, or global layer indices from a list, a tuple, or a list of such lists; each once, in order."""
-        allowed = "True (all layers), a list of layer indices counted from 0, or a list of such lists"
-        if value is True:
-            return True
+        """True, or global layer indices from a list, a tuple, or a list of such lists; each once, in order.
+
+        False stands for none.
+        """
+        allowed = "True or False (all layers or none), a list of layer indices counted from 0, or a list of such lists"
+        if isinstance(value, bool):
+            return value or ()
         if not isinstance(value, list | tuple):
             self.wrong(path, value, allowed)
             return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_mem.plan.checks import Checker, Layers, MemoryConfigError, suggestion
+from mindspeed_mem.plan.checks import Checker, Distance, Layers, MemoryConfigError, given, suggestion
 from mindspeed_mem.plan.files import MINDFORMERS_SECTIONS, read_yaml
 from mindspeed_mem.plan.recompute_config import KINDS, RecomputeConfig, read_recompute
 
@@ -28,6 +28,8 @@ ACTIVATIONS = ("produced", "saved", "both")
 
 _SECTIONS = ("swap_config", "recompute_config")
 _SWAP_KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap", "activations", "swap_recompute_inputs", "pp_aware")
+_MCORE_KEYS = {"cpu_offloading": "swap", "cpu_offloading_num_layers": "layer_swap"}
+"""What the models of MindFormers that are built like Megatron's call these keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,8 @@ class LayerSwap:
 
     layers: Layers
     """True for all, or global layer indices counted from 0."""
-    backward_prefetch: int
-    """Distance in operators, at least 1: release in forward, start of the copy back in backward."""
+    backward_prefetch: Distance
+    """Distance in operators, at least 1, or Auto: release in forward, start of the copy back in backward."""
     activations: str
     """``produced``, ``saved`` or ``both``."""
     stages: Layers = True
@@ -54,8 +56,8 @@ class OpSwap:
     r"""Patterns, each a path of regular expressions joined by ``\.``."""
     layers: Layers
     """True for all, or global layer indices counted from 0."""
-    backward_prefetch: int
-    """Distance in operators, at least 1."""
+    backward_prefetch: Distance
+    """Distance in operators, at least 1, or Auto."""
     activations: str
     """``produced``, ``saved`` or ``both``."""
     stages: Layers = True
@@ -70,7 +72,7 @@ class SwapConfig:
 
     swap: bool = False
     """False: nothing below has any effect."""
-    default_prefetch: int = 1
+    default_prefetch: Distance = 1
     """Distance of the default policy, which applies if `layer_swap` and `op_swap` are both None."""
     layer_swap: tuple[LayerSwap, ...] | None = None
     op_swap: tuple[OpSwap, ...] | None = None
@@ -153,7 +155,7 @@ def _check_sections(content: Mapping[Any, Any], check: Checker, notices: list[st
     ignored = []
     for key in others:
         near = suggestion(key, _SECTIONS, cutoff=0.8)  # MindFormers has other names that end in _config
-        if key in _SWAP_KEYS:
+        if key in _SWAP_KEYS or key in _MCORE_KEYS:
             check.problem(str(key), "unknown section; it belongs below swap_config, indented")
         elif key in KINDS:
             check.problem(str(key), "unknown section; it belongs below recompute_config, indented")
@@ -173,12 +175,18 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
     path = "swap_config"
     if section is None:
         return SwapConfig()
-    found = check.section(section, path, _SWAP_KEYS)
+    found = check.section(section, path, (*_SWAP_KEYS, *_MCORE_KEYS))
+    called = {key: key for key in _SWAP_KEYS}
+    for other, key in _MCORE_KEYS.items():
+        if other in found and key in found:
+            check.problem(f"{path}.{other}", f"got {given(found[other])}, and {key} is given; allowed: one of the two")
+        elif other in found:
+            called[key], found[key] = other, found[other]
     values: dict[str, Any] = {}
     if "swap" in found:
-        values["swap"] = check.boolean(found["swap"], f"{path}.swap")
+        values["swap"] = check.boolean(found["swap"], f"{path}.{called['swap']}")
     if "default_prefetch" in found:
-        values["default_prefetch"] = check.positive(found["default_prefetch"], f"{path}.default_prefetch")
+        values["default_prefetch"] = check.distance(found["default_prefetch"], f"{path}.default_prefetch")
     if "activations" in found:
         values["activations"] = check.choice(found["activations"], f"{path}.activations", ACTIVATIONS)
     if "swap_recompute_inputs" in found:
@@ -188,7 +196,7 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
         values["pp_aware"] = check.boolean(found["pp_aware"], f"{path}.pp_aware")
     activations = values.get("activations") or "produced"
     for key in ("layer_swap", "op_swap"):
-        values[key] = _read_entries(found.get(key), f"{path}.{key}", activations, check)
+        values[key] = _read_entries(found.get(key), f"{path}.{called[key]}", activations, check)
     config = SwapConfig(**values)
     if not check.problems:
         notices += _without_effect(config, found)
@@ -237,14 +245,14 @@ def _read_entries(value: Any, path: str, default_activations: str, check: Checke
         if "op_name" in found:
             read["op_name"] = check.patterns(found["op_name"], f"{where}.op_name")
         if "backward_prefetch" in found:
-            read["backward_prefetch"] = check.positive(found["backward_prefetch"], f"{where}.backward_prefetch")
+            read["backward_prefetch"] = check.distance(found["backward_prefetch"], f"{where}.backward_prefetch")
         if "layers" in found:
             read["layers"] = check.layers(found["layers"], f"{where}.layers")
         if "activations" in found:
             read["activations"] = check.choice(found["activations"], f"{where}.activations", ACTIVATIONS)
         if "stages" in found:
             read["stages"] = check.stages(found["stages"], f"{where}.stages")
-        if len(check.problems) == before:
+        if len(check.problems) == before and found["layers"] is not False:
             entries.append(OpSwap(**read) if by_name else LayerSwap(**read))
     _check_distances(entries, check)
     return tuple(entries)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_mem.plan.checks import Layers, as_ranges
+from mindspeed_mem.plan.checks import Distance, Layers, as_ranges
 from mindspeed_mem.plan.config import OpSwap, SwapConfig
 from mindspeed_mem.plan.operators import Match, match, selects
 from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
@@ -22,8 +22,8 @@ DEFAULT_PATTERN = r".*\.flash_attention"
 class Swap:
     """The decision to swap an operator's activations."""
 
-    distance: int
-    """In operators, at least 1: the release comes so much later, the copy back starts so much earlier."""
+    distance: Distance
+    """In operators, at least 1, or Auto: the release comes so much later, the copy back starts so much earlier."""
     activations: str
     """``produced`` by the operator, ``saved`` for its backward, or ``both``."""
     entry: str
@@ -57,6 +57,7 @@ class MemoryPlan:
         *,
         swap_recompute_inputs: bool = False,
         decisive: Sequence[object] = (),
+        notices: Sequence[str] = (),
     ):
         self._op_rules = [rule for rule in rules if rule.pattern is not None]
         self._layer_rules = [rule for rule in rules if rule.pattern is None]
@@ -72,13 +73,13 @@ class MemoryPlan:
         """Whether any forward runs again."""
         matches = lru_cache(maxsize=None)(match)  # layers of one kind have equal operators
         for layer in self._all_layers:
-            self._fill(layer, matches)
             self._log += recomputation.log_lines(layer)
+            self._fill(layer, matches)
         swaps_idle = (
             f"{path} has no effect{on} in layer{'s' if len(found) > 1 else ''} {as_ranges(found)}: {why}"
             for (path, on, why), found in self._idle.items()
         )
-        self.notices: tuple[str, ...] = (*swaps_idle, *recomputation.notices)
+        self.notices: tuple[str, ...] = (*notices, *swaps_idle, *recomputation.notices)
         """What is configured but has no effect, one line each; to be logged once, on rank 0."""
         text = repr((num_layers, swap_recompute_inputs, *decisive))
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -213,7 +214,7 @@ class MemoryPlan:
         self._idle.setdefault((path, on, why), set()).add(layer)
 
 
-def _kind(swap: Swap) -> tuple[int, str]:
+def _kind(swap: Swap) -> tuple[Distance, str]:
     return swap.distance, swap.activations
 
 

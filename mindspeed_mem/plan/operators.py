@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,22 +28,57 @@ _LLAMA: dict[str, tuple[str, ...]] = {
     "activation_func": ("mul", "w1.activation"),
     "linear_fc2": ("w2",),
 }
-# MindFormers goes one step further down, to primitives; here they are further names of the operator around them.
-_LLAMA_PRIMITIVES: dict[str, tuple[str, ...]] = {
-    "input_layernorm": ("attention_norm.norm",),
-    "linear_qkv": ("wq.matmul", "wk.matmul", "wv.matmul"),
-    "core_attention": ("flash_attention.flash_attention",),
-    "linear_proj": ("wo.matmul",),
-    "pre_mlp_layernorm": ("ffn_norm.norm",),
-    "linear_fc1": ("w1.matmul", "w3.matmul"),
-    "activation_func": ("w1.activation.silu",),
-    "linear_fc2": ("w2.matmul",),
+# The same in MindFormers' other models: GLM, TeleChat, DeepSeek.
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("query_key_value", "wk_v"),
+    "rotary_pos_emb": ("apply_rotary_pos_emb",),
+    "linear_proj": ("dense",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+    "linear_fc1": ("dense_left", "dense_right", "dense_h_to_4h"),
+    "linear_fc2": ("dense_4h_to_h",),
+    "linear_q_down_proj": ("q2l_proj",),
+    "q_layernorm": ("lq_norm",),
+    "linear_q_up_proj": ("l2q_nope_proj", "l2q_pe_proj"),
+    "linear_kv_down_proj": ("kv2l_k_pe", "kv2l_latent_kv"),
+    "kv_layernorm": ("lkv_norm",),
+    "linear_kv_up_proj": ("lkv2kv_k_nope", "lkv2kv_v"),
 }
-# MindFormers' newer models take Megatron's module names, but keep their own for the primitives.
-_MEGATRON_LIKE_PRIMITIVES: dict[str, tuple[str, ...]] = {
-    "core_attention": ("core_attention.flash_attention",),
-    "activation_func": ("mul", "activation_func.silu"),
+# MindFormers goes one step further down, to primitives; here they are further names of the operator around them, where
+# running that again costs no more than the primitive is worth: not a whole product of matrices for a reshape behind it.
+_PRIMITIVES: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("wq.matmul", "wk.matmul", "wv.matmul", "w_qkv.matmul", "linear_qkv.matmul"),
+    "qkv": ("split_qkv",),
+    "core_attention": (
+        "flash_attention.flash_attention",
+        "core_attention.flash_attention",
+        *(f"{cell}{name}" for cell in ("", "core_attention.") for name in ("softmax", "batch_matmul_q_k")),
+    ),
+    "linear_proj": ("wo.matmul", "linear_proj.matmul"),
+    "self_attn_bda": ("add",),
+    "linear_fc1": ("w1.matmul", "w3.matmul", "w_gate_hidden.matmul", "linear_fc1.matmul"),
+    "activation_func": ("mul", "swiglu", "split"),
+    "linear_fc2": ("w2.matmul", "linear_fc2.matmul"),
+    "mlp_bda": ("add",),
 }
+_NORM = ("norm", "layer_norm", "rms_norm", "square", "mean", "rsqrt", "mul2", "cast", "rcast")
+_ROTARY = ("mul", "mul_inc", "add", "neg", "bmm_swap", "slice", "concat", "cast", "reshape", "transpose")
+_ACTIVATION = ("silu", "gelu", "relu", "sigmoid", "mul", "cast")
+# Cells of MindFormers that are one operator here, and their primitives.
+_CELLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "input_layernorm": (("attention_norm", "input_layernorm"), _NORM),
+    "rotary_pos_emb": (("apply_rotary_emb", "apply_rotary_pos_emb"), _ROTARY),
+    "q_layernorm": (("lq_norm", "q_layernorm"), _NORM),
+    "k_layernorm": (("k_layernorm",), _NORM),
+    "kv_layernorm": (("lkv_norm", "kv_layernorm"), _NORM),
+    "pre_mlp_layernorm": (("ffn_norm", "pre_mlp_layernorm", "post_attention_layernorm"), _NORM),
+    "activation_func": (("w1.activation", "activate", "activation_func", "activation_func.silu"), _ACTIVATION),
+}
+_KNOWN_PRIMITIVES = frozenset(
+    "swiglu matmul batch_matmul batch_matmul_q_k softmax dropout bias_add sub div reshape transpose "
+    "split tile expand_dims gather".split()
+).union(_NORM, _ROTARY, _ACTIVATION)
+_ONE_OF_SEVERAL = re.compile(r"(\w+_)?(reshape|transpose|cast|tile|split|slice|concat|add|mul)(_\w+|\d)?")
+_CELLS_WITHOUT_OPERATOR = ("activation", "experts", "shared_experts", "routed_experts", "ffn", "cross_attention")
 
 _ATTENTION_INLINE = ("qkv", "rotary_pos_emb", "output_gate")
 _DISPATCH_INLINE = ("preprocess", "communicate", "postprocess")
@@ -77,30 +112,66 @@ def pattern_error(pattern: str) -> str | None:
     return None
 
 
-def _renamed(parts: Sequence[str], last: Sequence[str]) -> list[str]:
-    """Every path whose parents carry a Llama name, where they have one, and whose end is one of `last`."""
-    parents = (_LLAMA.get(part, (part,)) for part in parts)
+def _renamed(parts: Sequence[str], last: Sequence[str], *names: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Every path whose parents carry a name out of ``names``, where they have one, and whose end is one of `last`."""
+    parents = (sum((more.get(part, ()) for more in names), ()) or (part,) for part in parts)
     return [".".join(path) for path in itertools.product(*parents, last)]
+
+
+def _in_any_vocabulary(parts: Sequence[str], last: Sequence[str]) -> list[str]:
+    return _renamed(parts, last, {part: (part,) for part in parts}, _LLAMA, _ELSEWHERE)
+
+
+@lru_cache(maxsize=4096)
+def llama_names(node: str) -> tuple[str, ...]:
+    """A node's Llama names, if it has others than Megatron's; parts without one keep that, so experts have names."""
+    *parents, last = node.split(".")
+    names = _renamed(parents, _LLAMA.get(last, (last,)), _LLAMA)
+    return tuple(name for name in dict.fromkeys(names) if name != node)
 
 
 @lru_cache(maxsize=4096)
 def module_names(node: str) -> tuple[str, ...]:
-    """A node's Megatron name, then its Llama names; parts without one keep Megatron's, so experts have names too."""
+    """A node's Megatron name, then its Llama names, then those of MindFormers' other models."""
     *parents, last = node.split(".")
-    return tuple(dict.fromkeys([node, *_renamed(parents, _LLAMA.get(last, (last,)))]))
+    others = (last, *_LLAMA.get(last, ()), *_ELSEWHERE.get(last, ()))
+    return tuple(dict.fromkeys([node, *llama_names(node), *_in_any_vocabulary(parents, others)]))
 
 
 @lru_cache(maxsize=4096)
 def primitive_names(node: str) -> tuple[str, ...]:
-    """What MindFormers calls the primitives in a node, in its Llama and in its Megatron-like models."""
+    """What MindFormers calls the primitives in a node."""
     *parents, last = node.split(".")
-    own = [".".join([*parents, name]) for name in _MEGATRON_LIKE_PRIMITIVES.get(last, ())]
-    return (*_renamed(parents, _LLAMA_PRIMITIVES.get(last, ())), *own)
+    cells, inside = _CELLS.get(last, ((), ()))
+    found = (*_PRIMITIVES.get(last, ()), *(f"{cell}.{name}" for cell in cells for name in inside))
+    return tuple(dict.fromkeys([*_renamed(parents, found, _LLAMA), *_in_any_vocabulary(parents, found)]))
+
+
+_KNOWN_CELLS = frozenset(
+    part
+    for path in itertools.chain(
+        *((name, *others) for table in (_LLAMA, _ELSEWHERE) for name, others in table.items()),
+        *(cells for cells, _ in _CELLS.values()),
+        _CELLS_WITHOUT_OPERATOR,
+    )
+    for part in path.split(".")
+)
+
+
+def names_a_primitive(pattern: str) -> bool:
+    """Whether MindFormers may have such a primitive in some model: not a typo, even if no operator here contains it."""
+    *cells, last = split_pattern(pattern)
+    known = _ONE_OF_SEVERAL.fullmatch(last) or any(re.fullmatch(last, name) for name in _KNOWN_PRIMITIVES)
+    return bool(
+        known
+        and not re.fullmatch(last, "_")
+        and all(any(re.fullmatch(cell, name) for name in _KNOWN_CELLS) for cell in cells)
+    )
 
 
 def both_names(operator: str) -> tuple[str, tuple[str, ...]]:
     """An operator's Megatron name, and the names of MindFormers' Llama modules for it (none if it has no other)."""
-    return operator, module_names(operator)[1:]
+    return operator, llama_names(operator)
 
 
 def nodes_of(operators: Collection[str]) -> dict[str, frozenset[str]]:

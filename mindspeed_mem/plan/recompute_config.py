@@ -38,14 +38,17 @@ DEFAULT_PATTERNS: dict[Kind, tuple[str, ...]] = {
 """What `True` stands for."""
 
 
+Count = int | Literal[True]
+
+
 @dataclass(frozen=True, slots=True)
 class StageCounts:
-    """The first so many layers of each pipeline stage."""
+    """The first so many layers of each pipeline stage; True: all of them."""
 
-    counts: tuple[tuple[int, ...], ...]
-    """By virtual stage, then by pipeline stage; one row only if not nested."""
+    counts: tuple[tuple[Count, ...] | bool, ...]
+    """By virtual stage, then by pipeline stage; one row only if not nested. True or False for a whole virtual stage."""
     nested: bool
-    """False: the one row counts over all virtual stages, in model order."""
+    """False: the one row counts over all virtual stages, the next layer from each in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,9 @@ def read_recompute(
             entries = ", ".join(dict.fromkeys(rule.entry for rule in out))
             what = f"{entries} has no effect: {path}.{key} is True" if out else _idle(f"{path}.{key}", of)
             notices.append(what)
+        elif _counts_only(value):
+            if not _is_off(value, zero_is_off=True):
+                notices.append(f"{path}.{key} has no effect: got {given(value)}, which names no operator to take out")
         elif not _is_off(value, zero_is_off=not with_swap):
             excludes += _read(value, f"{path}.{key}", KINDS[of], with_swap, check)
     for key in (*KINDS, *_EXCLUDES):
@@ -144,15 +150,20 @@ def _read(value: Any, path: str, kind: Kind, with_swap: bool, check: Checker) ->
     if kind == "layer":
         layers = _read_layers(value, path, with_swap, check)
         return [] if layers is None else [RecomputeRule(kind=kind, pattern=None, layers=layers, entry=path)]
-    if value is True:
+    if value is True or _counts_only(value):
+        layers = _read_layers(value, path, with_swap, check)
         return [
-            RecomputeRule(kind=kind, pattern=pattern, layers=True, entry=path, default=True)
-            for pattern in DEFAULT_PATTERNS[kind]
+            RecomputeRule(kind=kind, pattern=pattern, layers=layers, entry=path, default=True)
+            for pattern in (DEFAULT_PATTERNS[kind] if layers is not None else ())
         ]
     if not isinstance(value, Mapping):
         if not isinstance(value, str | list | tuple):
             numbers = "layer indices" if with_swap else "layer counts per pipeline stage"
-            check.wrong(path, value, f"True or False, patterns, or a mapping from pattern to True, False or {numbers}")
+            check.wrong(
+                path,
+                value,
+                f"True or False, patterns, {numbers}, or a mapping from pattern to True, False or {numbers}",
+            )
             return []
         patterns = dict.fromkeys(check.patterns(value, path) or ())
         return [RecomputeRule(kind=kind, pattern=p, layers=True, entry=_below(path, p)) for p in patterns]
@@ -170,6 +181,11 @@ def _read(value: Any, path: str, kind: Kind, with_swap: bool, check: Checker) ->
     return rules
 
 
+def _counts_only(value: Any) -> bool:
+    """Numbers without a pattern: the default operators of so many layers, or of these."""
+    return isinstance(value, list | tuple) and not any(isinstance(item, str | Mapping | None) for item in value)
+
+
 def _below(path: str, pattern: object) -> str:
     """Where a pattern stands: below a key, or behind a flag."""
     return f"{path} {pattern}" if path.startswith("--") else f"{path}.{pattern}"
@@ -182,7 +198,7 @@ def _read_layers(value: Any, path: str, with_swap: bool, check: Checker) -> Laye
 
 
 def _read_counts(value: Any, path: str, check: Checker) -> StageCounts | None:
-    """``[n0, n1, ...]``, or one such list for each virtual stage."""
+    """``[n0, n1, ...]``, or one such list for each virtual stage; True or False for all or none of a stage's layers."""
     allowed = (
         "True (all layers), layer counts [n0, n1, ...] for the pipeline stages, or one such list for each virtual "
         "stage (numbers are layer indices only where swap_config.swap is True)"
@@ -191,19 +207,21 @@ def _read_counts(value: Any, path: str, check: Checker) -> StageCounts | None:
         check.wrong(path, value, allowed)
         return None
     nested = any(isinstance(item, list | tuple) for item in value)
-    if nested and not all(isinstance(item, list | tuple) for item in value):
+    if nested and not all(isinstance(item, list | tuple | bool) for item in value):
         check.wrong(path, value, allowed)
         return None
     before = len(check.problems)
-    rows = value if nested else [value]
-    for outer, row in enumerate(rows):
+    rows: list[tuple[Count, ...] | bool] = []
+    for outer, row in enumerate(value if nested else [value]):
+        if isinstance(row, bool):
+            rows.append(row)
+            continue
         for inner, number in enumerate(row):
             where = f"{path}[{outer}][{inner}]" if nested else f"{path}[{inner}]"
-            if not (isinstance(number, int) and not isinstance(number, bool) and number >= 0):
-                check.wrong(where, number, "a number of layers, an integer of at least 0")
-    if len(check.problems) > before:
-        return None
-    return StageCounts(tuple(map(tuple, rows)), nested)
+            if not (isinstance(number, int) and number >= 0):
+                check.wrong(where, number, "a number of layers, an integer of at least 0, or True for all of the stage")
+        rows.append(tuple(0 if number is False else number for number in row))
+    return StageCounts(tuple(rows), nested) if len(check.problems) == before else None
 
 
 def _read_graph_only(found: Mapping[str, Any], path: str, check: Checker, notices: list[str]) -> None:

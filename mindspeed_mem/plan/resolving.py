@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from mindspeed_mem.plan.checks import Layers, MemoryConfigError, as_ranges, given, out_of_range
 from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig
 from mindspeed_mem.plan.memory_plan import MemoryPlan, SwapRule, swap_rules
-from mindspeed_mem.plan.operators import match, near_patterns, with_inline
+from mindspeed_mem.plan.operators import match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
-from mindspeed_mem.plan.recompute_config import RecomputeRule, StageCounts
+from mindspeed_mem.plan.recompute_config import Count, RecomputeRule, StageCounts
 
 __all__ = ["resolve"]
 
@@ -38,23 +39,33 @@ def resolve(
     """
     known = {layer: with_inline(operators) for layer, operators in layers.items()}
     problems = _swap_range_problems(config.swap, known, num_layers)
+    notices: list[str] = []
     stages = _Stages(dict.fromkeys(range(num_layers), (0, 0)) if places is None else places, num_layers)
     rules, excludes = (
-        [_with_layers(rule, stages, known, problems) for rule in found]
+        [_with_layers(rule, stages, known, problems, notices) for rule in found]
         for found in (config.recompute.rules, config.recompute.excludes)
     )
     swaps = [_on_stages(rule, stages, problems) for rule in swap_rules(config.swap)]
     names = [_Name(rule.path, rule.pattern, rule.covers) for rule in swaps]
     names += [_Name(rule.entry, rule.pattern, rule.covers) for rule in (*rules, *excludes) if not rule.default]
-    problems += _name_problems(names, known)
+    absent = [name for name in names if _matches_nothing(name, known)]
+    problems += [_name_problem(name, known) for name in absent if not names_a_primitive(name.pattern)]
     if problems:
         raise MemoryConfigError(problems, config.source)
-    recomputation = Recomputation(rules, excludes, known, sorted({*range(num_layers), *known}))
     decisive = [
         *((r.pattern, _canonical(r.layers), r.swap.distance, r.swap.activations) for r in swaps),
         *((r.kind, r.pattern, _canonical(r.layers)) for r in rules),
         *(("exclude", r.pattern, _canonical(r.layers)) for r in excludes),
     ]
+    if absent:
+        notices.append(
+            f"{', '.join(name.path for name in absent)}: no effect, since no operator of this model stands for these "
+            "primitives of MindFormers; `python -m mindspeed_mem ops` prints the operators"
+        )
+        entries = {name.path for name in absent}
+        swaps = [rule for rule in swaps if rule.path not in entries]
+        rules, excludes = ([rule for rule in found if rule.entry not in entries] for found in (rules, excludes))
+    recomputation = Recomputation(rules, excludes, known, sorted({*range(num_layers), *known}))
     return MemoryPlan(
         swaps,
         known,
@@ -62,6 +73,7 @@ def resolve(
         recomputation,
         swap_recompute_inputs=config.swap.swap and config.swap.swap_recompute_inputs,
         decisive=decisive,
+        notices=list(dict.fromkeys(notices)),
     )
 
 
@@ -79,11 +91,16 @@ def _outside(layers: Layers, known: Collection[int], num_layers: int) -> set[int
     return set() if layers is True else {layer for layer in layers if layer >= num_layers and layer not in known}
 
 
-def _with_layers(rule: RecomputeRule, stages: _Stages, known: Collection[int], problems: list[str]) -> RecomputeRule:
+def _with_layers(
+    rule: RecomputeRule, stages: _Stages, known: Collection[int], problems: list[str], notices: list[str]
+) -> RecomputeRule:
     """The rule with layer indices in the place of counts per stage; of no layer if there is a problem."""
     if isinstance(rule.layers, StageCounts):
         found = list(stages.problems(rule.layers))
-        problems += [f"{rule.entry}{where}: {text}" for where, text in found]
+        if not found:
+            notices += [f"{rule.entry}{where}: {text}" for where, text in stages.notices(rule.layers)]
+        elif not rule.default or f"{rule.entry}{found[0][0]}: {found[0][1]}" not in problems:  # once for all defaults
+            problems += [f"{rule.entry}{where}: {text}" for where, text in found]
         return dataclasses.replace(rule, layers=() if found else tuple(stages.first(rule.layers)))
     if outside := _outside(rule.layers, known, stages.num_layers):
         problems.append(f"{rule.entry}: {out_of_range(outside, stages.num_layers)}")
@@ -130,48 +147,61 @@ class _Stages:
     def layers_of(self, stage: int) -> list[int]:
         return self._of.get((stage, None), [])
 
-    def _cells(self, counts: StageCounts) -> Iterator[tuple[str, int, list[int], str]]:
-        """Each count with its place in the value, the layers it counts from, and the name of their stage."""
-        for chunk, row in enumerate(counts.counts):
+    def _rows(self, counts: StageCounts) -> list[tuple[Count, ...]]:
+        """A count for each stage, one row for each virtual stage, or one for all if they are not nested.
+
+        Zeros for stages beyond the last that has layers are left out: it may hold only the loss.
+        """
+        rows = [(row,) * self.pipeline if isinstance(row, bool) else row for row in counts.counts]
+        rows = [_without_zeros(row, self.pipeline) for row in rows]
+        while counts.nested and len(rows) > self.virtual and not any(rows[-1]):
+            rows.pop()
+        return rows
+
+    def _cells(self, counts: StageCounts) -> Iterator[tuple[str, Count, list[int], str]]:
+        """Each count with its place in the value, the layers it counts in order, and the name of their stage."""
+        for chunk, row in enumerate(self._rows(counts)):
             for stage, count in enumerate(row):
-                there = self._of.get((stage, chunk if counts.nested else None), [])
-                name = f"pipeline stage {stage}" + (f", virtual stage {chunk}" if counts.nested else "")
-                yield f"[{chunk}][{stage}]" if counts.nested else f"[{stage}]", count, there, name
+                if counts.nested:
+                    there = self._of.get((stage, chunk), [])
+                    yield f"[{chunk}][{stage}]", count, there, f"pipeline stage {stage}, virtual stage {chunk}"
+                else:
+                    turns = itertools.zip_longest(*(self._of.get((stage, part), ()) for part in range(self.virtual)))
+                    there = [layer for turn in turns for layer in turn if layer is not None]
+                    yield f"[{stage}]", count, there, f"pipeline stage {stage}"
 
     def first(self, counts: StageCounts) -> list[int]:
-        """The layers counted."""
-        return sorted(layer for _, count, there, _ in self._cells(counts) for layer in there[:count])
+        """The layers counted; no more than there are."""
+        cells = self._cells(counts)
+        return sorted(layer for _, count, there, _ in cells for layer in (there if count is True else there[:count]))
 
     def problems(self, counts: StageCounts) -> Iterator[tuple[str, str]]:
-        """What does not fit. Zeros for stages beyond the last that has layers are fine: it may hold only the loss."""
-        rows = [_without_zeros(row, self.pipeline) for row in counts.counts]
+        """What does not fit, each with its place in the value."""
+        rows = self._rows(counts)
         hint = "; numbers are layer indices only where swap_config.swap is True, or in a flag"
-        lengths_fit = True
-        if counts.nested:
-            while len(rows) > self.virtual and not any(rows[-1]):
-                rows.pop()
-            if len(rows) != self.virtual:
-                lengths_fit = False
-                yield "", f"got {len(rows)} lists; allowed: {self.virtual}, one for each virtual stage{hint}"
+        if counts.nested and len(rows) != self.virtual:
+            yield "", f"got {len(rows)} lists; allowed: {self.virtual}, one for each virtual stage{hint}"
         for chunk, row in enumerate(rows):
-            if len(row) != self.pipeline:
-                lengths_fit = False
-                where = f"[{chunk}]" if counts.nested else ""
+            if len(row) > self.pipeline or (counts.nested and len(row) < self.pipeline):
                 yield (
-                    where,
+                    f"[{chunk}]" if counts.nested else "",
                     f"got {given(list(row))}; allowed: {self.pipeline} counts, one for each pipeline stage{hint}",
                 )
-        for where, count, there, name in self._cells(counts) if lengths_fit else ():
-            if count > len(there):
-                allowed = f"0 to {len(there)}, since {name} has " + (
-                    f"layer{'s' if len(there) > 1 else ''} {as_ranges(there)}" if there else "no layers"
-                )
-                yield where, f"got {count}; allowed: {allowed}"
+
+    def notices(self, counts: StageCounts) -> Iterator[tuple[str, str]]:
+        """What fits only because more layers than there are count as all, and a missing count as none."""
+        for where, count, there, name in self._cells(counts):
+            if count is not True and count > len(there):
+                have = f"layer{'s' if len(there) > 1 else ''} {as_ranges(there)}" if there else "no layers"
+                yield where, f"got {count}, but {name} has {have}: these are all that count"
+        if not counts.nested and len(row := self._rows(counts)[0]) < self.pipeline:
+            missing = f"stage{'s' if self.pipeline - len(row) > 1 else ''} {as_ranges(range(len(row), self.pipeline))}"
+            yield "", f"got {given(list(row))}, no count for pipeline {missing}: nothing is recomputed there"
 
 
-def _without_zeros(row: tuple[int, ...], length: int) -> tuple[int, ...]:
+def _without_zeros(row: tuple[Count, ...], length: int) -> tuple[Count, ...]:
     end = len(row)
-    while end > length and row[end - 1] == 0:
+    while end > length and not row[end - 1]:
         end -= 1
     return row[:end]
 
@@ -184,18 +214,21 @@ class _Name(NamedTuple):
     covers: Callable[[int], bool]
 
 
-def _name_problems(names: Iterable[_Name], known: Mapping[int, tuple[str, ...]]) -> list[str]:
-    problems = []
-    for name in names:
-        places = [layer for layer in known if name.covers(layer)]
-        trees = {known[layer] for layer in places}
-        if name.pattern is None or not trees or any(match(name.pattern, tree) for tree in trees):
-            continue
-        near = near_patterns(name.pattern, list(dict.fromkeys(op for tree in sorted(trees) for op in tree)))
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        problems.append(
-            f"{name.path}: got {name.pattern!r}, which matches no operator in layer{'s' * (len(places) > 1)} "
-            f"{as_ranges(places)}; "
-            f"{hint}allowed: what `python -m mindspeed_mem ops` prints"
-        )
-    return problems
+def _trees(name: _Name, known: Mapping[int, tuple[str, ...]]) -> set[tuple[str, ...]]:
+    return {operators for layer, operators in known.items() if name.covers(layer)}
+
+
+def _matches_nothing(name: _Name, known: Mapping[int, tuple[str, ...]]) -> bool:
+    """Whether its layers are known and have no such operator."""
+    trees = _trees(name, known)
+    return name.pattern is not None and bool(trees) and not any(match(name.pattern, tree) for tree in trees)
+
+
+def _name_problem(name: _Name, known: Mapping[int, tuple[str, ...]]) -> str:
+    places = [layer for layer in known if name.covers(layer)]
+    near = near_patterns(name.pattern, list(dict.fromkeys(op for tree in sorted(_trees(name, known)) for op in tree)))
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"{name.path}: got {name.pattern!r}, which matches no operator in layer{'s' * (len(places) > 1)} "
+        f"{as_ranges(places)}; {hint}allowed: what `python -m mindspeed_mem ops` prints"
+    )

@@ -94,7 +94,7 @@ def test_accepted_layers(given_layers, layers):
     assert entry.layers == layers
 
 
-@pytest.mark.parametrize("layers", [3, 3.0, False, None, "0", {0}, {"0": 1}])
+@pytest.mark.parametrize("layers", [3, 3.0, None, "0", {0}, {"0": 1}])
 def test_rejected_layers(layers):
     assert only_problem(op_swap(layers=layers)).startswith("swap_config.op_swap[0].layers: got ")
 
@@ -105,6 +105,34 @@ def test_rejected_layers(layers):
 )
 def test_rejected_layer(layers, where):
     assert only_problem(op_swap(layers=layers)).startswith(f"swap_config.op_swap[0].layers{where}: got ")
+
+
+@pytest.mark.parametrize("key", ["layer_swap", "op_swap"])
+def test_an_entry_for_no_layers_is_off(key):
+    entry = {"layers": False, "backward_prefetch": 2} | ({"op_name": "mlp"} if key == "op_swap" else {})
+    off = load_memory_config({"swap_config": {"swap": True, key: [entry, entry | {"layers": [1]}]}})
+    assert [found.layers for found in getattr(off.swap, key)] == [(1,)] and off.notices == ()
+    assert getattr(load_memory_config({"swap_config": {"swap": True, key: entry}}).swap, key) == ()
+
+
+def test_prefetch_may_be_left_to_the_engine():
+    assert only_problem(op_swap(backward_prefetch="auto")).endswith("allowed: an integer of at least 1, or Auto")
+    auto = {"swap": True, "default_prefetch": "Auto"}
+    assert load_memory_config({"swap_config": auto}).swap.default_prefetch == "Auto"
+    (entry,) = load_memory_config({"swap_config": op_swap(backward_prefetch="Auto")}).swap.op_swap
+    assert entry.backward_prefetch == "Auto"
+
+
+def test_names_of_models_built_like_megatrons():
+    entries = [{"layers": True, "backward_prefetch": 2}]
+    config = load_memory_config({"swap_config": {"cpu_offloading": True, "cpu_offloading_num_layers": entries}})
+    (entry,) = config.swap.layer_swap
+    assert config.swap.swap and entry.layers is True
+    assert entry.entry == "swap_config.cpu_offloading_num_layers[0]"
+    assert only_problem({"cpu_offloading_num_layers": 4}).startswith("swap_config.cpu_offloading_num_layers: got 4")
+    assert only_problem({"swap": True, "cpu_offloading": True}) == (
+        "swap_config.cpu_offloading: got True, and swap is given; allowed: one of the two"
+    )
 
 
 def test_layers_are_range_checked_if_their_number_is_known():

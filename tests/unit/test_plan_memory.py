@@ -77,12 +77,12 @@ def test_case_c_operators():
 def test_case_d_operators_beside_recompute():
     plan, without = from_file("swap_and_recompute.yaml"), from_file("swap_operators.yaml")
     assert plan.log_lines() == [
-        "Set op_swap at layer 0: .attention, value=20",
         "Set select recompute at layer 0: feed_forward",
+        "Set op_swap at layer 0: .attention, value=20",
         "Set op_swap at layer 1: .attention, value=20, .feed_forward, value=15",
         "Set op_swap at layer 2: .attention, value=20, .feed_forward, value=15",
-        "Set op_swap at layer 3: .attention, value=10",
         "Set select recompute at layer 3: feed_forward",
+        "Set op_swap at layer 3: .attention, value=10",
     ]
     for layer in range(4):
         assert distances(plan, layer) == distances(without, layer)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_mem.plan.operators import both_names, match, near_patterns, pattern_error, with_inline
+from mindspeed_mem.plan.operators import both_names, match, names_a_primitive, near_patterns, pattern_error, with_inline
 from tests.operators import DENSE
 
 ATTENTION = {op for op in with_inline(DENSE) if op.startswith("self_attention")}
@@ -58,6 +58,24 @@ def shown(pattern, operators=OPERATORS):
         (r"feed_forward\.mul", {"mlp.activation_func"}),
         (r"feed_forward\.w1\.activation", {"mlp.activation_func"}),
         (r"feed_forward\.w1\.activation\.silu", {"mlp.activation_func"}),
+        (r"feed_forward\.activate\.silu", {"mlp.activation_func"}),
+        (r"mlp\.mul", {"mlp.activation_func"}),
+        (r"mlp\.activation_func\.silu", {"mlp.activation_func"}),
+        (r"mlp\.activation_func\.silu\.silu", {"mlp.activation_func"}),
+        (r"mlp\.activation_func\.mul", {"mlp.activation_func"}),
+        (r"mlp\.dense_left", {"mlp.linear_fc1"}),
+        (r"mlp\.dense_4h_to_h", {"mlp.linear_fc2"}),
+        (r"self_attention\.query_key_value", {"self_attention.linear_qkv"}),
+        (r"self_attention\.flash_attention", {"self_attention.core_attention"}),
+        (r"attention\.softmax", {"self_attention.core_attention"}),
+        (r"attention\.apply_rotary_emb\.mul", {"self_attention.rotary_pos_emb"}),
+        (r"self_attention\.split_qkv", {"self_attention.qkv"}),
+        (r"input_layernorm\.cast", {"input_layernorm"}),
+        (r"post_attention_layernorm\.cast", {"pre_mlp_layernorm"}),
+        (r"input_layernorm\.norm", {"input_layernorm"}),
+        ("add", {"self_attn_bda", "mlp_bda"}),
+        (r"feed_forward\.w1\.reshape", set()),  # not worth a product of matrices
+        (r"attention\.transpose", set()),
         ("attention_norm", {"input_layernorm"}),
         ("ffn_norm", {"pre_mlp_layernorm"}),
         (r"ffn_norm\.norm", {"pre_mlp_layernorm"}),
@@ -140,6 +158,42 @@ def test_every_name_selects_its_own_operator(operator):
     for name in (megatron, *others):
         hits = match(name.replace(".", r"\."), with_inline(DENSE + MOE))
         assert [hit.node for hit in hits] == [operator]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"feed_forward\.w1\.reshape",
+        r".*\.w_qkv\.reshape",
+        r"feed_forward\.reshape",
+        r"mlp\.dense_left\.reshape",
+        r"mlp\.shared_experts\.mul",
+        r"mlp\.shared_experts\.activation_func\.silu",
+        r"attention\.merger_head_transpose",
+        r"attention\.cast_attn",
+        r"attention\.(reshape|transpose)",
+        "cast",
+    ],
+)
+def test_primitives_of_mindformers_are_told_from_typos(pattern):
+    assert names_a_primitive(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"feed_forwad\.reshape",
+        r"feed_forward\.w4\.reshape",
+        r"feed_forward\.reshap",
+        r"attention\.flash_attention",
+        "atention_norm",
+        r"attention\..*",
+        ".*",
+        "mlp",
+    ],
+)
+def test_what_is_no_primitive(pattern):
+    assert not names_a_primitive(pattern)
 
 
 @pytest.mark.parametrize("pattern", ["", r"attention\.", r"\.attention", "a(", r"attention\.[", "*"])

@@ -122,8 +122,8 @@ def test_recompute_goes_over_swap():
     assert plan.decision(0, "mlp.linear_fc1") is None and plan.decision(1, "mlp.linear_fc1") is not None
     assert plan.decision(0, "mlp.met_later") is None and plan.decision(0, "self_attention").distance == 2
     assert plan.log_lines()[:2] == [
-        "Set op_swap at layer 0: .attention, value=2",
         "Set select recompute at layer 0: feed_forward",
+        "Set op_swap at layer 0: .attention, value=2",
     ]
     assert plan.notices == (
         "swap_config.op_swap[0] has no effect on mlp in layers 0, 3: "
@@ -135,8 +135,8 @@ def test_layer_swap_names_what_is_recomputed_of_it():
     plan = plan_of({"recompute": [1], "select_recompute": {"mlp": [0]}}, layer_swap([0, 1, 2]))
     assert plan.decision(1, "") is None and plan.decision(1, "mlp_bda") is None and plan.decision(0, "").distance == 2
     assert plan.log_lines() == [
-        "Set layer swap at layer 0 and value is: 2",
         "Set select recompute at layer 0: mlp",
+        "Set layer swap at layer 0 and value is: 2",
         "Set full recompute at layer 1",
         "Set layer swap at layer 2 and value is: 2",
     ]
@@ -167,6 +167,21 @@ def test_what_has_no_effect_gives_one_notice(section, notice):
     assert notice in found
 
 
+def test_primitives_that_no_operator_stands_for_give_one_notice():
+    section = {
+        "select_recompute": {r"feed_forward\.mul": True, r"feed_forward\.w1\.reshape": [0], r"mlp\.reshape": True}
+    }
+    plan = plan_of(section, op_swap("attention", r"attention\.wq\.reshape"))
+    assert again(plan, 0) == {"mlp.activation_func"}
+    (notice,) = plan.notices
+    assert notice.startswith(
+        r"swap_config.op_swap[0].op_name[1], recompute_config.select_recompute.feed_forward\.w1\.reshape, "
+        r"recompute_config.select_recompute.mlp\.reshape: no effect, since no operator of this model stands for these "
+    )
+    far = plan_of(section, op_swap("attention", r"attention\.wq\.reshape"), model={9: LAYER})  # of other ranks
+    assert far.fingerprint() == plan.fingerprint()
+
+
 def test_names_that_some_of_the_layers_lack():
     model = {0: LAYER, 1: EXPERTS}
     (notice,) = plan_of({"select_recompute": {r"mlp\.router": [0, 1]}}, model=model).notices
@@ -195,6 +210,7 @@ def test_all_problems_at_once():
 
 PLACES = {0: (0, 0), 1: (1, 0), 2: (0, 1), 3: (1, 1)}  # two stages, two virtual stages
 TWO_STAGES = {0: (0, 0), 1: (0, 0), 2: (1, 0), 3: (1, 0)}
+TWO_CHUNKS = {0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -204,9 +220,16 @@ TWO_STAGES = {0: (0, 0), 1: (0, 0), 2: (1, 0), 3: (1, 0)}
         ([1, 2], TWO_STAGES, {0, 2, 3}),
         ([1, 0], TWO_STAGES, {0}),
         ([1, 2, 0], TWO_STAGES, {0, 2, 3}),  # a last stage may hold only the loss
-        ([1, 2], PLACES, {0, 1, 3}),  # not nested: in model order over the chunks
+        ([1, 2], PLACES, {0, 1, 3}),
+        ([2], TWO_CHUNKS, {0, 2}),  # not nested: from each virtual stage in turn
+        ([3], TWO_CHUNKS, {0, 1, 2}),
         ([[0, 1], [1, 0]], PLACES, {1, 2}),  # nested: virtual stages outside
         ([[1, 1]], TWO_STAGES, {0, 2}),
+        ([True, 1], TWO_STAGES, {0, 1, 2}),
+        ([False, True], TWO_STAGES, {2, 3}),
+        ([[True, 0], [0, 1]], PLACES, {0, 3}),
+        ([True, [1, 0]], PLACES, {0, 1, 2}),  # a whole virtual stage
+        ([[0, 1], False], PLACES, {1}),
     ],
 )
 def test_counts_per_stage(counts, places, expected):
@@ -218,22 +241,32 @@ def test_counts_per_stage(counts, places, expected):
 @pytest.mark.parametrize(
     ("counts", "places", "expected"),
     [
-        ([5], None, "recompute[0]: got 5; allowed: 0 to 4, since pipeline stage 0 has layers 0-3"),
-        ([1], TWO_STAGES, "recompute: got [1]; allowed: 2 counts, one for each pipeline stage"),
-        ([0, 3], TWO_STAGES, "recompute[1]: got 3; allowed: 0 to 2, since pipeline stage 1 has layers 2-3"),
         ([0, 3, 1], TWO_STAGES, "recompute: got [0, 3, 1]; allowed: 2 counts"),
         ([[1, 1]], PLACES, "recompute: got 1 lists; allowed: 2, one for each virtual stage"),
         ([[1, 1], [1]], PLACES, "recompute[1]: got [1]; allowed: 2 counts"),
-        (
-            [[1, 2], [0, 1]],
-            PLACES,
-            "[0][1]: got 2; allowed: 0 to 1, since pipeline stage 1, virtual stage 0 has layer 1",
-        ),
     ],
 )
-def test_counts_that_do_not_fit(counts, places, expected):
-    (problem,) = problems_of({"recompute": counts}, {"swap": False}, places=places)
-    assert expected in problem
+@pytest.mark.parametrize("key", ["recompute", "select_recompute"])
+def test_counts_that_do_not_fit(key, counts, places, expected):
+    (problem,) = problems_of({key: counts}, {"swap": False}, places=places)
+    assert expected.replace("recompute", key, 1) in problem
+
+
+@pytest.mark.parametrize(
+    ("counts", "places", "expected", "notice"),
+    [
+        ([5], None, {0, 1, 2, 3}, "[0]: got 5, but pipeline stage 0 has layers 0-3: these are all that count"),
+        ([1], TWO_STAGES, {0}, ": got [1], no count for pipeline stage 1: nothing is recomputed there"),
+        ([0, 3], TWO_STAGES, {2, 3}, "[1]: got 3, but pipeline stage 1 has layers 2-3: these are all that count"),
+        ([[1, 2], [0, 1]], PLACES, {0, 1, 3}, "[0][1]: got 2, but pipeline stage 1, virtual stage 0 has layer 1: "),
+    ],
+)
+@pytest.mark.parametrize("key", ["recompute", "select_recompute"])
+def test_counts_that_fit_in_part(key, counts, places, expected, notice):
+    plan = plan_of({key: counts}, {"swap": False}, places=places)
+    assert plan.layers_touched() == expected
+    (found,) = plan.notices
+    assert found.startswith(f"recompute_config.{key}{notice}")
 
 
 def test_fingerprints_tell_plans_apart():

@@ -49,6 +49,7 @@ def test_zero_is_off_where_numbers_are_counts_and_a_layer_where_they_name_layers
         ({"select_recompute": [r"a\.b", "c"]}, [(r"a\.b", True), ("c", True)]),
         ({"select_recompute": "mlp"}, [("mlp", True)]),
         ({"select_comm_recompute": True}, [(r".*\.norm", True)]),
+        ({"select_comm_recompute": [0, 2]}, [(r".*\.norm", (0, 2))]),
     ],
 )
 def test_shapes_with_swap(section, expected):
@@ -60,6 +61,9 @@ def test_shapes_with_swap(section, expected):
     ("section", "expected"),
     [
         ({"recompute": True}, [(None, True)]),
+        ({"recompute": [True, 1, False]}, [(None, StageCounts(((True, 1, 0),), nested=False))]),
+        ({"recompute": [[2, True], False]}, [(None, StageCounts(((2, True), False), nested=True))]),
+        ({"select_comm_recompute": [2, 0]}, [(r".*\.norm", StageCounts(((2, 0),), nested=False))]),
         ({"recompute": [2, 1]}, [(None, StageCounts(((2, 1),), nested=False))]),
         ({"recompute": [[2, 1], [0, 1]]}, [(None, StageCounts(((2, 1), (0, 1)), nested=True))]),
         ({"select_recompute": ["a", "b"]}, [("a", True), ("b", True)]),
@@ -88,8 +92,8 @@ def test_a_rule_says_what_it_is_about_and_where_it_stands():
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("value", [3, 1.5, "a(", {"a": "all"}, {"a(": True}, [[[1]]], [1, [2]], [-1], [True], ["a", 1]])
 def test_wrong_values(key, value, swap):
-    if key == "recompute" and swap and value == [1, [2]]:
-        return  # lists of lists are flattened, as `layers` is elsewhere
+    if value == ([1, [2]] if swap else [True]):
+        return  # with swap lists of lists are flattened, as `layers` is elsewhere; without, True is a whole stage
     for problem in problems_of({key: value}, swap):
         assert problem.startswith(f"recompute_config.{key}") and ": got " in problem and "; allowed: " in problem
 
@@ -114,6 +118,13 @@ def test_excluding_everything_takes_out_one_kind_only(of):
     assert kinds == {"layer", "communication" if of == "select_recompute" else "operator"}
     (notice,) = config.notices
     assert f"recompute_config.{of}" in notice and f"{of}_exclude is True" in notice
+
+
+@pytest.mark.parametrize("key", EXCLUDES)
+def test_excluding_layers_without_naming_an_operator_takes_nothing_out(key):
+    config = read({"recompute": [1], key: [1, 0]}, swap=False)
+    assert config.recompute.excludes == () and len(config.recompute.rules) == 1
+    assert config.notices == (f"recompute_config.{key} has no effect: got [1, 0], which names no operator to take out",)
 
 
 @pytest.mark.parametrize("value", [True, {"a": True}, ["a"]])
