@@ -181,17 +181,20 @@ def mismatches(
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[str]]:
-    """What the package warns of inside."""
+def listening(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """What the package warns of inside, or with another ``level`` says."""
     messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
+    handler = logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("mindspeed_mem")
+    before = logger.level
+    logger.setLevel(min(level, logger.getEffectiveLevel()))
     logger.addHandler(handler)
     try:
         yield messages
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def owned_now() -> int:

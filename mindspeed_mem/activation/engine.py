@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import regions, replay
+from mindspeed_mem.activation.auto_distance import AutoDistances
 from mindspeed_mem.activation.census import Census
 from mindspeed_mem.activation.figures import figures
 from mindspeed_mem.activation.frame import Frame
@@ -46,6 +47,7 @@ class Engine(PlannedRegions):
         super().__init__("cpu" if backend.type == "simulated" else backend.type, watch_only)
         self.config, self.backend = config, backend
         self.mover = Mover(backend, HostSlabs(backend, host_limit_bytes))
+        self.auto = AutoDistances(backend, lambda layer: self.plan.operators_in(layer))
         self.stalled_before = backend.stall_seconds()
         self.order, self.pinned, self.residency = RecordedOrder(), PinnedWatch(), Residency()
         self.census = Census(self.running, self._device_type) if watch_only else None
@@ -206,8 +208,10 @@ class Engine(PlannedRegions):
                         LEDGER.enter(storage, owned=False)
 
     def _new_frame(self, key: tuple[int | None, int]) -> Frame:
-        if self._frame is not None and not self._scheduled:
-            self._frame.finish_forward()
+        if not self._scheduled:
+            self.auto.next_call()
+            if self._frame is not None:
+                self._frame.finish_forward()
         self._frame = self._frames[key] = Frame(self.mover, key)
         return self._frame
 
@@ -228,6 +232,7 @@ class Engine(PlannedRegions):
             gather: collects an object from all ranks, in a pipeline.
         """
         self._abandon()
+        self.auto.next_call()
         self._scheduled, self._stage = True, stage
         self.order.begin(key, passes)
         self._at_once = {one[1:] for one, after in pairwise(passes or ()) if after == (BACKWARD, *one[1:])}

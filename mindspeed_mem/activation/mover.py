@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from mindspeed_mem.activation.auto_distance import AutoDistances
     from mindspeed_mem.device import Backend
     from mindspeed_mem.device.base import Event, Stream
     from mindspeed_mem.device.slabs import HostSlabs, Slab
@@ -66,6 +67,7 @@ class Mover:
         self.bytes_on_host = self.stayed_bytes = 0
         self.evicted_bytes = self.evictions = 0  # of what left because memory had run out
         self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
+        self.auto: AutoDistances | None = None  # while the plan leaves distances to it
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
         self._warned_full = False
 
@@ -173,7 +175,13 @@ class Mover:
         """Compute waits for the record's copy in, starting it when nobody has."""
         if record.state == HOST:
             self.load((record,))
-        self.backend.wait(self.backend.current_stream(), record.in_event, COMPUTE_AFTER_IN)
+        compute, auto = self.backend.current_stream(), self.auto
+        if auto is None or not auto.measures(record):
+            self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
+            return
+        begin = self.backend.timestamp(compute)
+        self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
+        auto.waited(record, begin, self.backend.timestamp(compute))
 
     def retire(self, record: Record) -> None:
         """The last handle of a moved record is gone: its slab goes back, and its copies are waited for by compute.

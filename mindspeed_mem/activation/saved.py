@@ -17,19 +17,23 @@ from mindspeed_mem.activation.notes import Notes
 from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, KEPT, LOADED, STAYS, Handle, Record, movable, native
 from mindspeed_mem.activation.replay import Replay
 from mindspeed_mem.activation.tape import Tape
+from mindspeed_mem.plan.checks import AUTO
 
 if TYPE_CHECKING:
+    from mindspeed_mem.activation.auto_distance import AutoDistances
     from mindspeed_mem.activation.census import Census
     from mindspeed_mem.activation.mover import Mover
     from mindspeed_mem.activation.profiler import Profiler
     from mindspeed_mem.activation.stopwatch import Stopwatch
     from mindspeed_mem.plan import MemoryConfig, MemoryPlan, Swap
+    from mindspeed_mem.plan.checks import Distance
 
 
 class SavedTensors:
     """What the engine does with saved tensors and with the inputs of recomputed operators."""
 
     config: MemoryConfig
+    auto: AutoDistances
     mover: Mover
     census: Census | None
     plan: MemoryPlan | None
@@ -176,7 +180,9 @@ class SavedTensors:
             handle.let_go()
         elif record.state == KEPT:
             distance = self._distance(record.layer, record.op, *OUTSIDE[:2])
-            frame.select(record, distance if distance is not None else self.config.swap.default_prefetch)
+            if distance is None:
+                distance = self._ahead(self.config.swap.default_prefetch, record.layer, record.op)
+            frame.select(record, distance)
         return handle
 
     def _hold_here(
@@ -215,11 +221,20 @@ class SavedTensors:
             return None
         swap = self._decision(layer, op)
         if swap is not None and swap.activations != "saved":
-            return swap.distance
+            return self._ahead(swap.distance, layer, op)
         if self._by_producer_only:
             return None
         swap = self._decision(saver_layer, saver)
-        return swap.distance if swap is not None and swap.activations != "produced" else None
+        if swap is None or swap.activations == "produced":
+            return None
+        return self._ahead(swap.distance, layer, op)
+
+    def _ahead(self, distance: Distance, layer: int, op: str) -> int:
+        """A configured distance as a number; what is left to us goes by the operator that produced the storage."""
+        if distance != AUTO:
+            return distance
+        self.mover.auto = self.auto
+        return self.auto(layer, op)
 
     def _decision(self, layer: int, op: str) -> Swap | None:
         return self.plan.decision(layer, op) if 0 <= layer < self.num_layers else None

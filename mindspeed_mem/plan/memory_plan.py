@@ -122,6 +122,10 @@ class MemoryPlan:
         """Short and equal for equal plans, to compare ranks: who asked and which layers a rank knows do not count."""
         return self._fingerprint
 
+    def operators_in(self, layer: int) -> int:
+        """How many operators a layer is known to have, at least 1."""
+        return max(len(self._layers.get(layer, ())), 1)
+
     def layers_touched(self) -> set[int]:
         """The layers with anything swapped or recomputed; one whose operators are unknown counts if it is named."""
         return {
