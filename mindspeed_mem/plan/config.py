@@ -199,18 +199,18 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
         values[key] = _read_entries(found.get(key), f"{path}.{called[key]}", activations, check)
     config = SwapConfig(**values)
     if not check.problems:
-        notices += _without_effect(config, found)
+        notices += _without_effect(config, found, called)
     return config
 
 
-def _without_effect(config: SwapConfig, found: Mapping[str, Any]) -> list[str]:
+def _without_effect(config: SwapConfig, found: Mapping[str, Any], called: Mapping[str, str]) -> list[str]:
     """What is set in `swap_config` but changes nothing."""
     entries = [entry for key in (config.layer_swap, config.op_swap) if key for entry in key]
     notices = []
     if not config.swap:
         if set_here := [key for key in ("layer_swap", "op_swap") if found.get(key)]:
-            names = " and ".join(f"swap_config.{key}" for key in set_here)
-            notices.append(f"{names} has no effect, since swap_config.swap is not True")
+            names = " and ".join(f"swap_config.{called[key]}" for key in set_here)
+            notices.append(f"{names} has no effect, since swap_config.{called['swap']} is not True")
         return notices
     if (config.layer_swap, config.op_swap) != (None, None):
         if config.default_prefetch != 1 and not config.swap_recompute_inputs:

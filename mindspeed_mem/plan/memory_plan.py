@@ -234,7 +234,7 @@ def _listing(listed: list[tuple[SwapRule, Match]], rules: list[SwapRule]) -> str
         if not inside:
             parent, _, name = hit.shown.rpartition(".")
             parts.append(f"{parent}.{name}, value={rule.swap.distance}")
-    return ", ".join(parts)
+    return ", ".join(dict.fromkeys(parts))  # one name may be of two operators: `add` of both residual additions
 
 
 def swap_rules(config: SwapConfig) -> list[SwapRule]:

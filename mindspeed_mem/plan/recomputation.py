@@ -95,7 +95,7 @@ class Recomputation:
             tops = [node for node in outermost(listed | parts) if node not in listed]
             listed |= parts
             if tops:
-                shown = ", ".join(parts[node] + self._exceptions(layer, node) for node in tops)
+                shown = ", ".join(dict.fromkeys(parts[node] + self._exceptions(layer, node) for node in tops))
                 yield f"Set {name} recompute at layer {layer}: {shown}"
 
     def _decide(self, layer: int, op: str) -> Recompute | None:

@@ -129,6 +129,10 @@ def test_names_of_models_built_like_megatrons():
     (entry,) = config.swap.layer_swap
     assert config.swap.swap and entry.layers is True
     assert entry.entry == "swap_config.cpu_offloading_num_layers[0]"
+    off = load_memory_config({"swap_config": {"cpu_offloading": False, "cpu_offloading_num_layers": entries}})
+    assert off.notices == (
+        "swap_config.cpu_offloading_num_layers has no effect, since swap_config.cpu_offloading is not True",
+    )
     assert only_problem({"cpu_offloading_num_layers": 4}).startswith("swap_config.cpu_offloading_num_layers: got 4")
     assert only_problem({"swap": True, "cpu_offloading": True}) == (
         "swap_config.cpu_offloading: got True, and swap is given; allowed: one of the two"

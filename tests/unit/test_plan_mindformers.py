@@ -144,6 +144,13 @@ def test_counts(key, value, stages, expected):
         assert in_part(plan, count) == dict.fromkeys(ops, layers)
 
 
+def test_one_name_of_two_operators_is_logged_once():
+    swap = {"swap": True, "op_swap": {"op_name": "add", "backward_prefetch": 2, "layers": [1]}}
+    plan = plan_of({"swap_config": swap, "recompute_config": {"select_recompute": {"add": [0]}}})
+    assert plan.log_lines() == ["Set select recompute at layer 0: add", "Set op_swap at layer 1: .add, value=2"]
+    assert in_part(plan, 4) == {"self_attn_bda": {0}, "mlp_bda": {0}}
+
+
 def test_numbers_name_layers_beside_swap():
     sections = {"swap_config": {"swap": True, "op_swap": []}, "recompute_config": {"select_recompute": [0, 3]}}
     assert in_part(plan_of(sections), 4) == {"mlp.activation_func": {0, 3}}
