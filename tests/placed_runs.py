@@ -17,7 +17,7 @@ SMALL = 2**16
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """What Apex' and TransformerEngine's optimizer of this name look like: steps are counted in the groups."""
+    """What Apex' and TransformerEngine's optimizer of this name does: steps are counted in the groups."""
 
     def __init__(self, params, lr, weight_decay, adam_w_mode=True):
         defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay, "bias_correction": True}
@@ -40,6 +40,8 @@ class FusedAdam(torch.optim.Optimizer):
                         group["step"],
                         adam_settings(self, group),
                     )
+
+    step.__module__ = "apex.optimizers.fused_adam"  # by which it is known
 
 
 MAKES = {

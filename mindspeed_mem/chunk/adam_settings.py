@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_mem.optimizer_kinds import is_fused_adam, is_torch_adam
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
@@ -50,7 +52,7 @@ class GradientScaling:
 
 def adam_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamSettings:
     """The settings of `group`, one of those of `optimizer`, for which `adam_problems` has found nothing."""
-    if counts_per_group(optimizer):
+    if is_fused_adam(optimizer):
         decoupled = bool(optimizer.adam_w_mode)
     else:
         decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
@@ -69,7 +71,7 @@ def adam_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Ad
 def adam_problems(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[str]:
     """Why a step of `optimizer` on `groups` cannot be done by an Adam on the host; empty if it can."""
     kind = type(optimizer).__name__
-    if not (is_torch_adam(optimizer) or counts_per_group(optimizer)):
+    if not (is_torch_adam(optimizer) or is_fused_adam(optimizer)):
         return [
             f"the optimizer is {kind}; allowed are torch.optim.Adam and AdamW, their subclasses with the same step, "
             "and FusedAdam of Apex and TransformerEngine"
@@ -80,38 +82,10 @@ def adam_problems(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
         for name, value in wanted.items()
         if any(bool(group.get(name, value)) != value for group in groups)
     ]
-    if counts_per_group(optimizer):
+    if is_fused_adam(optimizer):
         found += [
             f"{name}=True of {kind}; it must be False"
             for name in ("capturable", "master_weights", "store_param_remainders")
             if getattr(optimizer, name, None)
         ]
     return found
-
-
-def is_torch_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` steps as torch.optim.Adam or AdamW do."""
-    allowed = {unhooked_step(torch.optim.Adam), unhooked_step(torch.optim.AdamW)}
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and unhooked_step(type(optimizer)) in allowed
-
-
-def counts_per_group(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is a FusedAdam (Apex, TransformerEngine), which counts steps in its groups."""
-    return hasattr(optimizer, "adam_w_mode")
-
-
-_ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a part of a parameter can be stepped without the rest, with the same result."""
-    known = {unhooked_step(getattr(torch.optim, name)) for name in _ELEMENTWISE}
-    return counts_per_group(optimizer) or unhooked_step(type(optimizer)) in known
-
-
-def unhooked_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """The function `step` of an optimizer's class, without the wrapper in which torch calls step hooks."""
-    step = kind.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed_mem.chunk.adam_settings import (
-    GradientScaling,
-    adam_problems,
-    adam_settings,
-    counts_per_group,
-    is_elementwise,
-    unhooked_step,
-)
+from mindspeed_mem.chunk.adam_settings import GradientScaling, adam_problems, adam_settings
 from mindspeed_mem.chunk.host_adam import HostAdam
 from mindspeed_mem.chunk.placed_states import PlacedStates, counts_on_device
 from mindspeed_mem.chunk.swapped_step import GRAIN, State, Swapped, SwappedStep
 from mindspeed_mem.device import Backend, Stream, get_backend
+from mindspeed_mem.optimizer_kinds import (
+    is_elementwise,
+    is_fused_adam,
+    is_per_parameter,
+    settings_of_whole_group,
+    unhooked_step,
+)
 
 GROUP_BYTES = 64 * 2**20
 LEAST_GROUP_BYTES = 64 * GRAIN
@@ -59,7 +59,7 @@ class PlacedOptimizer:
 
     Args:
         optimizer: for HOST: see `adam_settings.adam_problems`; the results differ from the optimizer's own by what
-            `HostAdam` says. For SWAPPED: any torch optimizer whose large states have their parameter's shape.
+            `HostAdam` says. For SWAPPED: one that `optimizer_kinds` knows.
         place_of: a parameter's place; those that a mapping does not hold are on the device. Read at each step.
         gradient_of: a parameter's gradient for this step, or None; by default `param.grad`. For HOST on the host,
             fp32, bf16 or fp16, and complete; for SWAPPED of any of these, in either memory. Not asked for DEVICE.
@@ -173,18 +173,19 @@ class PlacedOptimizer:
     ) -> None:
         """Copies first, so that they run beside the rest; the host's own work while the device is busy."""
         groups = self.optimizer.param_groups
+        of_whole = self._of_whole_groups()
         left: dict[int, dict[str, Any]] = {
             due.group: {"step": int(groups[due.group].get("step", 0)) + 1}
             for due in host
-            if counts_per_group(self.optimizer)
+            if is_fused_adam(self.optimizer)
         }
         try:
             if swap is not None:
                 swap.fetch()
             if on_device:
-                left |= self._original(on_device)
+                left |= self._original(on_device, of_whole)
             if swap is not None:
-                swap.run(lambda chosen, states: left.update(self._original(chosen, states)), scaling)
+                swap.run(lambda chosen, states: left.update(self._original(chosen, of_whole, states)), scaling)
             if host:
                 with self.backend.on_host():
                     self._step_on_host(host, scaling)
@@ -200,8 +201,21 @@ class PlacedOptimizer:
                 else:
                     groups[index][key] = value
 
+    def _of_whole_groups(self) -> list[dict[str, Any]]:
+        """Of each group, what its parts are told beside its settings."""
+        stepped: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for group, param in self._params():
+            own = param.grad if self.place(param) is Place.DEVICE else self._gradient_of(param)
+            if own is not None:
+                stepped[group].append(param)
+        groups = zip(self.optimizer.param_groups, stepped, strict=True)
+        return [settings_of_whole_group(self.optimizer, group, params) for group, params in groups]
+
     def _original(
-        self, chosen: dict[int, list[torch.Tensor]], states: defaultdict[torch.Tensor, State] | None = None
+        self,
+        chosen: dict[int, list[torch.Tensor]],
+        of_whole: list[dict[str, Any]],
+        states: defaultdict[torch.Tensor, State] | None = None,
     ) -> dict[int, dict[str, Any]]:
         """The optimizer's own step for these parameters of its groups; returns the groups' settings after it.
 
@@ -212,7 +226,7 @@ class PlacedOptimizer:
         parts = {}
         for index, params in chosen.items():
             parts[index] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in groups[index].items()}
-            parts[index]["params"] = params
+            parts[index] |= {**of_whole[index], "params": params}
         optimizer.param_groups = list(parts.values())
         if states is not None:
             optimizer.state = states
@@ -220,7 +234,10 @@ class PlacedOptimizer:
             unhooked_step(type(optimizer))(optimizer)
         finally:
             optimizer.param_groups, optimizer.state = groups, state
-        return {index: {k: v for k, v in part.items() if k != "params"} for index, part in parts.items()}
+        return {
+            index: {k: v for k, v in part.items() if k != "params" and k not in of_whole[index]}
+            for index, part in parts.items()
+        }
 
     def _swap(self, dues: list[_Due]) -> SwappedStep:
         if self._streams is None:  # only now is the device surely chosen
@@ -250,7 +267,7 @@ class PlacedOptimizer:
         for due in dues:
             group = self.optimizer.param_groups[due.group]
             state = self._states.on_host(due.param, group, adam=True)
-            count = group.get("step", 0) if counts_per_group(self.optimizer) else state["step"]
+            count = group.get("step", 0) if is_fused_adam(self.optimizer) else state["step"]
             number = float(count) + 1
             moments = state["exp_avg"], state["exp_avg_sq"]
             settings = adam_settings(self.optimizer, group)
@@ -272,8 +289,12 @@ class PlacedOptimizer:
         on_host = {index for index, param in resting if self.place(param) is Place.HOST}
         if on_host:
             found += adam_problems(self.optimizer, [groups[index] for index in sorted(on_host)])
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            found.append("LBFGS steps all parameters together; give all of them Place.DEVICE")
+        swaps = any(self.place(param) is Place.SWAPPED for _, param in resting)
+        if swaps and not (is_elementwise(self.optimizer) or is_per_parameter(self.optimizer)):
+            kind = type(self.optimizer).__name__
+            found.append(
+                f"{kind} is not known to step each parameter without looking at others; give all of them Place.DEVICE"
+            )
         for index, param in resting:
             cast = self.place(param) is Place.HOST and param.dtype is not torch.float32
             if param.device.type != "cpu" or not param.is_contiguous() or cast:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from mindspeed_mem.chunk.adam_settings import is_torch_adam
 from mindspeed_mem.chunk.stores import HostStore
 from mindspeed_mem.chunk.swapped_step import State, travels
 from mindspeed_mem.device import Backend
+from mindspeed_mem.optimizer_kinds import is_torch_adam
 
 
 def counts_on_device(group: dict[str, Any]) -> bool:

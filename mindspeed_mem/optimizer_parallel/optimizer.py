@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_mem.optimizer_kinds import settings_of_whole_group
 from mindspeed_mem.optimizer_parallel import state as states
 from mindspeed_mem.optimizer_parallel.assignment import Assignment, Size
 from mindspeed_mem.optimizer_parallel.exchange import MESSAGE_BYTES, Exchange
@@ -77,7 +78,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         try:
             for part in self.parts:
                 part.take()
-            with self.own_parts():
+            with self.own_parts(), self._settings_of_whole_groups():
                 self.inner.step()
         finally:
             for part in self.parts:
@@ -146,6 +147,21 @@ class ParallelOptimizer(torch.optim.Optimizer):
         finally:
             for group, whole in zip(self.inner.param_groups, parameters, strict=True):
                 group["params"] = whole
+
+    @contextlib.contextmanager
+    def _settings_of_whole_groups(self) -> Iterator[None]:
+        """Inside, groups have the settings that a step of all their parameters would find in the first."""
+        before = []
+        for group, parts in zip(self.inner.param_groups, self._parts, strict=True):
+            stepped = [part.parameter for part in parts if part.parameter.grad is not None]
+            found = settings_of_whole_group(self.inner, group, stepped)
+            before.append({key: group[key] for key in found})
+            group.update(found)
+        try:
+            yield
+        finally:
+            for group, settings in zip(self.inner.param_groups, before, strict=True):
+                group.update(settings)
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """The whole masters on the host, by the parameter that stands for each. Collective."""

@@ -1,9 +1,6 @@
-"""Which optimizers can be parallelized, and how far.
+"""Which optimizers can be parallelized, and how far: see `optimizer_kinds`.
 
-An optimizer that updates each element by itself can be cut anywhere. One that looks at a whole parameter (Adafactor's
-row and column means, Muon's orthogonalization) can be given whole parameters. One that looks at all of them (LBFGS)
-cannot be parallelized here. What a class does is known by the function that its ``step`` is: a subclass that inherits
-``step`` is what its base is; any other class is unknown, and needs the caller's word for it.
+One that looks at all parameters (LBFGS) cannot be parallelized here. An unknown one needs the caller's word for it.
 """
 
 from __future__ import annotations
@@ -12,16 +9,8 @@ import inspect
 
 import torch
 
+from mindspeed_mem.optimizer_kinds import is_elementwise, is_per_parameter
 from mindspeed_mem.optimizer_parallel.assignment import MODES
-
-_ELEMENTWISE = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
-_PER_PARAMETER = "Adafactor Muon SparseAdam".split()
-_ELEMENTWISE_ELSEWHERE = {  # by the module and the qualified name of `step`
-    ("transformer_engine.pytorch.optimizers.fused_adam", "FusedAdam.step"),
-    ("transformer_engine.pytorch.optimizers.fused_sgd", "FusedSGD.step"),
-    ("apex.optimizers.fused_adam", "FusedAdam.step"),
-    ("apex.optimizers.fused_sgd", "FusedSGD.step"),
-}
 
 
 class OptimizerParallelError(ValueError):
@@ -42,13 +31,12 @@ def problems(optimizer: torch.optim.Optimizer, mode: str, assume_independent: bo
         return [f"mode: got {mode!r}; allowed: {', '.join(MODES)}"]
     found = []
     name, step = type(optimizer).__name__, inspect.unwrap(type(optimizer).step)
-    per_parameter = _is_one_of(step, _PER_PARAMETER)
-    known = _is_one_of(step, _ELEMENTWISE) or (step.__module__, step.__qualname__) in _ELEMENTWISE_ELSEWHERE
+    per_parameter = is_per_parameter(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         found.append(f"{name} looks at all parameters together: no rank can update a part of them. Take another one")
     elif per_parameter and mode == "sharding":
         found.append(f"{name} needs whole parameters: sharding would change what it computes. Use grouping")
-    elif not (known or per_parameter or assume_independent):
+    elif not (is_elementwise(optimizer) or per_parameter or assume_independent):
         unit = "element" if mode == "sharding" else "parameter"
         found.append(
             f"{name} ({step.__module__}) is not known here: if it updates each {unit} without looking at others, say "
@@ -57,9 +45,3 @@ def problems(optimizer: torch.optim.Optimizer, mode: str, assume_independent: bo
     if any(group.get("differentiable") for group in optimizer.param_groups):
         found.append("differentiable=True: a step that hands out parameters has no gradient. Leave it out")
     return found
-
-
-def _is_one_of(step: object, names: list[str]) -> bool:
-    """Whether `step` is that of one of torch's optimizers; some are missing in older versions."""
-    classes = [getattr(torch.optim, name) for name in names if hasattr(torch.optim, name)]
-    return any(inspect.unwrap(one.step) is step for one in classes)

@@ -133,6 +133,34 @@ def test_any_optimizer_trains_to_the_same_bits(size):
             assert share < 0.45 or size < 3 or "grouping" in case, case
 
 
+def adafactor_of_mixed_types():
+    """Differences to the plain one, for groups of several types: torch's eps for all is that of the first."""
+    found = {}
+    for foreach in (False, True):
+        copies = []
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(3)
+            dtypes = (torch.bfloat16, torch.float32, torch.float32) * 2
+            copies.append([torch.nn.Parameter(torch.randn(9, 9, generator=generator).to(one)) for one in dtypes])
+        reference, inner = (torch.optim.Adafactor(groups(one), foreach=foreach) for one in copies)
+        optimizers = reference, parallelize(inner, None, "grouping")
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            gradients = [3e-3 * torch.randn(9, 9, generator=generator) for _ in copies[0]]
+            for optimizer, params in zip(optimizers, copies, strict=True):
+                for index, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
+                    param.grad = None if index == step else gradient.to(param.dtype)
+                optimizer.step()
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        found[foreach] = differences(*copies) + differences(*states)
+        assert all(torch.isfinite(param).all() for param in copies[0])
+    return found
+
+
+def test_adafactor_of_mixed_types_has_the_eps_of_the_whole_group():
+    assert on_ranks(2, adafactor_of_mixed_types) == [{False: [], True: []}] * 2
+
+
 def corners():
     """Everything else that a training script does with an optimizer; returns what went wrong."""
     wrong = []

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "command_line": 0,
     "model_sizes": 1,
+    "optimizer_kinds": 0,
     "device": 0,
     "upstream": 0,
     "patching": 1,

@@ -114,6 +114,17 @@ class Clipped(torch.optim.SGD):
         return super().step(closure)
 
 
+class LooksLikeFusedAdam(torch.optim.SGD):
+    """As Apex' FusedLAMB does."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+        self.adam_w_mode = 1
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
 def make(name, **settings):
     kind = name if isinstance(name, type) else getattr(torch.optim, name)
     return kind([torch.nn.Parameter(torch.ones(4, 4))], **settings)
@@ -138,6 +149,7 @@ def test_every_optimizer_of_torch_is_known():
         ("Adafactor", "sharding", {}, "Adafactor needs whole parameters: sharding would change what it computes"),
         ("LBFGS", "grouping", {}, "LBFGS looks at all parameters together"),
         (Clipped, "grouping", {}, "Clipped .* is not known here: if it updates each parameter"),
+        (LooksLikeFusedAdam, "sharding", {}, "LooksLikeFusedAdam .* is not known here"),
         (Clipped, "sharding", {}, "Clipped .* is not known here: if it updates each element"),
         ("SGD", "slicing", {}, "mode: got 'slicing'; allowed: grouping, sharding"),
         ("SGD", "grouping", {"differentiable": True}, "differentiable=True"),

@@ -15,7 +15,7 @@ from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 from mindspeed_mem.device.simulated import SimulatedBackend
 from tests.guarding import settled
-from tests.placed_runs import DEVICE, HOST, MAKES, OF_HOST, SMALL, SWAPPED, Run, late, on_host, same
+from tests.placed_runs import DEVICE, HOST, MAKES, OF_HOST, SMALL, SWAPPED, FusedAdam, Run, late, on_host, same
 from tests.worlds import on_ranks, parallel
 
 HALF = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,6 +47,27 @@ def test_every_place_has_the_optimizers_own_bits(kind, sizes, data, asynchronous
 def test_parameters_of_any_shape_are_swapped(kind, shape):
     run, stock = Run(kind, [shape], [SWAPPED], late()), Run(kind, [shape], None)
     assert same(run.steps(3).saved(), stock.steps(3).saved())
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("first_has_gradient", [False, True])
+def test_adafactors_eps_is_that_of_the_whole_group(foreach, first_has_gradient):
+    """torch takes it from the type of the first parameter with a gradient, for all of different types."""
+    trained = []
+    for placed in (False, True):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(8, 8).to(dtype)) for dtype in (torch.bfloat16, torch.float32) * 3]
+        optimizer = torch.optim.Adafactor(params, foreach=foreach)
+        if placed:
+            places = dict.fromkeys(params[1:5], SWAPPED)
+            PlacedOptimizer(optimizer, places, CpuBackend())
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.randn(8, 8).to(param.dtype) * 3e-3
+            params[0].grad = params[0].grad if first_has_gradient else None
+            optimizer.step()
+        trained.append([*params, optimizer.param_groups[0]["eps"]])
+    assert same(*trained)
 
 
 def test_a_host_step_without_a_choice_differs_by_rounding_only():
@@ -261,6 +282,13 @@ def test_a_failing_step_leaves_groups_and_state_in_place():
     assert [id(param) for group in groups for param in group["params"]] == [id(param) for param in run.params]
 
 
+class LooksLikeFusedAdam(FusedAdam):
+    """Has all of its attributes, and a step of its own."""
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
 def test_what_cannot_be_done_is_refused_with_all_reasons():
     with pytest.raises(ValueError, match="the optimizer is SGD; allowed are torch.optim.Adam and AdamW"):
         Run("SGD", [10], [HOST], CpuBackend())
@@ -276,9 +304,14 @@ def test_what_cannot_be_done_is_refused_with_all_reasons():
     with pytest.raises(ValueError) as error:
         run.optimizer.step()
     assert "amsgrad=True" in str(error.value) and "torch.float64 on cpu" in str(error.value)
-    with pytest.raises(ValueError, match="LBFGS steps all parameters together"):
-        param = torch.nn.Parameter(torch.zeros(2))
+    param = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="LBFGS is not known to step each parameter without looking at others"):
         PlacedOptimizer(torch.optim.LBFGS([param]), {param: SWAPPED}, CpuBackend())
+    # What has the attributes of a FusedAdam, as Apex' FusedLAMB does, is none.
+    with pytest.raises(ValueError, match="LooksLikeFusedAdam is not known to step each parameter"):
+        PlacedOptimizer(LooksLikeFusedAdam([param], 1e-2, 0.1), {param: SWAPPED}, CpuBackend())
+    with pytest.raises(ValueError, match="the optimizer is LooksLikeFusedAdam; allowed are"):
+        PlacedOptimizer(LooksLikeFusedAdam([param], 1e-2, 0.1), {param: HOST}, CpuBackend())
     with pytest.raises(ValueError, match="group_bytes=1; give at least 65536"):
         Run("AdamW", [10], [SWAPPED], CpuBackend(), group_bytes=1)
 
