@@ -144,7 +144,7 @@ def settle_parameters(module: torch.nn.Module) -> None:
 
     def placeholder(param: torch.nn.Parameter) -> torch.nn.Parameter:
         source = _source(param)
-        empty = torch.empty(1, dtype=param.dtype, device="cpu").expand(param.shape)
+        empty = torch.empty((), dtype=param.dtype, device="cpu").expand(param.shape)
         made = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
         made.initial_value = source
         return made

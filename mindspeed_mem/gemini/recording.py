@@ -32,6 +32,9 @@ class _Where(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool
+    negative: bool
+    """Both are flags of a view: torch changes values only when somebody reads them."""
 
 
 @dataclass
@@ -139,11 +142,21 @@ class Tape:
             nbytes = self.storages[where.storage].nbytes()
             real[where.storage] = torch.empty(nbytes, dtype=torch.uint8, device=_HOST)
         viewed = torch.empty(0, dtype=where.dtype, device=_HOST)
-        return viewed.set_(real[where.storage].untyped_storage(), where.offset, where.size, where.stride)
+        viewed.set_(real[where.storage].untyped_storage(), where.offset, where.size, where.stride)
+        viewed = viewed.conj() if where.conjugate else viewed
+        return torch._neg_view(viewed) if where.negative else viewed
 
     def _where(self, tensor: torch.Tensor) -> _Where:
         storage = tensor.untyped_storage()._cdata
-        return _Where(storage, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset())
+        return _Where(
+            storage,
+            tensor.dtype,
+            tuple(tensor.size()),
+            tuple(tensor.stride()),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def _kept(self, one: Any) -> Any:
         """An argument as a note keeps it: real tensors as copies, since they may change later."""

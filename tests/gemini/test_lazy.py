@@ -1,5 +1,6 @@
 """Models built without memory: values are those of a plain build, bit by bit, and building takes little at a time."""
 
+import contextlib
 import copy
 
 import pytest
@@ -141,6 +142,57 @@ def test_types_are_rounded_and_foreign_meta_tensors_refused():
     with pytest.raises(OptionError, match="floating-point type or None, not torch.int8"):
         lazy_init(dtype=torch.int8)
     assert nn.Linear(3, 4).weight.device == torch.device("cpu")  # nothing is left of the contexts
+
+
+def frozen(tensor):
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+SHAPES = {
+    "no dimensions": lambda: nn.Parameter(torch.ones([]) * 2.6592),  # CLIP's logit_scale
+    "no elements": lambda: nn.Parameter(torch.empty(0)),
+    "a dimension of 0": lambda: nn.Parameter(torch.randn(4, 0, 3)),
+    "transposed": lambda: nn.Parameter(torch.randn(3, 4).t()),
+    "gaps": lambda: nn.Parameter(torch.randn(3, 4)[:, 1::2]),
+    "expanded": lambda: nn.Parameter(torch.randn(3, 1).expand(3, 4)),
+    "complex": lambda: frozen(torch.randn(3, dtype=torch.complex64)),
+    "conjugate": lambda: frozen(torch.randn(3, dtype=torch.complex64).conj()),
+    "negative": lambda: frozen(torch.randn(3, dtype=torch.complex64).conj().imag),
+    "integers": lambda: frozen(torch.arange(5)),
+    "an integer": lambda: frozen(torch.tensor(3, dtype=torch.int8)),
+    "booleans": lambda: frozen(torch.arange(5) > 2),
+    "double": lambda: frozen(torch.randn(3, dtype=torch.float64)),
+}
+
+
+class Odd(nn.Module):
+    def __init__(self, make, as_buffer):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        made = make()
+        if as_buffer:
+            self.register_buffer("odd", made.detach())
+        else:
+            self.odd = made
+
+    def forward(self, x):
+        return self.linear(x) + (self.odd.exp().sum() if self.odd.requires_grad else 0)
+
+
+@pytest.mark.parametrize("as_buffer", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensors_of_any_shape_and_type_train_as_in_a_plain_build(shape, as_buffer):
+    states = []
+    for context in (contextlib.nullcontext(), lazy_init()):
+        torch.manual_seed(3)
+        with context:
+            model = Odd(SHAPES[shape], as_buffer)
+        model, optimizer = chunked(model, mixed_precision=None)
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        states.append(model.state_dict())
+    for value, wanted in zip(states[1].values(), states[0].values(), strict=True):
+        assert value.dtype == wanted.dtype and torch.equal(value, wanted)
 
 
 class Slopes(nn.Module):
