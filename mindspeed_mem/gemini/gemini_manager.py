@@ -12,8 +12,9 @@ from mindspeed_mem.chunk import hooks
 from mindspeed_mem.chunk.auto import AutoPlacement
 from mindspeed_mem.gemini.built_chunk import BuiltChunk
 from mindspeed_mem.gemini.chunk_manager import ChunkManager
+from mindspeed_mem.gemini.launch import get_current_device
 from mindspeed_mem.gemini.options import refuse, refuse_unknown
-from mindspeed_mem.gemini.placing import POLICIES, PlacementPolicy
+from mindspeed_mem.gemini.placing import PlacementPolicy
 from mindspeed_mem.gemini.reads import ForeignReads
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,9 @@ class GeminiManager:
 
     @staticmethod
     def get_default_device(policy: str) -> torch.device:
-        """Where a model is best built for `policy`: on the host for those that begin there, else on the device."""
+        """The accelerator, or the CPU: where the chunks of any policy are gathered, wherever they rest."""
         refuse(PlacementPolicy(policy=policy).problems())
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return accelerator if accelerator and POLICIES[policy] in ("device", "static") else torch.device("cpu")
+        return get_current_device()
 
     def build(self) -> None:
         """Build the chunks of all parameters appended, where the policy wants them."""

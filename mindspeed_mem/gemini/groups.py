@@ -32,17 +32,20 @@ class ProcessGroup:
 
     Args:
         tp_degree: tensor-parallel ranks; divides the number of ranks.
+        dp_degree: the number of ranks divided by that; None: whatever it is.
 
     Raises OptionError with all that is wrong.
     """
 
-    def __init__(self, *, tp_degree: int = 1, **unknown: Any) -> None:
+    def __init__(self, *, tp_degree: int = 1, dp_degree: int | None = None, **unknown: Any) -> None:
         wrong = refuse_unknown("ProcessGroup", unknown, ProcessGroup.__init__)
         everybody = data_parallel()
         ranks = everybody.size()
         if not isinstance(tp_degree, int) or isinstance(tp_degree, bool) or tp_degree < 1 or ranks % tp_degree:
             allowed = ", ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
             wrong.append(f"tp_degree divides the number of ranks, {ranks}: it is one of {allowed}, not {tp_degree!r}")
+        elif dp_degree is not None and dp_degree * tp_degree != ranks:
+            wrong.append(f"dp_degree is {ranks // tp_degree}, {ranks} ranks / tp_degree, or None, not {dp_degree!r}")
         refuse(wrong)
         if tp_degree == 1:
             self._tensor, self._data = Alone(), everybody
@@ -61,6 +64,30 @@ class ProcessGroup:
     def dp_process_group(self) -> Any:
         """torch's group of the ranks that share this one's chunks; `Alone` if there is no other."""
         return self._data
+
+    def tp_world_size(self) -> int:
+        """How many ranks share this one's layers."""
+        return self._tensor.size()
+
+    def dp_world_size(self) -> int:
+        """How many ranks share this one's chunks."""
+        return self._data.size()
+
+    def tp_local_rank(self) -> int:
+        """This one's place among those that share its layers."""
+        return self._tensor.rank()
+
+    def dp_local_rank(self) -> int:
+        """This one's place among those that share its chunks."""
+        return self._data.rank()
+
+    def rank(self) -> int:
+        """This one's place among all."""
+        return self._data.rank() * self._tensor.size() + self._tensor.rank()
+
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._data.size() * self._tensor.size()
 
 
 def tensor_parallel(group: Any = None) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,20 +39,21 @@ class lazy_init(contextlib.ContextDecorator):
             raise OptionError(f"lazy_init: dtype is a floating-point type or None, not {dtype}")
         self.dtype = dtype
         self._inside: contextlib.ExitStack | None = None
+        self._values: InitialValues | None = None
 
     def __enter__(self) -> lazy_init:
         if self._inside is not None:
             raise RuntimeError("lazy_init: this context is entered already; use a new one")
-        values, inside = InitialValues(Tape(), self.dtype), contextlib.ExitStack()
+        self._values, inside = InitialValues(Tape(), self.dtype), contextlib.ExitStack()
 
         def registered(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
             if tensor is not None:
-                values.keep(tensor)
+                self._take(tensor)
 
         def joined(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
             if child is not None:  # perhaps a copy, whose tensors nobody has registered
                 for tensor in itertools.chain(child.parameters(), child.buffers()):
-                    values.keep(tensor)
+                    self._take(tensor)
 
         for register, hook in (
             (torch_modules.register_module_parameter_registration_hook, registered),
@@ -60,15 +61,20 @@ class lazy_init(contextlib.ContextDecorator):
             (torch_modules.register_module_module_registration_hook, joined),
         ):
             inside.callback(register(hook).remove)
-        inside.callback(values.close)
-        inside.enter_context(Disguise(values.tape))
-        inside.enter_context(Recorder(values.tape))
+        inside.callback(self._values.close)
+        inside.enter_context(Disguise(self._values.tape))
+        inside.enter_context(Recorder(self._values.tape))
         self._inside = inside
         return self
 
     def __exit__(self, *failure: Any) -> None:
         inside, self._inside = self._inside, None
         inside.close()
+        self._values = None
+
+    def _take(self, tensor: torch.Tensor) -> None:
+        """A module has `tensor`."""
+        self._values.keep(tensor)
 
 
 _live: weakref.WeakSet[InitialValues] = weakref.WeakSet()
@@ -142,14 +148,35 @@ def settle_parameters(module: torch.nn.Module) -> None:
     `initial_value` computes what they stand for. Tied ones stay tied.
     """
 
-    def placeholder(param: torch.nn.Parameter) -> torch.nn.Parameter:
-        source = _source(param)
-        empty = torch.empty((), dtype=param.dtype, device="cpu").expand(param.shape)
-        made = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
-        made.initial_value = source
+    _replace(module, _is_meta, lambda param: _placeholder(param, param.shape, _source(param)))
+
+
+@torch.no_grad()
+def take_parts(
+    module: torch.nn.Module, cuts: Mapping[torch.nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]
+) -> None:
+    """Let what `cuts` make of parameters take their places in `module`; it is computed when its chunk is built.
+
+    Parts carry the attribute `tensor_model_parallel`.
+    """
+
+    def part(param: torch.nn.Parameter) -> torch.nn.Parameter:
+        source, cut = _source(param), cuts[param]
+        made = _placeholder(param, cut(torch.empty(param.shape, device="meta")).shape, lambda: cut(source()))
+        made.tensor_model_parallel = True
         return made
 
-    _replace_meta(module, placeholder)
+    _replace(module, cuts.__contains__, part)
+
+
+def _placeholder(
+    param: torch.nn.Parameter, shape: torch.Size, source: Callable[[], torch.Tensor]
+) -> torch.nn.Parameter:
+    """A parameter without memory, which stands for what `source` computes."""
+    empty = torch.empty((), dtype=param.dtype, device="cpu").expand(shape)
+    made = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
+    made.initial_value = source
+    return made
 
 
 @torch.no_grad()
@@ -189,33 +216,39 @@ def _is_unsettled(one: Any) -> bool:
 def materialize(module: torch.nn.Module) -> torch.nn.Module:
     """Compute all of `module`, built lazily, on the host; returns it. Its parameters are new objects."""
     settle_buffers(module)
-    _replace_meta(module, lambda param: torch.nn.Parameter(initial_value(param), requires_grad=param.requires_grad))
+
+    def computed(param: torch.nn.Parameter) -> torch.nn.Parameter:
+        return torch.nn.Parameter(initial_value(param), requires_grad=param.requires_grad)
+
+    _replace(module, _is_meta, computed)
     return module
 
 
-def _replace_meta(module: torch.nn.Module, replacement: Callable[[torch.nn.Parameter], torch.nn.Parameter]) -> None:
+def _is_meta(param: torch.nn.Parameter) -> bool:
+    return param.is_meta
+
+
+def _replace(
+    module: torch.nn.Module,
+    chosen: Callable[[torch.nn.Parameter], bool],
+    replacement: Callable[[torch.nn.Parameter], torch.nn.Parameter],
+) -> None:
+    """Others take the places of the parameters `chosen`, with all that they carry. Tied ones stay tied."""
     # Not torch.utils.swap_tensors: recurrent modules hold weak references to their weights, with which it refuses.
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for owner in module.modules():
         for name, param in list(owner._parameters.items()):
-            if param is None or not param.is_meta:
+            if param is None or not (param in made or chosen(param)):
                 continue
             if param not in made:
                 made[param] = replacement(param)
-                ours = ("initial_values", "version_on_tape")
+                made[param].__class__ = type(param)
+                ours = ("initial_values", "initial_value", "version_on_tape")
                 for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                     if getattr(param, hooks) is not None:
                         setattr(made[param], hooks, getattr(param, hooks))
                 made[param].__dict__.update({key: one for key, one in vars(param).items() if key not in ours})
             setattr(owner, name, made[param])
-
-
-class ColoInitContext(lazy_init):
-    """`lazy_init` under ColossalAI 0.1's name. device: has no meaning, since chunks decide where parameters are."""
-
-    def __init__(self, device: Any = None, dtype: torch.dtype | None = None, **unknown: Any) -> None:
-        refuse(refuse_unknown("ColoInitContext", unknown, ColoInitContext.__init__))
-        super().__init__(dtype)
 
 
 class LazyInitContext(lazy_init):

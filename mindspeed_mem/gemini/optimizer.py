@@ -15,7 +15,7 @@ from mindspeed_mem.gemini.built_chunk import BuiltChunk
 from mindspeed_mem.gemini.gradient_norm import global_norm
 from mindspeed_mem.gemini.groups import tensor_parallel
 from mindspeed_mem.gemini.loss_scaler import LossScaler
-from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
+from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown, say_once
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             the model's `ProcessGroup`, if it was given one.
         step_on_host: step what rests on the host there; False: bring it to the device for its step, in parts.
         growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: see `LossScaler`.
+        gpu_margin_mem_ratio: ColossalAI's; has no effect.
 
     Raises OptionError with all that is wrong.
     """
@@ -63,9 +64,12 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         hysteresis: int = 2,
         min_scale: float = 1.0,
         max_scale: float = 2.0**32,
+        gpu_margin_mem_ratio: float = 0.0,
         **unknown: Any,
     ) -> None:
         wrong = refuse_unknown("GeminiAdamOptimizer", unknown, GeminiAdamOptimizer.__init__)
+        if gpu_margin_mem_ratio:
+            say_once("gpu_margin_mem_ratio has no effect: placement_policy='auto' finds out what fits")
         if not isinstance(model, ZeroDDP):
             wrong.append(f"model is a GeminiDDP or ZeroDDP, not {type(model).__name__}")
         wrong += _wrong_norm(max_norm)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class OptionError(ValueError):
@@ -30,3 +34,9 @@ def refuse(wrong: list[str]) -> None:
     """Raise OptionError with all these reasons, if there are any."""
     if wrong:
         raise OptionError("; ".join(wrong))
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Warn of something that has no effect here, or another one than in ColossalAI."""
+    logger.warning("%s", message)

@@ -31,7 +31,8 @@ from mindspeed_mem.chunk.gradients import GradientShards
 from mindspeed_mem.gemini import model_state
 from mindspeed_mem.gemini.chunk_manager import ChunkManager, init_chunk_manager
 from mindspeed_mem.gemini.gemini_manager import GeminiManager
-from mindspeed_mem.gemini.groups import combine
+from mindspeed_mem.gemini.groups import Alone, combine
+from mindspeed_mem.gemini.layer_parallel import process_group_of, split_layers
 from mindspeed_mem.gemini.lazy import settle_buffers, settle_parameters
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 
@@ -79,6 +80,12 @@ class ZeroDDP(torch.nn.Module):
         """By what the optimizer multiplies a loss before its backward."""
         self.tensor_parallel_group = self.chunk_manager.tensor_parallel_group
         """Ranks that the model is split over, if known; what an optimizer takes unless it is told others."""
+        named = process_group_of(module)
+        if named is not None and named.tp_world_size() != (self.tensor_parallel_group or Alone()).size():
+            raise OptionError(
+                f"the parameters' process group has tp_degree {named.tp_world_size()}; give it to the ChunkManager, too"
+            )
+        split_layers(module)
         split = any(getattr(param, "tensor_model_parallel", False) for param in module.parameters())
         if self.tensor_parallel_group is not None and self.tensor_parallel_group.size() > 1 and not split:
             logger.warning(
@@ -295,7 +302,8 @@ class GeminiDDP(ZeroDDP):
         pin_memory: host memory is always pinned where that exists; False is refused on an accelerator.
         search_range_mb, hidden_dim, min_chunk_size_mb: see `init_chunk_manager`; search_range_m and min_chunk_size_m
             are newer names.
-        process_group: the data-parallel ranks; None: all. A `ProcessGroup` names the tensor-parallel ones as well.
+        process_group: the data-parallel ranks; None: those that the parameters name (`tensor_spec`), or all. A
+            `ProcessGroup` names the tensor-parallel ones as well.
         force_outputs_fp32, mixed_precision: see `ZeroDDP`.
 
     Raises OptionError with all that is wrong.
@@ -324,6 +332,8 @@ class GeminiDDP(ZeroDDP):
         newer = {"search_range_m": search_range_mb, "min_chunk_size_m": min_chunk_size_mb}
         search_range_mb, min_chunk_size_mb = (unknown.pop(name, value) for name, value in newer.items())
         refuse(refuse_unknown("GeminiDDP", unknown, GeminiDDP.__init__, newer))
+        process_group = process_group_of(module) if process_group is None else process_group
+        split_layers(module)
         chunks = init_chunk_manager(module, device, hidden_dim, search_range_mb, min_chunk_size_mb, process_group)
         if not pin_memory and chunks.backend.index() is not None:
             raise OptionError(
