@@ -17,6 +17,7 @@ from mindspeed_mem.gemini.launch import (
     launch_from_torch,
 )
 from mindspeed_mem.gemini.lazy import LazyInitContext, lazy_init, materialize
+from mindspeed_mem.gemini.low_level import LowLevelZeroOptimizer
 from mindspeed_mem.gemini.optimizer import GeminiAdamOptimizer
 from mindspeed_mem.gemini.options import OptionError
 from mindspeed_mem.gemini.tensor_spec import (
@@ -44,6 +45,7 @@ __all__ = [
     "GeminiManager",
     "HybridAdam",
     "LazyInitContext",
+    "LowLevelZeroOptimizer",
     "OptionError",
     "ProcessGroup",
     "ReplicaSpec",

@@ -48,6 +48,7 @@ class ChunkManager:
         if chunk_size is not None and not whole:
             refuse([f"chunk_size is a number of elements of at least 1, or None, not {chunk_size!r}"])
         self.chunk_size, self.enable_distributed_storage = chunk_size, enable_distributed_storage
+        self.process_group = process_group
         self.group, self.tensor_parallel_group = data_parallel(process_group), tensor_parallel(process_group)
         self.backend = get_backend(None if init_device is None else torch.device(init_device).type)
         self.device = torch.device(init_device or self.backend.type)

@@ -34,12 +34,16 @@ def process_group_of(module: torch.nn.Module) -> ProcessGroup | None:
     return next(iter(found.values()), None)
 
 
-def split_layers(module: torch.nn.Module) -> None:
+def split_layers(module: torch.nn.Module, group: Any = None) -> None:
     """Leave of each parameter what its spec says, and let the layers that have them compute with it.
 
+    group: the ProcessGroup of parameters that name none.
     Parts carry the attribute `tensor_model_parallel`, for the norm of gradients. What is split already stays. Raises
     OptionError with all that is wrong, before anything is changed.
     """
+    for param in module.parameters():
+        if isinstance(param, ColoParameter) and param.process_group is None and isinstance(group, ProcessGroup):
+            param.process_group = group
     wrong, cuts, layers = [], {}, []
     for name, owner in module.named_modules():
         split = {own: param for own, param in owner.named_parameters(recurse=False) if _is_to_be_split(param)}

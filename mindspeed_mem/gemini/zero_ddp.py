@@ -85,7 +85,7 @@ class ZeroDDP(torch.nn.Module):
             raise OptionError(
                 f"the parameters' process group has tp_degree {named.tp_world_size()}; give it to the ChunkManager, too"
             )
-        split_layers(module)
+        split_layers(module, self.chunk_manager.process_group)
         split = any(getattr(param, "tensor_model_parallel", False) for param in module.parameters())
         if self.tensor_parallel_group is not None and self.tensor_parallel_group.size() > 1 and not split:
             logger.warning(
@@ -333,7 +333,7 @@ class GeminiDDP(ZeroDDP):
         search_range_mb, min_chunk_size_mb = (unknown.pop(name, value) for name, value in newer.items())
         refuse(refuse_unknown("GeminiDDP", unknown, GeminiDDP.__init__, newer))
         process_group = process_group_of(module) if process_group is None else process_group
-        split_layers(module)
+        split_layers(module, process_group)
         chunks = init_chunk_manager(module, device, hidden_dim, search_range_mb, min_chunk_size_mb, process_group)
         if not pin_memory and chunks.backend.index() is not None:
             raise OptionError(
