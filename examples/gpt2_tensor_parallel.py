@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mem.gemini import OptionError
+from mindspeed_mem.gemini.layer_parallel import GradientSummed, Summed
 
 
 def problems(tp_degree: int, sizes: Iterable[tuple[str, int]]) -> list[str]:
@@ -79,7 +80,7 @@ class ColumnParallel(torch.nn.Module):
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = _SumGradients.apply(x, self.group)
+        x = GradientSummed.apply(x, self.group)
         return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
@@ -95,37 +96,8 @@ class RowParallel(torch.nn.Module):
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = _Sum.apply(x.reshape(-1, x.shape[-1]) @ self.weight, self.group)
+        product = Summed.apply(x.reshape(-1, x.shape[-1]) @ self.weight, self.group)
         return (product + self.bias).view(*x.shape[:-1], -1)
-
-
-class _SumGradients(torch.autograd.Function):
-    """Forward: `x` as it is. Backward: its gradient is the sum of those of all ranks of `group`."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)  # autograd may use `grad` elsewhere
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _Sum(torch.autograd.Function):
-    """Forward: the sum of `x` over all ranks of `group`, in the memory of `x`. Backward: the gradient as it is."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        dist.all_reduce(x, group=group)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
 
 
 def _part(whole: torch.nn.Parameter, dim: int, group: dist.ProcessGroup, matrices: int = 1) -> torch.nn.Parameter:
