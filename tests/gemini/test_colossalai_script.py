@@ -35,7 +35,7 @@ from mindspeed_mem.gemini import (
 )
 from tests.worlds import on_ranks
 
-VOCABULARY, LENGTH, HIDDEN, STEPS = 40, 12, 32, 3
+VOCABULARY, LENGTH, HIDDEN, STEPS = 40, 12, 32, 4
 
 
 class Conv1D(nn.Module):
@@ -211,8 +211,8 @@ def all_cases():
     logger = get_dist_logger()
     (wanted, whole), wrong, ranks = plain(), [], dist.get_world_size()
     assert wanted[-1] < wanted[0]
-    for tp_degree, options in itertools.product(range(1, ranks + 1), CASES):
-        case = tp_degree, *options
+    for tp_degree, more in itertools.product(range(1, ranks + 1), CASES):
+        case = tp_degree, *more
         losses, numel = script(*case, mixed_precision=torch.float32)
         if farthest(losses, wanted) > 1e-5 or (numel < whole) is not (tp_degree > 1):
             wrong.append((case, losses, wanted, numel))
