@@ -9,6 +9,8 @@ batch, and draw the same random numbers: dropout needs the same seed on all of t
 from __future__ import annotations
 
 import functools
+import logging
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from mindspeed_mem.gemini.groups import ProcessGroup
+from mindspeed_mem.gemini.groups import ProcessGroup, combine
+from mindspeed_mem.gemini.launch import get_current_device
 from mindspeed_mem.gemini.lazy import take_parts
 from mindspeed_mem.gemini.options import OptionError, refuse
 from mindspeed_mem.gemini.tensor_spec import ColoParameter
+
+logger = logging.getLogger(__name__)
 
 
 def process_group_of(module: torch.nn.Module) -> ProcessGroup | None:
@@ -62,6 +67,23 @@ def split_layers(module: torch.nn.Module, group: Any = None) -> None:
     take_parts(module, cuts)
     for owner, forward in layers:
         owner.forward = forward
+    if layers:
+        _check_randomness(module, next(iter(cuts)).process_group.tp_process_group())
+
+
+def _check_randomness(module: torch.nn.Module, group: Any) -> None:
+    """Warn if dropout would draw masks of its own on each rank of `group`. Collective."""
+    device = get_current_device()
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device.type).get_rng_state())
+    number = float(zlib.crc32(b"".join(state.numpy().tobytes() for state in states)) % 2**24)
+    most, least = combine([number, -number], dist.ReduceOp.MAX, group, device)
+    if most != -least and any(isinstance(one, torch.nn.Dropout) and one.p for one in module.modules()):
+        logger.warning(
+            "the tensor-parallel ranks have different random states: their copies will differ by their dropout; call "
+            "torch.manual_seed with the same number on all of them"
+        )
 
 
 def _is_to_be_split(param: torch.nn.Parameter) -> bool:

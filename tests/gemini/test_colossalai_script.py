@@ -1,6 +1,7 @@
 """A script that uses the API as ColossalAI's GPT-2 example does, against plain torch: only its imports are ours."""
 
 import itertools
+import logging
 import os
 
 import pytest
@@ -316,6 +317,29 @@ def refusals():
         told(lambda model, pg: model[0].weight.set_process_group(ProcessGroup())),
         told(lambda model, pg: model[0].weight.set_dist_spec(ShardSpec([0], [3]))),
     ]
+
+
+def seeded(differently):
+    """Warnings at building a model with dropout."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("mindspeed_mem.gemini").addHandler(handler)
+    try:
+        pg = ProcessGroup(tp_degree=2)
+        torch.manual_seed(dist.get_rank() if differently else 5)
+        with ColoInitContext(default_pg=pg):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+        split(0, model[0].weight, pg)
+        GeminiDDP(model)
+    finally:
+        logging.getLogger("mindspeed_mem.gemini").removeHandler(handler)
+    return [line for line in lines if "random states" in line]
+
+
+def test_different_seeds_are_told():
+    assert on_ranks(2, seeded, False) == [[], []]
+    assert all(len(lines) == 1 for lines in on_ranks(2, seeded, True))
 
 
 def test_each_kind_of_layer_computes_with_its_parts():
