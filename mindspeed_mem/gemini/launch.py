@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
+import datetime
 import functools
 import logging
 import os
@@ -46,7 +49,8 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
     """Initialise torch.distributed from what torchrun says, choose this rank's device, and seed all generators.
 
     backend: of the collectives; None: the device's. ColossalAI's "nccl" means the same where there is no CUDA.
-    config: has no meaning; what scripts set there is given to GeminiDDP. Raises OptionError outside of torchrun.
+    gloo's group is left at exit. config: has no meaning; what scripts set there is given to GeminiDDP. Raises
+    OptionError outside of torchrun.
     """
     missing = [
         name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
@@ -61,6 +65,8 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
         backend = None
     if not dist.is_initialized():
         dist.init_process_group(backend or _COLLECTIVES[device])
+        if dist.get_backend() == "gloo":
+            atexit.register(_leave)
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
@@ -69,6 +75,14 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
         get_dist_logger().info(
             f"{ranks} ranks on {device}, collectives by {dist.get_backend()}, seed {seed}", ranks=[0]
         )
+
+
+def _leave() -> None:
+    """The script is over, and may have left the group as it is: gloo's threads abort an interpreter that ends so."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # another rank has failed: do not wait for it
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=10))  # else its last messages may be lost
+        dist.destroy_process_group()
 
 
 class DistributedLogger:

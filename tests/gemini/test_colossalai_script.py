@@ -3,6 +3,8 @@
 import itertools
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -397,6 +399,20 @@ def test_specs_are_checked():
         ColoInitContext(default_pg=3, default_dist_spec=2)
     with pytest.raises(OptionError, match="dp_degree is 1, 1 ranks / tp_degree, or None, not 2"):
         ProcessGroup(tp_degree=1, dp_degree=2)
+
+
+def test_it_leaves_the_process_group_at_exit():
+    """gloo's threads now and then abort an interpreter that ends with them."""
+    script = """
+import atexit, torch.distributed as dist
+atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
+import mindspeed_mem.gemini as colossalai
+colossalai.launch_from_torch(config={})
+"""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    environment = {**os.environ, **launched, "MINDSPEED_MEM_DEVICE": "cpu"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["left"]
 
 
 def test_it_starts_under_torchrun_only(monkeypatch):
