@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import platform
 import sys
 
-from mindspeed_mem import __version__
-from mindspeed_mem.adaptive import command as plan
-from mindspeed_mem.chunk import command as chunks
-from mindspeed_mem.schedule import command as schedule
+from mindspeed_mem import __version__, requirements
 
 _RUN = """Imports mindspeed_mem.megatron_adaptor, which reads our flags among the script's arguments, and runs the
 script as python would. An unmodified pretrain_gpt.py of Megatron-LM needs nothing else:
@@ -35,6 +34,10 @@ what is installed. The exit status is 1 if something is wrong."""
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
+    from mindspeed_mem.adaptive import command as plan
+    from mindspeed_mem.chunk import command as chunks
+    from mindspeed_mem.schedule import command as schedule
+
     raw = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     top = argparse.ArgumentParser(prog="mindspeed_mem", description=__doc__.partition(":")[0] + " of mindspeed_mem.")
     top.add_argument("--version", action="version", version=f"mindspeed_mem {__version__}")
@@ -47,17 +50,23 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("script", help="the Python file of the script")
         what = "the script's own arguments, ours among them"
         command.add_argument("arguments", nargs=argparse.REMAINDER, help=what).required = False
-    plan.add_arguments(commands.add_parser("plan", help="find a memory plan", description=plan.DESCRIPTION, **raw))
-    text = schedule.DESCRIPTION
-    schedule.add_arguments(commands.add_parser("schedule", help="show a pipeline schedule", description=text, **raw))
-    text = chunks.DESCRIPTION
-    chunks.add_arguments(commands.add_parser("chunks", help="find a size of chunks", description=text, **raw))
+        command.set_defaults(main=_script)
+    for name, brief, room in (
+        ("plan", "find a memory plan", plan),
+        ("schedule", "show a pipeline schedule", schedule),
+        ("chunks", "find a size of chunks", chunks),
+    ):
+        command = commands.add_parser(name, help=brief, description=room.DESCRIPTION, **raw)
+        room.add_arguments(command)
+        command.set_defaults(main=room.main)
     doctor = commands.add_parser("doctor", help="check versions, devices and patches", description=_DOCTOR, **raw)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    doctor.set_defaults(main=_doctor)
     build = commands.add_parser("build-allocator", help="build the delegating allocator", description=_BUILD, **raw)
     what = "npu if torch_npu is installed, else cuda; cpu is for tests"
     build.add_argument("--device", choices=("cuda", "npu", "cpu"), help=what)
     build.add_argument("--output", metavar="FOLDER", help="where to put it (default: the user's cache folder)")
+    build.set_defaults(main=_build_allocator)
     for command in commands.choices.values():
         command.set_defaults(refuse=command.error)
     return top
@@ -65,23 +74,45 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    reason = requirements.old_python()  # first: what is imported below would not even be parsed
+    if reason is not None:
+        print(f"mindspeed_mem: {reason}", file=sys.stderr)
+        return 1
     given, unknown = parser().parse_known_args(arguments)
+    if unknown and "script" in given:
+        given.refuse(f"the script comes first, then its arguments and ours; before any script stands {unknown[0]}")
     if unknown:  # said with the usage of the command that does not know them
         given.refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    if given.command == "doctor":
-        from mindspeed_mem import doctor
+    return given.main(given)
 
-        return doctor.main(as_json=given.json)
-    if given.command == "schedule":
-        return schedule.main(given)
-    if given.command == "chunks":
-        return chunks.main(given)
-    if given.command == "plan":
-        return plan.main(given)
-    if given.command == "build-allocator":
-        from mindspeed_mem.device import allocator_build
 
-        return allocator_build.main(given)
+def _doctor(given: argparse.Namespace) -> int:
+    problem = requirements.absent()
+    if problem is None:
+        try:
+            from mindspeed_mem import doctor
+
+            return doctor.main(as_json=given.json)
+        except (ImportError, OSError) as error:  # torch was built for a library that is not there, for instance
+            problem = f"what is installed cannot be imported: {type(error).__name__}: {error}"
+    versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
+    found = {"versions": versions, "devices": [], "optional": [], "patches": [], "problems": [problem]}
+    print(json.dumps(found, indent=2) if given.json else f"mindspeed_mem doctor: {problem}")
+    return 1
+
+
+def _build_allocator(given: argparse.Namespace) -> int:
+    reason = requirements.absent("torch")
+    if reason is not None:
+        print(f"mindspeed_mem build-allocator: {reason}", file=sys.stderr)
+        return 1
+    from mindspeed_mem.device import allocator_build
+
+    return allocator_build.main(given)
+
+
+def _script(given: argparse.Namespace) -> int:
+    """`run` and `ops`."""
     from mindspeed_mem import launch
 
     try:

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from mindspeed_mem import requirements
+
 _SCRIPT = "MINDSPEED_MEM_SCRIPT"  # a spawned child inherits the environment, but not what argv[0] was
 
 
@@ -26,8 +28,12 @@ def prepare(script: str, arguments: list[str]) -> ModuleType:
 
     Sets ``sys.argv`` to what Python would set for the script, and puts its folder on ``sys.path``: in front, as Python
     would, but behind everything where the folder is a Megatron-LM checkout whose megatron.core has not been compiled
-    while an installed one has. Raises LaunchError if there is no such file.
+    while an installed one has. Raises LaunchError if there is no such file, or
+    where a package that training needs is not installed.
     """
+    reason = requirements.absent()
+    if reason is not None:
+        raise LaunchError(reason)
     path = Path(script)
     if path.is_dir() or not path.exists():
         what = "is a folder" if path.is_dir() else "does not exist"

@@ -10,7 +10,6 @@ import sys
 from mindspeed_mem.adaptive import command_options, estimate, picture, table, trace
 from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.infeasible import InfeasibleError
-from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config
 from mindspeed_mem.adaptive.problem import Problem
 from mindspeed_mem.adaptive.search import Found, Search
 
@@ -86,6 +85,8 @@ def _plan(given: argparse.Namespace, profile: trace.Profile) -> int:
 
 
 def _write(target: str, problem: Problem, found: Found, profile: trace.Profile) -> None:
+    from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config  # only this needs PyYAML
+
     origin = "estimates" if profile.origin == "estimated" else "a measured profile"
     peak = table.gib(max(found.simulated.peaks))
     first = f"mindspeed_mem plan: {found.simulated.seconds:.4g} s a step, {peak} GiB at most, from {origin}"

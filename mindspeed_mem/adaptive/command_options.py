@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mindspeed_mem import requirements
 from mindspeed_mem.adaptive.problem import GIB
 from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
 from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
@@ -156,5 +157,8 @@ def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int |
 
 def _files(given: argparse.Namespace, wrong: list[str]) -> None:
     check_file("--output", given.output, wrong)
+    without_yaml = requirements.absent("PyYAML")
+    if given.output is not None and without_yaml is not None:
+        wrong.append(f"--output: {without_yaml}")
     check_file("--write-trace", given.write_trace, wrong)
     check_picture("--picture", given.picture, wrong)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_mem import requirements
 from mindspeed_mem.plan.checks import Checker, Distance, Layers, MemoryConfigError, given, suggestion
-from mindspeed_mem.plan.files import MINDFORMERS_SECTIONS, read_yaml
 from mindspeed_mem.plan.recompute_config import KINDS, RecomputeConfig, read_recompute
 
 __all__ = [
@@ -23,6 +23,19 @@ __all__ = [
     "SwapConfig",
     "load_memory_config",
 ]
+
+MINDFORMERS_SECTIONS = frozenset(
+    """
+    auto_trans_ckpt auto_tune autotune_per_step callbacks context do_eval eval_callbacks eval_dataset eval_dataset_task
+    eval_epoch_interval eval_step_interval filepath_prefix init_start_profile layer_decay layer_scale load_checkpoint
+    load_ckpt_async load_ckpt_format lr_scale lr_scale_factor lr_schedule memory_usage metric micro_batch_interleave_num
+    model moe_config monitor_config only_save_strategy optimizer output_dir parallel parallel_config pipeline_config
+    pretrained_model_dir print_separate_loss processor profile profile_communication profile_memory profile_start_step
+    profile_stop_step remote_save_url remove_redundancy resume_training run_mode runner_config runner_wrapper seed
+    src_strategy_path_or_dir time_config train_dataset train_dataset_task trainer use_legacy use_parallel
+    """.split()
+)
+"""Top-level keys of MindFormers' training files, which say nothing about memory plans."""
 
 ACTIVATIONS = ("produced", "saved", "both")
 
@@ -123,7 +136,7 @@ def load_memory_config(
         return MemoryConfig(recompute=recompute, notices=tuple(notices), source=name)
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
-        content, problems = read_yaml(name, _SECTIONS)
+        content, problems = _read(name)
         check.problems += problems
     else:
         content = source
@@ -146,6 +159,16 @@ def load_memory_config(
         if "swap_config" not in content:
             notices.append("there is no swap_config: nothing is swapped")
     return MemoryConfig(swap=swap, recompute=recompute, notices=tuple(notices), source=name)
+
+
+def _read(name: str) -> tuple[Any, list[str]]:
+    """The content of a file, or None, and what is wrong with it."""
+    reason = requirements.absent("PyYAML")
+    if reason is not None:
+        return None, [f"{name}: {reason}"]
+    from mindspeed_mem.plan.files import read_yaml
+
+    return read_yaml(name, _SECTIONS)
 
 
 def _check_sections(content: Mapping[Any, Any], check: Checker, notices: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Reading the YAML file: what can be wrong before its content means anything."""
+"""Reading the YAML file: what can be wrong before its content means anything. Only this needs PyYAML."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import yaml
-
-MINDFORMERS_SECTIONS = frozenset(
-    """
-    auto_trans_ckpt auto_tune autotune_per_step callbacks context do_eval eval_callbacks eval_dataset eval_dataset_task
-    eval_epoch_interval eval_step_interval filepath_prefix init_start_profile layer_decay layer_scale load_checkpoint
-    load_ckpt_async load_ckpt_format lr_scale lr_scale_factor lr_schedule memory_usage metric micro_batch_interleave_num
-    model moe_config monitor_config only_save_strategy optimizer output_dir parallel parallel_config pipeline_config
-    pretrained_model_dir print_separate_loss processor profile profile_communication profile_memory profile_start_step
-    profile_stop_step remote_save_url remove_redundancy resume_training run_mode runner_config runner_wrapper seed
-    src_strategy_path_or_dir time_config train_dataset train_dataset_task trainer use_legacy use_parallel
-    """.split()
-)
-"""Top-level keys of MindFormers' training files, which say nothing about memory plans."""
 
 
 def read_yaml(name: str, sections: Collection[str]) -> tuple[Any, list[str]]:

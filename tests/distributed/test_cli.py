@@ -116,6 +116,8 @@ def test_a_wrong_command_line_stops_all_ranks_before_the_script_with_one_message
         ([], "required: command"),
         (["fly"], "invalid choice: 'fly'"),
         (["run"], "required: script\n"),
+        (["run", "--memory-config", "x.yaml"], "run: error: the script comes first, then its arguments and ours; before"),
+        (["ops", "--survive-oom", "script.py"], "before any script stands --survive-oom\n"),
         (["run", "no_such_script.py"], "mindspeed_mem run: no_such_script.py does not exist"),
         (["ops", "."], "mindspeed_mem ops: . is a folder"),
         (["doctor", "--fast"], "usage: mindspeed_mem doctor [-h] [--json]\n"),

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FLOORS = {
+    "requirements": 0,
     "command_line": 0,
     "model_sizes": 1,
     "optimizer_kinds": 0,
