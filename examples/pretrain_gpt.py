@@ -24,6 +24,7 @@ from gpt_validation import complete
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from mindspeed_mem.device import DeviceError, get_backend
+from mindspeed_mem.interruption import in_one_line
 from mindspeed_mem.plan import MemoryConfigError
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -32,7 +33,8 @@ COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 @record
 def main():
     try:
-        train(parse())
+        with in_one_line("pretrain_gpt.py"):  # Ctrl-C
+            train(parse())
     except (UsageError, MemoryConfigError) as error:  # the latter: a pattern that fits no operator of this model
         fail(error)
 

@@ -24,6 +24,7 @@ from gpt_corpus import ByteTokenizer, documents, stdlib_files
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini import GeminiAdamOptimizer, GeminiDDP, OptionError, ProcessGroup, lazy_init
+from mindspeed_mem.interruption import in_one_line
 
 MODELS = {  # hidden size, layers, heads
     "gpt2_tiny": (64, 2, 2),
@@ -174,7 +175,8 @@ def train(args):
 def main():
     args = parse()
     try:
-        train(args)
+        with in_one_line("train_gpt_gemini.py"):  # Ctrl-C
+            train(args)
     except (UsageError, OptionError) as error:
         sys.exit(f"train_gpt_gemini.py: error: {error}")
     except ModuleNotFoundError as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
 import sys
 
-from mindspeed_mem import __version__, requirements
+from mindspeed_mem import __version__, interruption, requirements
 
 _RUN = """Imports mindspeed_mem.megatron_adaptor, which reads our flags among the script's arguments, and runs the
 script as python would. An unmodified pretrain_gpt.py of Megatron-LM needs nothing else:
@@ -83,7 +84,16 @@ def main(arguments: list[str] | None = None) -> int:
         given.refuse(f"the script comes first, then its arguments and ours; before any script stands {unknown[0]}")
     if unknown:  # said with the usage of the command that does not know them
         given.refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    return given.main(given)
+    with interruption.in_one_line(f"mindspeed_mem {given.command}"):
+        try:
+            status = given.main(given)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            if "script" in given:  # what it makes of that is its own affair
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough
+            return 1
+        return status
 
 
 def _doctor(given: argparse.Namespace) -> int:

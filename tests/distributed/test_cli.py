@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -110,13 +111,39 @@ def test_a_wrong_command_line_stops_all_ranks_before_the_script_with_one_message
     assert "Traceback" not in errors and errors.count("cannot be read") == 1
 
 
+def test_ctrl_c_ends_each_rank_with_one_line(folder):
+    (folder / "endless.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print('started', flush=True)\n"
+        "while True:\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = subprocess.Popen(
+        [*command, "-m", "mindspeed_mem", "run", str(folder / "endless.py"), "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal's Ctrl-C reaches a whole group of processes
+    )
+    assert [job.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    os.killpg(job.pid, signal.SIGINT)
+    _, errors = job.communicate(timeout=60)
+    own = errors.partition("Traceback")[0]  # then that of torchrun itself
+    for rank in (0, 1):
+        assert own.count(f"mindspeed_mem run: interrupted on rank {rank}\n") == 1
+    assert errors.count("Traceback") <= 1 and "endless.py" not in errors and "KeyboardInterrupt" not in errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ([], "required: command"),
         (["fly"], "invalid choice: 'fly'"),
         (["run"], "required: script\n"),
-        (["run", "--memory-config", "x.yaml"], "run: error: the script comes first, then its arguments and ours; before"),
+        (["run", "--memory-config", "x.yaml"], "run: error: the script comes first, then its arguments"),
         (["ops", "--survive-oom", "script.py"], "before any script stands --survive-oom\n"),
         (["run", "no_such_script.py"], "mindspeed_mem run: no_such_script.py does not exist"),
         (["ops", "."], "mindspeed_mem ops: . is a folder"),

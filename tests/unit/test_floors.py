@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS = {
     "requirements": 0,
+    "interruption": 0,
     "command_line": 0,
     "model_sizes": 1,
     "optimizer_kinds": 0,

@@ -81,3 +81,10 @@ def test_training_and_writing_plans_need_what_is_missing(mem, tmp_path):
     assert err.startswith("mindspeed_mem run: torch, PyYAML are not installed: ")
     status, out, err = mem(WITHOUT.format(names=["yaml"]), *PLAN.split(), "--output", "plan.yaml")
     assert (status, out) == (2, "") and "--output: PyYAML is not installed: " in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m mindspeed_mem schedule --pp 8 --microbatches 4000 | head -1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("8 stages, 4000 micro-batches\n", "")
