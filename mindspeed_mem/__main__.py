@@ -88,10 +88,14 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             status = given.main(given)
             sys.stdout.flush()
-        except BrokenPipeError:
+        except OSError as error:
             if "script" in given:  # what it makes of that is its own affair
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough
+            if isinstance(error, BrokenPipeError):  # the reader has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            else:
+                what = f"{error.filename} cannot be written or read: " * bool(error.filename)
+                print(f"mindspeed_mem {given.command}: {what}{error.strerror or error}", file=sys.stderr)
             return 1
         return status
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
+from mindspeed_mem import output
+
 PICTURES = (".svg", ".png", ".pdf")
 NO_MATPLOTLIB = "matplotlib, which draws it, is not installed: pip install matplotlib, or 'mindspeed-mem[picture]'"
 
@@ -38,8 +40,9 @@ def number(option: str, text: str | None, wrong: list[str], least: float | None 
 
 def check_file(option: str, target: str | None, wrong: list[str]) -> None:
     """Note in `wrong` why nothing can be written to `target`."""
-    if target is not None and not Path(target).parent.is_dir():
-        wrong.append(f"{option}: there is no folder {Path(target).parent}")
+    reason = None if target is None else output.why_not(target)
+    if reason is not None:
+        wrong.append(f"{option}: {reason}")
 
 
 def check_picture(option: str, target: str | None, wrong: list[str]) -> None:

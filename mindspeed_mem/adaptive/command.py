@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 import sys
 
+from mindspeed_mem import output
 from mindspeed_mem.adaptive import command_options, estimate, picture, table, trace
 from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.infeasible import InfeasibleError
@@ -91,5 +92,4 @@ def _write(target: str, problem: Problem, found: Found, profile: trace.Profile) 
     peak = table.gib(max(found.simulated.peaks))
     first = f"mindspeed_mem plan: {found.simulated.seconds:.4g} s a step, {peak} GiB at most, from {origin}"
     remarks = [first, *table.head(profile)]
-    with open(target, "w", encoding="utf-8") as file:
-        file.write(as_yaml(memory_config(problem, found.plan), remarks))
+    output.write(target, as_yaml(memory_config(problem, found.plan), remarks))

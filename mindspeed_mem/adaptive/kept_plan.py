@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mindspeed_mem import output
 from mindspeed_mem.adaptive.plan_file import as_yaml
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config
 
@@ -33,15 +33,7 @@ def write(target: str | os.PathLike[str], config: Mapping[str, Any], facts: Fact
     )
     path = Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    output.write(path, text)
 
 
 def read(source: str | os.PathLike[str], facts: Facts) -> tuple[dict[str, Any] | None, str]:

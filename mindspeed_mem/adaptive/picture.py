@@ -8,6 +8,7 @@ from pathlib import Path
 from mindspeed_mem.adaptive.problem import GIB
 from mindspeed_mem.adaptive.search import Found
 from mindspeed_mem.adaptive.simulation import Simulated
+from mindspeed_mem.output import save_figure
 
 POINTS = 16
 
@@ -49,4 +50,4 @@ def draw(
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(target, dpi=110)
+    save_figure(figure, target)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from mindspeed_mem import output
 from mindspeed_mem.adaptive.checks import problems_of
 from mindspeed_mem.adaptive.problem import Problem
 
@@ -64,9 +65,7 @@ def write(profile: Profile, target: str | os.PathLike[str]) -> None:
         "in_flight": profile.problem.in_flight,
         "problem": dataclasses.asdict(profile.problem),
     }
-    with open(target, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+    output.write(target, json.dumps(content, indent=1) + "\n")
 
 
 def read(source: str | os.PathLike[str]) -> Profile:

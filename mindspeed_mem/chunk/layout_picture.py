@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mindspeed_mem.chunk.layout import Layout
 from mindspeed_mem.chunk.layout_text import BF16, MIB
+from mindspeed_mem.output import save_figure
 
 _KINDS = {
     "embedding or output": ("wte", "wpe", "embed", "lm_head", "output_layer"),
@@ -43,7 +44,7 @@ def draw(layout: Layout, target: str | Path, title: str) -> None:
     named = dict(zip((*_KINDS, f"padding ({layout.waste_fraction:.4%})"), (*_COLOURS, _PADDING), strict=True))
     patches = [Patch(color=colour, label=name) for name, colour in named.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
-    figure.savefig(target, dpi=110)
+    save_figure(figure, target)
 
 
 def _bars(layout: Layout, place: int) -> list[tuple[int, float, float, str]]:

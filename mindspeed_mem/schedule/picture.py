@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mindspeed_mem.output import save_figure
 from mindspeed_mem.plan.passes import FORWARD
 from mindspeed_mem.schedule.peak import in_flight
 from mindspeed_mem.schedule.simulation import Span, Timeline
@@ -41,7 +42,7 @@ def draw(timeline: Timeline, virtual_stages: int, target: str | Path, title: str
     below.grid(alpha=0.3)
     below.legend(loc="upper right", fontsize=7, ncols=1 + len(stages) // 8)
     figure.tight_layout()
-    figure.savefig(target, dpi=110)
+    save_figure(figure, target)
 
 
 def held_over_time(spans: tuple[Span, ...]) -> dict[float, int]:
