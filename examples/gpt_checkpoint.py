@@ -3,12 +3,15 @@
     DIR/iter_0000010/                       model, optimizer, schedule, progress, random states of every rank
     DIR/latest_checkpointed_iteration.txt   written last, at once: what it names is complete
 
-Tensors are stored by their global name and shape, so another layout can read them; random states belong to a rank and
-return only in the layout that they were saved in.
+While one is being written its folder is called iter_0000010.unfinished; where that fails it goes, and the one before
+stays. Tensors are stored by their global name and shape, so another layout can read them; random states belong to a
+rank and return only in the layout that they were saved in.
 """
 
+import contextlib
 import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy
@@ -17,6 +20,9 @@ from gpt_arguments import UsageError
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mindspeed_mem import output
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = """num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups
@@ -58,10 +64,17 @@ def find(args):
 
 
 def save(args, iteration, consumed, chunks, optimizer, schedule, backend):
-    """Write the state after `iteration` and `consumed` samples; called on all ranks."""
+    """Write the state after `iteration` and `consumed` samples; called on all ranks. Raises UsageError."""
     folder = _folder(args.save, iteration)
-    if torch.distributed.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _told(folder):
+        _save(args, folder, iteration, consumed, chunks, optimizer, schedule, backend)
+
+
+def _save(args, folder, iteration, consumed, chunks, optimizer, schedule, backend):
+    first, unfinished = torch.distributed.get_rank() == 0, _unfinished(folder)
+    if first:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a job that was killed
+        unfinished.mkdir(parents=True)
     torch.distributed.barrier()
     if args.overlap_param_gather:  # the last step still owes the other ranks their parameters
         for chunk in chunks:
@@ -78,13 +91,41 @@ def save(args, iteration, consumed, chunks, optimizer, schedule, backend):
         "random": _random_object(random_state(backend)),
     }
     kept = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-    dist_checkpointing.save(state, str(folder), content_metadata=kept)
+    dist_checkpointing.save(state, str(unfinished), content_metadata=kept)
     torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        tracker = Path(args.save, TRACKER)
-        unfinished = tracker.with_suffix(".tmp")
-        unfinished.write_text(str(iteration))
-        os.replace(unfinished, tracker)
+    if first:
+        earlier = folder.with_name(folder.name + ".replaced")
+        shutil.rmtree(earlier, ignore_errors=True)
+        if folder.exists():
+            folder.rename(earlier)
+        unfinished.rename(folder)
+        shutil.rmtree(earlier, ignore_errors=True)
+        output.write(Path(args.save, TRACKER), str(iteration))
+
+
+@contextlib.contextmanager
+def _told(folder):
+    """What goes wrong with the disk as a UsageError with path and reason, and without the half that was written."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        reasons = _reasons(error)
+        if not reasons:
+            raise
+        shutil.rmtree(_unfinished(folder), ignore_errors=True)
+        place = next(one for one in folder.parents if one.exists())
+        free = f"{shutil.disk_usage(place).free / 2**20:.0f} MiB are free in {place}"
+        raise UsageError(f"cannot save {folder}: {'; '.join(reasons)} ({free})") from error
+
+
+def _reasons(error):
+    """What a failure to write says, each once; nothing where it is of another kind."""
+    if isinstance(error, CheckpointException):  # by rank: the error and where it came from
+        return list(dict.fromkeys(f"rank {rank}: {one[0]}" for rank, one in error.failures.items()))
+    if isinstance(error, OSError):
+        return [error.strerror or str(error)]
+    of_torch = "inline_container" in str(error) or "PytorchStreamWriter" in str(error)  # its riddles for a full disk
+    return ["torch could not write a file"] * of_torch
 
 
 def load(args, iteration, chunks, optimizer, schedule, backend):
@@ -137,6 +178,10 @@ def set_random_state(state, backend):
 
 def _folder(directory, iteration):
     return Path(directory, f"iter_{iteration:07d}")
+
+
+def _unfinished(folder):
+    return folder.with_name(folder.name + ".unfinished")
 
 
 def _values(args, names):

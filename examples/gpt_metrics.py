@@ -1,11 +1,13 @@
 """One row of figures per iteration and rank: the log line of rank 0, and the metrics file."""
 
 import json
-import os
 from datetime import datetime
 from pathlib import Path
 
 import torch
+from gpt_arguments import UsageError
+
+from mindspeed_mem import output
 
 MIB = 1 << 20
 KEYS = "iteration rank loss grad_norm step_ms peak_activation_bytes swapped_bytes host_bytes stall_ms".split()
@@ -22,11 +24,16 @@ class Metrics:
         self._rows = []
         self._path = Path(path) if path else None
         if self._path and torch.distributed.get_rank() == 0:
+            self._start(start_iteration)
+
+    def _start(self, start_iteration):
+        """Leave in the file what came before."""
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = [line for line in self._lines() if json.loads(line)["iteration"] <= start_iteration]
-            unfinished = self._path.with_name(self._path.name + ".tmp")
-            unfinished.write_text("".join(kept))
-            os.replace(unfinished, self._path)
+            output.write(self._path, "".join(kept))
+        except OSError as error:
+            raise UsageError(f"--metrics-file {self._path}: {error.strerror}") from error
 
     def add(self, **row):
         """Remember one iteration of this rank; needs all of KEYS, more is only for the log line."""
@@ -42,8 +49,11 @@ class Metrics:
             return []
         rows = [row for rows in zip(*everyone, strict=True) for row in rows]
         if self._path:
-            with open(self._path, "a") as file:
-                file.writelines(json.dumps({key: row[key] for key in KEYS}) + "\n" for row in rows)
+            try:
+                with open(self._path, "a") as file:
+                    file.writelines(json.dumps({key: row[key] for key in KEYS}) + "\n" for row in rows)
+            except OSError as error:
+                raise UsageError(f"--metrics-file {self._path}: {error.strerror}") from error
         return rows
 
     def _lines(self):
