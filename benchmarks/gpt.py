@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 
@@ -13,13 +11,11 @@ def start_one_rank(device_type: str) -> torch.device:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29512")
     device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
     if device_type != "cpu":
         torch.get_device_module(device_type).set_device(device)
     backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device_type]
-    dist.init_process_group(backend, rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # no port that another may have
     parallel_state.initialize_model_parallel()
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)

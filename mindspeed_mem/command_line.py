@@ -11,6 +11,7 @@ from pathlib import Path
 from mindspeed_mem import output
 
 PICTURES = (".svg", ".png", ".pdf")
+_NAMED = "named "
 NO_MATPLOTLIB = "matplotlib, which draws it, is not installed: pip install matplotlib, or 'mindspeed-mem[picture]'"
 
 
@@ -54,6 +55,21 @@ def check_picture(option: str, target: str | None, wrong: list[str]) -> None:
     check_file(option, target, wrong)
     if importlib.util.find_spec("matplotlib") is None:
         wrong.append(f"{option}: {NO_MATPLOTLIB}")
+
+
+class AsGiven(argparse.Action):
+    """Stores the text, and by which of the option's names it was given (`as_given`)."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: str, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, _NAMED + self.option_strings[0], option)
+
+
+def as_given(given: argparse.Namespace, *names: str) -> str:
+    """The one of an option's names that the user wrote; the first if none."""
+    return getattr(given, _NAMED + names[0], None) or names[0]
 
 
 def flag(name: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from mindspeed_mem.command_line import flag, whole
+from mindspeed_mem.command_line import AsGiven, as_given, flag, whole
 
 MODEL_NUMBERS = {
     "num_layers": "decoder layers",
@@ -76,7 +76,7 @@ def add_options(
     """Options with Megatron's names; numbers stay text, so that all that is wrong is said at once."""
     for name, text in numbers.items():
         flags = [flag(name)] + ["--layers"] * (name == "num_layers")
-        group.add_argument(*flags, dest=name, metavar="N", help=text)
+        group.add_argument(*flags, dest=name, metavar="N", action=AsGiven, help=text)
     for name, text in switches.items():
         group.add_argument(flag(name), action="store_true", help=text)
     for name, allowed in choices.items():
@@ -87,7 +87,7 @@ def read_options(
     given: argparse.Namespace, numbers: Iterable[str], choices: Mapping[str, tuple[str, ...]], wrong: list[str]
 ) -> dict[str, int | None]:
     """The whole numbers by name, None where one is not given; what is wrong with them, and with choices, in `wrong`."""
-    sizes = {name: whole(flag(name), getattr(given, name), wrong) for name in numbers}
+    sizes = {name: whole(as_given(given, flag(name)), getattr(given, name), wrong) for name in numbers}
     for name, allowed in choices.items():
         if getattr(given, name) not in (None, *allowed):
             wrong.append(f"{flag(name)} takes {', '.join(allowed)}, not {getattr(given, name)!r}")

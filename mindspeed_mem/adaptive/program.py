@@ -7,8 +7,12 @@ HiGHS returned plans that were 14 % too large.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
 
 from mindspeed_mem.adaptive.closed_form import Rules, most_swapped
 from mindspeed_mem.adaptive.layout import Count, Counts, key
@@ -59,14 +63,33 @@ class Program:
             data += terms.values()
             starts.append(len(columns))
         matrix = csr_matrix((data, columns, starts), shape=(len(self._rows), len(self.index)))
-        result = milp(
-            numpy.array(self._price),
-            constraints=LinearConstraint(matrix, -numpy.inf, [high for _, high in self._rows]),
-            integrality=self._whole,
-            bounds=Bounds(self._low, self._high),
-            options={"time_limit": time_limit, "mip_rel_gap": gap},
-        )
+        with _silent():
+            result = milp(
+                numpy.array(self._price),
+                constraints=LinearConstraint(matrix, -numpy.inf, [high for _, high in self._rows]),
+                integrality=self._whole,
+                bounds=Bounds(self._low, self._high),
+                options={"time_limit": time_limit, "mip_rel_gap": gap},
+            )
         return None if result.x is None else {name: float(result.x[place]) for name, place in self.index.items()}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without what HiGHS prints from C++, whatever its options: our output may be read by a program."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    c = ctypes.CDLL(None)
+    c.fflush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        c.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def solve(

@@ -68,12 +68,16 @@ def lines(profile: Profile, kept: Simulated, full: Simulated, found: Found | Non
 
 
 def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) -> list[tuple[str, ...]]:
-    rows = [("stage", "in flight", "static", "keep all", "full", "this plan", "on host", "waits s", "prefetch")]
+    virtual = problem.virtual_stages > 1
+    each = ("of each part",) * virtual  # the most of each: several combinations may be the largest together
+    rows = [("stage", "in flight", *each, "static", "keep all", "full", "this plan", "on host", "waits s", "prefetch")]
     for number, (stage, plan) in enumerate(zip(problem.stages, found.plan.stages, strict=True)):
+        held = problem.in_flight[number]
         rows.append(
             (
                 str(number),
-                " or ".join("+".join(map(str, held)) for held in problem.in_flight[number]),
+                str(max(map(sum, held))),
+                *("+".join(str(max(of_part)) for of_part in zip(*held, strict=True)) for _ in each),
                 gib(stage.static_bytes),
                 gib(kept.peaks[number]),
                 gib(full.peaks[number]),

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 
-from mindspeed_mem.command_line import check_picture, number, whole
+from mindspeed_mem.command_line import AsGiven, as_given, check_picture, number, whole
 from mindspeed_mem.schedule import picture
 from mindspeed_mem.schedule.chart import chart
 from mindspeed_mem.schedule.checks import problems
@@ -24,20 +24,23 @@ the terminal has room. Nothing is run, and Megatron is not needed:
 Long names are Megatron's, and this package's own in training.
 """
 _WIDTH = 80  # where there is no terminal
+_STAGES = ("--pp", "--pipeline-model-parallel-size")
+_VIRTUAL = ("--vpp", "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank")
+_GROUP = ("--group-size", "--microbatch-group-size-per-virtual-pipeline-stage")
+_CAP = ("--max-inflight", "--max-inflight-microbatches")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of the command. Numbers stay text here, so that all that is wrong is said at once."""
-    stages = ("--pp", "--pipeline-model-parallel-size")
-    command.add_argument(*stages, default="1", metavar="N", help="pipeline stages (1)")
+    command.add_argument(*_STAGES, default="1", metavar="N", action=AsGiven, help="pipeline stages (1)")
     what = "micro-batches of a step: global batch / micro-batch / data-parallel ranks"
     command.add_argument("--microbatches", required=True, metavar="N", help=what)
-    virtual = ("--vpp", "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank")
-    command.add_argument(*virtual, default="1", metavar="N", help="virtual stages (model chunks) of each stage (1)")
-    group = ("--group-size", "--microbatch-group-size-per-virtual-pipeline-stage")
-    command.add_argument(*group, metavar="N", help="micro-batches that run on a chunk in a row (the stages)")
+    what = "virtual stages (model chunks) of each stage (1)"
+    command.add_argument(*_VIRTUAL, default="1", metavar="N", action=AsGiven, help=what)
+    what = "micro-batches that run on a chunk in a row (the stages)"
+    command.add_argument(*_GROUP, metavar="N", action=AsGiven, help=what)
     what = "cap on micro-batches (with virtual stages: chunk passes) a stage holds"
-    command.add_argument("--max-inflight", "--max-inflight-microbatches", metavar="N", help=what)
+    command.add_argument(*_CAP, metavar="N", action=AsGiven, help=what)
     command.add_argument(
         "--megatron-loop", action="store_true", help="with a cap: the order that Megatron's own loop can run"
     )
@@ -52,13 +55,13 @@ def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     wrong: list[str] = []
     sizes = [
-        whole("--pp", given.pp, wrong),
-        whole("--vpp", given.vpp, wrong),
+        whole(as_given(given, *_STAGES), given.pp, wrong),
+        whole(as_given(given, *_VIRTUAL), given.vpp, wrong),
         whole("--microbatches", given.microbatches, wrong),
     ]
     limits = {
-        "group_size": whole("--group-size", given.group_size, wrong),
-        "cap": whole("--max-inflight", given.max_inflight, wrong),
+        "group_size": whole(as_given(given, *_GROUP), given.group_size, wrong),
+        "cap": whole(as_given(given, *_CAP), given.max_inflight, wrong),
         "megatron_loop": given.megatron_loop,
     }
     numbers_wrong = bool(wrong)

@@ -1,4 +1,4 @@
-"""A disk that is full when a checkpoint is due: path and reason in a sentence, no half checkpoint, the last one loads."""
+"""A disk that is full when a checkpoint is due: path and reason, no half checkpoint, and the last one loads."""
 
 import os
 

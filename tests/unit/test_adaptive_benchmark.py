@@ -1,5 +1,6 @@
 """`benchmarks/adaptive.py --replay`: what is predicted of all policies, from a profile alone."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 from mindspeed_mem.adaptive import trace
 from tests.planning import small_problem
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "adaptive.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "adaptive.py"
 RUN = """
 import runpy, sys
 del sys.argv[0]
@@ -38,3 +40,16 @@ def test_caps_that_are_no_numbers_are_refused(tmp_path):
     words = [sys.executable, str(SCRIPT), "--replay", str(target), "--caps", "half"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1 and "such as 105GB, not 'half'" in done.stderr
+
+
+def test_two_benchmarks_run_at_once():
+    """They meet nobody: the port that one would take may be another's."""
+    code = (
+        "from gpt import start_one_rank; import os, torch.distributed as dist; start_one_rank('cpu'); "
+        "assert dist.get_world_size() == 1 and 'MASTER_PORT' not in os.environ; dist.destroy_process_group()"
+    )
+    search = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    environment = {**os.environ, "PYTHONPATH": search, "MINDSPEED_MEM_DEVICE": "cpu"}
+    environment.pop("MASTER_PORT", None)
+    code = "import mindspeed_mem.megatron_adaptor as mem; mem.configure({'device': 'cpu'}); " + code
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

@@ -112,7 +112,21 @@ def test_what_to_try_is_about_the_largest_holder(plan):
 def test_virtual_stages_and_tensor_parallel_ranks_are_planned_for(plan):
     words = SHAPE + "--num-layers-per-virtual-pipeline-stage 2 --tensor-model-parallel-size 4 --sequence-parallel "
     status, out, _ = plan(words + "--use-distributed-optimizer --device-memory-gib 8")
-    assert status == 0 and "2 virtual stages" in out and "+" in row(out, "0 ")[0]
+    assert status == 0 and "2 virtual stages" in out and row(out, "0 ")[:2] == ["5", "4+2"]
+
+
+def test_many_virtual_stages_leave_the_table_readable(plan):
+    words = "--layers 32 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 1 "
+    words += "--global-batch-size 16 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
+    _, out, _ = plan(words + "--device-memory-gib 40")
+    start = out.index("stage  in flight")
+    assert [line.split()[1:3] for line in out[start:].splitlines()[1:5]] == [
+        ["19", "8+8+4+4"],
+        ["17", "8+8+4+4"],
+        ["15", "8+7+4+3"],
+        ["13", "8+5+4+1"],
+    ]
+    assert len(out[start:].splitlines()[1]) < 100
 
 
 @pytest.mark.parametrize(

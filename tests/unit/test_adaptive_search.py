@@ -208,3 +208,25 @@ def test_where_everything_fits_everything_is_kept():
     problem = small_problem(stages=2, layers=3, micro_batches=4)
     found = Search(problem).best()
     assert {letter for stage in found.plan.stages for text in stage.chunks[0] for letter in text} == {"K", "-"}
+
+
+@needs_scipy
+def test_what_the_solver_prints_is_not_our_output(monkeypatch, capfd):
+    import ctypes
+
+    import scipy.optimize
+
+    solve = scipy.optimize.milp
+
+    def chatty(*args, **named):  # as HiGHS 1.8 does now and then, whatever its options
+        ctypes.CDLL(None).puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+        return solve(*args, **named)
+
+    monkeypatch.setattr(scipy.optimize, "milp", chatty)
+    ours = program.Program()
+    ours.variable(("x",), high=3, whole=True, price=-1.0)
+    print("before")
+    assert ours.solve(0.0, 1.0) == {("x",): 3.0}
+    print("after")
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == "before\nafter\n"

@@ -86,6 +86,13 @@ def test_forward_only_passes_hold_nothing(schedule):
                 "--picture: there is no folder no",
             ],
         ),
+        (
+            "--microbatches 2 --max-inflight-microbatches 0 --pipeline-model-parallel-size=-1",
+            [
+                "--pipeline-model-parallel-size takes a whole number of at least 1, not '-1'",
+                "--max-inflight-microbatches takes a whole number of at least 1, not '0'",
+            ],
+        ),
         ("--pp 4 --vpp 2 --microbatches 10 --max-inflight 1", ["the cap of passes in", "the group size is 4 (the nu"]),
         ("--pp 4 --microbatches 8 --group-size 4", ["a group size needs virtual stages"]),
     ],
