@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mindspeed_mem import reserve
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.profiler import Profiler, link_profile
 from mindspeed_mem.adaptive import kept_plan, measured, trace
@@ -34,7 +35,6 @@ SURVIVE, PROFILE, TRY, SETTLED, OFF = "survive", "profile", "try", "settled", "o
 _CALLS_EACH = 3  # of a plan that is tried
 _WATCHED = 10
 _AGAIN = 3  # times to plan again after evictions, or to profile other shapes, before it is left to eviction
-_RESERVE = 0.02  # of the limit, not planned with
 
 
 class Call(NamedTuple):
@@ -292,7 +292,8 @@ class Adaptation:
         """What a plan may take of this rank's memory, in bytes."""
         backend = self.engine.backend
         room, limit = backend.room(), backend.limit()
-        return round((1 - _RESERVE) * (limit if room is None else min(limit, room + backend.allocated())))
+        mine = limit if room is None else min(limit, room + backend.allocated())  # contexts are there already
+        return mine - reserve.fragmentation(mine)
 
     def _problem(self, limit: int) -> Problem:
         call = self.call

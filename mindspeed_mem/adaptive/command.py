@@ -13,6 +13,8 @@ from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.problem import Problem
 from mindspeed_mem.adaptive.search import Found, Search
+from mindspeed_mem.adaptive.shape import Layout
+from mindspeed_mem.reserve import Reserve, of_device
 
 DESCRIPTION = """Finds which layers and operators should keep, swap or recompute their activations, from a model's shape
 or from a profile, and predicts step time and memory. Nothing is run; neither Megatron nor a device is needed:
@@ -48,16 +50,28 @@ def main(given: argparse.Namespace) -> int:
             model=dataclasses.asdict(request.shape),
             shapes=dataclasses.asdict(request.layout),
         )
-    limits = {} if request.device_bytes is None else {"device_limit": request.device_bytes}
+    limits, kept = {}, None
+    if request.device_bytes is not None:
+        kept = _reserve(request, profile)
+        limits["device_limit"] = request.device_bytes - kept.bytes
     if request.host_bytes is not None:
         limits["host_limit"] = request.host_bytes
     profile = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, **limits))
     if given.write_trace:
         trace.write(profile, given.write_trace)
-    return _plan(given, profile)
+    return _plan(given, profile, kept)
 
 
-def _plan(given: argparse.Namespace, profile: trace.Profile) -> int:
+def _reserve(request: command_options.Request, profile: trace.Profile) -> Reserve:
+    """What of the device is not planned with."""
+    if request.reserve_bytes is not None:
+        return Reserve(asked=request.reserve_bytes)
+    sizes = {"pipeline": len(profile.problem.stages)} | {name: profile.shapes.get(name) for name in ("tensor", "data")}
+    layout = Layout(**{name: size if isinstance(size, int) else 1 for name, size in sizes.items()})
+    return of_device(request.device_bytes, layout.groups)
+
+
+def _plan(given: argparse.Namespace, profile: trace.Profile, reserve: Reserve | None) -> int:
     problem = profile.problem
     search = Search(problem)
     kept, full = keep_all(problem), full_recompute(problem)
@@ -67,29 +81,31 @@ def _plan(given: argparse.Namespace, profile: trace.Profile) -> int:
             floor = search.floor()
             asked = picture.limits(floor, max(kept.peaks), problem.device_limit)
             curve = list(zip(asked, search.curve(asked), strict=True))
-            title = " ".join(table.head(profile)[:1])
+            title = " ".join(table.head(profile, reserve)[:1])
             picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
         found = search.best()
     except InfeasibleError as shortage:
         status, error = 1, shortage
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    print("\n".join(table.lines(profile, kept, full, found, width)))
+    print("\n".join(table.lines(profile, reserve, kept, full, found, width)))
     if error is not None:
         states_are_split = bool(profile.shapes.get("distributed_optimizer"))
         print(f"mindspeed_mem plan: {error.text(states_are_split)}", file=sys.stderr)
+        if reserve is not None and reserve.bytes:
+            print(f"  (a reserve of {table.gib(reserve.bytes)} GiB is kept besides: --reserve-gib)", file=sys.stderr)
     if given.picture:
         print(f"drawn to {given.picture}")
     if given.output and found is not None:
-        _write(given.output, problem, found, profile)
+        _write(given.output, problem, found, table.head(profile, reserve), profile.origin)
         print(f"written to {given.output}: train with --memory-config {given.output}")
     return status
 
 
-def _write(target: str, problem: Problem, found: Found, profile: trace.Profile) -> None:
+def _write(target: str, problem: Problem, found: Found, head: list[str], origin: str) -> None:
     from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config  # only this needs PyYAML
 
-    origin = "estimates" if profile.origin == "estimated" else "a measured profile"
+    origin = "estimates" if origin == "estimated" else "a measured profile"
     peak = table.gib(max(found.simulated.peaks))
     first = f"mindspeed_mem plan: {found.simulated.seconds:.4g} s a step, {peak} GiB at most, from {origin}"
-    remarks = [first, *table.head(profile)]
+    remarks = [first, *head]
     output.write(target, as_yaml(memory_config(problem, found.plan), remarks))

@@ -55,6 +55,9 @@ class Request:
     layout: Layout | None = None
     machine: Machine | None = None
     device_bytes: int | None = None
+    """Of the device."""
+    reserve_bytes: int | None = None
+    """What is not planned with, if that was said."""
     host_bytes: int | None = None
     wrong: list[str] = field(default_factory=list)
 
@@ -63,8 +66,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model and its layout (Megatron's options)")
     add_options(model, _NUMBERS, _SWITCHES, _CHOICES)
     machine = command.add_argument_group("the machine")
-    what = "memory that a rank may use (default with --trace: the limit the profile was made under)"
+    what = "device memory of a rank (default with --trace: the limit the profile was made under, without a reserve)"
     machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
+    what = (
+        "of it, what is not planned with: for contexts (1, at most a 16th of the device), communicators (0.25 for each "
+        "of tensor, pipeline and data parallel groups, at most a 64th) and fragmentation (2 %%)"
+    )
+    machine.add_argument("--reserve-gib", metavar="GIB", help=what)
     machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
     for name, (default, text) in _SPEEDS.items():
         machine.add_argument(flag(name), metavar="X", help=f"{text} ({default:g})")
@@ -81,6 +89,12 @@ def read(given: argparse.Namespace) -> Request:
     wrong = request.wrong
     device = number("--device-memory-gib", given.device_memory_gib, wrong)
     request.device_bytes = None if device is None else round(device * GIB)
+    kept = number("--reserve-gib", given.reserve_gib, wrong, least=0)
+    request.reserve_bytes = None if kept is None else round(kept * GIB)
+    if kept is not None and given.device_memory_gib is None:
+        wrong.append("--reserve-gib is taken from --device-memory-gib, which is not given")
+    elif None not in (kept, device) and kept >= device:
+        wrong.append(f"--reserve-gib {kept:g} leaves nothing of --device-memory-gib {device:g}")
     host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
     request.host_bytes = None if host is None else round(host * GIB)
     if given.trace is not None:

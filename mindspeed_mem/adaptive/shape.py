@@ -76,6 +76,11 @@ class Layout:
     distributed_optimizer: bool = False
 
     @property
+    def groups(self) -> int:
+        """Groups of ranks in which a rank has a communicator."""
+        return sum(size > 1 for size in (self.tensor, self.pipeline, self.data))
+
+    @property
     def bytes_per_parameter(self) -> float:
         """bf16 parameter, fp32 gradient; fp32 master copy and Adam's two states, which may be split over data ranks."""
         return 6 + 12 / (self.data if self.distributed_optimizer else 1)

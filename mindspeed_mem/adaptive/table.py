@@ -8,12 +8,13 @@ from mindspeed_mem.adaptive.problem import GIB, Problem
 from mindspeed_mem.adaptive.search import Found
 from mindspeed_mem.adaptive.simulation import Simulated
 from mindspeed_mem.adaptive.trace import Profile
+from mindspeed_mem.reserve import Reserve
 
 _ESTIMATED = (
     "Seconds, and with them which plan is best, are estimates from FLOPs and bytes moved: {tflops:g} TFLOP/s, "
     "{memory_gbps:g} GB/s device memory, {link_gbps:g} GB/s to the host.",
     "Bytes of activations follow Megatron's local layers with flash attention or, if asked, unfused attention; static "
-    "memory and temporaries are estimates, and fragmentation is not counted.",
+    "memory and temporaries are estimates.",
 )
 
 
@@ -21,7 +22,7 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f}"
 
 
-def head(profile: Profile) -> list[str]:
+def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
     """What was planned for, and how far the figures can be trusted."""
     problem = profile.problem
     stages, line = len(problem.stages), problem.pipeline
@@ -30,6 +31,8 @@ def head(profile: Profile) -> list[str]:
         words.append(f"{problem.virtual_stages} virtual stages")
     words.append(f"{line.micro_batches} micro-batch{'es' * (line.micro_batches > 1)}")
     limits = f"limit {gib(problem.device_limit)} GiB"
+    if reserve is not None and reserve.bytes:
+        limits += f" ({gib(problem.device_limit + reserve.bytes)} less a reserve of {gib(reserve.bytes)})"
     limits += f", host {gib(problem.host_limit)} GiB" if problem.host_limit is not None else ""
     first = f"{', '.join(words)}; {limits} on each rank"
     if profile.origin == "estimated":
@@ -43,7 +46,9 @@ def head(profile: Profile) -> list[str]:
     ]
 
 
-def lines(profile: Profile, kept: Simulated, full: Simulated, found: Found | None, width: int) -> list[str]:
+def lines(
+    profile: Profile, reserve: Reserve | None, kept: Simulated, full: Simulated, found: Found | None, width: int
+) -> list[str]:
     """The whole text."""
     problem = profile.problem
     rows = [("policy", "step s", "throughput", "peak GiB", "fits")]
@@ -54,7 +59,13 @@ def lines(profile: Profile, kept: Simulated, full: Simulated, found: Found | Non
         fits = "yes" if max(one.peaks) <= problem.device_limit else "no"
         gain = f"{100 * (full.seconds / one.seconds - 1):+.1f} %"
         rows.append((name, f"{one.seconds:.4g}", gain, gib(max(one.peaks)), fits))
-    text = [*head(profile), "", *aligned(rows), "(throughput against full recompute; all predicted)"]
+    text = [
+        *head(profile, reserve),
+        *_kept_back(reserve),
+        "",
+        *aligned(rows),
+        "(throughput against full recompute; all predicted)",
+    ]
     if found is None:
         return text
     return [
@@ -63,7 +74,7 @@ def lines(profile: Profile, kept: Simulated, full: Simulated, found: Found | Non
         *aligned(_stages(problem, kept, full, found)),
         "",
         *grid(problem, found.plan, width),
-        *_remarks(found),
+        *_remarks(problem, reserve, found),
     ]
 
 
@@ -90,8 +101,20 @@ def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) ->
     return rows
 
 
-def _remarks(found: Found) -> list[str]:
+def _kept_back(reserve: Reserve | None) -> list[str]:
+    """What the reserve is for."""
+    if reserve is None or not reserve.bytes - reserve.asked:
+        return []
+    parts = ("contexts", "communicators", "fragmentation")
+    each = ", ".join(f"{name} {gib(getattr(reserve, name))}" for name in parts)
+    return [f"The reserve is for what is not counted: {each} GiB (--reserve-gib takes another, 0 none)."]
+
+
+def _remarks(problem: Problem, reserve: Reserve | None, found: Found) -> list[str]:
+    left = problem.device_limit - max(found.simulated.peaks)
+    beside = " beside the reserve" if reserve is not None and reserve.bytes else ""
     text = [f"solved by {found.solver}; sizes in GiB"]
+    text.append(f"at its fullest, the plan leaves {gib(left)} GiB{beside}")
     if found.plan.inputs_move:
         text.append("what recomputed operators start from leaves the device, too (swap_recompute_inputs)")
     return text

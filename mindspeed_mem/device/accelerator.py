@@ -12,15 +12,10 @@ from types import ModuleType
 
 import torch
 
+from mindspeed_mem import reserve
 from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_limit
 
 _PENDING_STALLS = 256  # event pairs kept before those that have happened are added up
-
-_RESERVE = 1 << 30
-"""Bytes kept from torch's allocator for what asks the driver itself: contexts and workspaces of the libraries, code
-loaded at its first use, communicators made late. At a full device these fail, and what torch only keeps is none of
-theirs. Some hundred MiB are usual for a library's context and for each communicator."""
-_RESERVE_SHARE = 16  # but no more than this part of a small device
 
 # What libraries, and older torch_npu itself, say when there is no memory left: RuntimeErrors of no particular type.
 _DRIVER_FULL = re.compile(
@@ -221,7 +216,8 @@ class AcceleratorBackend(Backend):
         return self._total() if limit == self._reserving.get(self._module.current_device()) else limit
 
     def _reserve(self) -> int:
-        return min(_RESERVE, self._total() // _RESERVE_SHARE)
+        # At a full device libraries fail, and what torch's allocator only keeps is none of theirs.
+        return reserve.contexts(self._total())
 
     def allocation_retries(self) -> int:
         stats = getattr(self._module, "memory_stats_as_nested_dict", None) or self._module.memory_stats

@@ -15,7 +15,7 @@ from mindspeed_mem.plan import load_memory_config
 
 SHAPE = (
     "--layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 2 "
-    "--global-batch-size 8 --pipeline-model-parallel-size 2 --data-parallel-size 1 --link-gbps 20 "
+    "--global-batch-size 8 --pipeline-model-parallel-size 2 --data-parallel-size 1 --link-gbps 20 --reserve-gib 0 "
 )
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-query-groups 8 "
 
@@ -58,9 +58,9 @@ def test_what_it_planned_from_can_be_kept_and_planned_from_again(plan, tmp_path)
     profile = trace.read(target)
     assert profile.origin == "estimated" and profile.shapes["pipeline"] == 2
     assert profile.problem.device_limit == 24 * GIB
-    status, again, _ = plan(f"--trace {target} --device-memory-gib 24")
+    status, again, _ = plan(f"--trace {target} --device-memory-gib 24 --reserve-gib 0")
     assert status == 0 and again == first
-    _, other, _ = plan(f"--trace {target} --device-memory-gib 20 --swap-host-memory-gib 1")
+    _, other, _ = plan(f"--trace {target} --device-memory-gib 20 --reserve-gib 0 --swap-host-memory-gib 1")
     assert "limit 20.00 GiB, host 1.00 GiB" in other
     assert float(row(other, "this plan")[0]) >= float(row(again, "this plan")[0])
 
@@ -71,9 +71,9 @@ def test_a_plan_over_a_link_that_blocks_says_so_and_is_slower(plan, tmp_path):
     measured = dataclasses.replace(trace.read(target), origin="measured")
     link = dataclasses.replace(measured.problem.link, blocking=True)
     trace.write(measured, target)
-    _, hidden, _ = plan(f"--trace {target} --device-memory-gib 20")
+    _, hidden, _ = plan(f"--trace {target} --device-memory-gib 20 --reserve-gib 0")
     trace.write(dataclasses.replace(measured, problem=dataclasses.replace(measured.problem, link=link)), target)
-    status, out, _ = plan(f"--trace {target} --device-memory-gib 20")
+    status, out, _ = plan(f"--trace {target} --device-memory-gib 20 --reserve-gib 0")
     text = "Computation stands still while anything is copied"
     assert status == 0 and text in out and text not in hidden
     assert float(row(hidden, "this plan")[0]) < float(row(out, "this plan")[0])
@@ -105,7 +105,7 @@ def test_what_to_try_is_about_the_largest_holder(plan):
     assert tries(f"{SHAPE} --device-memory-gib 10") == [states, chunks, split]
     assert tries(f"{SHAPE} --device-memory-gib 10 --use-distributed-optimizer") == [chunks, split, smaller]
     few = "--layers 1 --hidden-size 64 --num-attention-heads 1 --vocab-size 1 --seq-length 65536 --micro-batch-size 8 "
-    found = tries(f"{few} --global-batch-size 8 --device-memory-gib 0.1 --swap-host-memory-gib 1")
+    found = tries(f"{few} --global-batch-size 8 --device-memory-gib 0.1 --swap-host-memory-gib 1 --reserve-gib 0")
     assert found[:2] == ["more host memory for swap (--swap-host-memory-gib)", smaller] and len(found) == 3
 
 
@@ -113,6 +113,24 @@ def test_virtual_stages_and_tensor_parallel_ranks_are_planned_for(plan):
     words = SHAPE + "--num-layers-per-virtual-pipeline-stage 2 --tensor-model-parallel-size 4 --sequence-parallel "
     status, out, _ = plan(words + "--use-distributed-optimizer --device-memory-gib 8")
     assert status == 0 and "2 virtual stages" in out and row(out, "0 ")[:2] == ["5", "4+2"]
+
+
+def test_a_reserve_is_kept_by_default(plan):
+    words = SHAPE.replace("--reserve-gib 0 ", "") + "--tensor-model-parallel-size 2 "
+    _, out, _ = plan(words + "--device-memory-gib 14")
+    # 0.875 GiB, a 16th, for contexts; 0.21875, a 64th, for the groups of tensor and pipeline parallelism each; 2 %.
+    assert "limit 12.41 GiB (14.00 less a reserve of 1.59) on each rank" in out
+    assert "contexts 0.88, communicators 0.44, fragmentation 0.28 GiB" in out
+    peak = float(row(out, "this plan")[-2])
+    left = float(out.partition("the plan leaves ")[2].partition(" GiB beside the reserve")[0])
+    assert peak + left == pytest.approx(12.41, abs=0.011)
+    _, out, _ = plan(words + "--device-memory-gib 14 --reserve-gib 1.5")
+    assert "limit 12.50 GiB (14.00 less a reserve of 1.50)" in out and "communicators" not in out
+    status, _, err = plan(words + "--device-memory-gib 4")
+    assert status == 1 and "a reserve of 0.46 GiB is kept besides: --reserve-gib" in err
+    for wrong in ("--device-memory-gib 24 --reserve-gib 24", "--reserve-gib 1"):
+        status, _, err = plan(words + wrong)
+        assert status == 2 and "  --reserve-gib " in err
 
 
 def test_many_virtual_stages_leave_the_table_readable(plan):

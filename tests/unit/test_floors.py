@@ -12,6 +12,7 @@ FLOORS = {
     # Below all: they need nothing but Python.
     "requirements": -1,
     "output": -1,
+    "reserve": -1,
     "interruption": -1,
     "command_line": 0,
     "model_sizes": 1,

@@ -1,0 +1,45 @@
+"""Device memory that nobody may plan with: what is taken beside the tensors that are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+_LIBRARIES, _LIBRARIES_SHARE = 1024 * MIB, 16
+"""For what asks the driver itself: contexts and workspaces of the libraries, code loaded at its first use. Some hundred
+MiB are usual for each context; no more than this part of a small device."""
+_COMMUNICATOR, _COMMUNICATOR_SHARE = 256 * MIB, 64
+"""For the buffers of one group of ranks (NCCL, HCCL), which are made at its first collective, under load."""
+_FRAGMENTATION = 0.02
+"""Of the memory: what an allocator keeps in pieces that nobody can use."""
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes that are left to others, by what they are for."""
+
+    contexts: int = 0
+    communicators: int = 0
+    fragmentation: int = 0
+    asked: int = 0
+    """Instead of these, a user's own figure."""
+
+    @property
+    def bytes(self) -> int:
+        return self.contexts + self.communicators + self.fragmentation + self.asked
+
+
+def of_device(nbytes: int, groups: int) -> Reserve:
+    """What a device of so many bytes needs where a rank is in so many groups of its own (tensor-parallel, ...)."""
+    each = min(_COMMUNICATOR, nbytes // _COMMUNICATOR_SHARE)
+    return Reserve(contexts(nbytes), groups * each, fragmentation(nbytes))
+
+
+def contexts(nbytes: int) -> int:
+    """For libraries, on a device of so many bytes."""
+    return min(_LIBRARIES, nbytes // _LIBRARIES_SHARE)
+
+
+def fragmentation(nbytes: int) -> int:
+    """For pieces, where tensors may take so many bytes."""
+    return round(_FRAGMENTATION * nbytes)
