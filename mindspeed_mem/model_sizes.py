@@ -32,6 +32,23 @@ MODEL_CHOICES = {
 """Options with a few values, the first of which is Megatron's default."""
 
 
+_UNKNOWN = {
+    "num_experts": "MoE",
+    "moe_router_topk": "MoE",
+    "moe_ffn_hidden_size": "MoE",
+    "moe_shared_expert_intermediate_size": "MoE",
+    "moe_layer_freq": "MoE",
+    "moe_grouped_gemm": "MoE",
+    "expert_model_parallel_size": "MoE",
+    "expert_tensor_parallel_size": "MoE",
+    "multi_latent_attention": "multi-latent attention",
+    "q_lora_rank": "multi-latent attention",
+    "kv_lora_rank": "multi-latent attention",
+    "mtp_num_layers": "multi-token prediction",
+}
+"""Megatron's options that make other layers than these sub-commands know, and what they are about."""
+
+
 class ModelSizes(NamedTuple):
     """What the options of a model say about its parameters, with what Megatron puts where they say nothing."""
 
@@ -81,6 +98,21 @@ def add_options(
         group.add_argument(flag(name), action="store_true", help=text)
     for name, allowed in choices.items():
         group.add_argument(flag(name), metavar="NAME", help=f"{', '.join(allowed)} ({allowed[0]})")
+
+
+def add_unknown(command: argparse.ArgumentParser) -> None:
+    """Options that are only there to be refused with a reason."""
+    for name in _UNKNOWN:
+        command.add_argument(flag(name), nargs="*", help=argparse.SUPPRESS)
+
+
+def refuse_unknown(given: argparse.Namespace, reason: str, wrong: list[str]) -> None:
+    """Note in `wrong` which of them are given."""
+    kinds: dict[str, list[str]] = {}
+    for name, kind in _UNKNOWN.items():
+        if getattr(given, name) is not None:
+            kinds.setdefault(kind, []).append(flag(name))
+    wrong += [f"{', '.join(names)} ({kind}): {reason}" for kind, names in kinds.items()]
 
 
 def read_options(

@@ -22,7 +22,8 @@ or from a profile, and predicts step time and memory. Nothing is run; neither Me
     python -m mindspeed_mem plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 \\
         --micro-batch-size 1 --global-batch-size 16 --device-memory-gib 80 --link-gbps 50
 
-Options of the model have Megatron's names and defaults, in bf16 without dropout. The exit status is 1 if nothing fits.
+Options of the model have Megatron's names and defaults, dropout of 0.1 included; figures are for bf16. The exit status
+is 1 if nothing fits.
 """
 _WIDTH = 100  # where there is no terminal
 
@@ -66,7 +67,9 @@ def _reserve(request: command_options.Request, profile: trace.Profile) -> Reserv
     """What of the device is not planned with."""
     if request.reserve_bytes is not None:
         return Reserve(asked=request.reserve_bytes)
-    sizes = {"pipeline": len(profile.problem.stages)} | {name: profile.shapes.get(name) for name in ("tensor", "data")}
+    sizes = {"pipeline": len(profile.problem.stages)} | {
+        name: profile.shapes.get(name) for name in ("tensor", "data", "context")
+    }
     layout = Layout(**{name: size if isinstance(size, int) else 1 for name, size in sizes.items()})
     return of_device(request.device_bytes, layout.groups)
 

@@ -15,8 +15,10 @@ from mindspeed_mem.model_sizes import (
     MODEL_NUMBERS,
     MODEL_SWITCHES,
     add_options,
+    add_unknown,
     model_sizes,
     read_options,
+    refuse_unknown,
 )
 from mindspeed_mem.schedule import problems as schedule_problems
 
@@ -26,6 +28,7 @@ _NUMBERS = MODEL_NUMBERS | {
     "micro_batch_size": None,
     "global_batch_size": None,
     "tensor_model_parallel_size": "1",
+    "context_parallel_size": "ranks that split each sequence (1)",
     "pipeline_model_parallel_size": "1",
     "num_layers_per_virtual_pipeline_stage": "no virtual stages",
     "data_parallel_size": "ranks that share the global batch (1); not an option of Megatron, which divides its ranks",
@@ -39,6 +42,11 @@ _SWITCHES = MODEL_SWITCHES | {
 _CHOICES = MODEL_CHOICES | {
     "attention_backend": ("flash", "unfused"),
 }
+_DROPOUTS = {
+    "attention_dropout": "share of the attention's scores; only an unfused attention keeps masks (0.1)",
+    "hidden_dropout": "share of what is added to the residual stream, and of embeddings (0.1)",
+}
+_DROPOUT = 0.1  # Megatron's default of both
 _SPEEDS = {
     "link_gbps": (Machine.link_gbps, "host copies, GB/s each way while computing"),
     "tflops": (Machine.tflops, "TFLOP/s that matrix products reach"),
@@ -65,12 +73,15 @@ class Request:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model and its layout (Megatron's options)")
     add_options(model, _NUMBERS, _SWITCHES, _CHOICES)
+    for name, text in _DROPOUTS.items():
+        model.add_argument(flag(name), metavar="X", help=text)
+    add_unknown(command)
     machine = command.add_argument_group("the machine")
     what = "device memory of a rank (default with --trace: the limit the profile was made under, without a reserve)"
     machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
     what = (
         "of it, what is not planned with: for contexts (1, at most a 16th of the device), communicators (0.25 for each "
-        "of tensor, pipeline and data parallel groups, at most a 64th) and fragmentation (2 %%)"
+        "of tensor, pipeline, data and context parallel groups, at most a 64th) and fragmentation (2 %%)"
     )
     machine.add_argument("--reserve-gib", metavar="GIB", help=what)
     machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
@@ -98,8 +109,9 @@ def read(given: argparse.Namespace) -> Request:
     host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
     request.host_bytes = None if host is None else round(host * GIB)
     if given.trace is not None:
-        instead_of("--trace", given, (*_NUMBERS, *_SWITCHES, *_CHOICES, *_SPEEDS), wrong)
+        instead_of("--trace", given, (*_NUMBERS, *_SWITCHES, *_CHOICES, *_DROPOUTS, *_SPEEDS), wrong)
     else:
+        refuse_unknown(given, "plan does not know what it keeps: plan --trace takes a profile of such a model", wrong)
         _shape(given, request)
     _files(given, wrong)
     return request
@@ -118,6 +130,13 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         name: default if getattr(given, name) is None else number(flag(name), getattr(given, name), wrong)
         for name, (default, _) in _SPEEDS.items()
     }
+    dropouts = {
+        name: _DROPOUT if getattr(given, name) is None else number(flag(name), getattr(given, name), wrong, least=0)
+        for name in _DROPOUTS
+    }
+    wrong += [
+        f"{flag(name)} is a share below 1, not {share:g}" for name, share in dropouts.items() if (share or 0) >= 1
+    ]
     if wrong:
         return
     sizes = model_sizes(given, numbers, wrong)
@@ -128,11 +147,18 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         normalization=given.normalization or "LayerNorm",
         rope=given.position_embedding_type == "rope",
         flash=given.attention_backend != "unfused",
+        **{name: bool(share) for name, share in dropouts.items()},
+        context=numbers["context_parallel_size"] or 1,
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
     )
     request.layout = layout = _layout(given, shape, numbers, wrong)
     if not shape.flash and shape.num_query_groups < shape.num_attention_heads:
         wrong.append("--attention-backend unfused copies keys and values for each head; --num-query-groups needs flash")
+    if shape.context > 1 and not shape.flash:
+        wrong.append("--attention-backend unfused is not split over --context-parallel-size ranks: that needs flash")
+    if shape.seq_length % (2 * shape.context) and shape.context > 1:
+        twice = f"twice --context-parallel-size {shape.context}"
+        wrong.append(f"--seq-length {shape.seq_length} is no multiple of {twice}: each rank takes two pieces")
     wrong += sizes.indivisible(layout.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
     request.machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **speeds)
 
@@ -163,6 +189,7 @@ def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int |
         pipeline=pipeline,
         virtual=virtual,
         data=data,
+        context=shape.context,
         micro_batches=micro_batches,
         sequence_parallel=given.sequence_parallel and tensor > 1,
         distributed_optimizer=given.use_distributed_optimizer,

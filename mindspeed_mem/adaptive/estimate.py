@@ -24,6 +24,7 @@ from mindspeed_mem.adaptive.layer_bytes import (
     ROTARY,
     SPLIT,
     layer_bytes,
+    mask_bytes,
     norm_bytes,
     stream_bytes,
 )
@@ -55,7 +56,7 @@ _USED_BY = {
     QKV: (CORE,),
     ROTARY: (ROTARY, CORE),
     CORE: (CORE, PROJ),
-    BDA1: (NORM2,),
+    BDA1: (BDA1, NORM2),
     NORM2: (NORM2, FC1),
     FC1: (ACT,),
     ACT: (ACT, FC2),
@@ -112,8 +113,10 @@ class Times:
             returned = {QKV: after, FC1: after, PROJ: ahead, FC2: ahead}[name]
             self.backward[name] = 2 * seconds + returned + again
         if shape.flash:
-            self.forward[CORE] = flash / FLASH_FORWARD
-            self.backward[CORE] = 2.5 * flash / FLASH_BACKWARD
+            # Context-parallel ranks hand keys and values round while they compute; backward, their gradients too.
+            ring = 2 * (shape.context - 1) * key / (machine.tensor_gbps * GB)
+            self.forward[CORE] = max(flash / FLASH_FORWARD, ring)
+            self.backward[CORE] = max(2.5 * flash / FLASH_BACKWARD, 2 * ring)
         else:
             scores = self.move(6 * layer_bytes(shape, layout)[CORE])
             self.forward[CORE], self.backward[CORE] = 2 * flash + scores, 4 * flash + 2 * scores
@@ -186,6 +189,7 @@ def _stage(number: int, shape: Shape, layout: Layout, times: Times, layer: Layer
     stream = stream_bytes(shape, layout)
     product = times.product(shape.hidden_size, shape.vocab_size)
     pointwise = times.move(3 * 4 * logits)
+    mask = mask_bytes(shape, layout)  # of the last layer's end, and of the embedding
     head = Outside(
         forward_seconds=product + pointwise,
         backward_seconds=2 * product + pointwise,
@@ -195,8 +199,8 @@ def _stage(number: int, shape: Shape, layout: Layout, times: Times, layer: Layer
         Chunk(
             layers=(layer.name,) * each,
             first_layer=(chunk * layout.pipeline + number) * each,
-            before=Outside(bytes=stream),
-            after=head if last and chunk == layout.virtual - 1 else Outside(),
+            before=Outside(bytes=stream + mask * (first and chunk == 0)),
+            after=head if last and chunk == layout.virtual - 1 else Outside(bytes=mask),
         )
         for chunk in range(layout.virtual)
     )
@@ -205,9 +209,10 @@ def _stage(number: int, shape: Shape, layout: Layout, times: Times, layer: Layer
         shape.layer_parameters * each * layout.virtual + embeddings * shape.embedding_parameters
     ) // layout.tensor
     gradients = 2 * shape.tokens * shape.fc1_width * ELEMENT // layout.tensor + stream
+    travelling = 4 * shape.tokens * shape.key_width * ELEMENT // layout.tensor * (shape.context > 1)  # keys and values
     return Stage(
         chunks=chunks,
         static_bytes=round(parameters * layout.bytes_per_parameter),
-        temporary_bytes=max(gradients, ELEMENT * logits if last else 0),
+        temporary_bytes=max(gradients, travelling, ELEMENT * logits if last else 0),
         step_seconds=times.move(parameters * (layout.bytes_per_parameter + 12)),
     )

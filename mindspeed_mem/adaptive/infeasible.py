@@ -62,10 +62,7 @@ def holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, i
 def _advice(largest: str, states_are_split: bool, host_is_limited: bool) -> list[str]:
     """The three things that help most."""
     split = "split the model further (--tensor-model-parallel-size, --pipeline-model-parallel-size)"
-    smaller = (
-        "a smaller --micro-batch-size, or in training, --context-parallel-size for long sequences "
-        "(plan does not know it)"
-    )
+    smaller = "a smaller --micro-batch-size, or --context-parallel-size for long sequences"
     if largest == STATIC:
         states = "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)"
         chunks = (

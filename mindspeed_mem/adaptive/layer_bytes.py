@@ -11,7 +11,9 @@ parallelism dividing what stands between the blocks:
 | self_attention.linear_qkv | t (q + 2 k) E: one storage, whatever views of it are saved | core attention |
 | self_attention.rotary_pos_emb | t (q + k) E + 4 tables s d E | core attention, itself |
 | self_attention.core_attention | t q E + 4 t heads (flash) | itself, linear_proj |
-| self_attn_bda | t h E | the second norm |
+| the same, unfused | t q E + t s heads E; with dropout another E and a mask of 1 | itself, linear_proj |
+| self_attn_bda | t h E; with dropout a mask of t h | the second norm, itself |
+| mlp_bda | with dropout a mask of t h | itself |
 | mlp.linear_fc1 | t f E, twice with a gate | the activation function |
 | mlp.activation_func | t ffn E | linear_fc2 |
 
@@ -33,7 +35,7 @@ FC1, ACT, FC2, BDA2 = "mlp.linear_fc1", "mlp.activation_func", "mlp.linear_fc2",
 
 def layer_bytes(shape: Shape, layout: Layout) -> dict[str, int]:
     """The bytes that each operator produces for backward, for one micro-batch on one rank; 0 for those that keep
-    nothing. `INPUT` is the layer's input where backward keeps it."""
+    nothing. `INPUT` is what the layer before leaves: its output where backward keeps that, and its last mask."""
     tokens, tensor = shape.tokens, layout.tensor
     between = tensor if layout.sequence_parallel else 1
     stream = tokens * shape.hidden_size * ELEMENT // between
@@ -41,13 +43,13 @@ def layer_bytes(shape: Shape, layout: Layout) -> dict[str, int]:
     norm = stream + _norm_bytes(shape, tokens // between)
     keeps_input = not _decomposed(shape)
     return {
-        INPUT: stream * keeps_input,
+        INPUT: stream * keeps_input + mask_bytes(shape, layout),
         NORM1: norm,
         QKV: qkv,
         ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
         CORE: _core_bytes(shape, tensor),
         PROJ: 0,
-        BDA1: stream * keeps_input,
+        BDA1: stream * keeps_input + mask_bytes(shape, layout),
         NORM2: norm,
         **_mlp_bytes(shape, tokens * shape.ffn_hidden_size * ELEMENT // tensor),
         FC2: 0,
@@ -57,6 +59,11 @@ def layer_bytes(shape: Shape, layout: Layout) -> dict[str, int]:
 def stream_bytes(shape: Shape, layout: Layout) -> int:
     """What one layer hands to the next."""
     return shape.tokens * shape.hidden_size * ELEMENT // (layout.tensor if layout.sequence_parallel else 1)
+
+
+def mask_bytes(shape: Shape, layout: Layout) -> int:
+    """What dropout keeps of the numbers that one layer hands to the next."""
+    return stream_bytes(shape, layout) // ELEMENT * shape.mask_element * shape.hidden_dropout
 
 
 def norm_bytes(shape: Shape, layout: Layout) -> int:
@@ -78,7 +85,7 @@ def _norm_bytes(shape: Shape, rows: int) -> int:
 
 def _rotary_bytes(shape: Shape, tensor: int) -> int:
     rotated = shape.tokens * (shape.query_width + shape.key_width) * ELEMENT // tensor
-    return rotated + 4 * shape.seq_length * shape.kv_channels * ELEMENT
+    return rotated + 4 * shape.seq_length // shape.context * shape.kv_channels * ELEMENT
 
 
 def _core_bytes(shape: Shape, tensor: int) -> int:
@@ -87,8 +94,10 @@ def _core_bytes(shape: Shape, tensor: int) -> int:
     if shape.flash:
         return output + shape.tokens * heads * 4
     scores = shape.tokens * shape.seq_length * heads
+    output += scores * (ELEMENT + shape.mask_element) * shape.attention_dropout  # what is left of them, and the mask
     if shape.cpu:  # softmax in fp32, then bf16; and the causal mask
-        return output + scores * (4 + ELEMENT) + shape.seq_length**2
+        kept = 4 if shape.attention_dropout else 4 + ELEMENT
+        return output + scores * kept + shape.seq_length**2
     return output + scores * ELEMENT
 
 

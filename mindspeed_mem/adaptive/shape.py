@@ -9,7 +9,7 @@ ELEMENT = 2  # bytes: bf16
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A dense decoder in bf16 without dropout; names and meanings are Megatron's."""
+    """A dense decoder in bf16; names and meanings are Megatron's."""
 
     num_layers: int
     hidden_size: int
@@ -30,12 +30,21 @@ class Shape:
     fused: bool = True
     """Bias and activation function are one operator, as by default."""
     cpu: bool = False
-    """Bytes are those of torch's CPU kernels: norms and unfused attention keep other numbers there."""
+    """Bytes are those of torch's CPU kernels: norms, unfused attention and dropout keep other numbers there."""
+    attention_dropout: bool = False
+    hidden_dropout: bool = False
+    context: int = 1
+    """Context-parallel ranks, which split each sequence."""
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
-        return self.seq_length * self.micro_batch_size
+        """Of one micro-batch on one rank."""
+        return self.seq_length * self.micro_batch_size // self.context
+
+    @property
+    def mask_element(self) -> int:
+        """Bytes that dropout keeps for each number; on a CPU it keeps the factors themselves."""
+        return ELEMENT if self.cpu else 1
 
     @property
     def query_width(self) -> int:
@@ -71,6 +80,7 @@ class Layout:
     pipeline: int = 1
     virtual: int = 1
     data: int = 1
+    context: int = 1
     micro_batches: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
@@ -78,12 +88,13 @@ class Layout:
     @property
     def groups(self) -> int:
         """Groups of ranks in which a rank has a communicator."""
-        return sum(size > 1 for size in (self.tensor, self.pipeline, self.data))
+        return sum(size > 1 for size in (self.tensor, self.pipeline, self.data, self.context))
 
     @property
     def bytes_per_parameter(self) -> float:
-        """bf16 parameter, fp32 gradient; fp32 master copy and Adam's two states, which may be split over data ranks."""
-        return 6 + 12 / (self.data if self.distributed_optimizer else 1)
+        """bf16 parameter, fp32 gradient; fp32 master copy and Adam's two states, which may be split over data-parallel
+        (and context-parallel) ranks."""
+        return 6 + 12 / (self.data * self.context if self.distributed_optimizer else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,10 @@ from mindspeed_mem.model_sizes import (
     MODEL_NUMBERS,
     MODEL_SWITCHES,
     add_options,
+    add_unknown,
     model_sizes,
     read_options,
+    refuse_unknown,
 )
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -51,6 +53,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help=what)
     model = command.add_argument_group("or a model as Megatron builds it, without pipeline stages (Megatron's options)")
     add_options(model, _NUMBERS, MODEL_SWITCHES, MODEL_CHOICES)
+    add_unknown(command)
     search = command.add_argument_group("the search")
     search.add_argument("--data-parallel-size", metavar="N", help="ranks that share each chunk (1)")
     default = "(64; with --compatible 32)"
@@ -110,6 +113,7 @@ def _shape(given: argparse.Namespace, request: Request) -> int:
         missing.append("--max-position-embeddings (for learned positions)")
     if missing:
         wrong.append(f"{', '.join(missing)}: missing; without --model the model's shape is needed")
+    refuse_unknown(given, "chunks does not know its parameters; those of GPTs and of --model", wrong)
     numbers = read_options(given, _NUMBERS, MODEL_CHOICES, wrong)
     if wrong:
         return 1

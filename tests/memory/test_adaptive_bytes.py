@@ -18,6 +18,7 @@ CASES = {
     "dense GELU, rotary": ("dense", True, True, {"position_embedding_type": "rope"}),
     "SwiGLU, GQA, RMSNorm": ("swiglu_gqa_rope", True, True, {}),
     "SwiGLU, GQA, RMSNorm, unfused": ("swiglu_gqa_rope", True, False, {}),
+    "dropout, unfused attention": ("dropout", False, True, {}),
     "dense GELU, other sizes": ("dense", True, True, {"hidden": 96, "heads": 6, "ffn_hidden_size": 160}),
 }
 
@@ -44,6 +45,8 @@ def shape_of(case: str) -> Any:
         flash=flash,
         fused=fused,
         cpu=True,
+        attention_dropout=kind == "dropout",
+        hidden_dropout=kind == "dropout",
     )
 
 
@@ -127,7 +130,7 @@ def test_bytes_are_those_of_the_census_and_what_is_freed_is_that_of_the_ledger(c
     produced: dict[str, int] = {}
     for one in storages:
         if one["layer"] == LAYER:
-            op = one["op"].removesuffix(".scale_mask_softmax")
+            op = one["op"].removesuffix(".scale_mask_softmax").removesuffix(".attention_dropout")
             produced[op] = produced.get(op, 0) + one["bytes"]
     produced[INPUT] = produced.pop("mlp_bda", 0)  # each layer's output is the next one's input
     assert produced == {name: size for name, size in sizes.items() if size or name == INPUT}

@@ -16,6 +16,7 @@ from mindspeed_mem.plan import load_memory_config
 SHAPE = (
     "--layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 2 "
     "--global-batch-size 8 --pipeline-model-parallel-size 2 --data-parallel-size 1 --link-gbps 20 --reserve-gib 0 "
+    "--attention-dropout 0 --hidden-dropout 0 "
 )
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-query-groups 8 "
 
@@ -93,8 +94,7 @@ def test_what_to_try_is_about_the_largest_holder(plan):
         "split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
         "--placement-policy host, which plan does not count)",
         "split the model further (--tensor-model-parallel-size, --pipeline-model-parallel-size)",
-        "a smaller --micro-batch-size, or in training, --context-parallel-size for long sequences "
-        "(plan does not know it)",
+        "a smaller --micro-batch-size, or --context-parallel-size for long sequences",
     )
 
     def tries(words):
@@ -175,6 +175,24 @@ def test_many_virtual_stages_leave_the_table_readable(plan):
                 "--global-batch-size 5 is no multiple of --micro-batch-size times data-parallel ranks, 2",
                 "--num-attention-heads 3 is no multiple of --num-query-groups 2",
                 "--num-attention-heads 3 is no multiple of --tensor-model-parallel-size 2",
+            ],
+        ),
+        (
+            f"{SHAPE} --device-memory-gib 9 --context-parallel-size 3 --attention-backend unfused --hidden-dropout 0",
+            [
+                "--attention-backend unfused is not split over --context-parallel-size ranks: that needs flash",
+                "--seq-length 4096 is no multiple of twice --context-parallel-size 3: each rank takes two pieces",
+            ],
+        ),
+        (
+            f"{SHAPE} --device-memory-gib 9 --num-experts 8 --moe-router-topk 2 --multi-latent-attention "
+            "--attention-dropout 1",
+            [
+                "--num-experts, --moe-router-topk (MoE): plan does not know what it keeps: plan --trace takes a "
+                "profile of such a model",
+                "--multi-latent-attention (multi-latent attention): plan does not know what it keeps: plan --trace "
+                "takes a profile of such a model",
+                "--attention-dropout is a share below 1, not 1",
             ],
         ),
         (

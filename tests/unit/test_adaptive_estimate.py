@@ -51,6 +51,61 @@ def test_a_layer_keeps_17_sbh_with_flash_attention():
     assert sum(sizes.values()) / unit == pytest.approx(16, abs=0.1)  # 2 sbh bf16 each, statistics aside
 
 
+@pytest.mark.parametrize("dropout, expected", [(True, 34 + 5 * 96 * 2048 / 12288), (False, 32 + 2 * 96 * 2048 / 12288)])
+def test_activations_of_gpt_175b_are_those_of_megatrons_own_formula(dropout, expected):
+    """Bytes of a layer for each token and hidden unit of a tensor-parallel rank (arXiv 2205.05198, table 2)."""
+    whole = Shape(
+        num_layers=96,
+        hidden_size=12288,
+        num_attention_heads=96,
+        seq_length=2048,
+        micro_batch_size=1,
+        ffn_hidden_size=4 * 12288,
+        num_query_groups=96,
+        kv_channels=128,
+        flash=False,
+        attention_dropout=dropout,
+        hidden_dropout=dropout,
+    )
+    layout = Layout(tensor=8, sequence_parallel=True)
+    sizes = layer_bytes(whole, layout)
+    assert sum(sizes.values()) == pytest.approx(whole.tokens * 12288 / 8 * expected, rel=1e-3)
+
+
+def test_flash_attention_keeps_no_mask_of_its_scores_but_the_residual_stream_does():
+    plain, dropped = (
+        layer_bytes(dataclasses.replace(GPT, attention_dropout=on, hidden_dropout=on), Layout()) for on in (False, True)
+    )
+    mask = GPT.tokens * GPT.hidden_size
+    assert {name: dropped[name] - plain[name] for name in plain if dropped[name] != plain[name]} == {
+        INPUT: mask,
+        BDA1: mask,
+    }
+    problems = [
+        estimate.problem(
+            dataclasses.replace(GPT, hidden_dropout=on), Layout(pipeline=2, virtual=2, micro_batches=4), MACHINE
+        )
+        for on in (False, True)
+    ]
+    # One mask for each half of a layer, and one of the embedding; all counted once.
+    ends = [
+        [chunk.before.bytes + chunk.after.bytes for stage in one.stages for chunk in stage.chunks] for one in problems
+    ]
+    assert [b - a for a, b in zip(*ends, strict=True)] == [2 * mask, mask, mask, mask]
+
+
+def test_context_parallel_ranks_split_the_tokens_and_the_states():
+    machine = dataclasses.replace(MACHINE, tensor_gbps=1e4)  # so that the ring is hidden
+    alone = estimate.problem(GPT, Layout(), machine)
+    split = dataclasses.replace(GPT, context=4)
+    four = estimate.problem(split, Layout(context=4, distributed_optimizer=True), machine)
+    for one, other in zip(alone.classes[0].groups, four.classes[0].groups, strict=True):
+        assert one.bytes == 4 * other.bytes
+    assert alone.stages[0].static_bytes == 2 * four.stages[0].static_bytes
+    assert alone.classes[0].forward_seconds == pytest.approx(4 * four.classes[0].forward_seconds, rel=0.01)
+    assert problems_of(four) == []
+
+
 def test_static_memory_is_18_bytes_a_parameter_or_less_with_a_distributed_optimizer():
     alone = estimate.problem(GPT, Layout(), MACHINE).stages[0].static_bytes
     shared = estimate.problem(GPT, Layout(data=4, distributed_optimizer=True), MACHINE).stages[0].static_bytes
