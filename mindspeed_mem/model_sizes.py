@@ -49,6 +49,50 @@ _UNKNOWN = {
 """Megatron's options that make other layers than these sub-commands know, and what they are about."""
 
 
+class Published(NamedTuple):
+    """A published model; names are those of Megatron's options."""
+
+    family: str
+    """Whose layers it has: gpt2 or llama."""
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    num_query_groups: int
+    vocab_size: int
+    seq_length: int
+    """The longest it was trained with."""
+
+    def options(self) -> dict[str, object]:
+        """Megatron's options for it."""
+        sizes = self._asdict()
+        if sizes.pop("family") == "gpt2":
+            return sizes
+        style = {"swiglu": True, "disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
+        names = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
+        return {**sizes, **style, **names, "attention_dropout": "0", "hidden_dropout": "0"}
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> Published:
+    return Published("gpt2", layers, hidden, heads, 4 * hidden, heads, 50257, 1024)
+
+
+# Of the models' config.json on Hugging Face.
+PUBLISHED = {
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "llama-7b": Published("llama", 32, 4096, 32, 11008, 32, 32000, 2048),
+    "llama-13b": Published("llama", 40, 5120, 40, 13824, 40, 32000, 2048),
+    "llama-65b": Published("llama", 80, 8192, 64, 22016, 64, 32000, 2048),
+    "llama2-70b": Published("llama", 80, 8192, 64, 28672, 8, 32000, 4096),
+    "llama3-8b": Published("llama", 32, 4096, 32, 14336, 8, 128256, 8192),
+    "llama3-70b": Published("llama", 80, 8192, 64, 28672, 8, 128256, 8192),
+    "mistral-7b": Published("llama", 32, 4096, 32, 14336, 8, 32000, 8192),
+}
+
+
 class ModelSizes(NamedTuple):
     """What the options of a model say about its parameters, with what Megatron puts where they say nothing."""
 

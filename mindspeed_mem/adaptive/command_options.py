@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mindspeed_mem import requirements
+from mindspeed_mem.adaptive.devices import DEVICES, reached
 from mindspeed_mem.adaptive.problem import GIB
 from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
 from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
@@ -14,6 +15,7 @@ from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
     MODEL_NUMBERS,
     MODEL_SWITCHES,
+    PUBLISHED,
     add_options,
     add_unknown,
     model_sizes,
@@ -53,6 +55,7 @@ _SPEEDS = {
     "memory_gbps": (Machine.memory_gbps, "GB/s that device memory reaches"),
     "tensor_gbps": (Machine.tensor_gbps, "GB/s of collectives between tensor-parallel ranks"),
 }
+_OF_A_SHAPE = ("model", "device_name", *_NUMBERS, *_SWITCHES, *_CHOICES, *_DROPOUTS, *_SPEEDS)
 
 
 @dataclass
@@ -72,11 +75,15 @@ class Request:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model and its layout (Megatron's options)")
+    what = f"a published model, whatever other options say instead: {', '.join(PUBLISHED)}"
+    model.add_argument("--model", metavar="NAME", help=what)
     add_options(model, _NUMBERS, _SWITCHES, _CHOICES)
     for name, text in _DROPOUTS.items():
         model.add_argument(flag(name), metavar="X", help=text)
     add_unknown(command)
     machine = command.add_argument_group("the machine")
+    what = f"memory and speeds, whatever other options say instead: {', '.join(DEVICES)}"
+    machine.add_argument("--device-name", metavar="NAME", help=what)
     what = "device memory of a rank (default with --trace: the limit the profile was made under, without a reserve)"
     machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
     what = (
@@ -98,6 +105,9 @@ def read(given: argparse.Namespace) -> Request:
     """Shape, layout and machine, or with a profile only the limits."""
     request = Request()
     wrong = request.wrong
+    if given.trace is not None:
+        instead_of("--trace", given, _OF_A_SHAPE, wrong)
+    _by_name(given, wrong)
     device = number("--device-memory-gib", given.device_memory_gib, wrong)
     request.device_bytes = None if device is None else round(device * GIB)
     kept = number("--reserve-gib", given.reserve_gib, wrong, least=0)
@@ -108,13 +118,27 @@ def read(given: argparse.Namespace) -> Request:
         wrong.append(f"--reserve-gib {kept:g} leaves nothing of --device-memory-gib {device:g}")
     host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
     request.host_bytes = None if host is None else round(host * GIB)
-    if given.trace is not None:
-        instead_of("--trace", given, (*_NUMBERS, *_SWITCHES, *_CHOICES, *_DROPOUTS, *_SPEEDS), wrong)
-    else:
+    if given.trace is None:
         refuse_unknown(given, "plan does not know what it keeps: plan --trace takes a profile of such a model", wrong)
         _shape(given, request)
     _files(given, wrong)
     return request
+
+
+def _by_name(given: argparse.Namespace, wrong: list[str]) -> None:
+    """Fill in what names of a model and of a device stand for, where nothing else is said."""
+    values: dict[str, object] = {}
+    for option, name, known in (("--model", given.model, PUBLISHED), ("--device-name", given.device_name, DEVICES)):
+        if name is not None and name not in known:
+            wrong.append(f"{option} takes {', '.join(known)}, not {name!r}")
+    if given.model in PUBLISHED:
+        values |= PUBLISHED[given.model].options()
+    if given.device_name in DEVICES:
+        device = DEVICES[given.device_name]
+        values |= {"device_memory_gib": device.memory_gib, **reached(device)}
+    for name, value in values.items():
+        if getattr(given, name) in (None, False):
+            setattr(given, name, value if isinstance(value, bool) else str(value))
 
 
 def _shape(given: argparse.Namespace, request: Request) -> None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from mindspeed_mem.chunk.layout import ParameterSize
 from mindspeed_mem.chunk.layout_text import BF16, MIB
-from mindspeed_mem.chunk.model_tensors import PUBLISHED, GPTShape, published
+from mindspeed_mem.chunk.model_tensors import GPTShape, published
 from mindspeed_mem.command_line import check_picture, flag, instead_of, number, whole
 from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
     MODEL_NUMBERS,
     MODEL_SWITCHES,
+    PUBLISHED,
     add_options,
     add_unknown,
     model_sizes,
@@ -99,10 +100,9 @@ def _published(given: argparse.Namespace, request: Request) -> int:
     if given.model not in PUBLISHED:
         request.wrong.append(f"--model takes {', '.join(PUBLISHED)}, not {given.model!r}")
         return 1
-    model = published(given.model)
-    request.parameters = model.parameters
+    request.parameters = published(given.model)
     request.model = f"{given.model} with Hugging Face's tensors"
-    return model.hidden_size
+    return PUBLISHED[given.model].hidden_size
 
 
 def _shape(given: argparse.Namespace, request: Request) -> int:

@@ -9,27 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindspeed_mem.chunk.layout import ParameterSize
+from mindspeed_mem.model_sizes import PUBLISHED, Published
 
 
-@dataclass(frozen=True)
-class Published:
-    """A model as Hugging Face's transformers lists its parameters."""
-
-    hidden_size: int
-    parameters: tuple[ParameterSize, ...]
+def published(name: str) -> tuple[ParameterSize, ...]:
+    """The parameters of the model of that name in `PUBLISHED`, as Hugging Face's transformers lists them."""
+    model = PUBLISHED[name]
+    return tuple(ParameterSize(*one) for one in (gpt2 if model.family == "gpt2" else llama)(model))
 
 
-def published(name: str) -> Published:
-    """The model of that name in `PUBLISHED`."""
-    family, hidden, layers, *more = PUBLISHED[name]
-    return Published(hidden, tuple(ParameterSize(*one) for one in family(hidden, layers, *more)))
-
-
-def gpt2(hidden: int, layers: int, vocabulary: int = 50257, positions: int = 1024) -> Iterator[tuple[str, int]]:
+def gpt2(model: Published) -> Iterator[tuple[str, int]]:
     """Names and elements of GPT2LMHeadModel, whose output matrix is its word embedding."""
-    yield "transformer.wte.weight", vocabulary * hidden
-    yield "transformer.wpe.weight", positions * hidden
-    for layer in range(layers):
+    hidden = model.hidden_size
+    yield "transformer.wte.weight", model.vocab_size * hidden
+    yield "transformer.wpe.weight", model.seq_length * hidden
+    for layer in range(model.num_layers):
         for part, inputs, outputs in (
             ("ln_1", 1, hidden),
             ("attn.c_attn", hidden, 3 * hidden),
@@ -44,25 +38,20 @@ def gpt2(hidden: int, layers: int, vocabulary: int = 50257, positions: int = 102
     yield "transformer.ln_f.bias", hidden
 
 
-def llama(hidden: int, layers: int, inner: int, vocabulary: int) -> Iterator[tuple[str, int]]:
-    """Names and elements of LlamaForCausalLM, with as many key as query heads."""
+def llama(model: Published) -> Iterator[tuple[str, int]]:
+    """Names and elements of LlamaForCausalLM."""
+    hidden, vocabulary = model.hidden_size, model.vocab_size
+    keys = hidden // model.num_attention_heads * model.num_query_groups
     yield "model.embed_tokens.weight", vocabulary * hidden
-    for layer in range(layers):
-        for part in ("q", "k", "v", "o"):
-            yield f"model.layers.{layer}.self_attn.{part}_proj.weight", hidden * hidden
+    for layer in range(model.num_layers):
+        for part, width in (("q", hidden), ("k", keys), ("v", keys), ("o", hidden)):
+            yield f"model.layers.{layer}.self_attn.{part}_proj.weight", hidden * width
         for part in ("gate", "up", "down"):
-            yield f"model.layers.{layer}.mlp.{part}_proj.weight", hidden * inner
+            yield f"model.layers.{layer}.mlp.{part}_proj.weight", hidden * model.ffn_hidden_size
         for part in ("input", "post_attention"):
             yield f"model.layers.{layer}.{part}_layernorm.weight", hidden
     yield "model.norm.weight", hidden
     yield "lm_head.weight", vocabulary * hidden
-
-
-PUBLISHED = {
-    "gpt2-medium": (gpt2, 1024, 24),
-    "gpt2-xl": (gpt2, 1600, 48),
-    "llama-7b": (llama, 4096, 32, 11008, 32000),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

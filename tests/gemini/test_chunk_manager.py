@@ -13,7 +13,7 @@ class Named(torch.nn.Module):
 
     def __init__(self, name):
         super().__init__()
-        sizes = [one.elements for one in published(name).parameters]
+        sizes = [one.elements for one in published(name)]
         self.all = torch.nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
 
 

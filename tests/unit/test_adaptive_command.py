@@ -237,3 +237,22 @@ def test_it_needs_neither_torch_nor_megatron_nor_matplotlib():
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_models_and_devices_go_by_name(plan):
+    words = "--micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 8 --use-distributed-optimizer "
+    status, named, _ = plan(words + "--model llama3-8b --device-name h100 --num-layers 4 --data-parallel-size 2")
+    assert status == 0 and "(79.20 less a reserve of " in named
+    spelt = (
+        "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --vocab-size 128256 "
+        "--seq-length 8192 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --num-layers 4 "
+        "--device-memory-gib 79.2 --tflops 642.85 --memory-gbps 2680 --link-gbps 51.2 --tensor-gbps 360 "
+    )
+    assert plan(words + spelt + "--data-parallel-size 2") == (0, named, "")
+    _, smaller, _ = plan(words + "--model gpt2 --tensor-model-parallel-size 2 --device-name h100 --device-memory-gib 4")
+    assert smaller.startswith("12 layers, 1 pipeline stage, 8 micro-batches; limit ") and "(4.00 less" in smaller
+    status, _, err = plan(words + "--model gpt5 --device-name z80")
+    assert status == 2 and "  --model takes gpt2, gpt2-medium, " in err and "  --device-name takes a100-40gb, " in err
+    _, _, err = plan("--trace no/such.json --device-name h100")
+    assert "  --trace says what --device-name would; give either" in err

@@ -15,6 +15,7 @@ from mindspeed_mem.chunk.model_tensors import GPTShape
 from mindspeed_mem.chunk.runtime import Runtime
 from mindspeed_mem.command_line import NO_MATPLOTLIB
 from mindspeed_mem.features import check, scan
+from mindspeed_mem.model_sizes import PUBLISHED
 
 SHAPE = "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
 
@@ -172,7 +173,7 @@ def test_options_of_the_model_are_megatrons(chunks):
             "--picture no/such.gif",
             [
                 "--model says what --hidden-size, --swiglu would; give either",
-                "--model takes gpt2-medium, gpt2-xl, llama-7b, not 'gpt3'",
+                f"--model takes {', '.join(PUBLISHED)}, not 'gpt3'",
                 "--data-parallel-size takes a whole number of at least 1, not '0'",
                 "--chunk-search-range-mib takes a number of at least 0, not '-1'",
                 "--min-chunk-size-mib takes a number of at least 0, not 'x'",

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_mem.chunk.layout import ALIGNMENT, ParameterSize, equal_chunks, megatron_buckets, sizes_of
-from mindspeed_mem.chunk.model_tensors import PUBLISHED, GPTShape, gpt2, published
+from mindspeed_mem.chunk.model_tensors import GPTShape, gpt2, published
 from mindspeed_mem.chunk.search import MOST_WASTE, search_bucket_size, search_chunk_size
+from mindspeed_mem.model_sizes import PUBLISHED, Published
 from tests.worlds import on_ranks, parallel
 
 MI = 2**20
@@ -48,7 +49,7 @@ def parameters(sizes, own=()):
 @pytest.mark.parametrize("row", GEMINI, ids=lambda row: "-".join(map(str, row[:4])))
 def test_the_compatible_search_finds_what_colossalai_finds(row):
     name, span, minimum, step, chunk, count, oversize, reported, real, waste = row
-    listed = published(name).parameters
+    listed = published(name)
     for world in (2, 4, 8):
         found = search_chunk_size(
             sizes_of(listed), world, range_elements=span * MI, minimum_elements=minimum * MI, step_elements=step
@@ -63,7 +64,7 @@ def test_the_compatible_search_finds_what_colossalai_finds(row):
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_the_compatible_search_passes_colossalais_own_test(world):
-    sizes = [size for _, size in gpt2(128, 2, vocabulary=50258)]
+    sizes = [size for _, size in gpt2(Published("gpt2", 2, 128, 2, 512, 2, 50258, 1024))]
     found = search_chunk_size(sizes, world, range_elements=MI, minimum_elements=0, step_elements=128)
     assert found.chunk_elements == 527_872
 
@@ -77,7 +78,7 @@ def test_the_compatible_search_passes_colossalais_own_test(world):
     ],
 )
 def test_it_finds_what_colossalai_0_1_10_finds(name, chunk, utilisation):
-    sizes, span = sizes_of(published(name).parameters), 64 * MI
+    sizes, span = sizes_of(published(name)), 64 * MI
     grids = {"minimum_elements": 0, "step_elements": span // 32, "start_on_step": False}
     found = search_chunk_size(sizes, 1, range_elements=span, **grids)
     share = found.scored_elements / (found.scored_elements + found.reported_waste_elements)
@@ -90,10 +91,18 @@ def test_it_finds_what_colossalai_0_1_10_finds(name, chunk, utilisation):
         ("gpt2-medium", 292, 354_823_168),
         ("gpt2-xl", 580, 1_557_611_200),
         ("llama-7b", 291, 6_738_415_616),
+        ("gpt2", 148, 124_439_808),
+        ("gpt2-large", 436, 774_030_080),
+        ("llama-13b", 363, 13_015_864_320),
+        ("llama-65b", 723, 65_285_660_672),
+        ("llama2-70b", 723, 68_976_648_192),
+        ("llama3-8b", 291, 8_030_261_248),
+        ("llama3-70b", 723, 70_553_706_496),
+        ("mistral-7b", 291, 7_241_732_096),
     ],
 )
 def test_published_models_have_their_parameters(name, tensors, elements):
-    listed = published(name).parameters
+    listed = published(name)
     assert (len({one.name for one in listed}), sum(sizes_of(listed))) == (tensors, elements)
 
 
@@ -103,19 +112,19 @@ def test_published_models_have_their_parameters(name, tensors, elements):
     ("llama-7b", 130, 141.0),
 ])  # fmt: skip
 def test_buckets_of_40_million(name, count, largest):
-    layout = megatron_buckets(published(name).parameters, 40_000_000, 2)
+    layout = megatron_buckets(published(name), 40_000_000, 2)
     assert (layout.count, round(layout.largest / MI, 1)) == (count, largest)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ["gpt2-medium", "gpt2-xl", "llama-7b"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_searched_buckets_waste_next_to_nothing(name, world):
-    model = published(name)
-    bounds = {"range_elements": 32 * MI, "minimum_elements": 32 * MI, "step_elements": model.hidden_size}
-    found = search_bucket_size(sizes_of(model.parameters), world, **bounds)
-    layout = megatron_buckets(model.parameters, found.target_elements, world)
+    listed, hidden = published(name), PUBLISHED[name].hidden_size
+    bounds = {"range_elements": 32 * MI, "minimum_elements": 32 * MI, "step_elements": hidden}
+    found = search_bucket_size(sizes_of(listed), world, **bounds)
+    layout = megatron_buckets(listed, found.target_elements, world)
     assert layout.waste_fraction < MOST_WASTE
-    assert 32 * MI <= found.target_elements <= 64 * MI + model.hidden_size
+    assert 32 * MI <= found.target_elements <= 64 * MI + hidden
     assert (found.count, found.largest_elements, found.waste_elements, found.held_elements) == (
         layout.count,
         layout.largest,
