@@ -110,7 +110,7 @@ def _doctor(given: argparse.Namespace) -> int:
         except (ImportError, OSError) as error:  # torch was built for a library that is not there, for instance
             problem = f"what is installed cannot be imported: {type(error).__name__}: {error}"
     versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
-    found = {"versions": versions, "devices": [], "optional": [], "patches": [], "problems": [problem]}
+    found = {"versions": versions, "untested": [], "devices": [], "optional": [], "patches": [], "problems": [problem]}
     print(json.dumps(found, indent=2) if given.json else f"mindspeed_mem doctor: {problem}")
     return 1
 

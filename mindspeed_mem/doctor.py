@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from mindspeed_mem import __version__, upstream
+from mindspeed_mem import __version__, requirements, upstream
 from mindspeed_mem.device import available_backends, delegating, get_backend, native_build
 from mindspeed_mem.megatron_adaptor import patch_modules
 from mindspeed_mem.patching import REGISTRY, Patch
@@ -42,7 +42,8 @@ def examine() -> dict:
     devices, optional = _devices(), _optional()  # before the patches for cpu change what torch.cuda says
     patches = _patches()
     problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
-    return {"versions": versions, "devices": devices, "optional": optional, "patches": patches, "problems": problems}
+    found = {"versions": versions, "untested": requirements.untested(versions), "devices": devices}
+    return {**found, "optional": optional, "patches": patches, "problems": problems}
 
 
 def _version(name: str) -> str | None:
@@ -138,6 +139,8 @@ def _why_waiting(patch: Patch, error: Exception) -> tuple[str, bool]:
 
 def _text(found: dict) -> str:
     lines = ["  ".join(f"{name} {number or '-'}" for name, number in found["versions"].items())]
+    tested = (f"{name} {' or '.join(numbers)}" for name, numbers in requirements.TESTED.items() if numbers)
+    lines += found["untested"] or [f"tested versions: {', '.join(tested)}"]
     for entry in found["devices"]:
         chosen = " (chosen when none is named)" if entry["chosen"] else ""
         lines.append(f"device {entry['device']}{chosen} {', '.join(entry.get('names', []))}".rstrip())

@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
+from collections.abc import Mapping
 
 PYTHON = (3, 10)
 IMPORTED_AS = {"torch": "torch", "wrapt": "wrapt", "PyYAML": "yaml", "numpy": "numpy"}
 """What has to be installed to train, by the name that pip knows, with the name that is imported."""
+
+TESTED = {"torch": ("2.13",), "megatron-core": ("0.16.1",), "mindspeed": ("0.16.0",), "torch_npu": ()}
+"""The versions that tests have run with, by their beginnings."""
 
 
 def old_python() -> str | None:
@@ -24,6 +28,18 @@ def old_python() -> str | None:
         f"this needs Python {needed} or newer, and runs on {platform.python_version()} ({sys.executable}); "
         f"install torch and this package into an environment of Python {needed}, 3.11 or 3.12 and start it with that"
     )
+
+
+def untested(versions: Mapping[str, str | None]) -> list[str]:
+    """A sentence for each package whose version is another than the tests have run with, or unknown."""
+    found = []
+    for name, tested in TESTED.items():
+        number = versions.get(name)
+        if number is None or any((number.partition("+")[0] + ".").startswith(one + ".") for one in tested):
+            continue
+        with_what = f"with {' and '.join(tested)}, and patches may not do what they should" if tested else "with none"
+        found.append(f"{name} {number} is untested: this version of mindspeed_mem was tested {with_what}")
+    return found
 
 
 def absent(*names: str) -> str | None:

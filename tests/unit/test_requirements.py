@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mem import requirements
+
 ROOT = Path(__file__).parents[2]
 PLAN = (
     "plan --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
@@ -88,3 +90,16 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("8 stages, 4000 micro-batches\n", "")
+
+
+def test_versions_that_no_test_has_run_with_are_named():
+    tested = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "mindspeed": None, "wrapt": "99"}
+    assert requirements.untested(tested) == []
+    others = {"torch": "2.130.0", "megatron-core": "0.18.2", "mindspeed": "0.16.0", "torch_npu": "2.14.0"}
+    said = requirements.untested(others)
+    assert [one.partition(" is untested: ")[0] for one in said] == [
+        "torch 2.130.0",
+        "megatron-core 0.18.2",
+        "torch_npu 2.14.0",
+    ]
+    assert "was tested with 0.16.1, and patches may not do what they should" in said[1]
