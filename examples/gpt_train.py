@@ -13,8 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation.meter import ActivationMeter
+import mindspeed_mem.megatron_adaptor as mem
 
 
 class Trainer:
@@ -24,10 +23,7 @@ class Trainer:
         self.args, self.backend, self.device = args, backend, device
         self.chunks, self.optimizer, self.schedule = chunks, optimizer, schedule
         self.training_samples, self.validation_samples = samples
-        self.meter = ActivationMeter(backend)
-        # Its hooks hide parameters from fused layers' backward; the pack repairs that where it watches, too.
-        fused = chunks[0].config.gradient_accumulation_fusion
-        self.is_metered = not fused or engines.current() is not None
+        self.meter = mem.activation_meter(backend)
         self.forward_backward = get_forward_backward_func()
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -112,7 +108,7 @@ class Trainer:
         batches = [microbatches(samples, first_sample, self.args, self.data_rank) for _ in self.chunks]
         one = len(self.chunks) == 1
         # Around backward, too: what a recomputation keeps meanwhile counts.
-        with self.meter if training and self.is_metered else contextlib.nullcontext():
+        with self.meter if training else contextlib.nullcontext():
             return self.forward_backward(
                 forward_step_func=self._step,
                 data_iterator=batches[0] if one else batches,

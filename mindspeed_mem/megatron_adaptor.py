@@ -25,17 +25,21 @@ import torch.distributed as dist
 
 from mindspeed_mem import features, patches
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
+from mindspeed_mem.activation.meter import ActivationMeter
 from mindspeed_mem.chunk import settings as chunk_settings
-from mindspeed_mem.device import numa
+from mindspeed_mem.device import Backend, numa
 from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
 from mindspeed_mem.report import log
 from mindspeed_mem.schedule.settings import ScheduleSettings, use
 
-__all__ = ["FeatureError", "adapt_mem_func_wrapper", "add_arguments", "configure", "report"]
+__all__ = ["FeatureError", "activation_meter", "adapt_mem_func_wrapper", "add_arguments", "configure", "report"]
 
 logger = logging.getLogger(__name__)
+
+
+_FOR_METER = "activation_saved_tensors"
 
 
 class _State:
@@ -53,6 +57,8 @@ class _State:
     limit: int | None = None
     """Bytes of device memory to which this process, on the backend `limited`, was limited."""
     observing = False
+    metered = False
+    """Somebody counts activations, with hooks of the same kind as the engine's."""
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -96,6 +102,17 @@ def report() -> str:
     if text:
         print(text, flush=True)
     return text
+
+
+def activation_meter(backend: Backend) -> ActivationMeter:
+    """Something to be entered around forward and backward, which counts the activations that backward keeps, with or
+    without a plan."""
+    _State.metered = True
+    modules = patch_modules([_FOR_METER])
+    for module in modules:
+        importlib.import_module(module)
+    REGISTRY.apply(modules)
+    return ActivationMeter(backend)
 
 
 def leave() -> None:
@@ -180,6 +197,8 @@ def _apply(settings: Settings) -> None:
         patterns.append("own_configs")
     if settings.patches:
         patterns.append("first_step")  # outermost: it comes after what the others do at the end of a step
+    if _State.metered:
+        patterns.append(_FOR_METER)
     flags = {feature.dest for feature in features.FEATURES}
     if _State.wants_help or flags & set(vars(_State.given)):
         patterns.append("megatron_arguments")

@@ -22,7 +22,7 @@ from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 
-_ACTIVATION = ("checkpoint", "linear", "mamba_stack", "markers", "moe", "schedules", "transformer_block")
+_ACTIVATION = ("checkpoint", "mamba_stack", "markers", "moe", "saved_tensors", "schedules", "transformer_block")
 _RECOMPUTE = ("fused", "moe", "random")
 SWAP = [
     *(f"mindspeed_mem.patches.activation_{name}" for name in _ACTIVATION),

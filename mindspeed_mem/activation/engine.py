@@ -290,7 +290,7 @@ class Engine(PlannedRegions):
             self.census.finish(frame.key[1])
         if self.recomputes:
             self._judge(frame)
-            self.notes.flush()
+        self.notes.flush()
 
     def begin_backward(self, output: Any) -> None:
         """The backward of the pass that returned ``output`` begins."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import own_tensors
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.records import Handle, movable, native
 
@@ -25,17 +26,23 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
         self.take()
 
     def _keep(self, tensor: torch.Tensor) -> Any:
-        if not movable(tensor, self._device_type):
-            return native(tensor)
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and not getattr(storage, "_mem_static", False):
-            LEDGER.enter(storage, owned=False)
-        return Handle(tensor)
+        by_function = own_tensors.saved_by_function()
+        if movable(tensor, self._device_type):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and not getattr(storage, "_mem_static", False):
+                LEDGER.enter(storage, owned=False)
+            handle = Handle(tensor)
+        else:
+            handle = native(tensor)
+        return own_tensors.own(handle, tensor) if by_function else handle
 
     def _restore(self, kept: Any) -> torch.Tensor:
         if type(kept) is not Handle:
             return kept
-        return kept.bring_back()
+        tensor = kept.bring_back()
+        if kept.own is not None:
+            own_tensors.unpacked(kept)
+        return tensor
 
     def take(self) -> dict[str, float]:
         """Figures since the last call: ``peak_activation_bytes``, ``swapped_bytes`` (copied out), ``host_bytes`` (most

@@ -206,12 +206,12 @@ class Record:
 class Handle:
     """One saved tensor: what autograd keeps instead of it. ``record`` is None when it stays on the device for good."""
 
-    __slots__ = ("alias", "version", "record", "frame", "number", "layout", "__weakref__")
+    __slots__ = ("alias", "version", "record", "frame", "number", "layout", "own", "__weakref__")
 
     def __init__(self, tensor: torch.Tensor, record: Record | None = None, frame: Frame | None = None, number: int = 0):
         self.alias, self.version = tensor.detach(), tensor._version
         self.record, self.frame, self.number = record, frame, number
-        self.layout = None
+        self.layout = self.own = None  # own: what a custom function may look for on it, see own_tensors.py
         if frame is not None:
             frame.saved_by(number)
 

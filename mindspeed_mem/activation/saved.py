@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mindspeed_mem.activation import own_tensors
 from mindspeed_mem.activation.frame import OUTSIDE, Frame
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.notes import Notes
@@ -51,20 +52,23 @@ class SavedTensors:
         self.profiler: Profiler | None = None
         self.stopwatch: Stopwatch | None = None  # while a profiler measures
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor, by_function: bool | None = None) -> Any:
+        if by_function is None:
+            by_function = own_tensors.saved_by_function()
         region = self._region
         if type(region) is not Tape:
-            kept = self._keep(tensor, region)
+            kept = self._keep(tensor, region, by_function)
             if self.stopwatch is not None:
                 self.stopwatch.saved(kept)
-            return kept
-        region.paused = True
-        try:
-            return self._keep(tensor, None)
-        finally:
-            region.paused = False
+        else:
+            region.paused = True
+            try:
+                kept = self._keep(tensor, None, by_function)
+            finally:
+                region.paused = False
+        return own_tensors.own(kept, tensor) if by_function else kept
 
-    def _keep(self, tensor: torch.Tensor, region: Replay | None) -> Any:
+    def _keep(self, tensor: torch.Tensor, region: Replay | None, by_function: bool) -> Handle:
         if not movable(tensor, self._device_type):
             if region is not None:
                 region.saves(None, tensor)
@@ -73,6 +77,8 @@ class SavedTensors:
         number = frame.count
         storage = tensor.untyped_storage()
         record = None
+        if by_function and own_tensors.stays_itself(tensor):
+            self._pin(storage)
         if storage_mark(storage) is not KEEP or self._counting:
             record = self._record_of(tensor, storage)
             if record is None:
@@ -102,8 +108,7 @@ class SavedTensors:
         mark = storage_mark(storage)
         record = mark() if mark is not None and mark is not KEEP else None
         if record is not None and record.state == DROPPED and record.holds(tensor) and not self._made_near(record):
-            self.mover.dropped[record.layer, record.replay.op] -= record.nbytes
-            record.stay()
+            self._stays(record)
         if record is not None and record.state != KEPT and not record.holds(tensor):
             self.mover.cancel(record)  # what was copied stays with the earlier handles
             record = record if record.state == KEPT else None
@@ -116,6 +121,25 @@ class SavedTensors:
                 replay.makes(made_by.slot, record)
                 storage._mem = weakref.ref(record)
         return record
+
+    def _pin(self, storage: torch.UntypedStorage) -> None:
+        """A custom function saves a leaf that needs a gradient: autograd keeps it until backward, its storage stays."""
+        mark = storage_mark(storage)
+        record = mark() if mark is not None and mark is not KEEP else None
+        if record is not None and record.state != KEPT:
+            why = f"{own_tensors.saving_function()} keeps it as a leaf that needs a gradient"
+            self.notes.add(f"the plan has no effect on what {record.op or 'the layer'} made", record.layer, why)
+            if record.state == DROPPED:
+                self._stays(record)
+            else:
+                self.mover.keep(record)
+        storage._mem = KEEP
+        LEDGER.enter(storage, owned=False)
+
+    def _stays(self, record: Record) -> None:
+        """It was to be made again, but somebody holds its memory."""
+        self.mover.dropped[record.layer, record.replay.op] -= record.nbytes
+        record.stay()
 
     def _made_near(self, record: Record) -> bool:
         """Whether a recomputed operator of this layer and micro-batch made it: running others again would cost more
@@ -249,7 +273,10 @@ class SavedTensors:
                 kept.frame.unpacks(kept.number)
         elif type(self._region) is Replay:  # no backward, but gradients that a forward computes
             self._region.why_not = "it computes gradients within its forward"
-        return kept.bring_back()
+        tensor = kept.bring_back()
+        if kept.own is not None:
+            own_tensors.unpacked(kept)
+        return tensor
 
 
 def storage_mark(storage: torch.UntypedStorage) -> Any:

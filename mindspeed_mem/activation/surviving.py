@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import own_tensors
 from mindspeed_mem.activation.arguments import tensors_in
 from mindspeed_mem.activation.census import Census
 from mindspeed_mem.activation.engine import Engine
@@ -189,13 +190,20 @@ class SurvivingEngine(Engine):
             hooks.__exit__()
 
     def _pack_outside(self, tensor: torch.Tensor) -> Any:
+        by_function = own_tensors.saved_by_function()
+        if self._stack and self._frame is not None:
+            return self._pack(tensor, by_function)
+        handle = self._keep_outside(tensor, by_function)
+        return own_tensors.own(handle, tensor) if by_function else handle
+
+    def _keep_outside(self, tensor: torch.Tensor, by_function: bool) -> Handle:
         frame = self._frame
         if frame is None or not movable(tensor, self._device_type):
             return native(tensor)
-        if self._stack:
-            return self._pack(tensor)
         storage = tensor.untyped_storage()
         record = None
+        if by_function and own_tensors.stays_itself(tensor):
+            self._pin(storage)
         if storage_mark(storage) is not KEEP and storage.nbytes() and not getattr(storage, "_mem_static", False):
             record = self._record_of(tensor, storage)
             if record is None:
