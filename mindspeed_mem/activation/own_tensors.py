@@ -35,12 +35,13 @@ def saved_by_function() -> bool:
     return sys._getframe(2).f_code is _APPLY
 
 
-def saving_function() -> str:
-    """The name of the custom function that saves now, for a pack hook some calls further up."""
+def made_by_function(tensor: torch.Tensor) -> str | None:
+    """The name of the custom function that saves ``tensor``, for a pack hook further up; None if it was given it."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame.f_code is not _APPLY:
         frame = frame.f_back
-    return "a custom function" if frame is None else frame.f_locals["cls"].__name__
+    found = frame.f_locals
+    return None if any(one is tensor for one in found["args"]) else found["cls"].__name__
 
 
 def stays_itself(tensor: torch.Tensor) -> bool:

@@ -78,7 +78,7 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         record = None
         if by_function and own_tensors.stays_itself(tensor):
-            self._pin(storage)
+            self._pin(tensor, storage)
         if storage_mark(storage) is not KEEP or self._counting:
             record = self._record_of(tensor, storage)
             if record is None:
@@ -122,19 +122,25 @@ class SavedTensors:
                 storage._mem = weakref.ref(record)
         return record
 
-    def _pin(self, storage: torch.UntypedStorage) -> None:
+    def _pin(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """A custom function saves a leaf that needs a gradient: autograd keeps it until backward, its storage stays."""
         mark = storage_mark(storage)
         record = mark() if mark is not None and mark is not KEEP else None
-        if record is not None and record.state != KEPT:
-            why = f"{own_tensors.saving_function()} keeps it as a leaf that needs a gradient"
-            self.notes.add(f"the plan has no effect on what {record.op or 'the layer'} made", record.layer, why)
-            if record.state == DROPPED:
-                self._stays(record)
-            else:
-                self.mover.keep(record)
+        if record is not None and record.state == DROPPED:
+            self._stays(record)
+        elif record is not None:
+            self.mover.keep(record)
         storage._mem = KEEP
         LEDGER.enter(storage, owned=False)
+        planned = self.plan is not None and (self.config.swap.swap or self.config.recompute.active)
+        name = own_tensors.made_by_function(tensor) if planned and self._stack else None
+        if name is not None:
+            self.notes.add(
+                f"what the plan says of {storage.nbytes()} bytes that {name} saves has no effect",
+                self._stack[-1][0],
+                "they are a tensor of its own that needs a gradient, which autograd does not let go of. Save what it "
+                "was given instead, and detach that in backward",
+            )
 
     def _stays(self, record: Record) -> None:
         """It was to be made again, but somebody holds its memory."""

@@ -203,7 +203,7 @@ class SurvivingEngine(Engine):
         storage = tensor.untyped_storage()
         record = None
         if by_function and own_tensors.stays_itself(tensor):
-            self._pin(storage)
+            self._pin(tensor, storage)
         if storage_mark(storage) is not KEEP and storage.nbytes() and not getattr(storage, "_mem_static", False):
             record = self._record_of(tensor, storage)
             if record is None:

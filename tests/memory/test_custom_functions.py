@@ -35,6 +35,54 @@ class ScaledSquare(torch.autograd.Function):
         return 2 * x * scale * gradient, (x * x * gradient).flatten(0, -2).sum(0), None
 
 
+class Again(torch.autograd.Function):
+    """An activation that runs again in backward, and reads the gradient of the leaf that it saved for that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.detach().requires_grad_())
+        return torch.nn.functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            again = torch.nn.functional.gelu(ctx.saved_tensors[0])
+        torch.autograd.backward(again, gradient)
+        return ctx.saved_tensors[0].grad
+
+
+def trained_again(around: Any) -> tuple[Any, list[str]]:
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    with parallel(), around, swap_runs.listening() as messages:
+        chunks = models.build_gpt("dense", layers=2)
+        for layer in chunks[0].module.decoder.layers:
+            layer.mlp.activation_func = Again.apply
+        return models.train_step(chunks, micro_batches=2), messages
+
+
+def with_own_leaves() -> list[str]:
+    from tests.limited_runs import surviving
+    from tests.swap_runs import EVERYTHING, difference, swap
+
+    plans = {
+        **PLANS,
+        "everything swapped": EVERYTHING,
+        "what they save swapped": entry(activations="both", op_swap=[op("mlp", 1)]),
+        "its input recomputed": again([r"mlp\.linear_fc1"]),
+    }
+    without, _ = trained_again(contextlib.nullcontext())
+    found = []
+    for name, around in {"survived": surviving(), **{name: swap(plan) for name, plan in plans.items()}}.items():
+        result, messages = trained_again(around)
+        found += [f"{name}: {what}" for what in difference(result, without)]
+        told = [message for message in messages if "that Again saves has no effect in layers 0-1: " in message]
+        if len(told) != (name != "survived"):
+            found.append(f"{name}: {messages}")
+    return found
+
+
 def trained(plan: dict[str, Any] | None) -> tuple[Any, list[torch.Tensor], list[str]]:
     from mindspeed_mem.megatron_adaptor import adapt_mem_func_wrapper
     from tests import models, swap_runs
@@ -64,6 +112,11 @@ def test_gradients_flow_in_every_disposition(plan):
     [(found, same, moved)] = on_ranks(1, compared, PLANS[plan])
     assert found == [] and same
     assert any("ScaledSquare" in path for path in moved) == (plan == "swapped"), moved
+
+
+@pytest.mark.distributed
+def test_a_function_that_reads_its_own_leafs_gradient_gets_it_and_is_named():
+    assert on_ranks(1, with_own_leaves) == [[]]
 
 
 def test_without_an_engine_it_is_apply():
