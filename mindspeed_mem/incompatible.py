@@ -18,8 +18,8 @@ def of_megatron_lm(flag: str, why: str, **condition: Any) -> Option:
     return Option(flag=flag, origin="megatron-lm", why=why, **condition)
 
 
-def of_mindspeed(flag: str, why: str) -> Option:
-    return Option(flag=flag, origin="mindspeed", why=why)
+def of_mindspeed(flag: str, why: str, **condition: Any) -> Option:
+    return Option(flag=flag, origin="mindspeed", why=why, **condition)
 
 
 def of_ours(flag: str, why: str) -> Option:
@@ -46,6 +46,8 @@ def _draws_nothing(args: Any) -> bool:
 _SAME = "both decide about the same activations"
 _GRAPH = "replaying a graph skips the Python code that swaps and recomputes"
 _NOT_YET = "not supported yet"
+_OWN_PASSES = "its forwards and backwards are its own, which swap and recompute do not follow"
+_EMPTIES = "it empties activations and fills them again by itself, on streams that swap and recompute do not follow"
 _LIVE = (
     "its states are live generators, so dropout would draw other masks in a forward that runs again (it can stay with "
     "--hidden-dropout 0 --attention-dropout 0)"
@@ -70,6 +72,14 @@ MEMORY = (
     of_mindspeed("--recompute-in-bubble", _NOT_YET),
     of_mindspeed("--recompute-in-advance", _NOT_YET),
     of_mindspeed("--moe-fb-overlap", _NOT_YET),
+    of_mindspeed("--moe-alltoall-overlap-comm", _EMPTIES),
+    of_mindspeed("--moe-allgather-overlap-comm", _EMPTIES),
+    of_mindspeed("--moe-zero-memory", _SAME, off="disable"),
+    of_mindspeed("--moe-unperm2-mem-optim-swap", _SAME),
+    of_mindspeed("--compress-dense", _SAME, off="disable"),
+    of_mindspeed("--automated-pipeline", _SAME),
+    of_mindspeed("--schedules-method", _OWN_PASSES, value="dualpipev"),
+    of_mindspeed("--use-multiparameter-pipeline-model-parallel", _OWN_PASSES),
 )
 RECOMPUTE = (
     of_core("--fp8-format", "delayed scaling changes with each forward, also with one that runs again", field="fp8"),
@@ -98,6 +108,9 @@ PIPELINE_STAGES = (
     of_core("--is-hybrid-model", "hybrid models always split their layers evenly"),
     of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
+    of_mindspeed("--noop-layers", "it finds its layers where an even split has them"),
+    of_mindspeed("--automated-pipeline", _TWO_SPLITS),
+    of_mindspeed("--schedules-method", "each stage has a part of both halves of the model", value="dualpipev"),
 )
 
 _OWN_LOOP = "it belongs to Megatron's own loop, whose place a capped schedule takes"
@@ -118,6 +131,8 @@ INFLIGHT_CAP = (
     of_mindspeed("--recompute-in-bubble", "both decide about the order of passes"),
     of_mindspeed("--recompute-in-advance", "both decide about the order of passes"),
     of_mindspeed("--moe-fb-overlap", "both decide about the order of passes"),
+    of_mindspeed("--schedules-method", "both decide about the order of passes", value="dualpipev"),
+    of_mindspeed("--use-multiparameter-pipeline-model-parallel", "stages send each other one tensor"),
 )
 
 _FINDS = "it finds out itself what to swap and what to recompute"
@@ -132,6 +147,7 @@ ADAPTIVE = (
     of_mindspeed("--adaptive-recompute-device-swap", _SAME),
     of_mindspeed("--adaptive-recompute-device-size", _SAME),
     of_mindspeed("--recompute-activation-function", _SAME),
+    of_mindspeed("--recompute-norm", _SAME),
     of_mindspeed("--memory-fragmentation", "both manage memory"),
 )
 
@@ -191,8 +207,11 @@ CHUNKS = (
     of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_mindspeed("--swap-optimizer", _SAME_STATES),
+    of_mindspeed("--virtual-optimizer", _SAME_STATES),
     of_mindspeed("--reuse-fp32-param", "both decide where the fp32 masters lie"),
     of_mindspeed("--layerzero", _OWN_MEMORY),
+    of_mindspeed("--moe-fb-overlap", _NOT_YET),
+    of_mindspeed("--schedules-method", _NOT_YET, value="dualpipev"),
 )
 
 _SPLITS = "it splits the optimizer by itself"
@@ -212,5 +231,6 @@ OPTIMIZER_PARALLEL = (
     of_core("--fp8-param-gather", "fp8 parameters are made from whole fp32 masters", field="fp8_param"),
     of_core("--qk-clip", "it writes into whole fp32 masters"),
     of_mindspeed("--swap-optimizer", _SAME_STATES),
+    of_mindspeed("--virtual-optimizer", _SAME_STATES),
     of_mindspeed("--reuse-fp32-param", "both decide where the fp32 masters lie"),
 )

@@ -40,15 +40,26 @@ MEGATRON_LM = {
     "--yaml-cfg",
 }
 MINDSPEED = {
+    "--automated-pipeline",
+    "--compress-dense",
     "--layerzero",
+    "--moe-allgather-overlap-comm",
+    "--moe-alltoall-overlap-comm",
     "--moe-fb-overlap",
+    "--moe-unperm2-mem-optim-swap",
+    "--moe-zero-memory",
+    "--noop-layers",
     "--recompute-in-advance",
     "--recompute-activation-function",
     "--recompute-in-bubble",
+    "--recompute-norm",
     "--reuse-fp32-param",
+    "--schedules-method",
     "--smart-swap",
     "--swap-attention",
     "--swap-optimizer",
+    "--use-multiparameter-pipeline-model-parallel",
+    "--virtual-optimizer",
 }
 # Of its earlier versions; core_r0.16.0 has the first two in a parser that nothing uses.
 EARLIER_MINDSPEED = {
@@ -102,6 +113,30 @@ def test_the_list_of_mindspeed_is_true():
     sources = [p.read_text() for p in Path(os.environ["MINDSPEED"], "mindspeed/features_manager").rglob("*.py")]
     for flag in MINDSPEED:
         assert any(f'"{flag}"' in source or f"'{flag}'" in source for source in sources), flag
+
+
+BESIDE_MINDSPEED = {
+    "--memory-config": ["--virtual-optimizer all", "--recompute-norm", "--recompute-activation-function"],
+    "--memory-config again": ["--noop-layers 0,3", "--moe-zero-memory disable", "--compress-dense disable"],
+    "--chunk-zero-stage": ["--recompute-norm", "--noop-layers 0", "--compress-dense level0"],
+    "--optimizer-parallel": ["--schedules-method dualpipev", "--compress-dense level1"],
+    "--survive-oom": ["--virtual-optimizer 1 2", "--recompute-norm"],
+}
+
+
+@pytest.mark.parametrize("flag", BESIDE_MINDSPEED)
+def test_what_works_beside_mindspeeds_options_is_not_refused(flag, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("swap_config: {swap: True}")
+    given = {
+        "--memory-config": plan,
+        "--chunk-zero-stage": "3 --use-distributed-optimizer",
+        "--optimizer-parallel": "sharding",
+        "--survive-oom": "",
+    }
+    flag = flag.split()[0]
+    for theirs in BESIDE_MINDSPEED[flag]:
+        assert check(scan(f"{flag} {given[flag]} {theirs} --device cpu".split())).on
 
 
 def test_live_generators_do_no_harm_where_nothing_is_drawn():
