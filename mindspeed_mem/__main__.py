@@ -8,6 +8,8 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from typing import TextIO
 
 from mindspeed_mem import __version__, interruption, requirements
 
@@ -73,6 +75,19 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+@contextlib.contextmanager
+def _stdout_of_our_own() -> Iterator[TextIO]:
+    """Standard output for us alone: what other packages print, native code included, goes to standard error."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as ours, contextlib.redirect_stdout(sys.stderr):
+        os.dup2(2, 1)
+        try:
+            yield ours
+        finally:
+            ours.flush()
+            os.dup2(ours.fileno(), 1)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     reason = requirements.old_python()  # first: what is imported below would not even be parsed
@@ -104,9 +119,10 @@ def _doctor(given: argparse.Namespace) -> int:
     problem = requirements.absent()
     if problem is None:
         try:
-            from mindspeed_mem import doctor
+            with _stdout_of_our_own() as out:
+                from mindspeed_mem import doctor  # may import MindSpeed
 
-            return doctor.main(as_json=given.json)
+                return doctor.main(as_json=given.json, out=out)
         except (ImportError, OSError) as error:  # torch was built for a library that is not there, for instance
             problem = f"what is installed cannot be imported: {type(error).__name__}: {error}"
     versions = {"python": platform.python_version(), "mindspeed_mem": __version__}

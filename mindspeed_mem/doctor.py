@@ -7,8 +7,10 @@ import importlib.util
 import json
 import logging
 import platform
+import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from typing import TextIO
 
 import torch
 
@@ -18,16 +20,19 @@ from mindspeed_mem.megatron_adaptor import patch_modules
 from mindspeed_mem.patching import REGISTRY, Patch
 
 PACKAGES = ("torch", "torch_npu", "megatron-core", "mindspeed", "wrapt", "PyYAML")
+_MODULES = {"megatron-core": "megatron.core", "PyYAML": "yaml"}
+"""Of packages that are imported by another name."""
 REQUIRED = {"torch", "megatron-core", "wrapt", "PyYAML"}
 GROUPS = ("cpu_*", "sdpa_*", "activation_*", "*")  # in the adaptor's order: repairs before megatron is imported
 
 
-def main(as_json: bool = False) -> int:
-    """Print what was found; returns 1 if something is wrong, else 0. Applies all patches: only for a fresh process."""
+def main(as_json: bool = False, out: TextIO | None = None) -> int:
+    """Print what was found, to `out` if given; returns 1 if something is wrong, else 0. Applies all patches: only for a
+    fresh process."""
     logging.disable(logging.WARNING)  # drift is in the table
     warnings.simplefilter("ignore")
     found = examine()
-    print(json.dumps(found, indent=2) if as_json else _text(found))
+    print(json.dumps(found, indent=2) if as_json else _text(found), file=out)
     return 1 if found["problems"] else 0
 
 
@@ -36,21 +41,32 @@ def examine() -> dict:
 
     Of an optional part: what was found, or None, and then what its absence costs.
     """
-    versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
-    versions |= {name: _version(name) for name in PACKAGES}
-    problems = [f"{name} is not installed" for name in PACKAGES if name in REQUIRED and versions[name] is None]
     devices, optional = _devices(), _optional()  # before the patches for cpu change what torch.cuda says
     patches = _patches()
+    versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
+    versions |= {name: _version(name) for name in PACKAGES}  # megatron is imported by now, and had to come after them
+    problems = [f"{name} is not installed" for name in PACKAGES if name in REQUIRED and versions[name] is None]
     problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
     found = {"versions": versions, "untested": requirements.untested(versions), "devices": devices}
     return {**found, "optional": optional, "patches": patches, "problems": problems}
 
 
 def _version(name: str) -> str | None:
+    """What is imported says it itself, which counts where PYTHONPATH hides what is installed; None: it is not there."""
+    module = _MODULES.get(name, name)
+    loaded = getattr(sys.modules.get(module), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
     try:
         return version(name)
     except PackageNotFoundError:
-        return None
+        pass
+    try:
+        return str(getattr(importlib.import_module(module), "__version__", "unknown"))
+    except ModuleNotFoundError as error:
+        return None if error.name and module.startswith(error.name) else "unknown"
+    except Exception:  # whatever a foreign module raises: its patches say it
+        return "unknown"
 
 
 def _devices() -> list[dict]:

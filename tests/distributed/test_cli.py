@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -186,7 +187,7 @@ def test_doctor_is_content_with_what_is_installed(tmp_path):
 
 # As if neither scipy nor matplotlib were installed.
 BARE_MACHINE = """
-    import importlib.metadata
+    import importlib.metadata, sys
 
     version = importlib.metadata.version
 
@@ -196,7 +197,35 @@ BARE_MACHINE = """
         return version(name)
 
     importlib.metadata.version = without
+    sys.modules["scipy"] = sys.modules["matplotlib"] = None
 """
+
+# As if megatron-core came from PYTHONPATH, and it, or what it brings, were talkative.
+TALKATIVE = """
+    import importlib.metadata, os, wrapt
+
+    version = importlib.metadata.version
+
+    def without(name):
+        if name in ("megatron-core", "mindspeed"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    def other(module):
+        print("INFO: hello", flush=True)
+        os.write(1, b"and from native code")
+
+    importlib.metadata.version = without
+    wrapt.register_post_import_hook(other, "megatron.core.pipeline_parallel.schedules")
+"""
+
+
+def test_doctors_json_is_alone_on_standard_output_and_knows_what_is_not_installed_but_there(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(TALKATIVE))
+    out, errors = mem("doctor", "--json", path=[tmp_path])
+    found = json.loads(out)
+    assert found["versions"]["megatron-core"] == version("megatron-core") and found["problems"] == []
+    assert "INFO: hello" in errors and "and from native code" in errors
 
 
 # As if another version of Megatron were installed, and another package had patched it.
