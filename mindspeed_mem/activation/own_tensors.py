@@ -53,7 +53,7 @@ def own(handle: Handle, tensor: torch.Tensor) -> Handle:
     """``handle`` is of ``tensor``, which a custom function saves."""
     if stays_itself(tensor):
         handle.alias = tensor
-    handle.own = type(tensor), dict(vars(tensor))
+    handle.own = type(tensor), {} if handle.alias is tensor else dict(vars(tensor))
     return handle
 
 

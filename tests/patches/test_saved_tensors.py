@@ -71,6 +71,17 @@ def test_others_have_their_class_and_attributes():
     assert vars(plain) == {}
 
 
+def test_marks_of_a_frozen_parameter_stay_as_they_are():
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    frozen.count = 0
+    with patched([PATCH]), ActivationMeter(get_backend("cpu")):
+        result = Saves.apply(torch.ones(3, requires_grad=True) * 3, frozen)
+        frozen.count = 1
+        result.sum().backward()
+    assert Saves.seen[1] is frozen and frozen.count == 1
+    Saves.seen = []
+
+
 def test_a_function_that_runs_another_in_its_backward_reads_its_own():
     class Outer(torch.autograd.Function):
         @staticmethod
