@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_mem.activation.mover import COMPUTE_AFTER_IN, OUT_AFTER_COMPUTE, RELEASE_AFTER_OUT, Mover
+from mindspeed_mem.activation.mover import COMPUTE_AFTER_IN, RELEASE_AFTER_OUT, Mover
 from mindspeed_mem.activation.records import (
     COPYING,
     DEVICE,
@@ -111,8 +111,8 @@ class EvictingMover(Mover):
         compute, out_stream, _ = self._begin()
         try:
             if state == LOADED:
-                self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
-            self.backend.wait(out_stream, self.backend.record(compute), OUT_AFTER_COMPUTE)
+                self.backend.wait(record.stream, record.in_event, COMPUTE_AFTER_IN)
+            self._wait_for_bytes(record, compute, out_stream, [])
             self._send(record, source, slab, out_stream)
         except BaseException:
             self.slabs.give(slab, slab.ready)
@@ -136,7 +136,7 @@ class EvictingMover(Mover):
 
     def _drop_buffer(self, record: Record, holding: list) -> None:
         """It had come back, or had been made again, and leaves once more."""
-        self.backend.wait(self.backend.current_stream(), record.out_event, RELEASE_AFTER_OUT)
+        self._let_go(record, record.source, record.out_event, RELEASE_AFTER_OUT)
         for handle in holding:
             handle.let_go()
         record.source = record.buffer = record.in_event = record.replay = None

@@ -28,6 +28,7 @@ class Frame:
 
     def __init__(self, mover: Mover, key: tuple[int | None, int]):
         self.mover, self.key = mover, key
+        self.home, self.home_key = mover.backend.current_stream(), mover.backend.stream_key()
         self.count = 0  # operators started so far
         self.last_layer = -1
         self.forward_done = False

@@ -11,6 +11,22 @@
 
 A copy in need not wait for the copy out: the release did (compute), and the copy in waits for compute.
 The host thread never waits.
+
+Compute is the stream that is current when an operator runs, and a model may have several. Its home is the one that the
+micro-batch started on; `Record.stream` is where the record's device memory was ready, and where it is freed. Memory is
+handed out again by the stream it was allocated on, which nobody can ask for. So where a stream is not the usual one:
+
+| later work | waits for | because |
+|---|---|---|
+| a copy out | the streams that saved the record | another one may be current when it starts |
+| a copy in | the copy out | another stream waited for that than the copy in waits for |
+| an unpack of what ran again | the stream that wrote it | the second run may stop before its streams join |
+
+| the allocator is told | of the stream | because |
+|---|---|---|
+| when a tensor is saved | that saves it | without us its memory would stay until backward |
+| when memory is freed | that waited for its copy | another one is current, and may allocate next |
+| at unpack | that reads | what came back was allocated on another |
 """
 
 from __future__ import annotations
@@ -19,7 +35,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.records import COPYING, DEVICE, HOST, KEEP, KEPT, LOADED, Record
@@ -42,6 +59,12 @@ RELEASE_AFTER_OUT = "release after copy out"
 IN_AFTER_COMPUTE = "copy in after compute"
 COMPUTE_AFTER_IN = "compute after copy in"
 RETIRE_AFTER_COPIES = "retire after copies"
+OUT_AFTER_SAVED = "copy out after the streams that saved"
+IN_AFTER_OUT = "copy in after copy out"
+AFTER_SECOND_RUN = "unpack after second run"
+SAVED_BESIDE = "saved on another stream"
+FREED_BESIDE = "freed on another stream"
+READ_BESIDE = "read on another stream"
 WAITS = (
     OUT_AFTER_COMPUTE,
     OUT_AFTER_SLAB,
@@ -50,6 +73,8 @@ WAITS = (
     COMPUTE_AFTER_IN,
     RETIRE_AFTER_COPIES,
 )
+BESIDE = (OUT_AFTER_SAVED, IN_AFTER_OUT, AFTER_SECOND_RUN, SAVED_BESIDE, FREED_BESIDE, READ_BESIDE)
+"""What only models with several compute streams need."""
 
 
 class Mover:
@@ -58,8 +83,6 @@ class Mover:
     def __init__(self, backend: Backend, slabs: HostSlabs):
         self.backend, self.slabs = backend, slabs
         self._streams: tuple[Stream, Stream] | None = None
-        self._compute: Stream | None = None  # where the last copies were ordered
-        self._retired: list[tuple[Any, Event]] = []  # memory that a copy may still use, and until when
         self.moved: Counter[tuple[int, str]] = Counter()
         self.dropped: Counter[tuple[int, str]] = Counter()  # bytes not kept, by the operator that makes them again
         self.second_runs: Counter[tuple[int, str]] = Counter()
@@ -75,18 +98,26 @@ class Mover:
         """Compute's stream and the two for copies, made at the first copy: only then the device is surely chosen."""
         if self._streams is None:
             self._streams = self.backend.new_stream("copy out"), self.backend.new_stream("copy in")
-        self._compute = compute = self.backend.current_stream()
-        while self._retired:
-            memory, event = self._retired.pop()
-            self.backend.wait(compute, event, RETIRE_AFTER_COPIES)
-            del memory
-        return compute, *self._streams
+        return self.backend.current_stream(), *self._streams
+
+    def saves(self, record: Record, tensor: torch.Tensor, first: bool) -> None:
+        """The current stream saves ``tensor``, of the storage of ``record``; ``first``: nobody did before."""
+        home, backend = record.frame.home, self.backend
+        if record.stream is home and backend.stream_key() == record.frame.home_key:
+            return
+        current = backend.current_stream()
+        if first:
+            record.stream, record.others = current, ()
+        elif current != record.stream and current not in record.others:
+            record.others += (current,)
+        if current != home or current != record.stream:
+            backend.used_on(tensor, current, SAVED_BESIDE)
 
     def copy_out(self, records: Iterable[Record]) -> None:
         """Start copying out; what finds no room on the host stays on the device, with one warning."""
         with self._lock:
             compute, out_stream, _ = self._begin()
-            ready = None
+            ready: list[Stream] = []
             for record in records:
                 source = record.whole()
                 if source is None or source.untyped_storage().nbytes() != record.nbytes:
@@ -97,14 +128,22 @@ class Mover:
                     self._stays(record)
                     continue
                 try:
-                    if ready is None:
-                        ready = self.backend.record(compute)
-                        self.backend.wait(out_stream, ready, OUT_AFTER_COMPUTE)
+                    self._wait_for_bytes(record, compute, out_stream, ready)
                     self._send(record, source, slab, out_stream)
                 except BaseException:
                     self.slabs.give(slab, slab.ready)
                     record.state = KEPT
                     raise
+
+    def _wait_for_bytes(self, record: Record, compute: Stream, out_stream: Stream, ready: list[Stream]) -> None:
+        """A copy out of ``record`` may start; ``ready`` are the streams waited for already."""
+        if not ready:
+            ready.append(compute)
+            self.backend.wait(out_stream, self.backend.record(compute), OUT_AFTER_COMPUTE)
+        for stream in (record.stream, *record.others):
+            if stream not in ready:
+                ready.append(stream)
+                self.backend.wait(out_stream, self.backend.record(stream), OUT_AFTER_SAVED)
 
     def _send(self, record: Record, source: torch.Tensor, slab: Slab, out_stream: Stream) -> None:
         """Copy ``source``, the record's bytes, to ``slab``; the stream has waited for compute."""
@@ -127,17 +166,25 @@ class Mover:
                 self.cancel(record)
                 return False
             del storage
-            self.backend.wait(self.backend.current_stream(), record.out_event, RELEASE_AFTER_OUT)
+            self._let_go(record, record.source, record.out_event, RELEASE_AFTER_OUT)
             record.source = None
             record.drop_device()
             self.moved[record.layer, record.op] += record.nbytes
             return True
 
+    def _let_go(self, record: Record, memory: torch.Tensor, event: Event, reason: str) -> None:
+        """``memory`` of ``record`` is about to be freed: not before ``event``, of its copy."""
+        backend, stream = self.backend, record.stream
+        backend.wait(stream, event, reason)
+        if stream is not record.frame.home or backend.stream_key() != record.frame.home_key:
+            if backend.current_stream() != stream:
+                backend.used_on(memory, stream, FREED_BESIDE)
+
     def cancel(self, record: Record) -> None:
         """Keep a record on the device after all."""
         with self._lock:
             if record.state == COPYING:
-                self.backend.wait(self.backend.current_stream(), record.out_event, RETIRE_AFTER_COPIES)
+                self._let_go(record, record.source, record.out_event, RETIRE_AFTER_COPIES)
                 self._give_back(record, record.out_event)
                 record.source, record.state = None, KEPT
 
@@ -164,6 +211,9 @@ class Mover:
             # after the allocations: the buffers' previous users are on compute
             self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
             for record in wanted:
+                if record.stream != compute:
+                    self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
+                record.stream, record.others = compute, ()
                 self.backend.copy(record.buffer, record.slab.buffer, in_stream)
                 record.in_event = self.backend.record(in_stream)
                 record.state = LOADED
@@ -176,18 +226,32 @@ class Mover:
         if record.state == HOST:
             self.load((record,))
         compute, auto = self.backend.current_stream(), self.auto
-        if auto is None or not auto.measures(record):
-            self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
-            return
-        begin = self.backend.timestamp(compute)
+        timed = auto is not None and auto.measures(record)
+        begin = self.backend.timestamp(compute) if timed else None
         self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
-        auto.waited(record, begin, self.backend.timestamp(compute))
+        if timed:
+            auto.waited(record, begin, self.backend.timestamp(compute))
+        if compute != record.stream:
+            self.backend.used_on(record.buffer, compute, READ_BESIDE)
+
+    def on(self, stream: Stream) -> AbstractContextManager:
+        """Inside, ``stream`` is the current one: an operator runs again where it ran before."""
+        return nullcontext() if self.backend.current_stream() == stream else self.backend.on_stream(stream)
+
+    def await_second_run(self, record: Record) -> None:
+        """The current stream waits for what has made the record again."""
+        frame, backend = record.frame, self.backend
+        if record.stream is frame.home and backend.stream_key() == frame.home_key:
+            return
+        current = backend.current_stream()
+        if current != record.stream:
+            backend.wait(current, backend.record(record.stream), AFTER_SECOND_RUN)
+            backend.used_on(record.buffer, current, READ_BESIDE)
 
     def retire(self, record: Record) -> None:
         """The last handle of a moved record is gone: its slab goes back, and its copies are waited for by compute.
 
-        This may run on any thread, wherever the garbage collector does: where another stream is current, the memory is
-        kept until compute's next copy.
+        This may run on any thread, wherever the garbage collector does, and whatever stream is current there.
         """
         with self._lock:
             if record.state == LOADED:
@@ -197,13 +261,8 @@ class Mover:
                 self._give_back(record, event)
             if record.state != COPYING:
                 LEDGER.forget_moved(record.nbytes)
-            if memory is None or self.backend.done(event):
-                return
-            current = self.backend.current_stream()
-            if current == self._compute:
-                self.backend.wait(current, event, RETIRE_AFTER_COPIES)
-            else:
-                self._retired.append((memory, event))
+            if memory is not None and not self.backend.done(event):
+                self._let_go(record, memory, event, RETIRE_AFTER_COPIES)
 
     def _give_back(self, record: Record, event) -> None:
         self.slabs.give(record.slab, event)

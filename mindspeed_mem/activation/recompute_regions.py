@@ -97,7 +97,7 @@ class RecomputedRegions(SavedTensors):
         replay = Replay(layer, path, call, args, kwargs, self._hold, state, training, places)
         trial = Trial(of, replay, self.partners, self._device_type) if verdict is None else contextlib.nullcontext()
         begin()
-        replay.number = frame.count
+        replay.number, replay.stream = frame.count, self.mover.backend.current_stream()
         self._region = replay
         try:
             with trial:
@@ -153,6 +153,7 @@ class RecomputedRegions(SavedTensors):
             and self._to_recompute(layer, path)
         ):
             self._region = Tape(layer, path, self._frame.count, self._device_type)
+            self._region.stream = self.mover.backend.current_stream()
             self._tape_depth = len(self._stack)
             self._region.__enter__()
 

@@ -89,6 +89,8 @@ class Record:
         "out_event",
         "buffer",
         "in_event",
+        "stream",
+        "others",
         "replay",
         "__weakref__",
     )
@@ -111,6 +113,7 @@ class Record:
         self.handles: list[weakref.ref[Handle]] = []
         self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         self.slab = self.source = self.out_event = self.buffer = self.in_event = None
+        self.stream, self.others = frame.home, ()  # where its device memory is ready and freed; who saved it besides
         self.replay = replay
         if mover.known is not None:
             mover.known.add(self)
@@ -118,6 +121,11 @@ class Record:
             token.moved = True
             self.token, self.state = None, DROPPED
             mover.dropped[replay.layer, replay.op] += self.nbytes
+
+    def saved_as(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """``handle`` is of one more saved tensor, ``tensor``."""
+        self.mover.saves(self, tensor, first=not self.handles)
+        self.handles.append(weakref.ref(handle))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether what was copied is still what ``tensor``, a view of the same storage, holds now.
@@ -160,6 +168,7 @@ class Record:
     def fill(self, tensor: torch.Tensor) -> None:
         """It has been made again, in the storage of ``tensor``."""
         self.buffer, self.state = tensor.detach(), REMADE
+        self.mover.saves(self, tensor, first=True)
         self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         LEDGER.enter_copy(tensor.untyped_storage(), self.layer >= 0)
 
@@ -169,12 +178,17 @@ class Record:
             self.mover.await_load(self)
         elif self.state == DROPPED:
             replay = self.replay
-            replay.remake()
+            with self.mover.on(replay.stream):
+                replay.remake()
             self.mover.second_runs[replay.layer, replay.op] += 1
             if self.replay is None:  # memory ran out later in the second run, and it had to leave
                 self.mover.await_load(self)
+            else:
+                self.mover.await_second_run(self)
         elif self.buffer._version != self.version:
             raise OverwrittenError(f"the output of {self.replay} was overwritten after it had been recomputed")
+        else:
+            self.mover.await_second_run(self)
 
     def live_handles(self) -> list[Handle]:
         return [handle for ref in self.handles if (handle := ref()) is not None]

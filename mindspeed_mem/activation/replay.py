@@ -39,6 +39,7 @@ from mindspeed_mem.activation.state import Place, nearly_same, put_back, same_bi
 if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
     from mindspeed_mem.activation.tape import Tape
+    from mindspeed_mem.device.base import Stream
 
 GUARDS: list[Callable[[], AbstractContextManager]] = []
 """What a second run must not disturb: each is entered around it."""
@@ -84,6 +85,7 @@ class Replay:
         "layer",
         "op",
         "number",
+        "stream",
         "inputs",
         "slots",
         "outputs",
@@ -128,6 +130,7 @@ class Replay:
             places: what a second run changes besides. None: nobody knows yet whether it repeats itself, see `repeats`.
         """
         self.layer, self.op, self.number = layer, op, 0
+        self.stream: Stream | None = None  # that it runs on, and will again
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
         self.inputs: list[tuple[Handle, bool]] | None = []

@@ -93,7 +93,7 @@ class SavedTensors:
             self.census.holds(storage, handle)
         if record is None:
             return handle
-        record.handles.append(weakref.ref(handle))
+        record.saved_as(handle, tensor)
         record.used_at(number)
         if record.state in (HOST, LOADED, DROPPED):
             handle.let_go()
@@ -203,7 +203,7 @@ class SavedTensors:
                 record = Record(self.mover, frame, owner, storage, token, tensor)
                 storage._mem = weakref.ref(record)
         handle = Handle(tensor, record)
-        record.handles.append(weakref.ref(handle))
+        record.saved_as(handle, tensor)
         if record.replay is not None:
             handle.version = None  # made again, it is as it was, whatever has been written over it meanwhile
         if record.state in (HOST, LOADED, DROPPED):
@@ -239,7 +239,7 @@ class SavedTensors:
             storage._mem = weakref.ref(record)
         record.distance = STAYS
         handle = Handle(tensor, record)
-        record.handles.append(weakref.ref(handle))
+        record.saved_as(handle, tensor)
         return handle
 
     _about_to_run: tuple[int, str] = (-1, "")

@@ -212,7 +212,7 @@ class SurvivingEngine(Engine):
                 storage._mem = weakref.ref(record)
         handle = Handle(tensor, record)
         if record is not None:
-            record.handles.append(weakref.ref(handle))
+            record.saved_as(handle, tensor)
             record.used_at(frame.count)
             if record.state in (HOST, LOADED, DROPPED):
                 handle.let_go()

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,9 @@ from mindspeed_mem.activation import rng
 from mindspeed_mem.activation.arguments import join, split, tensors_in
 from mindspeed_mem.activation.records import DROPPED, Handle, Record, view_of
 from mindspeed_mem.activation.replay import READERS
+
+if TYPE_CHECKING:
+    from mindspeed_mem.device.base import Stream
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 MANAGED = "its input is memory that Megatron empties or writes over itself"
@@ -55,6 +58,7 @@ class Tape(TorchDispatchMode):
         self.layer, self.op, self.number = layer, op, number
         self.why_not = ""
         """Why it cannot run again; empty if it can."""
+        self.stream: Stream | None = None  # that it runs on, and will again
         self.inputs: dict[int, Handle] | None = None
         self.paused = False  # what runs now is the engine's own: it keeps, copies and looks at tensors
         self._device_type = device_type

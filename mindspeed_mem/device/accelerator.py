@@ -64,6 +64,9 @@ class AcceleratorBackend(Backend):
     def current_stream(self) -> Stream:
         return Stream(self._module.current_stream(), f"{self.type} current", side=False)
 
+    def stream_key(self) -> object:
+        return self._module.current_stream()
+
     def new_stream(self, name: str) -> Stream:
         return Stream(self._module.Stream(), name, side=True)
 
@@ -85,6 +88,9 @@ class AcceleratorBackend(Backend):
 
     def on_stream(self, stream: Stream) -> AbstractContextManager:
         return self._module.stream(stream.native)
+
+    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
+        tensor.record_stream(stream.native)
 
     def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
         if event.native.query():

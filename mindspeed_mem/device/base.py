@@ -63,6 +63,10 @@ class Backend(abc.ABC):
     def current_stream(self) -> Stream:
         """The stream that work of this thread goes to now; read live, so do not keep it."""
 
+    def stream_key(self) -> object:
+        """Tells the current stream from others, cheaper than `current_stream`: equal as long as the stream is."""
+        return self.current_stream()
+
     @abc.abstractmethod
     def new_stream(self, name: str) -> Stream:
         """A side stream; `name` is for messages and traces."""
@@ -82,6 +86,14 @@ class Backend(abc.ABC):
     def on_stream(self, stream: Stream) -> AbstractContextManager:
         """Inside, `stream` is this thread's current one: a collective started there waits for it, and for no other."""
         return nullcontext()
+
+    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
+        """Let the allocator know that `stream`, not the one it was allocated on, uses the memory of `tensor`, too.
+
+        Once freed, it is handed out again only when all that `stream` has been given by then is done. `reason` as for
+        `wait`.
+        """
+        return None
 
     def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
         """`wait` whose stand-still counts in `stall_seconds` whatever the stream is."""

@@ -38,6 +38,9 @@ class CpuBackend(Backend):
     def current_stream(self) -> Stream:
         return _STREAM
 
+    def stream_key(self) -> object:
+        return None
+
     def new_stream(self, name: str) -> Stream:
         return Stream(object(), name, side=True)
 

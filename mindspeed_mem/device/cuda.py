@@ -30,6 +30,9 @@ class CudaBackend(AcceleratorBackend):
     def __init__(self) -> None:
         super().__init__(torch.cuda)
 
+    def stream_key(self) -> object:
+        return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())  # without making a stream object of it
+
     def host_empty(self, nbytes: int) -> torch.Tensor:
         # torch's pinned allocator rounds up to a power of two, which nearly doubles the host memory of some sizes.
         buffer = _registered(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")

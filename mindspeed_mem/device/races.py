@@ -30,12 +30,15 @@ def covers(clock: Clock, other: Clock) -> bool:
 class Access:
     """Who touched one storage last.
 
-    `allocated` is what the compute stream had been ordered after when the memory was handed out: a caching allocator
-    may have taken it from a tensor that compute was still to be done with, so nothing else may touch it before that.
+    `owner` is the stream whose memory it is (None: the host's). `allocated` is what that stream had been ordered after
+    when the memory was handed out: a caching allocator may have taken it from a tensor that the stream was still to be
+    done with, so nothing else may touch it before that.
     """
 
-    def __init__(self, nbytes: int, on_host: bool, allocated: Clock) -> None:
-        self.nbytes, self.on_host, self.allocated = nbytes, on_host, allocated
+    def __init__(self, nbytes: int, owner: object | None, allocated: Clock) -> None:
+        self.nbytes, self.owner, self.allocated = nbytes, owner, allocated
+        self.on_host = owner is None
+        self.used_on: list = []  # streams that the allocator has been told of
         self.writer: Clock = {}  # one entry at most: the last write
         self.readers: Clock = {}  # the last read of each stream since that write
         self.copies: list = []  # copies on side streams that touch it and have not run yet
@@ -50,11 +53,11 @@ class Access:
         self._check(name, clock, what, "writes", {"write": self.writer, "read": self.readers})
         self.writer, self.readers = {name: clock.get(name, 0)}, {}
 
-    def unordered(self, clock: Clock) -> list[str]:
-        """The streams that may still use the memory, as far as `clock` knows."""
+    def unordered(self, clock: Clock) -> Clock:
+        """The uses of the memory that `clock` does not know to be done."""
         uses = dict(self.readers)
         join(uses, self.writer)
-        return sorted(name for name, count in uses.items() if clock.get(name, 0) < count)
+        return {name: count for name, count in uses.items() if clock.get(name, 0) < count}
 
     def _check(self, name: str, clock: Clock, what: str, does: str, earlier: dict[str, Clock]) -> None:
         for kind, uses in (earlier | {"use of the memory before it was allocated": self.allocated}).items():

@@ -1,19 +1,20 @@
 """A device for tests, whose copies run as late as they may and whose races are found, the same way every time.
 
-Tensors are ordinary CPU tensors; the host thread is the compute stream. A copy on a side stream runs when computation
-or the host waits for it, and not before; until then its target is full of 0xFF (NaN in floating point). Independently
-of that, every operator under `tracker()` and every copy is checked against the others by vector clocks.
+Tensors are ordinary CPU tensors; operators run at once, on whatever compute stream is current. A copy on a side stream
+runs when computation or the host waits for it, and not before; until then its target is full of 0xFF (NaN in floating
+point). Independently of that, every operator under `tracker()` and every copy is checked against the others by vector
+clocks. Memory belongs to the stream that it was allocated on, whose next allocation may get what has been freed.
 
-What is not modelled: several compute streams, operators inside which side streams are used, and `.item()` as a
-synchronisation (so that nothing can come to rely on it).
+What is not modelled: operators inside which side streams are used, and `.item()` as a synchronisation (so that nothing
+can come to rely on it).
 """
 
 from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ __all__ = ["RaceError", "SimulatedBackend"]
 class SimulatedStream(Stream):
     """A queue of copies that have not run; `done` of the `submitted` have."""
 
-    __slots__ = ("clock", "seconds", "queue", "submitted", "done")
+    __slots__ = ("clock", "seconds", "queue", "submitted", "done", "freed")
 
     def __init__(self, name: str, side: bool) -> None:
         super().__init__(object(), name, side)
@@ -50,6 +51,7 @@ class SimulatedStream(Stream):
         self.seconds = 0.0
         self.queue: collections.deque[Callable[[], None]] = collections.deque()
         self.submitted = self.done = 0
+        self.freed: list[tuple[int, Clock]] = []  # memory to be handed out again: its bytes, who may still use it
 
     def push(self, work: Callable[[], None]) -> None:
         """Put `work` at the end of the queue."""
@@ -97,28 +99,41 @@ class SimulatedBackend(CpuBackend):
         self.bytes_copied = 0
         self._check, self._bandwidth, self._latency, self._op_seconds = check, bandwidth, latency, op_seconds
         self._compute = SimulatedStream(COMPUTE, side=False)
+        self._current = self._compute
         self._streams = {COMPUTE: self._compute}
         self._host: Clock = {}  # what the host has seen done
         self._stalled = 0.0
         self._accesses: weakref.WeakKeyDictionary[torch.UntypedStorage, Access] = weakref.WeakKeyDictionary()
 
     def tracker(self) -> FormulaKeepingMode:
-        """A context manager in which every operator counts as work of the compute stream, and is checked."""
+        """A context manager in which every operator counts as work of the current stream, and is checked."""
         return _Tracker(self)
 
     def check(self) -> None:
         """Raise RaceError when there are `faults`."""
+        for stream in self._streams.values():
+            self._hand_out(stream)
         if self.faults:
             raise RaceError(f"{len(self.faults)} faults: " + "; ".join(self.faults))
 
     # ---- streams and events
 
     def current_stream(self) -> Stream:
-        return self._compute
+        return self._current
+
+    def stream_key(self) -> object:
+        return self._current
 
     def new_stream(self, name: str) -> Stream:
+        return self._new_stream(name, side=True)
+
+    def new_compute_stream(self, name: str) -> Stream:
+        """A stream for operators, as a model may have for a branch that it computes beside; see `on_stream`."""
+        return self._new_stream(name, side=False)
+
+    def _new_stream(self, name: str, side: bool) -> SimulatedStream:
         unique = name if name not in self._streams and name != HOST else f"{name}#{len(self._streams)}"
-        stream = self._streams[unique] = SimulatedStream(unique, side=True)
+        stream = self._streams[unique] = SimulatedStream(unique, side)
         return stream
 
     def record(self, stream: Stream) -> Event:
@@ -134,13 +149,28 @@ class SimulatedBackend(CpuBackend):
             stream.seconds = max(stream.seconds, event.seconds)
             stream.push(lambda: event.stream.run_until(event.position))
         else:
-            self._stand_still(event.seconds)
+            self._stand_still(stream, event.seconds)
             event.stream.run_until(event.position)
 
     def on_stream(self, stream: Stream) -> AbstractContextManager:
+        if not stream.side:
+            return self._switched_to(stream)
         # Collectives are the host's here.
         self.synchronize(self.record(stream))
         return nullcontext()
+
+    @contextmanager
+    def _switched_to(self, stream: SimulatedStream) -> Iterator[None]:
+        self._current, before = stream, self._current
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
+        self.reasons[reason] += 1
+        if reason not in self.leave_out:
+            self._known(tensor.untyped_storage()).used_on.append(stream)
 
     def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
         if stream.side and reason not in self.leave_out:
@@ -154,18 +184,18 @@ class SimulatedBackend(CpuBackend):
     def synchronize(self, event: Event | None = None) -> None:
         for waited in [event] if event is not None else [self.record(stream) for stream in self._streams.values()]:
             join(self._host, waited.clock)
-            self._stand_still(waited.seconds)
+            self._stand_still(self._compute, waited.seconds)
             waited.stream.run_until(waited.position)
 
     def stall_seconds(self) -> float:
         return self._stalled
 
     def timestamp(self, stream: Stream | None = None) -> object:
-        return (self._compute if stream is None else stream).seconds
+        return (self._current if stream is None else stream).seconds
 
-    def _stand_still(self, until: float) -> None:
-        self._stalled += max(0.0, until - self._compute.seconds)
-        self._compute.seconds = max(self._compute.seconds, until)
+    def _stand_still(self, stream: SimulatedStream, until: float) -> None:
+        self._stalled += max(0.0, until - stream.seconds)
+        stream.seconds = max(stream.seconds, until)
 
     # ---- memory
 
@@ -176,7 +206,7 @@ class SimulatedBackend(CpuBackend):
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
         buffer = super().host_empty(nbytes)
-        self._add(buffer.untyped_storage(), Access(nbytes, on_host=True, allocated={}))
+        self._add(buffer.untyped_storage(), Access(nbytes, owner=None, allocated={}))
         return buffer
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -223,13 +253,13 @@ class SimulatedBackend(CpuBackend):
     # ---- who touches what
 
     def _operator(self, name: str, reads: list[torch.UntypedStorage], writes: list[torch.UntypedStorage]) -> None:
-        """One operator of the compute stream; what it does to host buffers the host does, at once."""
-        compute = self._compute
-        join(compute.clock, self._host)
-        compute.clock[COMPUTE] += 1
-        compute.seconds += self._op_seconds
+        """One operator of the current stream; what it does to host buffers the host does, at once."""
+        current = self._current
+        join(current.clock, self._host)
+        current.clock[current.name] += 1
+        current.seconds += self._op_seconds
         touched = [[self._known(s) for s in some if s.nbytes()] for some in (reads, writes)]
-        for stream, clock, on_host in ((COMPUTE, compute.clock, False), (HOST, self._host, True)):
+        for stream, clock, on_host in ((current.name, current.clock, False), (HOST, self._host, True)):
             self._touch(stream, clock, name, *([a for a in some if a.on_host == on_host] for some in touched))
 
     def _touch(self, name: str, clock: Clock, what: str, reads: list[Access], writes: list[Access]) -> None:
@@ -248,7 +278,10 @@ class SimulatedBackend(CpuBackend):
         access = self._accesses.get(storage)
         if access is None:
             # Memory from before anybody looked carries no demand; a fresh block may be a recycled one.
-            access = Access(storage.nbytes(), on_host=False, allocated=dict(self._compute.clock) if fresh else {})
+            if fresh:
+                self._hand_out(self._current)
+            owner = self._current if fresh else self._compute
+            access = Access(storage.nbytes(), owner, allocated=dict(owner.clock) if fresh else {})
             self.ledger.see(storage)
             self._add(storage, access)
         return access
@@ -258,15 +291,30 @@ class SimulatedBackend(CpuBackend):
         weakref.finalize(storage, self._freed, access).atexit = False
 
     def _freed(self, access: Access) -> None:
-        """Freed device memory is the compute stream's to hand out again; freed host memory is unmapped at once."""
+        """Freed device memory is its stream's to hand out again; freed host memory is unmapped at once."""
         if not self._check:
             return
-        join(self._compute.clock, self._host)
-        users = access.unordered(self._host if access.on_host else self._compute.clock)
+        known = dict(self._host)
+        if access.on_host:
+            self._freed_in_use("host buffer", access.nbytes, access.unordered(known))
+            return
+        for stream in access.used_on:  # the allocator waits for what these have been given so far
+            join(known, stream.clock)
+        if users := access.unordered(known):
+            access.owner.freed.append((access.nbytes, users))
+
+    def _hand_out(self, stream: SimulatedStream) -> None:
+        """What has been freed may be memory of a new tensor of `stream` from now on."""
+        freed, stream.freed = stream.freed, []
+        join(stream.clock, self._host)
+        for nbytes, users in freed:
+            left = {name: count for name, count in users.items() if stream.clock.get(name, 0) < count}
+            self._freed_in_use("device memory", nbytes, left)
+
+    def _freed_in_use(self, where: str, nbytes: int, users: Clock) -> None:
         if users:
-            where = "host buffer" if access.on_host else "device memory"
-            names = ", ".join(users)
-            self.faults.append(f"{where} of {access.nbytes} bytes freed while stream {names} may still use it")
+            names = ", ".join(sorted(users))
+            self.faults.append(f"{where} of {nbytes} bytes freed while stream {names} may still use it")
 
 
 class _Tracker(FormulaKeepingMode):
@@ -285,5 +333,5 @@ class _Tracker(FormulaKeepingMode):
             if id(storage) not in known and storage not in backend._accesses and storage.nbytes():
                 access = backend._known(storage, fresh=True)
                 if looks:
-                    backend._touch(COMPUTE, backend._compute.clock, str(op), [], [access])
+                    backend._touch(backend._current.name, backend._current.clock, str(op), [], [access])
         return result
