@@ -136,7 +136,7 @@ class EvictingMover(Mover):
 
     def _drop_buffer(self, record: Record, holding: list) -> None:
         """It had come back, or had been made again, and leaves once more."""
-        self._let_go(record, record.source, record.out_event, RELEASE_AFTER_OUT)
+        self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
         for handle in holding:
             handle.let_go()
         record.source = record.buffer = record.in_event = record.replay = None

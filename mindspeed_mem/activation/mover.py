@@ -12,20 +12,21 @@
 A copy in need not wait for the copy out: the release did (compute), and the copy in waits for compute.
 The host thread never waits.
 
-Compute is the stream that is current when an operator runs, and a model may have several. Its home is the one that the
-micro-batch started on; `Record.stream` is where the record's device memory was ready, and where it is freed. Memory is
-handed out again by the stream it was allocated on, which nobody can ask for. So where a stream is not the usual one:
+Compute is the stream that is current when an operator runs, and a model may have several. A micro-batch's home is the
+one it began on; `Record.stream` is where the record's device memory was ready first, and what waits before it is freed.
+Memory is handed out again by the stream it was allocated on, which nobody can ask for. So with several streams:
 
 | later work | waits for | because |
 |---|---|---|
 | a copy out | the streams that saved the record | another one may be current when it starts |
 | a copy in | the copy out | another stream waited for that than the copy in waits for |
-| an unpack of what ran again | the stream that wrote it | the second run may stop before its streams join |
+| all streams, in a second run | its inputs | what ordered them before may be no part of the operator |
+| the stream of a second run | all others, at its end | what joins them may be none either, or not be reached |
+| an unpack | the second run | it asks on another stream |
 
 | the allocator is told | of the stream | because |
 |---|---|---|
-| when a tensor is saved | that saves it | without us its memory would stay until backward |
-| when memory is freed | that waited for its copy | another one is current, and may allocate next |
+| when a tensor is saved | that saves it | its memory, of another stream, need not stay until backward |
 | at unpack | that reads | what came back was allocated on another |
 """
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
     from mindspeed_mem.activation.auto_distance import AutoDistances
     from mindspeed_mem.device import Backend
-    from mindspeed_mem.device.base import Event, Stream
+    from mindspeed_mem.device.base import Stream
     from mindspeed_mem.device.slabs import HostSlabs, Slab
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,10 @@ COMPUTE_AFTER_IN = "compute after copy in"
 RETIRE_AFTER_COPIES = "retire after copies"
 OUT_AFTER_SAVED = "copy out after the streams that saved"
 IN_AFTER_OUT = "copy in after copy out"
-AFTER_SECOND_RUN = "unpack after second run"
+SECOND_RUN_AFTER_INPUTS = "second run after its inputs"
+AFTER_SECOND_RUN = "after second run"
+UNPACK_AFTER_SECOND_RUN = "unpack after second run"
 SAVED_BESIDE = "saved on another stream"
-FREED_BESIDE = "freed on another stream"
 READ_BESIDE = "read on another stream"
 WAITS = (
     OUT_AFTER_COMPUTE,
@@ -73,7 +75,15 @@ WAITS = (
     COMPUTE_AFTER_IN,
     RETIRE_AFTER_COPIES,
 )
-BESIDE = (OUT_AFTER_SAVED, IN_AFTER_OUT, AFTER_SECOND_RUN, SAVED_BESIDE, FREED_BESIDE, READ_BESIDE)
+BESIDE = (
+    OUT_AFTER_SAVED,
+    IN_AFTER_OUT,
+    SECOND_RUN_AFTER_INPUTS,
+    AFTER_SECOND_RUN,
+    UNPACK_AFTER_SECOND_RUN,
+    SAVED_BESIDE,
+    READ_BESIDE,
+)
 """What only models with several compute streams need."""
 
 
@@ -82,6 +92,7 @@ class Mover:
 
     def __init__(self, backend: Backend, slabs: HostSlabs):
         self.backend, self.slabs = backend, slabs
+        self.several: list[Stream] = []  # compute's, once something is saved on another than its micro-batch's home
         self._streams: tuple[Stream, Stream] | None = None
         self.moved: Counter[tuple[int, str]] = Counter()
         self.dropped: Counter[tuple[int, str]] = Counter()  # bytes not kept, by the operator that makes them again
@@ -102,16 +113,18 @@ class Mover:
 
     def saves(self, record: Record, tensor: torch.Tensor, first: bool) -> None:
         """The current stream saves ``tensor``, of the storage of ``record``; ``first``: nobody did before."""
-        home, backend = record.frame.home, self.backend
-        if record.stream is home and backend.stream_key() == record.frame.home_key:
-            return
-        current = backend.current_stream()
+        if not self.several:
+            if self.backend.stream_key() == record.frame.home_key:
+                return
+            self.several.append(record.frame.home)
+        current = self.backend.current_stream()
+        if current not in self.several:
+            self.several.append(current)
         if first:
             record.stream, record.others = current, ()
         elif current != record.stream and current not in record.others:
             record.others += (current,)
-        if current != home or current != record.stream:
-            backend.used_on(tensor, current, SAVED_BESIDE)
+        self.backend.used_on(tensor, current, SAVED_BESIDE)  # of no account where it was allocated on this stream
 
     def copy_out(self, records: Iterable[Record]) -> None:
         """Start copying out; what finds no room on the host stays on the device, with one warning."""
@@ -166,25 +179,17 @@ class Mover:
                 self.cancel(record)
                 return False
             del storage
-            self._let_go(record, record.source, record.out_event, RELEASE_AFTER_OUT)
+            self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
             record.source = None
             record.drop_device()
             self.moved[record.layer, record.op] += record.nbytes
             return True
 
-    def _let_go(self, record: Record, memory: torch.Tensor, event: Event, reason: str) -> None:
-        """``memory`` of ``record`` is about to be freed: not before ``event``, of its copy."""
-        backend, stream = self.backend, record.stream
-        backend.wait(stream, event, reason)
-        if stream is not record.frame.home or backend.stream_key() != record.frame.home_key:
-            if backend.current_stream() != stream:
-                backend.used_on(memory, stream, FREED_BESIDE)
-
     def cancel(self, record: Record) -> None:
         """Keep a record on the device after all."""
         with self._lock:
             if record.state == COPYING:
-                self._let_go(record, record.source, record.out_event, RETIRE_AFTER_COPIES)
+                self.backend.wait(record.stream, record.out_event, RETIRE_AFTER_COPIES)
                 self._give_back(record, record.out_event)
                 record.source, record.state = None, KEPT
 
@@ -234,19 +239,34 @@ class Mover:
         if compute != record.stream:
             self.backend.used_on(record.buffer, compute, READ_BESIDE)
 
+    def begin_again(self, inputs: Iterable[torch.Tensor]) -> None:
+        """An operator is about to run again on ``inputs``, from the current stream."""
+        for stream, current in self._others():
+            self.backend.wait(stream, self.backend.record(current), SECOND_RUN_AFTER_INPUTS)
+            for tensor in inputs:
+                self.backend.used_on(tensor, stream, READ_BESIDE)
+
+    def end_again(self) -> None:
+        """It has run, or has been stopped."""
+        for stream, current in self._others():
+            self.backend.wait(current, self.backend.record(stream), AFTER_SECOND_RUN)
+
+    def _others(self) -> list[tuple[Stream, Stream]]:
+        """Compute's other streams, each with the current one."""
+        if not self.several:
+            return []
+        current = self.backend.current_stream()
+        return [(stream, current) for stream in self.several if stream != current]
+
     def on(self, stream: Stream) -> AbstractContextManager:
         """Inside, ``stream`` is the current one: an operator runs again where it ran before."""
         return nullcontext() if self.backend.current_stream() == stream else self.backend.on_stream(stream)
 
     def await_second_run(self, record: Record) -> None:
         """The current stream waits for what has made the record again."""
-        frame, backend = record.frame, self.backend
-        if record.stream is frame.home and backend.stream_key() == frame.home_key:
-            return
-        current = backend.current_stream()
-        if current != record.stream:
-            backend.wait(current, backend.record(record.stream), AFTER_SECOND_RUN)
-            backend.used_on(record.buffer, current, READ_BESIDE)
+        if self.several and (current := self.backend.current_stream()) != record.stream:
+            self.backend.wait(current, self.backend.record(record.stream), UNPACK_AFTER_SECOND_RUN)
+            self.backend.used_on(record.buffer, current, READ_BESIDE)
 
     def retire(self, record: Record) -> None:
         """The last handle of a moved record is gone: its slab goes back, and its copies are waited for by compute.
@@ -262,7 +282,7 @@ class Mover:
             if record.state != COPYING:
                 LEDGER.forget_moved(record.nbytes)
             if memory is not None and not self.backend.done(event):
-                self._let_go(record, memory, event, RETIRE_AFTER_COPIES)
+                self.backend.wait(record.stream, event, RETIRE_AFTER_COPIES)
 
     def _give_back(self, record: Record, event) -> None:
         self.slabs.give(record.slab, event)

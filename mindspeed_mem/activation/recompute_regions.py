@@ -97,7 +97,8 @@ class RecomputedRegions(SavedTensors):
         replay = Replay(layer, path, call, args, kwargs, self._hold, state, training, places)
         trial = Trial(of, replay, self.partners, self._device_type) if verdict is None else contextlib.nullcontext()
         begin()
-        replay.number, replay.stream = frame.count, self.mover.backend.current_stream()
+        replay.number, replay.mover = frame.count, self.mover
+        replay.stream = self.mover.backend.current_stream()
         self._region = replay
         try:
             with trial:

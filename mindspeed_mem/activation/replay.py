@@ -38,6 +38,7 @@ from mindspeed_mem.activation.state import Place, nearly_same, put_back, same_bi
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
+    from mindspeed_mem.activation.mover import Mover
     from mindspeed_mem.activation.tape import Tape
     from mindspeed_mem.device.base import Stream
 
@@ -85,6 +86,7 @@ class Replay:
         "layer",
         "op",
         "number",
+        "mover",
         "stream",
         "inputs",
         "slots",
@@ -130,6 +132,7 @@ class Replay:
             places: what a second run changes besides. None: nobody knows yet whether it repeats itself, see `repeats`.
         """
         self.layer, self.op, self.number = layer, op, 0
+        self.mover: Mover | None = None  # with the streams that operators run on
         self.stream: Stream | None = None  # that it runs on, and will again
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
@@ -285,8 +288,12 @@ class Replay:
             raise RuntimeError(f"{self} computes gradients within its forward, so it cannot be recomputed")
 
         def run() -> Any:
-            with saved_tensors_hooks(pack, unpack):
-                return self.call(*args, **kwargs)
+            self.mover.begin_again(leaves)
+            try:
+                with saved_tensors_hooks(pack, unpack):
+                    return self.call(*args, **kwargs)
+            finally:
+                self.mover.end_again()
 
         with ExitStack() as stack:
             _again.append(self)
