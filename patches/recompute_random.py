@@ -13,7 +13,7 @@ from mindspeed_mem.patching import replace
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-def _capture():
+def _capture(tensors=()):
     return sys.modules[_RANDOM]._get_all_rng_states()
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from mindspeed_mem.activation import regions, replay
+from mindspeed_mem.activation import regions, replay, rng
 from mindspeed_mem.activation.auto_distance import AutoDistances
 from mindspeed_mem.activation.census import Census
 from mindspeed_mem.activation.figures import figures
@@ -44,8 +44,9 @@ class Engine(PlannedRegions):
     """One per process. With ``watch_only`` it moves nothing: every operator through handles, counted by `census`."""
 
     def __init__(self, config: MemoryConfig, backend: Backend, host_limit_bytes: int | None, watch_only: bool = False):
-        super().__init__("cpu" if backend.type == "simulated" else backend.type, watch_only)
+        super().__init__(backend.tensor_type, watch_only)
         self.config, self.backend = config, backend
+        rng.follow(backend)
         self.mover = Mover(backend, HostSlabs(backend, host_limit_bytes))
         self.auto = AutoDistances(backend, lambda layer: self.plan.operators_in(layer))
         self.stalled_before = backend.stall_seconds()

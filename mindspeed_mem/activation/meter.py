@@ -19,7 +19,7 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, backend):
-        self._device_type = "cpu" if backend.type == "simulated" else backend.type
+        self._device_type = backend.tensor_type
         self._backend = backend
         self._before: dict[str, float] = {}
         super().__init__(self._keep, self._restore)

@@ -153,7 +153,7 @@ class Replay:
             return hold(tensor), tensor.requires_grad
 
         self._given = split((args, kwargs, attributes), take, self.inputs)
-        self._random = rng.capture()
+        self._random = rng.capture(handle.alias for handle, _ in self.inputs)
         self._autocast = _autocast_now()
         self.slots: list[tuple[weakref.ref[Record], tuple] | None] = []
         self.outputs: list[weakref.ref[Record] | None] = []
@@ -200,7 +200,7 @@ class Replay:
 
     def ends(self) -> None:
         """The operator has run to its end."""
-        if rng.same(self._random, rng.capture()):
+        if rng.same(self._random, rng.capture_as(self._random)):
             self._random = None  # it drew nothing
 
     def returns(self, result: Any, frame: Frame) -> None:
@@ -356,7 +356,7 @@ class Replay:
                 raise _Enough
 
         why_not = ""
-        now = rng.capture()
+        now = rng.capture(leaf for leaf, _ in self._leaves)
         leaves = [leaf.requires_grad_(wants) for (leaf, _), (_, wants) in zip(self._leaves, self.inputs, strict=True)]
         self._leaves = []
         try:

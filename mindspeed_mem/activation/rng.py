@@ -4,22 +4,53 @@ trackers by replacing `capture` and `restore`."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+if TYPE_CHECKING:
+    from mindspeed_mem.device import Backend
 
-def capture() -> Any:
-    """The states now."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+class _States(NamedTuple):
+    """The host's state, and those of devices by their index."""
+
+    host: torch.Tensor
+    devices: dict[int | None, torch.Tensor]
+
+
+class _Source:
+    backend: Backend | None = None
+
+
+def follow(backend: Backend) -> None:
+    """Take the generators of this device, besides the host's."""
+    _Source.backend = backend
+
+
+def capture(tensors: Iterable[torch.Tensor] = ()) -> Any:
+    """The states now: the host's, the current device's, and those of devices that ``tensors`` are on."""
+    backend = _Source.backend
+    if backend is None or backend.draws_on_host:
+        return _now(())
+    return _now({backend.index()} | {t.get_device() for t in tensors if t.device.type == backend.tensor_type})
+
+
+def capture_as(states: Any) -> Any:
+    """The states now of what ``states`` has earlier ones of."""
+    return _now(states.devices) if isinstance(states, _States) else capture()
+
+
+def _now(devices: Iterable[int | None]) -> _States:
+    return _States(torch.get_rng_state(), {index: _Source.backend.rng_state(index) for index in devices})
 
 
 def restore(states: Any) -> None:
     """Go on from what `capture` returned."""
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1])
+    torch.set_rng_state(states.host)
+    for index, state in states.devices.items():
+        _Source.backend.set_rng_state(state, index)
 
 
 def same(states: Any, others: Any) -> bool:
@@ -36,7 +67,7 @@ def same(states: Any, others: Any) -> bool:
 @contextlib.contextmanager
 def as_of(states: Any) -> Iterator[None]:
     """Inside, the generators go on from ``states``; afterwards as if nothing had been drawn."""
-    now = capture()
+    now = capture_as(states)
     restore(states)
     try:
         yield

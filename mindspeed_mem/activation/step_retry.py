@@ -55,7 +55,7 @@ class BeforeStep:
 
     def __init__(self, models: Iterable[nn.Module], zeroed: Iterable[bool]):
         self.models = list(models)
-        self._random = rng.capture()
+        self._random = rng.capture(p for model in self.models for p in model.parameters())
         self._zeroed = all(zeroed) and all(p.grad is None for m in self.models for p in m.parameters())
         buffers = [b for m in self.models for b in nn.Module.buffers(m)]  # Megatron's wrapper has a list of that name
         self._buffers = [(b, b.detach().clone()) for b in buffers if b.numel() * b.element_size() <= _SMALL]

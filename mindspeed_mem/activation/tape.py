@@ -80,7 +80,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        random = rng.capture() if _RANDOM in func.tags else None
+        random = rng.capture(tensors_in((args, kwargs))) if _RANDOM in func.tags else None
         result = func(*args, **kwargs)
         if not self.why_not:
             self._note(func, args, kwargs, result, random)

@@ -278,11 +278,11 @@ class AcceleratorBackend(Backend):
 
     # ---- the rest
 
-    def rng_state(self) -> torch.Tensor:
-        return self._module.get_rng_state()
+    def rng_state(self, index: int | None = None) -> torch.Tensor:
+        return self._module.get_rng_state(self._module.current_device() if index is None else index)
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        self._module.set_rng_state(state)
+    def set_rng_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        self._module.set_rng_state(state, self._module.current_device() if index is None else index)
 
     def describe(self) -> dict[str, object]:
         return super().describe() | {

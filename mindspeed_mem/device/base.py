@@ -49,8 +49,16 @@ class Backend(abc.ABC):
 
     type: str
 
+    draws_on_host: bool = False
+    """Whether the device has no random generator but the host's."""
+
     copies_block: bool = False
     """Whether computation stands still while anything is copied: `copy` returns when it is done."""
+
+    @property
+    def tensor_type(self) -> str:
+        """The type of its tensors' `torch.device`."""
+        return self.type
 
     @property
     def name(self) -> str:
@@ -247,11 +255,11 @@ class Backend(abc.ABC):
     # ---- the rest
 
     @abc.abstractmethod
-    def rng_state(self) -> torch.Tensor:
-        """State of the device's default random generator (uint8, on the host)."""
+    def rng_state(self, index: int | None = None) -> torch.Tensor:
+        """State of the default random generator (uint8, on the host) of the device of this number, or the current."""
 
     @abc.abstractmethod
-    def set_rng_state(self, state: torch.Tensor) -> None:
+    def set_rng_state(self, state: torch.Tensor, index: int | None = None) -> None:
         """Put back what `rng_state` returned."""
 
     @abc.abstractmethod

@@ -22,7 +22,8 @@ _DONE = Event()
 class CpuBackend(Backend):
     """Device memory is what an attached `Ledger` or `LimitedMemory` counts; host buffers are numpy's: outside it."""
 
-    type = "cpu"
+    type = tensor_type = "cpu"
+    draws_on_host = True
     copies_block = True
 
     def __init__(self) -> None:
@@ -117,10 +118,10 @@ class CpuBackend(Backend):
     def on_host(self) -> AbstractContextManager:
         return self.ledger.on_host() if isinstance(self.ledger, LimitedMemory) else super().on_host()
 
-    def rng_state(self) -> torch.Tensor:
+    def rng_state(self, index: int | None = None) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
+    def set_rng_state(self, state: torch.Tensor, index: int | None = None) -> None:
         torch.set_rng_state(state)
 
     def stall_seconds(self) -> float:

@@ -85,7 +85,7 @@ class OpGuard(FormulaKeepingMode):
         return onednn.call(op, args, kwargs, memory) if isinstance(memory, LimitedMemory) else op(*args, **kwargs)
 
     def _run(self, op: Any, args: tuple, kwargs: dict) -> Any:
-        random = _states(self._backend, kwargs) if _random(op) else None
+        random = _states(self._backend, args, kwargs) if _random(op) else None
         try:
             return self._call(op, args, kwargs)
         except (RuntimeError, MemoryError) as error:
@@ -158,18 +158,21 @@ def _is_list(argument: Any) -> bool:
     return isinstance(argument, (list, tuple)) and bool(argument) and isinstance(argument[0], torch.Tensor)
 
 
-def _states(backend: Backend, kwargs: dict) -> tuple[Any, ...]:
-    """The random states that an operator may draw from: its own generator's, or the device's and the host's."""
+def _states(backend: Backend, args: tuple, kwargs: dict) -> tuple[Any, ...]:
+    """The random states that an operator may draw from: its own generator's, or its device's and the host's."""
     generator = kwargs.get("generator")
     with backend.on_host():
         if generator is not None:
             return generator, generator.get_state()
-        return None, backend.rng_state(), torch.get_rng_state()
+        index = next((one.get_device() for one in args if isinstance(one, torch.Tensor) and backend.owns(one)), None)
+        if index is None and kwargs.get("device") is not None:
+            index = kwargs["device"].index
+        return None, backend.rng_state(index), torch.get_rng_state(), index
 
 
-def _restore(backend: Backend, generator: torch.Generator | None, *states: torch.Tensor) -> None:
+def _restore(backend: Backend, generator: torch.Generator | None, *states: Any) -> None:
     if generator is not None:
         generator.set_state(states[0])
     else:
-        backend.set_rng_state(states[0])
+        backend.set_rng_state(states[0], states[2])
         torch.set_rng_state(states[1])

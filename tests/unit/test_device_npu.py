@@ -58,9 +58,9 @@ def stand_in(present=True):
     npu.max_memory_allocated = lambda: 200
     npu.get_device_properties = lambda device: types.SimpleNamespace(total_memory=64 << 30)
     npu.get_device_name = lambda device: "Stand-in"
-    npu.get_rng_state = lambda: torch.arange(4, dtype=torch.uint8)
+    npu.get_rng_state = lambda device: torch.arange(4, dtype=torch.uint8)
     npu.states = []
-    npu.set_rng_state = npu.states.append
+    npu.set_rng_state = lambda state, device: npu.states.append(state)
     npu.resets = []
     npu.reset_peak_memory_stats = lambda: npu.resets.append(1)
 
