@@ -72,10 +72,10 @@ def _version(name: str) -> str | None:
 def _devices() -> list[dict]:
     found = []
     for name in available_backends():
-        if name == "simulated":  # for tests
+        if get_backend(name).for_tests:
             continue
         entry = {"device": name, "chosen": get_backend().type == name}
-        if name != "cpu":
+        if not get_backend(name).is_host:
             module = torch.get_device_module(name)
             entry["names"] = [module.get_device_name(i) for i in range(module.device_count())]
         found.append(entry)

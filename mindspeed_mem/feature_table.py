@@ -213,5 +213,5 @@ FEATURES = (
         bars=incompatible.PIPELINE_STAGES,
     ),
 )
-BY_DEVICE = {"cpu": ("cpu_*",), "simulated": ("cpu_*",)}
-"""Patches for a device, as shell patterns: they come before all others."""
+ON_HOST = ("cpu_*",)
+"""Patches for a device that is the host itself, as shell patterns: they come before all others."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import Backend, DeviceError, get_backend
-from mindspeed_mem.feature_table import BY_DEVICE, FEATURES, MEMORY_PATCHES, RECOMPUTE_PATCHES
+from mindspeed_mem.feature_table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
 from mindspeed_mem.options import Feature, Option, dest_of
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 
@@ -104,7 +104,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         problems.append(f"{flag} cannot be combined with {allocator}: both manage memory. Leave one of them out")
     if problems:
         raise FeatureError(problems)
-    patches = [*BY_DEVICE.get(backend.type if backend else "", ()), *(p for f in on for p in f.patches)]
+    patches = [*(ON_HOST if backend and backend.is_host else ()), *(p for f in on for p in f.patches)]
     patches += RECOMPUTE_PATCHES if recomputes else ()
     limit = _bytes(values["--swap-host-memory-gib"]) if swaps or survives else None
     return Settings(

@@ -190,8 +190,8 @@ def _apply(settings: Settings) -> None:
     if settings == _State.settings:
         return
     patterns = list(settings.patches)
-    on_cpu = settings.backend is not None and settings.backend.type == "cpu"  # gloo has to be ended in any case
-    if on_cpu or settings.memory is not None or settings.survive_oom or settings.chunk.stage:
+    on_host = settings.backend is not None and settings.backend.is_host  # gloo has to be ended in any case
+    if on_host or settings.memory is not None or settings.survive_oom or settings.chunk.stage:
         patterns.append("megatron_pretrain")
     if any(feature.bars for feature in features.FEATURES if feature.flag in settings.on):
         patterns.append("own_configs")
@@ -202,7 +202,7 @@ def _apply(settings: Settings) -> None:
     flags = {feature.dest for feature in features.FEATURES}
     if _State.wants_help or flags & set(vars(_State.given)):
         patterns.append("megatron_arguments")
-    if settings.backend is not None and settings.backend.type == "npu":
+    if settings.backend is not None and settings.backend.runs_mindspeed:
         _join_mindspeed()
     wanted = patch_modules(patterns)
     for module in wanted:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from mindspeed_mem.device import is_host_device
+
 
 class SdpaError(ValueError):
     """--sdpa-attention cannot compute what the model asks for."""
@@ -50,7 +52,7 @@ def core_attention(
     channels = value.shape[-1]
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    if query.device.type == "cpu":
+    if is_host_device(query.device):
         query, key, value = _for_the_cpu_kernel(query, key, value)
     output = scaled_dot_product_attention(
         *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),

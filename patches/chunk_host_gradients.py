@@ -14,6 +14,7 @@ import torch
 
 from mindspeed_mem.chunk import runtime
 from mindspeed_mem.chunk.stores import device_of_models
+from mindspeed_mem.device import is_host_device
 from mindspeed_mem.patching import around
 
 _CLIP = "megatron.core.optimizer.clip_grads:"
@@ -24,7 +25,7 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads:"
 def away(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is on the host while the model is on an accelerator."""
     now = runtime.current()
-    return tensor.device.type == "cpu" and now is not None and now.settings.backend.type in ("cuda", "npu")
+    return now is not None and not now.settings.backend.is_host and is_host_device(tensor.device)
 
 
 @around(_CLIP + "get_grad_norm_fp32")

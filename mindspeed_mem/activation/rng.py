@@ -32,7 +32,7 @@ def follow(backend: Backend) -> None:
 def capture(tensors: Iterable[torch.Tensor] = ()) -> Any:
     """The states now: the host's, the current device's, and those of devices that ``tensors`` are on."""
     backend = _Source.backend
-    if backend is None or backend.draws_on_host:
+    if backend is None or backend.is_host:
         return _now(())
     return _now({backend.index()} | {t.get_device() for t in tensors if t.device.type == backend.tensor_type})
 

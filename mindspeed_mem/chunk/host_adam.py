@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from mindspeed_mem.chunk.adam_settings import AdamSettings, GradientScaling
+from mindspeed_mem.device import is_host_device
 
 TILE = 64 * 2**10
 """Elements. Measured from 4 Mi down to 64 Ki, smaller tiles were faster."""
@@ -146,7 +147,7 @@ def _check(tensors: dict[str, torch.Tensor]) -> None:
     found = []
     for name, tensor in tensors.items():
         allowed = _PARAMETERS if name in ("gradient", "parameter") else (torch.float32,)
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if tensor.layout is not torch.strided or not is_host_device(tensor.device) or not tensor.is_contiguous():
             found.append(f"{name} is {tensor.layout} on {tensor.device}; it must be contiguous host memory")
         if tensor.dtype not in allowed:
             found.append(f"{name} has {tensor.dtype}; allowed: {', '.join(map(str, allowed))}")

@@ -18,7 +18,7 @@ from mindspeed_mem.chunk.adam_settings import GradientScaling, adam_problems, ad
 from mindspeed_mem.chunk.host_adam import HostAdam
 from mindspeed_mem.chunk.placed_states import PlacedStates, counts_on_device
 from mindspeed_mem.chunk.swapped_step import GRAIN, State, Swapped, SwappedStep
-from mindspeed_mem.device import Backend, Stream, get_backend
+from mindspeed_mem.device import Backend, Stream, get_backend, is_host_device
 from mindspeed_mem.optimizer_kinds import (
     is_elementwise,
     is_fused_adam,
@@ -297,7 +297,7 @@ class PlacedOptimizer:
             )
         for index, param in resting:
             cast = self.place(param) is Place.HOST and param.dtype is not torch.float32
-            if param.device.type != "cpu" or not param.is_contiguous() or cast:
+            if not is_host_device(param.device) or not param.is_contiguous() or cast:
                 found.append(
                     f"a parameter of shape {tuple(param.shape)} in group {index} is {param.dtype} on {param.device}; "
                     "it must be contiguous host memory, and fp32 to be stepped there"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mindspeed_mem.chunk.adam_settings import GradientScaling
-from mindspeed_mem.device import Backend, Event, Stream
+from mindspeed_mem.device import Backend, Event, Stream, is_host_device
 
 IN_AFTER_COMPUTE = "swap in after compute"
 IN_AFTER_OUT = "swap in after the buffer's last copy out"
@@ -281,7 +281,7 @@ class SwappedStep:
 
 def _count_on(device: torch.device, count: torch.Tensor) -> torch.Tensor:
     """A copy of the step count `count` on `device`."""
-    if count.device.type == "cpu":  # filled in: the host would wait for a copy from memory that is not pinned
+    if is_host_device(count.device):  # filled in: the host would wait for a copy from memory that is not pinned
         return torch.full_like(count, count.item(), device=device)
     return count.to(device, copy=True)
 

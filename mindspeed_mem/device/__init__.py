@@ -6,9 +6,9 @@ import functools
 import importlib
 import os
 
-from mindspeed_mem.device.base import Backend, DeviceError, Event, Stream
+from mindspeed_mem.device.base import Backend, DeviceError, Event, Stream, is_host_device
 
-__all__ = ["Backend", "DeviceError", "Event", "Stream", "available_backends", "get_backend"]
+__all__ = ["Backend", "DeviceError", "Event", "Stream", "available_backends", "get_backend", "is_host_device"]
 
 _BACKENDS = {  # in the order of preference; the simulated device is never chosen by itself
     "npu": "NpuBackend",

@@ -38,6 +38,11 @@ class Stream:
         return f"Stream({self.name!r})"
 
 
+def is_host_device(device: torch.device | str | None) -> bool:
+    """Whether tensors on `device` are host memory; None is torch's default, the host."""
+    return device is None or torch.device(device).type == "cpu"
+
+
 class Event:
     """A point in a stream: it has happened once all work submitted before it is done."""
 
@@ -49,8 +54,19 @@ class Backend(abc.ABC):
 
     type: str
 
-    draws_on_host: bool = False
-    """Whether the device has no random generator but the host's."""
+    is_host: bool = False
+    """Whether it is the host itself: tensors and random generator are the host's, and Megatron has to be helped."""
+
+    for_tests: bool = False
+
+    sums_float64: bool = False
+    """Whether its collectives take float64."""
+
+    fuses_adam: bool = False
+    """Whether torch's Adam has a fused kernel for it."""
+
+    runs_mindspeed: bool = False
+    """Whether Megatron gets to it by MindSpeed."""
 
     copies_block: bool = False
     """Whether computation stands still while anything is copied: `copy` returns when it is done."""

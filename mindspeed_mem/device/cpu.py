@@ -23,7 +23,7 @@ class CpuBackend(Backend):
     """Device memory is what an attached `Ledger` or `LimitedMemory` counts; host buffers are numpy's: outside it."""
 
     type = tensor_type = "cpu"
-    draws_on_host = True
+    is_host = sums_float64 = fuses_adam = True
     copies_block = True
 
     def __init__(self) -> None:

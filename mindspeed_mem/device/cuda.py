@@ -26,6 +26,7 @@ class CudaBackend(AcceleratorBackend):
     """The current GPU of this process."""
 
     type = "cuda"
+    sums_float64 = fuses_adam = True
 
     def __init__(self) -> None:
         super().__init__(torch.cuda)

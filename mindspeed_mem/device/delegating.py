@@ -27,7 +27,7 @@ from mindspeed_mem.device.native_build import SOURCES, cache_folder, library_nam
 
 logger = logging.getLogger(__name__)
 
-DEVICES = ("cuda", "npu", "cpu")
+DEVICES = tuple(sorted(path.stem.partition("_")[2] for path in SOURCES.glob("delegating_*.cpp")))
 FOLDER_VARIABLE = "MINDSPEED_MEM_ALLOCATOR"
 _MakeRoom = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 _kept: list[object] = []  # functions that C++ has been given: a thread may be inside one that is no longer in force

@@ -30,6 +30,7 @@ class NpuBackend(AcceleratorBackend):
     """The current NPU of this process."""
 
     type = "npu"
+    runs_mindspeed = True
 
     def __init__(self) -> None:
         import torch_npu

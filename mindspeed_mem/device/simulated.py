@@ -86,6 +86,7 @@ class SimulatedBackend(CpuBackend):
     """
 
     type = "simulated"
+    for_tests = True
     copies_block = False
 
     def __init__(

@@ -17,7 +17,7 @@ from mindspeed_mem.chunk.layout import ALIGNMENT, bucket_multiple, round_up
 from mindspeed_mem.chunk.residency import Reading, Residency
 from mindspeed_mem.chunk.search import search_chunk_size
 from mindspeed_mem.chunk.stores import DEVICE, HostStore
-from mindspeed_mem.device import get_backend
+from mindspeed_mem.device import get_backend, is_host_device
 from mindspeed_mem.gemini.built_chunk import BuiltChunk, PlannedChunk
 from mindspeed_mem.gemini.groups import data_parallel, reduce_scatter, tensor_parallel
 from mindspeed_mem.gemini.lazy import initial_value
@@ -205,9 +205,9 @@ class ChunkManager:
 
     def move_chunk(self, chunk: Chunk, device: torch.device | str) -> None:
         """Let the parameters' shard of `chunk` rest on the "device" or on the "host" (or torch's cpu)."""
-        on_host = str(device) == "host" or (str(device) != "device" and torch.device(device).type == "cpu")
+        to_host = str(device) == "host" or (str(device) != "device" and is_host_device(device))
         if self.built[chunk].sharded:
-            chunk.move_shard(self._host if on_host else DEVICE)
+            chunk.move_shard(self._host if to_host else DEVICE)
 
     def copy_tensor_to_chunk_slice(self, tensor: torch.nn.Parameter, data: torch.Tensor) -> None:
         """Let `data`, the same on all ranks, be the value of `tensor`, whether its chunk is whole or not."""

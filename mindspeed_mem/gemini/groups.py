@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def combine(numbers: list[float], op: dist.ReduceOp, group: Any, device: torch.d
     if group is None or group.size() == 1 or not numbers:
         return numbers
     gloo = dist.get_backend(group) == "gloo"
-    dtype = torch.float64 if gloo or device.type == "cuda" else torch.float32
+    dtype = torch.float64 if gloo or get_backend(device.type).sums_float64 else torch.float32
     held = torch.tensor(numbers, dtype=dtype, device="cpu" if gloo else device)
     dist.all_reduce(held, op=op, group=group)
     return held.tolist()

@@ -100,7 +100,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(chosen, defaults)
         kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
-        fused = model.chunk_manager.device.type in ("cpu", "cuda")
+        fused = model.chunk_manager.backend.fuses_adam
         groups = [{**self._settings(g), "params": self._masters(g["params"])} for g in self.param_groups]
         self.inner = kind(groups, **defaults, fused=fused or None)
         """What steps the masters: this rank's pieces of the parameters that have any elements here."""

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from mindspeed_mem.device import is_host_device
+
 _HOST, _META = torch.device("cpu"), torch.device("meta")
 
 
@@ -250,7 +252,7 @@ def _changed(op: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _without_content(device: torch.device | None) -> torch.device | None:
-    return _META if device is None or torch.device(device).type == "cpu" else device
+    return _META if is_host_device(device) else device
 
 
 def _to_meta(one: Any) -> Any:

@@ -278,3 +278,62 @@ def test_imports_for_type_checkers_are_free(tree):
     assert problems(tree({"patches/x.py": text})) == []
     found = problems(tree({"patches/x.py": text + "else:\n    import megatron\n"}))
     assert len(found) == 1 and found[0].startswith("patches/x.py:5: ")
+
+
+# ---- no name of a device decides anything
+
+DEVICE_NAMES = {"cpu", "cuda", "npu", "simulated", "hip", "xpu", "mps", "privateuseone"}
+DEVICE_FLAGS = {"is_cuda", "is_npu", "is_xpu", "is_mps"}
+
+
+def named_devices(root: Path) -> list[str]:
+    """Where a comparison asks for a device by name, as lines "file:line": ask the backend what it can do."""
+    found = []
+    for path in [path for folder in ("mindspeed_mem", "patches") for path in sorted((root / folder).rglob("*.py"))]:
+        place = path.relative_to(root)
+        if place.parts[:2] == ("mindspeed_mem", "device") or place.name.startswith("cpu_"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                parts = [leaf for side in (node.left, *node.comparators) for leaf in ast.walk(side)]
+                named = any(isinstance(leaf, ast.Constant) and leaf.value in DEVICE_NAMES for leaf in parts)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith":
+                parts = [leaf for argument in node.args for leaf in ast.walk(argument)]
+                named = any(
+                    isinstance(leaf, ast.Constant) and str(leaf.value).rstrip(":") in DEVICE_NAMES for leaf in parts
+                )
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                named = isinstance(node.func.value, ast.Dict) and any(
+                    isinstance(key, ast.Constant) and key.value in DEVICE_NAMES for key in node.func.value.keys
+                )
+            elif isinstance(node, ast.match_case):
+                leaves = ast.walk(node.pattern)
+                named = any(isinstance(leaf, ast.Constant) and leaf.value in DEVICE_NAMES for leaf in leaves)
+            else:
+                named = isinstance(node, ast.Attribute) and node.attr in DEVICE_FLAGS
+            if named:
+                found.append(f"{place}:{getattr(node, 'lineno', 0) or node.pattern.lineno}")
+    return found
+
+
+def test_no_name_of_a_device_decides_anything():
+    assert named_devices(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'x = backend.type == "npu"',
+        'x = "cpu" if backend.type != "simulated" else None',
+        'x = tensor.device.type in ("cuda", "npu")',
+        'x = str(device).startswith("cuda:")',
+        "x = tensor.is_cuda",
+        'x = {"cuda": 1}.get(backend.type)',
+    ],
+)
+def test_a_name_that_decides_is_found(tmp_path, line):
+    (tmp_path / "mindspeed_mem" / "device").mkdir(parents=True)
+    (tmp_path / "patches").mkdir()
+    for place in ("mindspeed_mem/engine.py", "mindspeed_mem/device/cuda.py", "patches/cpu_torch.py"):
+        (tmp_path / place).write_text(f"y = 1\n{line}\n")
+    assert named_devices(tmp_path) == ["mindspeed_mem/engine.py:2"]

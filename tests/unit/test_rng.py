@@ -19,7 +19,7 @@ PATCHES = "mindspeed_mem.patches.activation_transformer_block"
 class OwnGenerators(CpuBackend):
     """A device, or two, with random generators of their own, as every accelerator has."""
 
-    type, tensor_type, draws_on_host = "own", "cpu", False
+    type, tensor_type, is_host = "own", "cpu", False
 
     def __init__(self):
         super().__init__()
