@@ -213,6 +213,7 @@ class Mover:
             for record in wanted:
                 record.buffer = self.backend.empty(record.nbytes)
                 LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0)
+                record.mark(record.buffer.untyped_storage())
             # after the allocations: the buffers' previous users are on compute
             self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
             for record in wanted:

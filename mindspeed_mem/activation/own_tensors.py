@@ -3,7 +3,7 @@
 Of what a hook hands back autograd makes a new tensor, at each reading of ``ctx.saved_tensors``: without the ``.grad``
 or ``main_grad`` of a leaf, without attributes and Python class. Torch's own operators read data only. A function in
 Python may read anything, so reading goes through `read` (a patch sees to that): leaves that need gradients are the very
-same tensors, others have their class and the attributes that they had.
+same tensors, others have their class and the attributes that a program set on them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def own(handle: Handle, tensor: torch.Tensor) -> Handle:
     """``handle`` is of ``tensor``, which a custom function saves."""
     if stays_itself(tensor):
         handle.alias = tensor
-    handle.own = type(tensor), {} if handle.alias is tensor else dict(vars(tensor))
+    handle.own = type(tensor), {} if handle.alias is tensor else vars(tensor)  # what is set on it later, too
     return handle
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -91,6 +91,7 @@ class Record:
         "in_event",
         "stream",
         "others",
+        "attributes",
         "replay",
         "__weakref__",
     )
@@ -114,12 +115,14 @@ class Record:
         self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         self.slab = self.source = self.out_event = self.buffer = self.in_event = None
         self.stream, self.others = frame.home, ()  # where its device memory is ready and freed; who saved it besides
+        self.attributes: dict[str, Any] | None = None  # what a program had set on the storage when it left
         self.replay = replay
         if mover.known is not None:
             mover.known.add(self)
         if replay is not None:  # its device memory is left to whoever else holds it
             token.moved = True
             self.token, self.state = None, DROPPED
+            self.attributes = _set_by_others(storage)
             mover.dropped[replay.layer, replay.op] += self.nbytes
 
     def saved_as(self, handle: Handle, tensor: torch.Tensor) -> None:
@@ -171,6 +174,12 @@ class Record:
         self.mover.saves(self, tensor, first=True)
         self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         LEDGER.enter_copy(tensor.untyped_storage(), self.layer >= 0)
+        self.mark(tensor.untyped_storage())
+
+    def mark(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` takes the place of the one that has left, with what a program has set on that."""
+        for name, value in (self.attributes or {}).items():
+            setattr(storage, name, value)
 
     def bring_back(self) -> None:
         """See that its bytes are on the device, in `buffer`, for whatever compute does next."""
@@ -203,6 +212,8 @@ class Record:
     def drop_device(self) -> None:
         """Let go of the device memory; the handles keep their layouts."""
         self.token.moved = True
+        if (storage := self.storage()) is not None:
+            self.attributes = _set_by_others(storage)
         for handle in self.live_handles():
             handle.let_go()
         self.token = None
@@ -267,6 +278,10 @@ class Handle:
         self.record.bring_back()
         dtype, size, stride, offset = self.layout
         return view_of(self.record.buffer.untyped_storage(), dtype, size, stride, offset)
+
+
+def _set_by_others(storage: torch.UntypedStorage) -> dict[str, Any] | None:
+    return {name: value for name, value in vars(storage).items() if not name.startswith("_mem")} or None
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,7 @@ class Replay:
         self.stream: Stream | None = None  # that it runs on, and will again
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
-        self.inputs: list[tuple[Handle, bool]] | None = []
+        self.inputs: list[tuple[Handle, bool, dict[str, Any]]] | None = []
         self.training, self._places = training, places
         self.why_not = ""
         """Why it cannot run again; empty if it can, or if nobody knows."""
@@ -145,15 +145,15 @@ class Replay:
         self._saved: list[tuple[Record, tuple] | None] = []
         self._leaves: list[tuple[torch.Tensor, int]] = []
 
-        def take(tensor: torch.Tensor) -> tuple[Handle, bool] | None:
+        def take(tensor: torch.Tensor) -> tuple[Handle, bool, dict[str, Any]] | None:
             if type(tensor) is not torch.Tensor:
                 return None
             if self.kept is not None:
                 self._leaves.append((tensor.detach(), tensor._version))
-            return hold(tensor), tensor.requires_grad
+            return hold(tensor), tensor.requires_grad, dict(vars(tensor))
 
         self._given = split((args, kwargs, attributes), take, self.inputs)
-        self._random = rng.capture(handle.alias for handle, _ in self.inputs)
+        self._random = rng.capture(handle.alias for handle, *_ in self.inputs)
         self._autocast = _autocast_now()
         self.slots: list[tuple[weakref.ref[Record], tuple] | None] = []
         self.outputs: list[weakref.ref[Record] | None] = []
@@ -234,7 +234,7 @@ class Replay:
 
     def held(self) -> list[Handle]:
         """Its inputs, as long as it may have to run again."""
-        return [handle for handle, _ in self.inputs or ()]
+        return [handle for handle, *_ in self.inputs or ()]
 
     # ---- the second run
     def remake(self) -> None:
@@ -246,7 +246,7 @@ class Replay:
         if not self._remaining:
             return
         try:
-            tensors = [handle.bring_back().detach().requires_grad_(wants) for handle, wants in self.inputs]
+            tensors = [_leaf(handle.bring_back().detach(), *as_it_was) for handle, *as_it_was in self.inputs]
         except OverwrittenError as error:
             hint = f"{self} is recomputed from it. {TAKE_OUT}, or recompute what produces its input, too"
             raise OverwrittenError(f"{error}; {hint}") from error
@@ -357,7 +357,8 @@ class Replay:
 
         why_not = ""
         now = rng.capture(leaf for leaf, _ in self._leaves)
-        leaves = [leaf.requires_grad_(wants) for (leaf, _), (_, wants) in zip(self._leaves, self.inputs, strict=True)]
+        given = zip(self._leaves, self.inputs, strict=True)
+        leaves = [_leaf(leaf, *as_it_was) for (leaf, _), (_, *as_it_was) in given]
         self._leaves = []
         try:
             with put_back(places, changed), self._as_then(leaves, pack, ()) as run, contextlib.suppress(_Enough):
@@ -436,6 +437,12 @@ def modules_of(call: Callable) -> Iterator[torch.nn.Module]:
             yield one
         elif isinstance(one, functools.partial):
             yield from modules_of(one)
+
+
+def _leaf(tensor: torch.Tensor, wants_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
+    """``tensor`` as an input of a second run, with what a program had set on that of the first."""
+    vars(tensor).update(attributes)
+    return tensor.requires_grad_(wants_grad)
 
 
 def _empty(leaves: list[torch.Tensor]) -> None:

@@ -17,12 +17,6 @@ from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_
 
 _PENDING_STALLS = 256  # event pairs kept before those that have happened are added up
 
-# What libraries, and older torch_npu itself, say when there is no memory left: RuntimeErrors of no particular type.
-_DRIVER_FULL = re.compile(
-    r"_STATUS_ALLOC_FAILED|\b(?:CUDA|HIP|NPU)\b[^\n]{0,40}\bout of memory|Failed to CUDA [cm]alloc", re.IGNORECASE
-)
-_PERHAPS_FULL = "_STATUS_NOT_INITIALIZED"  # of a handle that could not be made: for this reason or another
-
 
 class NativeEvent(Event):
     """A recorded device event. When nobody refers to it any more, the native event goes back to its pool.
@@ -41,6 +35,11 @@ class NativeEvent(Event):
 
 class AcceleratorBackend(Backend):
     """A device with real streams. `module` is torch.cuda or torch.npu, `type` its device type."""
+
+    driver_full: re.Pattern
+    """What libraries, and older torch_npu itself, say if there is no memory left: RuntimeErrors of no certain type."""
+    perhaps_full: re.Pattern
+    """What they say for this reason or another."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -272,9 +271,9 @@ class AcceleratorBackend(Backend):
         if isinstance(exc, torch.OutOfMemoryError) or not isinstance(exc, RuntimeError):
             return isinstance(exc, torch.OutOfMemoryError)
         text = str(exc)
-        if _PERHAPS_FULL in text:
-            return self._module.mem_get_info()[0] < self._reserve()
-        return _DRIVER_FULL.search(text) is not None
+        if self.driver_full.search(text) is not None:
+            return True
+        return self.perhaps_full.search(text) is not None and self._module.mem_get_info()[0] < self._reserve()
 
     # ---- the rest
 

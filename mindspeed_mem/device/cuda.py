@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import weakref
 
 import numpy
@@ -27,6 +28,13 @@ class CudaBackend(AcceleratorBackend):
 
     type = "cuda"
     sums_float64 = fuses_adam = True
+    driver_full = re.compile(
+        r"_STATUS_ALLOC(?:ATION)?_FAILED|DEVICE_ALLOCATION_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"
+        r"|rocblas_status_memory_error|(?:cuda|hip)ErrorMemoryAllocation|hipErrorOutOfMemory"
+        r"|\b(?:CUDA|HIP)\b[^\n]{0,40}\bout of memory|CUDA_ERROR_OUT_OF_MEMORY|Failed to CUDA [cm]alloc",
+        re.IGNORECASE,
+    )
+    perhaps_full = re.compile("_STATUS_NOT_INITIALIZED")  # of a handle that could not be made
 
     def __init__(self) -> None:
         super().__init__(torch.cuda)

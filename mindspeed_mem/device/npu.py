@@ -6,6 +6,8 @@ tested with a stand-in module only. Treat the first run on an NPU as its first r
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from mindspeed_mem.device.accelerator import AcceleratorBackend
@@ -31,6 +33,13 @@ class NpuBackend(AcceleratorBackend):
 
     type = "npu"
     runs_mindspeed = True
+    # 207001 is ACL's; EI0007 is what HCCL reports of a resource that it got none of, whatever kind
+    driver_full = re.compile(
+        r"\bNPU\b[^\n]{0,40}\bout of memory|ACL_ERROR_RT_MEMORY_ALLOCATION|\b207001\b|\bEI0007\b[^\n]*DeviceMemory"
+        r"|Reason: out of memory",
+        re.IGNORECASE,
+    )
+    perhaps_full = re.compile(r"HCCL_E_MEMORY|\bEI0007\b|HCCL function error[^\n]*error code is 3\b")
 
     def __init__(self) -> None:
         import torch_npu

@@ -264,9 +264,9 @@ def test_doctor_names_what_is_wrong(tmp_path):
     assert "backward_step does not exist in the installed version" in rows["backward_step"]["notes"][-1]
     assert rows["forward_step"]["notes"] == ["on top of sitecustomize"]
     text, _ = mem("doctor", status=1, path=[tmp_path])
-    for version in (f"torch {found['versions']['torch']}", f"megatron-core {found['versions']['megatron-core']}"):
-        said = f"{version} is untested" in text
-        assert said == any(one.startswith(version) for one in found["untested"])
+    for package in (f"torch {found['versions']['torch']}", f"megatron-core {found['versions']['megatron-core']}"):
+        said = f"{package} is untested" in text
+        assert said == any(one.startswith(package) for one in found["untested"])
     assert "\n1 wrong:\n  patches/activation_schedules.py: " in text and "schedules:backward_step: FAILED" in text
 
 

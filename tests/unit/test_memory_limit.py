@@ -11,7 +11,9 @@ import torch
 
 from mindspeed_mem.device import DeviceError, get_backend, limited_cpu
 from mindspeed_mem.device.accelerator import AcceleratorBackend
+from mindspeed_mem.device.cuda import CudaBackend
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
+from mindspeed_mem.device.npu import NpuBackend
 from mindspeed_mem.device.simulated import SimulatedBackend
 from tests.guarding import settled
 
@@ -173,11 +175,18 @@ class Telling(Device):
         return self.fraction
 
 
-class StandIn(AcceleratorBackend):
-    type = "cuda"
+class StandIn(CudaBackend):
+    """NVIDIA's, on another module."""
+
+    def __init__(self, module):
+        AcceleratorBackend.__init__(self, module)
 
     def describe(self):
         return {}
+
+
+class StandInNpu(StandIn):
+    type, driver_full, perhaps_full = "npu", NpuBackend.driver_full, NpuBackend.perhaps_full
 
 
 GB = 1 << 30
@@ -276,7 +285,23 @@ FULL = [
     "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
     "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 4194304 bytes",
     "HIP error: out of memory",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDA error: cudaErrorMemoryAllocation",
+    "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA error: CURAND_STATUS_ALLOCATION_FAILED",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "HIP error: hipErrorOutOfMemory",
+    "CUDA error: rocblas_status_memory_error when calling `rocblas_gemm_ex`",
+    "miopen error: miopenStatusAllocFailed",
 ]
+FULL_NPU = [
+    "NPU out of memory. Tried to allocate 2.00 GiB",
+    "NPU function error: call aclnnMatmul failed, error code is 207001",
+    "ACL stream synchronize failed: ACL_ERROR_RT_MEMORY_ALLOCATION",
+    "EI0007: Failed to allocate resource[DeviceMemory] with info [size:209715200 Byte]",
+    "[Malloc][Mem]errNo[0x0000000005010003] aclrtMallocWithCfg failed, Reason: out of memory, return[207001]",
+]
+HCCL = "HCCL function error: HcclAllReduce, error code is 3"
 
 
 def test_what_libraries_say_when_the_driver_has_no_memory_is_out_of_memory():
@@ -293,6 +318,23 @@ def test_what_libraries_say_when_the_driver_has_no_memory_is_out_of_memory():
         ValueError(FULL[0]),
     ]
     assert [error for error in other if backend.is_out_of_memory(error)] == []
+
+
+def test_what_an_npus_libraries_say():
+    module = Device(total=64 * GB, free=GB // 4, reserved=63 * GB, allocated=60 * GB)
+    backend = StandInNpu(module)
+    assert [text for text in FULL_NPU if not backend.is_out_of_memory(RuntimeError(text))] == []
+    assert not backend.is_out_of_memory(RuntimeError(FULL[0]))  # another device's
+    assert not StandIn(module).is_out_of_memory(RuntimeError(FULL_NPU[1]))
+    other = [
+        "NPU function error: call aclrtSynchronizeStream failed, error code is 507011",
+        "HCCL timeout",
+        HCCL + "04",
+    ]
+    assert [text for text in other if backend.is_out_of_memory(RuntimeError(text))] == []
+    assert backend.is_out_of_memory(RuntimeError(HCCL))
+    module.free = 20 * GB
+    assert not backend.is_out_of_memory(RuntimeError(HCCL))  # host memory, or another reason
 
 
 def test_a_handle_that_could_not_be_made_is_out_of_memory_only_where_the_driver_has_little():

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mem.device import get_backend
-from mindspeed_mem.device.accelerator import AcceleratorBackend
+from mindspeed_mem.device.cuda import CudaBackend
 from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import Rule, rule_of
 from tests.guarding import GaveUp, N, Sandbag, guarded, limited_memory, numbers
@@ -237,13 +237,11 @@ class FullDriver(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
-class OnDriver(AcceleratorBackend):
+class OnDriver(CudaBackend):
     """A GPU whose products need the driver; its tensors are the host's."""
 
-    type = "cuda"
-
     def __init__(self, driver):
-        super().__init__(torch.cuda)
+        super().__init__()
         self._driver = driver
 
     def give_back(self):

@@ -1,0 +1,97 @@
+"""What a program has set on tensors and storages that a custom function saves is there in backward, moved or not."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.stacks import region_forward
+from mindspeed_mem.device import get_backend
+from mindspeed_mem.patching import REGISTRY
+from mindspeed_mem.plan import load_memory_config
+from tests.swap_runs import again, entry, op, patched
+
+PATCHES = [f"mindspeed_mem.patches.activation_{name}" for name in ("transformer_block", "saved_tensors")]
+PLANS = {
+    "nothing moved": entry(op_swap=[op("after", 1)]),
+    "swapped": entry(layer_swap=[{"backward_prefetch": 1, "layers": True}], activations="both"),
+    "recomputed": again(recompute=[1]),
+}
+
+
+class Masked(torch.autograd.Function):
+    """Saves an activation, a view of it, and a mask that needs no gradient."""
+
+    seen: list = []
+
+    @staticmethod
+    def forward(ctx, x, part, mask):
+        ctx.save_for_backward(x, part, mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, part, mask = ctx.saved_tensors
+        same = x.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        kept = [(t.requires_grad, t.is_leaf, t.storage_offset(), t.stride()) for t in (x, part, mask)]
+        storage = getattr(x.untyped_storage(), "label", None)
+        Masked.seen.append((same, kept, storage, vars(mask), getattr(x, "label", None)))
+        return gradient * mask, None, None
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.after = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.linear(x)
+        x.untyped_storage().label = x.label = "mine"
+        mask = (x > 0).to(x.dtype)
+        mask.scale = 2
+        out = Masked.apply(x, x[2:].t(), mask)
+        mask.later = 3
+        return self.after(out)
+
+
+def seen(plan):
+    with patched(PATCHES) if plan is not None else contextlib.nullcontext():
+        return _seen(plan)
+
+
+def _seen(plan):
+    torch.manual_seed(0)
+    Masked.seen = []
+    layer, engine = Layer(), None
+    if plan is not None:
+        engine = engines.start(load_memory_config(plan), get_backend("cpu"))
+        for owner in regions.tag_layer(layer, 0):
+            REGISTRY.apply_method(owner, "forward", region_forward, PATCHES[0])
+        engine.num_layers = 1
+        engine.resolve()
+    try:
+        if engine is not None:
+            engine.begin_forward(0, 0)
+        loss = layer(torch.linspace(-1, 1, 64).view(4, 16)).sum()
+        if engine is not None:
+            engine.end_forward(loss)
+        loss.backward()
+        moved = engine is not None and bool(engine.mover.copies_out + sum(engine.mover.second_runs.values()))
+        return Masked.seen, [parameter.grad for parameter in layer.parameters()], moved
+    finally:
+        if engine is not None:
+            engines.stop()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_they_are_there_in_backward(plan):
+    natively, expected, _ = seen(None)
+    with_it, gradients, moved = seen(PLANS[plan])
+    assert moved == (plan != "nothing moved")
+    assert natively[0][2:] == ("mine", {"scale": 2, "later": 3}, "mine")
+    assert with_it == natively
+    assert all(map(torch.equal, gradients, expected))
