@@ -17,9 +17,10 @@ from tests.swap_runs import again, entry, op, patched
 
 PATCHES = [f"mindspeed_mem.patches.activation_{name}" for name in ("transformer_block", "saved_tensors")]
 PLANS = {
-    "nothing moved": entry(op_swap=[op("after", 1)]),
+    "kept": entry(op_swap=[op("after", 1)]),
     "swapped": entry(layer_swap=[{"backward_prefetch": 1, "layers": True}], activations="both"),
     "recomputed": again(recompute=[1]),
+    "operator recomputed from it": again(["scaled"]),
 }
 
 
@@ -43,10 +44,15 @@ class Masked(torch.autograd.Function):
         return gradient * mask, None, None
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return torch.tanh(x * x.factor)
+
+
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.after = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.linear, self.after, self.scaled = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), Scaled()
 
     def forward(self, x):
         x = self.linear(x)
@@ -55,7 +61,8 @@ class Layer(torch.nn.Module):
         mask.scale = 2
         out = Masked.apply(x, x[2:].t(), mask)
         mask.later = 3
-        return self.after(out)
+        out.factor = 2
+        return self.after(self.scaled(out))
 
 
 def seen(plan):
@@ -91,7 +98,7 @@ def _seen(plan):
 def test_they_are_there_in_backward(plan):
     natively, expected, _ = seen(None)
     with_it, gradients, moved = seen(PLANS[plan])
-    assert moved == (plan != "nothing moved")
+    assert moved == (plan != "kept")
     assert natively[0][2:] == ("mine", {"scale": 2, "later": 3}, "mine")
     assert with_it == natively
     assert all(map(torch.equal, gradients, expected))
