@@ -35,6 +35,7 @@ from mindspeed_mem.activation.records import (
     view_of,
 )
 from mindspeed_mem.activation.state import Place, nearly_same, put_back, same_bits
+from mindspeed_mem.device import is_host_device
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.frame import Frame
@@ -340,7 +341,7 @@ class Replay:
             if otherwise or (one is not None and other is not None and _same(one, other)):
                 return
             nearly = True  # kernels that add up in any order differ by that much without recompute, too
-            exact = one is None or one.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+            exact = one is None or is_host_device(one.device) or torch.are_deterministic_algorithms_enabled()
             otherwise = exact or other is None or not nearly_same(one, other)
 
         def pack(tensor: torch.Tensor) -> None:

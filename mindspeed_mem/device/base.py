@@ -59,6 +59,9 @@ class Backend(abc.ABC):
 
     for_tests: bool = False
 
+    collectives: str = "gloo"
+    """torch.distributed's backend for its tensors."""
+
     sums_float64: bool = False
     """Whether its collectives take float64."""
 

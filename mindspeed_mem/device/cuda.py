@@ -26,7 +26,7 @@ def why_absent() -> str | None:
 class CudaBackend(AcceleratorBackend):
     """The current GPU of this process."""
 
-    type = "cuda"
+    type, collectives = "cuda", "nccl"
     sums_float64 = fuses_adam = True
     driver_full = re.compile(
         r"_STATUS_ALLOC(?:ATION)?_FAILED|DEVICE_ALLOCATION_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"

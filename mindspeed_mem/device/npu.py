@@ -31,7 +31,7 @@ def why_absent() -> str | None:
 class NpuBackend(AcceleratorBackend):
     """The current NPU of this process."""
 
-    type = "npu"
+    type, collectives = "npu", "hccl"
     runs_mindspeed = True
     # 207001 is ACL's; EI0007 is what HCCL reports of a resource that it got none of, whatever kind
     driver_full = re.compile(

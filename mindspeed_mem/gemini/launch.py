@@ -20,8 +20,6 @@ import torch.distributed as dist
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini.options import refuse, say_once
 
-_COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-
 
 def get_current_device() -> torch.device:
     """The accelerator that this process uses, or the CPU where there is none."""
@@ -58,13 +56,13 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
     refuse([f"launch_from_torch: {', '.join(missing)} are not set; start with torchrun"] * bool(missing))
     if config:
         say_once("launch_from_torch: config has no effect; GeminiDDP and GeminiAdamOptimizer take all settings")
-    device = get_backend().type
-    if device != "cpu":
-        torch.get_device_module(device).set_device(int(os.environ["LOCAL_RANK"]))
-    if backend == "nccl" and device != "cuda":
-        backend = None
+    device = get_backend()
+    if not device.is_host:
+        torch.get_device_module(device.type).set_device(int(os.environ["LOCAL_RANK"]))
+    if backend in (None, "nccl"):
+        backend = device.collectives
     if not dist.is_initialized():
-        dist.init_process_group(backend or _COLLECTIVES[device])
+        dist.init_process_group(backend)
         if dist.get_backend() == "gloo":
             atexit.register(_leave)
     random.seed(seed)
@@ -73,7 +71,7 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
     if verbose:
         ranks = dist.get_world_size()
         get_dist_logger().info(
-            f"{ranks} ranks on {device}, collectives by {dist.get_backend()}, seed {seed}", ranks=[0]
+            f"{ranks} ranks on {device.type}, collectives by {dist.get_backend()}, seed {seed}", ranks=[0]
         )
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from mindspeed_mem.device import is_host_device
 from mindspeed_mem.gemini.groups import ProcessGroup, combine
 from mindspeed_mem.gemini.launch import get_current_device
 from mindspeed_mem.gemini.lazy import take_parts
@@ -75,7 +76,7 @@ def _check_randomness(module: torch.nn.Module, group: Any) -> None:
     """Warn if dropout would draw masks of its own on each rank of `group`. Collective."""
     device = get_current_device()
     states = [torch.get_rng_state()]
-    if device.type != "cpu":
+    if not is_host_device(device):
         states.append(torch.get_device_module(device.type).get_rng_state())
     number = float(zlib.crc32(b"".join(state.numpy().tobytes() for state in states)) % 2**24)
     most, least = combine([number, -number], dist.ReduceOp.MAX, group, device)
