@@ -16,7 +16,7 @@ from hypothesis import settings
 settings.register_profile("mindspeed_mem", derandomize=True, deadline=None)
 settings.load_profile("mindspeed_mem")
 
-FOLDERS = ("unit", "patches", "memory", "asynchrony", "gemini", "numerics", "distributed", "examples")
+FOLDERS = ("unit", "patches", "memory", "asynchrony", "gemini", "numerics", "fuzz", "distributed", "examples")
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +25,12 @@ def seed():
     random.seed(1234)
     numpy.random.seed(1234)
     torch.manual_seed(1234)
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("fuzz", "random cases of tests/fuzz")
+    group.addoption("--fuzz", type=int, metavar="N", help="try N cases, other ones each time, instead of a few fixed ones")
+    group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="which N cases")
 
 
 def pytest_configure(config):

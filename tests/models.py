@@ -17,7 +17,7 @@ import argparse as text_source
 import re
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,13 @@ def build_gpt(
     sequence_parallel: bool = False,
     tied: bool = True,
     ddp: dict[str, Any] | None = None,
+    change_spec: Callable[[Any], None] | None = None,
     **overrides: Any,
 ) -> list[torch.nn.Module]:
     """The model chunks of this rank (one for each virtual stage), in Megatron's DistributedDataParallel.
 
-    kind: one of `KINDS`. ddp: fields of DistributedDataParallelConfig. overrides: fields of TransformerConfig, and
-    position_embedding_type. "mla" works inside `with applied("sdpa_*")` (tests.worlds).
+    kind: one of `KINDS`. ddp: fields of DistributedDataParallelConfig. change_spec: puts other modules into the spec of
+    a layer. overrides: fields of TransformerConfig, and position_embedding_type. "mla" works inside `with applied("sdpa_*")` (tests.worlds).
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -117,6 +118,8 @@ def build_gpt(
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, multi_latent_attention=mla, normalization=config.normalization
     )
+    if change_spec is not None:
+        change_spec(spec)
     settings = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **(ddp or {})})
     chunks = []
     for stage in range(vpp or 1):
