@@ -29,7 +29,7 @@ def seed():
 
 def pytest_addoption(parser):
     group = parser.getgroup("fuzz", "random cases of tests/fuzz")
-    group.addoption("--fuzz", type=int, metavar="N", help="try N cases, other ones each time, instead of a few fixed ones")
+    group.addoption("--fuzz", type=int, metavar="N", help="try N cases instead of a few fixed ones")
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="which N cases")
 
 

@@ -72,7 +72,8 @@ def build_gpt(
     """The model chunks of this rank (one for each virtual stage), in Megatron's DistributedDataParallel.
 
     kind: one of `KINDS`. ddp: fields of DistributedDataParallelConfig. change_spec: puts other modules into the spec of
-    a layer. overrides: fields of TransformerConfig, and position_embedding_type. "mla" works inside `with applied("sdpa_*")` (tests.worlds).
+    a layer. overrides: fields of TransformerConfig, and position_embedding_type. "mla" works inside `with
+    applied("sdpa_*")` (tests.worlds).
     """
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

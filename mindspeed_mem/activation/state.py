@@ -10,6 +10,7 @@ import contextlib
 import pickle
 import random
 import sys
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FrameType
@@ -181,11 +182,23 @@ def _globals(names: dict[str, Any], keys: list[str]) -> Place:
 
 
 def _tensor(value: torch.Tensor, name: str) -> Place:
-    def write(earlier: torch.Tensor) -> None:
-        with torch.no_grad():
-            value.copy_(earlier)
+    """Weakly: one that only this run had written to is gone by the next, and not missed."""
+    ref = weakref.ref(value)
 
-    return Place(name, lambda: value.detach().clone(), write, same_bits)
+    def read() -> torch.Tensor | None:
+        tensor = ref()
+        return None if tensor is None else tensor.detach().clone()
+
+    def write(earlier: torch.Tensor | None) -> None:
+        tensor = ref()
+        if tensor is not None and earlier is not None:
+            with torch.no_grad():
+                tensor.copy_(earlier)
+
+    def same(now: torch.Tensor | None, earlier: torch.Tensor | None) -> bool:
+        return now is None or earlier is None or same_bits(now, earlier)
+
+    return Place(name, read, write, same)
 
 
 def _bits(generator: Any, name: str) -> Place:

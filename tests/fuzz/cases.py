@@ -17,6 +17,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests import models, swap_runs
+from tests.fuzz import user_code
 from tests.fuzz.user_code import PIECES
 from tests.worlds import parallel
 
@@ -85,7 +86,7 @@ def cases(draw: Any, pipeline: bool = False) -> Case:
         layout=layout,
         code=tuple(draw(st.lists(_code(layers), max_size=3))),
         hooks=tuple(draw(st.lists(st.tuples(st.sampled_from(sorted(HOOKS)), st.sampled_from(_HOOKED)), max_size=2))),
-        frozen=tuple(draw(st.lists(st.sampled_from(("layernorm", "linear_fc1", "embedding", "layers.0.")), max_size=1))),
+        frozen=tuple(draw(st.lists(st.sampled_from(_FROZEN), max_size=1))),
         steps=(*steps, Step("schedule")),
     )
 
@@ -134,6 +135,7 @@ def _plans(draw: Any, operators: list[str], layers: int) -> dict[str, Any]:
 
 
 # ---- hooks of users
+_FROZEN = ("layernorm", "linear_fc1", "embedding", "layers.0.")
 _HOOKED = ("linear_fc2", "mlp", "self_attention", "input_layernorm", "layers.0")
 
 
@@ -289,7 +291,7 @@ def _state(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    found = {"torch's generator": torch.get_rng_state()}
+    found = {"torch's generator": torch.get_rng_state(), "users' own": user_code.own()}
     found |= {f"generator {name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     found |= {name: dict(one)["values"] for name, one in get_moe_layer_wise_logging_tracker().items()}
     for index, chunk in enumerate(chunks):
@@ -306,6 +308,7 @@ def _state(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
 def _trained(case: Case, engine: Any = None) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
     """The state after each step, and what was left over."""
     states, left = [], []
+    user_code.start_again()
     with parallel(**case.layout):
         chunks = _build(case)
         optimizer = models.build_optimizer(chunks)
@@ -326,7 +329,7 @@ def _trained(case: Case, engine: Any = None) -> tuple[list[dict[str, torch.Tenso
 
 
 def _dispatchers(chunks: list[torch.nn.Module]) -> list[dict[str, Any]]:
-    """The attributes of experts' token dispatchers: they keep tensors of the last micro-batch, also without this pack."""
+    """The attributes of experts' token dispatchers, which keep tensors of the last micro-batch, also without us."""
     found = [getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()]
     return [vars(one) for one in found if one is not None]
 
@@ -353,7 +356,7 @@ def differences(case: Case) -> list[str]:
         try:
             with swap_runs.swap(case.plan) as engine:
                 states, found = _trained(case, engine)
-        except RuntimeError as error:
+        except RuntimeError:
             if refused is None:
                 raise
             return []

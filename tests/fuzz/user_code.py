@@ -1,11 +1,13 @@
 """What users' own layers do: pieces of code between [sequence, batch, hidden] and the same, differentiable, each with
-something that a saved-tensor hook, a copy or a second run may get wrong. All compute the same each time.
+something that a saved-tensor hook, a copy or a second run may get wrong.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
@@ -217,7 +219,7 @@ def checkpointed_reentrant(x):
     return checkpoint(lambda t: torch.sin(t * t).exp() * F.dropout(t, 0.1), x, use_reentrant=True)
 
 
-# (Pack hooks detach: what holds the tensor itself, as torch's save_on_cpu does on a CPU, is never freed without backward.)
+# (Pack hooks detach: what holds the tensor itself, as save_on_cpu does on a CPU, is never freed without backward.)
 @piece
 def nested_hooks(x):
     with (
@@ -327,3 +329,61 @@ def sparse(x):
 def attends(x):
     q = x.transpose(0, 1).unsqueeze(1)
     return F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1).transpose(0, 1)
+
+
+# ---- what does not repeat itself
+_GENERATOR = torch.Generator()
+_COUNTS = {"runs": 0}
+_AVERAGE = torch.zeros(())
+
+
+def start_again() -> None:
+    """Before a training run: users' own states are as at first."""
+    random.seed(5)
+    numpy.random.seed(5)
+    _GENERATOR.manual_seed(5)
+    _COUNTS["runs"] = 0
+    _AVERAGE.zero_()
+
+
+def own() -> torch.Tensor:
+    """Users' own states, as numbers: float64 [4]."""
+    drawn = (random.Random(), numpy.random.RandomState(), torch.Generator())
+    drawn[0].setstate(random.getstate())
+    drawn[1].set_state(numpy.random.get_state())
+    drawn[2].set_state(_GENERATOR.get_state())
+    next_ones = drawn[0].random(), drawn[1].rand(), torch.rand((), generator=drawn[2]).item()
+    return torch.tensor([*next_ones, _COUNTS["runs"] + _AVERAGE.item()], dtype=torch.float64)
+
+
+@piece
+def draws_from_python(x):
+    return x * random.random() + x * x
+
+
+@piece
+def draws_from_numpy(x):
+    return x * float(numpy.random.rand()) + x * x
+
+
+@piece
+def draws_from_a_generator_of_its_own(x):
+    return x * torch.rand(x.shape, generator=_GENERATOR).to(x.dtype) + x * x
+
+
+@piece
+def counts_its_runs(x):
+    _COUNTS["runs"] += 1
+    return x * (1 + 0.01 * _COUNTS["runs"]) + x * x
+
+
+@piece
+def keeps_an_average(x):
+    _AVERAGE.mul_(0.9).add_(0.1 * x.detach().float().mean())
+    return x * 1.5
+
+
+@piece
+def uses_an_average(x):
+    _AVERAGE.mul_(0.9).add_(0.1 * x.detach().float().mean())
+    return x * (1 + _AVERAGE).to(x.dtype)
