@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,12 +13,22 @@ from mindspeed_mem.activation.records import KEEP
 
 
 def mark_static(models: Iterable[nn.Module]) -> None:
-    """Parameters and buffers of these models are never moved, whatever view of them is saved."""
+    """What these models hold before they run is never moved, whatever view of it is saved: parameters, buffers, and
+    tables that modules, and objects that these hold, have as attributes."""
     for model in models:
         # Megatron's data parallel wrapper has a list called buffers
-        for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model)):
+        for tensor in chain(nn.Module.parameters(model), nn.Module.buffers(model), _tables(model)):
             if tensor.layout is torch.strided:
                 tensor.untyped_storage()._mem_static = True
+
+
+def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for value in list(vars(module).values()):
+            held = () if isinstance(value, (nn.Module, type)) else getattr(value, "__dict__", {}).values()
+            for one in (value, *held):
+                if type(one) is torch.Tensor and one.grad_fn is None:
+                    yield one
 
 
 def mark_managed(outputs: Any) -> None:
