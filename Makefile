@@ -1,6 +1,7 @@
 # make pretrain   set up and train a small GPT with activation swap on CPU
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
 # make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
+# make check      ruff and the unit tests: the quick loop
 # make lint, make doctor, make clean
 #
 # PYTHON=python3.12       the interpreter to make the environment with (3.10, 3.11 or 3.12)
@@ -24,7 +25,7 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test lint doctor hashes clean environment
+.PHONY: help pretrain test check lint doctor hashes clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +46,10 @@ test: environment
 
 lint: environment
 	$(ENVIRONMENT) $(RUN) -m ruff check .
+	$(ENVIRONMENT) $(RUN) -m ruff format --check .
+
+check: lint
+	@$(MAKE) --no-print-directory test TESTS=tests/unit PYTEST_ARGS="-m 'not slow and not distributed' $(PYTEST_ARGS)"
 
 doctor: environment
 	$(ENVIRONMENT) $(RUN) -m mindspeed_mem doctor
