@@ -1,5 +1,6 @@
 """``python -m mindspeed_mem`` as users call it: run, ops, doctor, alone and under torchrun."""
 
+import functools
 import json
 import os
 import shutil
@@ -128,10 +129,14 @@ def test_ctrl_c_ends_each_rank_with_one_line(folder):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a terminal's Ctrl-C reaches a whole group of processes
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # tests may run in the background
     )
-    assert [job.stdout.readline() for _ in range(2)] == ["started\n"] * 2
-    os.killpg(job.pid, signal.SIGINT)
-    _, errors = job.communicate(timeout=60)
+    try:
+        assert [job.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+        os.killpg(job.pid, signal.SIGINT)
+        _, errors = job.communicate(timeout=60)
+    finally:
+        job.terminate()  # nothing, where it has ended; else its ranks end with it
     own = errors.partition("Traceback")[0]  # then that of torchrun itself
     for rank in (0, 1):
         assert own.count(f"mindspeed_mem run: interrupted on rank {rank}\n") == 1
