@@ -6,12 +6,17 @@ from dataclasses import dataclass
 
 MIB = 2**20
 _LIBRARIES, _LIBRARIES_SHARE = 1024 * MIB, 16
-"""For what asks the driver itself: contexts and workspaces of the libraries, code loaded at its first use. Some hundred
-MiB are usual for each context; no more than this part of a small device."""
-_COMMUNICATOR, _COMMUNICATOR_SHARE = 256 * MIB, 64
-"""For the buffers of one group of ranks (NCCL, HCCL), which are made at its first collective, under load."""
+"""For what asks the driver itself: contexts and workspaces of the libraries, code loaded at its first use. With torch
+some 300 MB where CUDA loads code lazily, more than 1000 where it does not (pytorch/pytorch#107667); for CANN no figure
+was found. No more than this part of a small device."""
+_COMMUNICATOR, _COMMUNICATOR_SHARE = 688 * MIB, 64
+"""For the buffers of one group of ranks, which are made at its first collective, under load. NCCL took 544 MB for two
+A100 with NVLink and 688 for more (NVIDIA/nccl#964), less over PCIe, more for an all-to-all (3 GB among 8 H100,
+NVIDIA/nccl#1685); HCCL takes twice HCCL_BUFFSIZE, 400 MB unless told (its documentation)."""
 _FRAGMENTATION = 0.02
-"""Of the memory: what an allocator keeps in pieces that nobody can use."""
+"""Of the memory: what an allocator keeps in pieces that nobody can use. An assumption: no typical figure was found, and
+where recomputing and virtual stages mix lifetimes torch's allocator can waste far more (up to 43 %, arXiv
+2507.16274)."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def main(given: argparse.Namespace) -> int:
         profile = trace.Profile(
             problem=problem,
             origin="estimated",
-            machine=dataclasses.asdict(request.machine),
+            machine=dataclasses.asdict(request.machine) | ({"assumed": request.assumed} if request.assumed else {}),
             model=dataclasses.asdict(request.shape),
             shapes=dataclasses.asdict(request.layout),
         )

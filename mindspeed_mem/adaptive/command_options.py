@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mindspeed_mem import requirements
-from mindspeed_mem.adaptive.devices import DEVICES, reached
+from mindspeed_mem.adaptive.devices import ASSUMED, DEVICES, assumptions, reached
 from mindspeed_mem.adaptive.problem import GIB
 from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
 from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
@@ -70,6 +70,8 @@ class Request:
     reserve_bytes: int | None = None
     """What is not planned with, if that was said."""
     host_bytes: int | None = None
+    assumed: str | None = None
+    """What a device's name was taken for."""
     wrong: list[str] = field(default_factory=list)
 
 
@@ -82,12 +84,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         model.add_argument(flag(name), metavar="X", help=text)
     add_unknown(command)
     machine = command.add_argument_group("the machine")
-    what = f"memory and speeds, whatever other options say instead: {', '.join(DEVICES)}"
+    share = ASSUMED.replace("%", "%%")
+    what = f"memory and speeds (assumed: {share}), whatever other options say instead: {', '.join(DEVICES)}"
     machine.add_argument("--device-name", metavar="NAME", help=what)
     what = "device memory of a rank (default with --trace: the limit the profile was made under, without a reserve)"
     machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
     what = (
-        "of it, what is not planned with: for contexts (1, at most a 16th of the device), communicators (0.25 for each "
+        "of it, what is not planned with: for contexts (1, at most a 16th of the device), communicators (0.67 for each "
         "of tensor, pipeline, data and context parallel groups, at most a 64th) and fragmentation (2 %%)"
     )
     machine.add_argument("--reserve-gib", metavar="GIB", help=what)
@@ -107,7 +110,7 @@ def read(given: argparse.Namespace) -> Request:
     wrong = request.wrong
     if given.trace is not None:
         instead_of("--trace", given, _OF_A_SHAPE, wrong)
-    _by_name(given, wrong)
+    request.assumed = _by_name(given, wrong)
     device = number("--device-memory-gib", given.device_memory_gib, wrong)
     request.device_bytes = None if device is None else round(device * GIB)
     kept = number("--reserve-gib", given.reserve_gib, wrong, least=0)
@@ -125,9 +128,10 @@ def read(given: argparse.Namespace) -> Request:
     return request
 
 
-def _by_name(given: argparse.Namespace, wrong: list[str]) -> None:
-    """Fill in what names of a model and of a device stand for, where nothing else is said."""
+def _by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
+    """Fill in what names of a model and of a device stand for, where nothing else is said; says what of the device."""
     values: dict[str, object] = {}
+    assumed = None
     for option, name, known in (("--model", given.model, PUBLISHED), ("--device-name", given.device_name, DEVICES)):
         if name is not None and name not in known:
             wrong.append(f"{option} takes {', '.join(known)}, not {name!r}")
@@ -135,10 +139,12 @@ def _by_name(given: argparse.Namespace, wrong: list[str]) -> None:
         values |= PUBLISHED[given.model].options()
     if given.device_name in DEVICES:
         device = DEVICES[given.device_name]
+        assumed = assumptions(given.device_name, vars(given))
         values |= {"device_memory_gib": device.memory_gib, **reached(device)}
     for name, value in values.items():
         if getattr(given, name) in (None, False):
             setattr(given, name, value if isinstance(value, bool) else str(value))
+    return assumed
 
 
 def _shape(given: argparse.Namespace, request: Request) -> None:

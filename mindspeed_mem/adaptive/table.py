@@ -12,7 +12,8 @@ from mindspeed_mem.reserve import Reserve
 
 _ESTIMATED = (
     "Seconds, and with them which plan is best, are estimates from FLOPs and bytes moved: {tflops:g} TFLOP/s, "
-    "{memory_gbps:g} GB/s device memory, {link_gbps:g} GB/s to the host.",
+    "{memory_gbps:g} GB/s device memory, {link_gbps:g} GB/s to the host, {tensor_gbps:g} GB/s between tensor-parallel "
+    "ranks.",
     "Bytes of activations follow Megatron's local layers with flash attention or, if asked, unfused attention; static "
     "memory and temporaries are estimates.",
 )
@@ -36,7 +37,8 @@ def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
     limits += f", host {gib(problem.host_limit)} GiB" if problem.host_limit is not None else ""
     first = f"{', '.join(words)}; {limits} on each rank"
     if profile.origin == "estimated":
-        return [first, *(text.format(**profile.machine) for text in _ESTIMATED)]
+        assumed = [profile.machine["assumed"]] if "assumed" in profile.machine else []
+        return [first, *assumed, *(text.format(**profile.machine) for text in _ESTIMATED)]
     facts = ", ".join(f"{name} {value}" for name, value in profile.machine.items())
     blocking = ["Computation stands still while anything is copied to or from the host."] * problem.link.blocking
     return [

@@ -128,6 +128,9 @@ def test_a_reserve_is_kept_by_default(plan):
     assert "limit 12.50 GiB (14.00 less a reserve of 1.50)" in out and "communicators" not in out
     status, _, err = plan(words + "--device-memory-gib 4")
     assert status == 1 and "a reserve of 0.46 GiB is kept besides: --reserve-gib" in err
+    _, out, _ = plan(words + "--device-memory-gib 80")
+    # As much as libraries and communicators take: 1 GiB, and 688 MiB for each group.
+    assert "contexts 1.00, communicators 1.34, fragmentation 1.60 GiB" in out
     for wrong in ("--device-memory-gib 24 --reserve-gib 24", "--reserve-gib 1"):
         status, _, err = plan(words + wrong)
         assert status == 2 and "  --reserve-gib " in err
@@ -242,16 +245,23 @@ def test_it_needs_neither_torch_nor_megatron_nor_matplotlib():
 def test_models_and_devices_go_by_name(plan):
     words = "--micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 8 --use-distributed-optimizer "
     status, named, _ = plan(words + "--model llama3-8b --device-name h100 --num-layers 4 --data-parallel-size 2")
-    assert status == 0 and "(79.20 less a reserve of " in named
+    assert status == 0 and "(79.10 less a reserve of " in named
     spelt = (
         "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --vocab-size 128256 "
         "--seq-length 8192 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
         "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --num-layers 4 "
-        "--device-memory-gib 79.2 --tflops 642.85 --memory-gbps 2680 --link-gbps 51.2 --tensor-gbps 360 "
+        "--device-memory-gib 79.1 --tflops 642.85 --memory-gbps 2680 --link-gbps 51.2 --tensor-gbps 360 "
     )
-    assert plan(words + spelt + "--data-parallel-size 2") == (0, named, "")
+    assumed = (
+        "Taken for h100: 989 TFLOP/s in bf16, 3350 GB/s device memory, 64 GB/s to the host, 450 GB/s to its "
+        "neighbours; assumed to be reached: 65 % of the sheet's TFLOP/s and 80 % of its GB/s.\n"
+    )
+    assert assumed in named and "51.2 GB/s to the host, 360 GB/s between tensor-parallel ranks" in named
+    assert plan(words + spelt + "--data-parallel-size 2") == (0, named.replace(assumed, ""), "")
     _, smaller, _ = plan(words + "--model gpt2 --tensor-model-parallel-size 2 --device-name h100 --device-memory-gib 4")
     assert smaller.startswith("12 layers, 1 pipeline stage, 8 micro-batches; limit ") and "(4.00 less" in smaller
+    _, partly, _ = plan(words + "--model gpt2 --device-name h100 --tensor-model-parallel-size 2 --link-gbps 30")
+    assert "50 GB/s device memory, 450 GB/s to its neighbours" in partly and "30 GB/s to the host" in partly
     status, _, err = plan(words + "--model gpt5 --device-name z80")
     assert status == 2 and "  --model takes gpt2, gpt2-medium, " in err and "  --device-name takes a100-40gb, " in err
     _, _, err = plan("--trace no/such.json --device-name h100")
