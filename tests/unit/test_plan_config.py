@@ -2,11 +2,8 @@
 
 import copy
 import dataclasses
-import re
-from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -381,11 +378,3 @@ def test_counts_of_zero_are_no_silent_mistake(section):
     assert any("counts 0 layers" in line and "swap_config.swap is True" in line for line in notices), notices
     with_swap = load_memory_config({"swap_config": {"swap": True}, "recompute_config": section})
     assert with_swap.recompute.active and not any("counts 0" in line for line in with_swap.notices)
-
-
-def test_the_plans_in_the_readme_are_good_ones():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    plans = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)]
-    assert len(plans) == 2
-    for plan in plans:
-        assert not load_memory_config(plan, num_layers=4).notices
