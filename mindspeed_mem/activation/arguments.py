@@ -63,3 +63,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif type(value) is dict:
         for item in value.values():
             yield from tensors_in(item)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Those that an object has of its own; None if it has no dictionary of them."""
+    try:
+        found = vars(value)
+    except Exception:  # a class's own __getattr__ may raise anything
+        return None
+    return found if isinstance(found, dict) else None

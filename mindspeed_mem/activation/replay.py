@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -107,6 +108,7 @@ class Replay:
         "kept",
         "why_not",
         "_places",
+        "_then",
         "_saved",
         "training",
         "_leaves",
@@ -123,14 +125,15 @@ class Replay:
         hold: Callable[[torch.Tensor], Handle],
         state: Any = None,
         training: Sequence[tuple[torch.nn.Module, bool]] = (),
-        places: Sequence[Place] | None = (),
+        places: Mapping[Place, bool] | None = MappingProxyType({}),
     ):
         """``call(*args, **kwargs)`` is about to run.
 
         Args:
             state: an object whose attributes it reads, which may be others by the time of the second run.
             training: the modules that run, and whether they are in training mode.
-            places: what a second run changes besides. None: nobody knows yet whether it repeats itself, see `repeats`.
+            places: what a second run changes besides, and whether that makes another value of it. None: nobody knows
+                yet whether it repeats itself, see `repeats`.
         """
         self.layer, self.op, self.number = layer, op, 0
         self.mover: Mover | None = None  # with the streams that operators run on
@@ -138,7 +141,8 @@ class Replay:
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
         self.inputs: list[tuple[Handle, bool, dict[str, Any]]] | None = []
-        self.training, self._places = training, places
+        self.training = training
+        self._starts_with(places or {})
         self.why_not = ""
         """Why it cannot run again; empty if it can, or if nobody knows."""
         self.kept: set[Record] | None = set() if places is None else None
@@ -268,7 +272,7 @@ class Replay:
 
         self._entered_again, self._filled = 0, []
         try:
-            with self._as_then(tensors, pack, self._places) as run, contextlib.suppress(_Enough):
+            with self._as_then(tensors, pack) as run, contextlib.suppress(_Enough):
                 for ref, tensor in zip(self.outputs, tensors_in(run()), strict=False):
                     if ref is not None and (record := ref()) is not None and record.state == DROPPED:
                         self._fill(record, tensor)
@@ -276,12 +280,10 @@ class Replay:
             self._filled.clear()
         if self._remaining:
             self._differs(None, None)
-        self.inputs = None
+        self.inputs, self._then = None, []
 
     @contextlib.contextmanager
-    def _as_then(
-        self, leaves: list[torch.Tensor], pack: Callable[[torch.Tensor], None], places: Sequence[Place]
-    ) -> Iterator[Callable[[], Any]]:
+    def _as_then(self, leaves: list[torch.Tensor], pack: Callable[[torch.Tensor], None]) -> Iterator[Callable[[], Any]]:
         """What runs the operator from ``leaves`` as it ran before, and disturbs nothing."""
         args, kwargs, attributes = join(self._given, leaves)
 
@@ -301,8 +303,12 @@ class Replay:
             stack.callback(_again.pop)
             self._noted_again = 0
             stack.callback(_empty, leaves)
-            if places:
-                stack.enter_context(put_back(places))
+            if self._places:
+                stack.enter_context(put_back(self._places))
+            if self._then:
+                for place, then in self._then:
+                    place.write(then)
+                stack.enter_context(put_back(self._places))  # those of then may lie in other objects
             for guard in GUARDS:
                 stack.enter_context(guard())
             for reader in READERS:
@@ -326,11 +332,11 @@ class Replay:
         """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
         return any(leaf._version != version for leaf, version in self._leaves)
 
-    def repeats(self, result: Any, places: Sequence[Place]) -> tuple[str, list[Place]]:
+    def repeats(self, result: Any, places: Sequence[Place]) -> tuple[str, dict[Place, bool]]:
         """Run it again at once, and compare what it returns (None: that is not made again) and what backward needs.
 
-        Returns why it does not repeat itself (empty if it does), and those of ``places`` that the second run changed:
-        they are as before.
+        Returns why it does not repeat itself (empty if it does), and those of ``places`` that the second run changed,
+        and whether to another value: they are as before.
         """
         changed: dict[Place, bool] = {}
         index, nearly, otherwise = 0, False, False
@@ -362,7 +368,7 @@ class Replay:
         leaves = [_leaf(leaf, *as_it_was) for (leaf, _), (_, *as_it_was) in given]
         self._leaves = []
         try:
-            with put_back(places, changed), self._as_then(leaves, pack, ()) as run, contextlib.suppress(_Enough):
+            with put_back(places, changed), self._as_then(leaves, pack) as run, contextlib.suppress(_Enough):
                 again, before = list(tensors_in(run())), list(tensors_in(result))
                 otherwise = otherwise or index != len(self._saved)
                 for one, other in zip_longest(before, again) if result is not None else ():
@@ -376,15 +382,21 @@ class Replay:
         if not why_not and (otherwise or (nearly and any(changed.values()))):
             names = ", ".join(dict.fromkeys(place.name for place, differs in changed.items() if differs))
             why_not = "run again, it gives other values" + (f" (each run changes {names})" if names else "")
-        return why_not, list(changed)
+        return why_not, changed
 
-    def settle(self, why_not: str, places: Sequence[Place]) -> None:
+    def _starts_with(self, places: Mapping[Place, bool]) -> None:
+        """What counts its runs may do something else after many: a second run finds what the first one found."""
+        self._places = list(places)
+        self._then = [(place, place.read()) for place, differs in places.items() if differs]
+
+    def settle(self, why_not: str, places: Mapping[Place, bool]) -> None:
         """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""
         kept, self.kept, self._saved, self._leaves = self.kept, None, [], []
-        self.why_not, self._places = why_not, places
+        self.why_not = why_not
         if why_not:
             self.inputs = None
             return
+        self._starts_with(places)
         for record in kept:
             if record.state == KEPT and record.live_handles():
                 record.distance = 0

@@ -13,20 +13,27 @@ import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+
+from mindspeed_mem.activation.arguments import attributes_of
 
 _DEPTH, _MANY = 3, 256  # how deep in containers and objects; larger containers are taken as they are
 _FOREIGN = {"torch", "torch_npu", "numpy", "mindspeed_mem", *sys.stdlib_module_names}
 _OF_A_MODULE = set(vars(torch.nn.Module())) - {"training", "_buffers"}
 _CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOT_LOOKED_INTO = (*_PLAIN, type, torch.Tensor, torch.nn.Module, torch.autograd.function.FunctionCtx)
 
 
 class Place(NamedTuple):
-    """Something that may change: how to read it, to write it, and to say whether two readings are the same."""
+    """Something that may change: how to read it, to write it, and to say whether two readings are the same.
+
+    What lies in others is looked up in them each time: a program may put a new list, tensor or number there.
+    """
 
     name: str
     read: Callable[[], Any]
@@ -38,9 +45,9 @@ class Called:
     """Notes which Python functions run while it is entered; not under a profiler, which it would replace."""
 
     def __init__(self) -> None:
-        self._codes: dict[int, CodeType] = {}
-        self.found: list[tuple[CodeType, dict[str, Any], list[Any]]] = []
-        """Code, globals, and what its closure held."""
+        self._foreign: dict[CodeType, bool] = {}
+        self.found: dict[tuple[int, ...], tuple[CodeType, dict[str, Any], list[Any]]] = {}
+        """Code, globals, and what its closure held or its first argument, which may be ``self``."""
 
     def __enter__(self) -> Called:
         self._mine = sys.getprofile() is None
@@ -53,13 +60,18 @@ class Called:
             sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call" or id(code) in self._codes:
+        if event != "call":
             return
-        self._codes[id(code)] = code
-        if not _foreign(frame.f_globals.get("__name__")):
-            there = frame.f_locals if code.co_freevars else {}
-            self.found.append((code, frame.f_globals, [there[name] for name in code.co_freevars if name in there]))
+        code = frame.f_code
+        foreign = self._foreign.get(code)
+        if foreign is None:
+            foreign = self._foreign[code] = _foreign(frame.f_globals.get("__name__"))
+        if not foreign:
+            there = frame.f_locals
+            names = (*code.co_freevars, *code.co_varnames[: min(1, code.co_argcount)])
+            held = [there[name] for name in names if name in there]
+            held = [value for value in held if not issubclass(type(value), _NOT_LOOKED_INTO)]
+            self.found[(id(code), *map(id, held))] = code, frame.f_globals, held
 
 
 def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Place]:
@@ -68,18 +80,18 @@ def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) ->
     seen: set[int] = set()
     for root in modules:
         for path, module in root.named_modules():
-            _attributes(module, path or type(root).__name__, found, seen, 0)
+            _attributes(weakref.ref(module), path or type(root).__name__, found, seen, 0)
     if state is not None:
-        _visit(state, type(state).__name__, found, seen, 0)
-    for code, names, closure in called.found:
+        _visit(_reference(state), type(state).__name__, found, seen, 0)
+    for code, names, held in called.found.values():
         known = {name: names[name] for name in code.co_names if name in names}
         plain = [name for name, value in known.items() if isinstance(value, _PLAIN)]
         if plain:
             found.append(_globals(names, plain))
-        for name, value in known.items():
-            _visit(value, f"{names.get('__name__')}.{name}", found, seen, 0)
-        for value in closure:
-            _visit(value, f"what {code.co_name} closes over", found, seen, 0)
+        for name in known:
+            _visit(partial(_item, lambda names=names: names, name), f"{names.get('__name__')}.{name}", found, seen, 0)
+        for value in held:
+            _visit(_reference(value), f"what {code.co_name} works on", found, seen, 0)
     return found
 
 
@@ -111,65 +123,111 @@ def _differs(now: Any, earlier: Any) -> bool:
     )
 
 
-def _visit(value: Any, name: str, found: list[Place], seen: set[int], depth: int) -> None:
+def _visit(get: Callable[[], Any], name: str, found: list[Place], seen: set[int], depth: int) -> None:
+    value = get()
     kind = type(value)
     if isinstance(value, (*_PLAIN, torch.nn.Module, type)) or id(value) in seen or depth > _DEPTH:
         return
     if isinstance(value, torch.Tensor):
         plain = kind is torch.Tensor and value.layout is torch.strided and not value.requires_grad
+        plain = plain and not value.is_inference()
         if plain and value._version and not hasattr(value.untyped_storage(), "_mem_managed"):
             seen.add(id(value))
-            found.append(_tensor(value, name))
+            found.append(_place(name, get, lambda tensor: tensor.detach().clone(), _copy, same_bits))
     elif isinstance(value, torch.Generator):
         seen.add(id(value))
-        found.append(Place(name, value.get_state, value.set_state, torch.equal))
+        found.append(_place(name, get, kind.get_state, kind.set_state, torch.equal))
     elif isinstance(value, random.Random):
         seen.add(id(value))
-        found.append(Place(name, value.getstate, value.setstate, _equal))
+        found.append(_place(name, get, kind.getstate, kind.setstate, _equal))
     elif kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
         seen.add(id(value))
-        found.append(_bits(value.bit_generator, name))
+        found.append(_place(name, get, lambda it: it.bit_generator.state, _set_bits, _equal))
+    elif (
+        (kind.__module__, kind.__name__) == ("numpy", "ndarray")
+        and value.nbytes <= _AT_ONCE
+        and not value.dtype.hasobject
+    ):
+        seen.add(id(value))
+        found.append(_place(name, get, kind.copy, lambda array, earlier: array.__setitem__(..., earlier), _equal))
     elif kind in _CONTAINERS:
         seen.add(id(value))
-        found.append(_container(value, name))
+        found.append(_container(get, name))
         if len(value) <= _MANY:
             for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                _visit(item, f"{name}[{key!r}]", found, seen, depth + 1)
+                inner = _reference(item) if kind is set else partial(_item, get, key)
+                _visit(inner, f"{name}[{key!r}]", found, seen, depth + 1)
     elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            _visit(item, f"{name}[{index}]", found, seen, depth + 1)
-    elif isinstance(getattr(value, "__dict__", None), dict) and not _foreign(kind.__module__):
-        if not hasattr(value, "set_states"):  # Megatron's tracker of random states: see rng.py
-            _attributes(value, name, found, seen, depth)
+        for index in range(len(value)):
+            _visit(partial(_item, get, index), f"{name}[{index}]", found, seen, depth + 1)
+    elif not _foreign(kind.__module__) and not hasattr(kind, "set_states"):  # Megatron's random states: see rng.py
+        _attributes(get, name, found, seen, depth)
 
 
-def _attributes(owner: Any, name: str, found: list[Place], seen: set[int], depth: int) -> None:
-    if id(owner) in seen:
+def _attributes(get: Callable[[], Any], name: str, found: list[Place], seen: set[int], depth: int) -> None:
+    owner, attributes = get(), partial(_vars, get)
+    if id(owner) in seen or not (known := attributes()):
         return
     seen.add(id(owner))
-    attributes = vars(owner)
     found.append(_container(attributes, name))
-    for key, value in list(attributes.items()):
+    for key in list(known):
         if not isinstance(owner, torch.nn.Module) or key not in _OF_A_MODULE:
-            _visit(value, name if key == "_buffers" else f"{name}.{key}", found, seen, depth + 1)
+            inner = partial(_item, attributes, key)
+            _visit(inner, name if key == "_buffers" else f"{name}.{key}", found, seen, depth + 1)
 
 
-def _container(value: Any, name: str) -> Place:
-    def write(earlier: Any) -> None:
+def _reference(value: Any) -> Callable[[], Any]:
+    """Weakly where that can be: what is known of an operator must not keep the model alive."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _item(get: Callable[[], Any], key: Any) -> Any:
+    try:
+        return get()[key]
+    except (LookupError, TypeError):  # it is no longer there
+        return None
+
+
+def _vars(get: Callable[[], Any]) -> dict[str, Any] | None:
+    return attributes_of(get())
+
+
+def _place(name: str, get: Callable[[], Any], read: Callable, write: Callable, same: Callable) -> Place:
+    """What ``get()`` returns, as long as it is of the same type: what only one run had made is not missed."""
+    kind = type(get())
+
+    def now() -> Any:
+        value = get()
+        return read(value) if type(value) is kind else None
+
+    def put(earlier: Any) -> None:
+        value = get()
+        if type(value) is kind and earlier is not None:
+            write(value, earlier)
+
+    return Place(name, now, put, lambda one, other: one is None or other is None or same(one, other))
+
+
+def _container(get: Callable[[], Any], name: str) -> Place:
+    kind = next(kind for kind in (dict, set, list) if kind is list or isinstance(get(), kind))
+
+    def write(value: Any, earlier: Any) -> None:
         value.clear()
-        (value.extend if isinstance(value, (list, deque)) else value.update)(earlier)
+        (value.extend if kind is list else value.update)(earlier)
 
     def same(now: Any, earlier: Any) -> bool:
-        if isinstance(value, set):
+        if kind is set:
             return now == earlier
         if len(now) != len(earlier):
             return False
-        if isinstance(value, dict):
+        if kind is dict:
             return all(key in now and _is(now[key], item) for key, item in earlier.items())
         return all(map(_is, now, earlier))
 
-    kind = dict if isinstance(value, dict) else set if isinstance(value, set) else list
-    return Place(name, lambda: kind(value), write, same)
+    return _place(name, get, kind, write, same)
 
 
 def _globals(names: dict[str, Any], keys: list[str]) -> Place:
@@ -181,28 +239,14 @@ def _globals(names: dict[str, Any], keys: list[str]) -> Place:
     )
 
 
-def _tensor(value: torch.Tensor, name: str) -> Place:
-    """Weakly: one that only this run had written to is gone by the next, and not missed."""
-    ref = weakref.ref(value)
-
-    def read() -> torch.Tensor | None:
-        tensor = ref()
-        return None if tensor is None else tensor.detach().clone()
-
-    def write(earlier: torch.Tensor | None) -> None:
-        tensor = ref()
-        if tensor is not None and earlier is not None:
-            with torch.no_grad():
-                tensor.copy_(earlier)
-
-    def same(now: torch.Tensor | None, earlier: torch.Tensor | None) -> bool:
-        return now is None or earlier is None or same_bits(now, earlier)
-
-    return Place(name, read, write, same)
+def _copy(tensor: torch.Tensor, earlier: torch.Tensor) -> None:
+    if tensor.shape == earlier.shape:
+        with torch.no_grad():
+            tensor.copy_(earlier)
 
 
-def _bits(generator: Any, name: str) -> Place:
-    return Place(name, lambda: generator.state, lambda earlier: setattr(generator, "state", earlier), _equal)
+def _set_bits(generator: Any, earlier: Any) -> None:
+    generator.bit_generator.state = earlier
 
 
 def _numpy() -> list[Place]:
@@ -226,6 +270,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 _PYTHON = Place("Python's random", random.getstate, random.setstate, _equal)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_MOST = 1 / 32  # coarse types: more is no rounding
 _AT_ONCE = 1 << 22  # elements: comparing takes memory, too
 
 
@@ -237,7 +282,8 @@ def nearly_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         return all(nearly_same(*parts) for parts in _halves(one, other))
     if same_bits(one, other) or not one.numel():
         return True
-    least = 64 * torch.finfo(one.dtype).eps
+    eps = torch.finfo(one.dtype).eps
+    least = max(eps, min(64 * eps, _AT_MOST))
     one, other = one.detach().float(), other.detach().float()
     return bool((one - other).abs().max() <= least * one.abs().max())
 

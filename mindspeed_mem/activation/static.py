@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mem.activation.arguments import attributes_of
 from mindspeed_mem.activation.records import KEEP
 
 
@@ -25,8 +26,8 @@ def mark_static(models: Iterable[nn.Module]) -> None:
 def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         for value in list(vars(module).values()):
-            held = () if isinstance(value, (nn.Module, type)) else getattr(value, "__dict__", {}).values()
-            for one in (value, *held):
+            held = None if isinstance(value, (nn.Module, type)) else attributes_of(value)
+            for one in (value, *(held or {}).values()):
                 if type(one) is torch.Tensor and one.grad_fn is None:
                     yield one
 

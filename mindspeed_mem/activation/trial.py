@@ -27,8 +27,8 @@ class Verdict(NamedTuple):
     """What is known of an operator."""
 
     why_not: str
-    places: list[Place]
-    """What it changes besides its result, to be put back after it has run again."""
+    places: dict[Place, bool]
+    """What it changes besides its result, to be put back after it has run again; and whether to another value."""
 
 
 class Operator:
@@ -98,13 +98,13 @@ class Trial(AbstractContextManager):
         now = collectives_begun(self._partners)
         shared = [group for group, number in now.items() if number is None or number != self._begun.get(group)]
         why_not = replay.why_not or ("it changes its input in place" if replay.input_changed() else "")
-        places: list[Place] = []
+        places: dict[Place, bool] = {}
         why_not = self._agreed(why_not, shared)
         if not why_not and not _in_managed_memory(result):
             modules = list(modules_of(replay.call))
             why_not, places = replay.repeats(result, places_of(modules, replay.state, self._called))
             why_not = self._agreed(why_not, shared)
-            [shows] = highest([int(shows)], shared, self._device_type)
+        [shows] = highest([int(shows)], shared, self._device_type)
         replay.settle(why_not, places)
         if why_not or shows:
             self._of.judge(replay.training, Verdict(why_not, places))

@@ -33,6 +33,31 @@ class Noise:
         return x * torch.rand(x.shape, generator=self.generator) * self.python.random()
 
 
+class Means:
+    """Somebody who collects what passes, and starts anew after each step."""
+
+    def __init__(self):
+        self.found = []
+
+    def hook(self, module, args, result):
+        self.found.append(float(args[0].detach().mean()))
+
+    def taken(self):
+        found, self.found = self.found, []
+        return found
+
+
+class NotReady:
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError("not ready")
+
+
+def collecting(found: list) -> Callable:
+    return lambda module, args, result: found.append(float(args[0].detach().mean()))
+
+
 def global_counter(mlp, x):
     global count
     count += 1
@@ -83,8 +108,15 @@ def statistics_kept(mlp, x):
     mlp.runs += 1
     mlp.seen.append(float(x.detach().mean()))
     mlp.last = x.detach().mean()
+    mlp.load += mlp.runs
     random.random()
     return x * 1.5
+
+
+def late(mlp, x):
+    """The trial sees nothing of it."""
+    mlp.runs += 1
+    return x * (1 + 0.1 * max(0, mlp.runs - 2))
 
 
 def two_steps(plan: dict[str, Any], change: Callable, depth: int = 2) -> tuple[list, dict, list[str]]:
@@ -102,7 +134,10 @@ def two_steps(plan: dict[str, Any], change: Callable, depth: int = 2) -> tuple[l
         chunks = build_gpt("dropout", layers=2)
         mlp = chunks[0].module.decoder.layers[1].mlp
         mlp.runs, mlp.noise, mlp.numpys, mlp.seen = 0, Noise(), numpy.random.default_rng(1), []
-        mlp.last = torch.zeros(())
+        mlp.last, mlp.load = torch.zeros(()), numpy.zeros(2)
+        mlp.means, mlp.others, mlp.lazy = Means(), [[], []], NotReady()
+        with torch.inference_mode():
+            mlp.one = torch.ones(())
         mlp.register_buffer("mean", torch.zeros(()))
         function = mlp.activation_func
         first = mlp.linear_fc1.forward
@@ -112,8 +147,17 @@ def two_steps(plan: dict[str, Any], change: Callable, depth: int = 2) -> tuple[l
             return change(mlp, hidden), bias
 
         mlp.linear_fc1.forward = changed
-        results = [train_step(chunks, step=step, micro_batches=2) for step in range(2)]
+        mlp.linear_fc2.register_forward_hook(mlp.means.hook)
+        for found, module in zip(mlp.others, (mlp.linear_fc1, mlp.linear_fc2), strict=True):
+            module.register_forward_hook(collecting(found))
+        results, means = [], []
+        for step in range(2):
+            results.append(train_step(chunks, step=step, micro_batches=2))
+            means.append(mlp.means.taken())
         state = {
+            "means": means,
+            "others": mlp.others,
+            "load": mlp.load.tolist(),
             "runs": mlp.runs,
             "mean": float(mlp.mean),
             "seen": mlp.seen,
@@ -158,11 +202,13 @@ def test_what_draws_by_itself_counts_or_reads_what_it_changes_is_kept_and_named(
 
 
 def of_statistics() -> dict[str, Any]:
-    return compared({"kept": statistics_kept}, {"whole": WHOLE, "mlp": MLP, "each": again(EACH)})
+    plans = {"whole": WHOLE, "mlp": MLP, "each": again(EACH)}
+    return compared({"kept": statistics_kept}, plans) | compared({"late": late}, {"mlp": MLP})
 
 
 def test_what_a_second_run_changes_besides_is_put_back():
-    """Statistics that are only kept count once, and the operator is recomputed."""
+    """Statistics that are only kept count once, also where a program puts others in their place; what depends on them
+    later only is as it was in the first run. The operator is recomputed."""
     [found] = on_ranks(1, of_statistics)
     for (_, plan), (wrong, said) in found.items():
         assert (wrong, [line for line in said if "no effect" in line]) == ([], []), plan
@@ -252,3 +298,39 @@ def test_what_writes_to_its_input_is_kept_and_named():
     assert wrong == []
     [line] = said
     assert "core_attention.scale_mask_softmax in layers 0-1: it changes its input in place" in line
+
+
+def one_that_knows_itself():
+    """A weak reference to a module that has been recomputed: all that it changes leads back to it."""
+    import weakref
+
+    from tests.models import build_gpt, train_step
+
+    chunks = build_gpt("dense", layers=2)
+    mlp = chunks[0].module.decoder.layers[1].mlp
+    mlp.runs, mlp.itself = 0, [mlp]
+    first = mlp.linear_fc1.forward
+
+    def counted(x):
+        mlp.runs += 1
+        mlp.itself.append(mlp)
+        return first(x)
+
+    mlp.linear_fc1.forward = counted
+    train_step(chunks, step=0, micro_batches=1)
+    return weakref.ref(mlp)
+
+
+def of_a_model_that_goes() -> bool:
+    import gc
+
+    from tests.swap_runs import swap
+
+    with parallel(), swap(MLP):
+        left = one_that_knows_itself()
+        gc.collect()
+        return left() is not None
+
+
+def test_what_is_known_of_operators_keeps_no_model():
+    assert on_ranks(1, of_a_model_that_goes) == [False]
