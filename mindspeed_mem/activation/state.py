@@ -14,6 +14,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import is_
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -223,6 +224,8 @@ def _container(get: Callable[[], Any], name: str) -> Place:
             return now == earlier
         if len(now) != len(earlier):
             return False
+        if all(map(is_, now, earlier)) and (kind is list or all(map(is_, now.values(), earlier.values()))):
+            return True  # mostly, and much faster
         if kind is dict:
             return all(key in now and _is(now[key], item) for key, item in earlier.items())
         return all(map(_is, now, earlier))
