@@ -24,6 +24,10 @@ def apply_expert_bias(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
 
 
+_over_all_ranks = [False]
+"""Whether the loss that is being computed is that over all data-parallel ranks."""
+
+
 @around("megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss")
 def apply_global_aux_loss(original, self, *args, **kwargs):
     engine = engines.current()
@@ -31,16 +35,22 @@ def apply_global_aux_loss(original, self, *args, **kwargs):
         return original(self, *args, **kwargs)
     now = self.global_tokens_per_expert, self.ga_steps
     before = engine.once(lambda: [count.clone() for count in now])
-    if not replay.running():
-        return original(self, *args, **kwargs)
-    self.global_tokens_per_expert, self.ga_steps = (count.clone() for count in before)
+    _over_all_ranks[0] = True
     try:
-        return original(self, *args, **kwargs)
+        if not replay.running():
+            return original(self, *args, **kwargs)
+        self.global_tokens_per_expert, self.ga_steps = (count.clone() for count in before)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.global_tokens_per_expert, self.ga_steps = now
     finally:
-        self.global_tokens_per_expert, self.ga_steps = now
+        _over_all_ranks[0] = False
 
 
 @around("megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count")
 def tokens_per_expert(original, *args, **kwargs):
     engine = engines.current()
-    return original(*args, **kwargs) if engine is None else engine.once(lambda: original(*args, **kwargs))
+    if engine is None or not _over_all_ranks[0]:  # others' ranks have the same plan, and ask again together
+        return original(*args, **kwargs)
+    return engine.once(lambda: original(*args, **kwargs))

@@ -16,8 +16,8 @@ import torch
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.stacks import region_forward
 from mindspeed_mem.device.simulated import SimulatedBackend
-from mindspeed_mem.patches.activation_transformer_block import region_forward
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 

@@ -360,7 +360,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path):
     _, losses = on_ranks(2, example, tmp_path, load_first=False, kill=False)[0]
     with pytest.raises(RankError, match=r"rank 1 died \(-9\)"):
         on_ranks(2, example, tmp_path, load_first=True, kill=True)
-    written = tmp_path / "iter_0000004"
+    written = tmp_path / "iter_0000004.unfinished"
     assert any(written.iterdir()) and not (written / ".metadata").exists()
 
     (start, again), (next_start, _) = on_ranks(2, twice, tmp_path)[0]
