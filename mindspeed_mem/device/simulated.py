@@ -329,6 +329,8 @@ class _Tracker(FormulaKeepingMode):
         if looks:
             backend._operator(str(op), inputs, list(storages(written_arguments(op, args, kwargs))))
         result = op(*args, **kwargs)
+        if op is torch.ops.aten.equal.default:  # the host has waited for the answer
+            join(backend._host, backend._current.clock)
         known = {id(s) for s in inputs}
         for storage in storages(result):
             if id(storage) not in known and storage not in backend._accesses and storage.nbytes():

@@ -37,9 +37,7 @@ class OwnGenerators(CpuBackend):
 
 @pytest.fixture
 def default(monkeypatch):
-    """No patches of Megatron have given other states."""
-    monkeypatch.setattr(rng._Source, "capture", None)
-    monkeypatch.setattr(rng._Source, "restore", None)
+    """No earlier test's device."""
     monkeypatch.setattr(rng._Source, "backend", None)
 
 
