@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.records import Handle
@@ -37,11 +38,25 @@ def saved_by_function() -> bool:
 
 def made_by_function(tensor: torch.Tensor) -> str | None:
     """The name of the custom function that saves ``tensor``, for a pack hook further up; None if it was given it."""
+    function, given = _applied()
+    return None if any(one is tensor for one in given) else function.__name__
+
+
+def _applied() -> tuple[type, tuple]:
+    """The custom function whose tensors are being packed, and what it was given."""
     frame = sys._getframe(1)
     while frame.f_code is not _APPLY:
         frame = frame.f_back
     found = frame.f_locals
-    return None if any(one is tensor for one in found["args"]) else found["cls"].__name__
+    return found["cls"], found["args"]
+
+
+def _returned(tensor: torch.Tensor) -> bool:
+    """Whether the custom function that saves ``tensor`` returns it."""
+    if not isinstance(tensor.grad_fn, BackwardCFunction):
+        return False
+    function, given = _applied()
+    return type(tensor.grad_fn) is function._backward_cls and all(one is not tensor for one in given)
 
 
 def stays_itself(tensor: torch.Tensor) -> bool:
@@ -53,7 +68,10 @@ def own(handle: Handle, tensor: torch.Tensor) -> Handle:
     """``handle`` is of ``tensor``, which a custom function saves."""
     if stays_itself(tensor):
         handle.alias = tensor
-    handle.own = type(tensor), {} if handle.alias is tensor else vars(tensor)  # what is set on it later, too
+    if _returned(tensor):  # comes back plain from autograd itself, too; its attributes may lead to the node, a cycle
+        handle.own = None, {}
+    else:
+        handle.own = type(tensor), {} if handle.alias is tensor else vars(tensor)  # what is set on it later, too
     return handle
 
 
@@ -81,7 +99,7 @@ def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
     if stays_itself(handle.alias):
         return handle.alias
     kind, attributes = handle.own
-    if type(tensor) is not kind:
+    if kind is not None and type(tensor) is not kind:
         with torch.enable_grad():
             tensor = tensor.as_subclass(kind)
     if attributes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -65,9 +67,46 @@ class Layer(torch.nn.Module):
         return self.after(self.scaled(out))
 
 
+class Exponential(torch.autograd.Function):
+    """Saves what it returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = x.exp()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class Marked(torch.nn.Module):
+    """Sets something on its output that leads back to the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def forward(self, x):
+        out = Exponential.apply(Exponential.apply(x))
+        out.total = out.sum()
+        self.made.append(weakref.ref(out.total))
+        return out
+
+
 def seen(plan):
     with patched(PATCHES) if plan is not None else contextlib.nullcontext():
         return _seen(plan)
+
+
+def started(plan, layer):
+    engine = engines.start(load_memory_config(plan), get_backend("cpu"))
+    for owner in regions.tag_layer(layer, 0):
+        REGISTRY.apply_method(owner, "forward", region_forward, PATCHES[0])
+    engine.num_layers = 1
+    engine.resolve()
+    return engine
 
 
 def _seen(plan):
@@ -75,11 +114,7 @@ def _seen(plan):
     Masked.seen = []
     layer, engine = Layer(), None
     if plan is not None:
-        engine = engines.start(load_memory_config(plan), get_backend("cpu"))
-        for owner in regions.tag_layer(layer, 0):
-            REGISTRY.apply_method(owner, "forward", region_forward, PATCHES[0])
-        engine.num_layers = 1
-        engine.resolve()
+        engine = started(plan, layer)
     try:
         if engine is not None:
             engine.begin_forward(0, 0)
@@ -102,3 +137,19 @@ def test_they_are_there_in_backward(plan):
     assert natively[0][2:] == ("mine", {"scale": 2, "later": 3}, "mine")
     assert with_it == natively
     assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_output_whose_attributes_lead_back_to_it_is_freed_without_backward(plan):
+    layer = Layer()
+    layer.scaled = Marked()
+    with patched(PATCHES):
+        engine = started(PLANS[plan], layer)
+        try:
+            engine.begin_forward(0, 0)
+            engine.end_forward(layer(torch.ones(4, 16)).sum())
+        finally:
+            engines.stop()
+    del engine
+    gc.collect()
+    assert layer.scaled.made and all(made() is None for made in layer.scaled.made)
