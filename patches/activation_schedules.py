@@ -11,6 +11,8 @@ from functools import lru_cache
 from itertools import count
 from weakref import WeakKeyDictionary
 
+import torch
+
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.patches import _schedule_calls as calls
 from mindspeed_mem.patching import around
@@ -43,8 +45,9 @@ def _schedule(original, **kwargs):
     if engine is None:
         return original(**kwargs)
     models = calls.models_of(kwargs)
-    calls.agree(engine, models)
     number, forward_only = kwargs.get("num_microbatches"), kwargs.get("forward_only", False)
+    if torch.is_grad_enabled() or not forward_only:  # evaluation saves nothing, and a rank may evaluate on its own
+        calls.agree(engine, models)
     stage, stages = calls.stage_of(original.__name__, kwargs)
     of_order = (*calls.chunks_of(original.__name__, models), number, settings.current().max_inflight, forward_only)
     sizes = (kwargs.get("seq_length"), kwargs.get("micro_batch_size"))

@@ -197,6 +197,41 @@ def test_a_rank_that_runs_the_model_on_its_own_first_does_not_leave_the_others_w
     assert first == second
 
 
+def one_rank_evaluates() -> float:
+    """Between two steps rank 0 evaluates with a schedule, without its data parallel wrapper: the others do not."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import EVERYTHING, SDPA, patched, swap
+
+    text = torch.arange(32).expand(1, -1)
+
+    def forward_step(_, model):
+        return model(text, text, None, labels=text), lambda output: (output.mean(), {"loss": output.mean()})
+
+    with patched(SDPA), parallel(), swap(EVERYTHING):
+        chunks = build_gpt("dense", layers=2)
+        train_step(chunks, micro_batches=2)
+        if torch.distributed.get_rank() == 0:
+            with torch.no_grad():
+                get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=None,
+                    model=chunks[0].module,
+                    num_microbatches=1,
+                    seq_length=32,
+                    micro_batch_size=1,
+                    forward_only=True,
+                )
+        return train_step(chunks, micro_batches=2).loss
+
+
+@pytest.mark.distributed
+def test_a_rank_that_evaluates_on_its_own_does_not_leave_the_others_waiting():
+    first, second = on_ranks(2, one_rank_evaluates, timeout=60)
+    assert first == second
+
+
 def dead_proxy() -> list[dict]:
     """Something is pinned while the process has a weak proxy to an object that is gone."""
     import weakref
