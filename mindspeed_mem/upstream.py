@@ -104,7 +104,7 @@ def _tokens(source: str) -> list[str]:
         if kind == tokenize.NEWLINE and len(found) and found[-1] == "docstring":
             found.pop()
             continue
-        docstring = kind == tokenize.STRING and begins
+        docstring = kind == tokenize.STRING and begins and "f" not in text.lower()[: text.find(text[-1])]
         begins = kind in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
         marks = {tokenize.NEWLINE: "newline", tokenize.INDENT: "indent", tokenize.DEDENT: "dedent"}
         found.append("docstring" if docstring else marks.get(kind, text))

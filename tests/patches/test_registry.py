@@ -314,6 +314,7 @@ def test_the_source_beneath_other_wrappers_counts(monkeypatch, applied, upstream
 
 
 HASH = "68e7a55eb16e"
+FORGOTTEN = "209941d8d8c3"
 
 
 def plain(self, name="x"):
@@ -336,6 +337,11 @@ def _written_otherwise():
     return plain
 
 
+def _forgotten(self):
+    assert self, f"one"  # noqa: F541
+    f"two"  # noqa: B018, F541
+
+
 def _changed():
     def plain(self, name="x"):
         if self:
@@ -348,6 +354,7 @@ def _changed():
 def test_hashes_of_sources_do_not_depend_on_layout_comments_or_the_version_of_python():
     assert upstream.source_hash(plain) == HASH == upstream.source_hash(_written_otherwise())
     assert upstream.source_hash(_changed()) != HASH
+    assert upstream.source_hash(_forgotten) == FORGOTTEN
     assert upstream.source_hash(len) == "unknown"
 
 
