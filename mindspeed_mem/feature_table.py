@@ -56,7 +56,8 @@ FEATURES = (
         flag="--recompute-layers",
         read=layer_list,
         metavar="LAYERS",
-        help="layers whose forward runs again in backward, counted from 0 over the whole model: 0,3-5 or all",
+        help="layers whose forward runs again in backward, counted from 0 over the whole model: 0,3-5 or all; or in "
+        "the stacks of a model that has several: encoder:0,decoder:1-3",
         section="recompute",
         **_RECOMPUTES,
     ),

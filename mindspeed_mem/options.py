@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mem.plan.layers import spelled_out
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -162,23 +164,21 @@ def new_file(value: Any) -> Path:
 
 
 def layer_list(value: Any) -> Any:
-    """`all`, or global layer indices: ``0,3-5``, a number, or what `layers` is elsewhere. None: no layer."""
+    """`all`, or layers: ``0,3-5``, ``encoder:0,decoder:1-3``, a number, or what `layers` is elsewhere. None: no
+    layer."""
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
     if not isinstance(value, str):
         return value if value else None
     if value.strip() == "all":
         return True
-    found: list[int] = []
-    for part in value.split(","):
-        low, dash, high = part.strip().partition("-")
-        if not (low.isdecimal() and (high.isdecimal() if dash else True)) or int(high or low) - int(low) not in _SPAN:
-            raise ValueError("layer indices counted from 0, such as 0,3-5, or all")
-        found += range(int(low), int(high or low) + 1)
-    return tuple(found)
-
-
-_SPAN = range(100_000)
+    found = spelled_out(value)
+    if found is None:
+        raise ValueError(
+            "layer indices counted from 0, such as 0,3-5, or all; in a model of several stacks also with their names, "
+            "each up to the next one, such as encoder:0,2,decoder:all"
+        )
+    return found
 
 
 def by_pattern(value: Any) -> Any:

@@ -5,10 +5,8 @@ No patch: what several patch files need and nobody else.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,8 +16,6 @@ from mindspeed_mem.activation.static import mark_static
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.engine import Engine
-
-logger = logging.getLogger(__name__)
 
 
 def gather(mine: Any) -> list[Any]:
@@ -79,19 +75,12 @@ def chunks_of(schedule: str, models: Sequence[Any]) -> tuple[int, int | None]:
 
 
 def _tell_stacks_apart(engine: Engine, models: Sequence[Any]) -> None:
-    """An encoder and a decoder, a tower for images and one for text: the second one's layers count on."""
+    if not engine.models:
+        engine.stacks.clear()
     sizes: dict[str, int] = {}
     for theirs in gather(regions.stacks_in(models)):  # a stage need not have all of them
         sizes = {**sizes, **theirs}
-    if len(sizes) < 2:
-        return
-    first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-    total = sum(sizes.values())
-    regions.count_on(models, first, total)
-    engine.num_layers = max(engine.num_layers, total)
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        ranges = (f"{path} {first[path]}-{first[path] + size - 1}" for path, size in sizes.items())
-        logger.info("layers count on from one stack to the next: %s", ", ".join(ranges))
+    engine.count_on(models, sizes)
 
 
 def agree(engine: Engine, models: Sequence[Any]) -> None:

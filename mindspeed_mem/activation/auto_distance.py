@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mindspeed_mem.plan.checks import as_ranges
+from mindspeed_mem.plan.layers import as_ranges
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.records import Record

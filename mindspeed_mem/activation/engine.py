@@ -74,6 +74,9 @@ class Engine(PlannedRegions):
             if not path and self.recomputes and torch.is_grad_enabled():
                 self._under_another_checkpoint(layer)  # before its backward, or again in it
             return original(module, *args, **kwargs)
+        if self.plan is None or (not self.agreed and self._built != regions.built()):
+            self.resolve()
+            layer = module.__dict__[regions.TAG][0]  # it may count on now
         self._enter_layer(layer, args, kwargs)
         if self._covered is not None and layer not in self._covered:
             result = self._run_operator(layer, path, original, module, args, kwargs)
@@ -197,8 +200,6 @@ class Engine(PlannedRegions):
         if frame is None or (not self._scheduled and layer <= frame.last_layer):
             frame = self._new_frame((None, 0))
         frame.last_layer = layer
-        if self.plan is None or (not self.agreed and self._built != regions.built()):
-            self.resolve()
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
                 if type(tensor) is torch.Tensor and tensor.grad_fn is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from mindspeed_mem.plan.checks import as_ranges
+from mindspeed_mem.plan.layers import as_ranges
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.agreement import agreed
@@ -13,6 +16,8 @@ from mindspeed_mem.activation.recompute_regions import RecomputedRegions
 from mindspeed_mem.plan import load_memory_config, resolve
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mindspeed_mem.plan import MemoryConfig
 
 logger = logging.getLogger(__name__)
@@ -34,6 +39,8 @@ class PlannedRegions(RecomputedRegions):
         self.plan = None
         self.agreed = False  # all ranks have made the plan together
         self.num_layers = 0
+        self.stacks: dict[str, range | None] = {}
+        """The numbers of each stack's layers, by its path in the model; None where models disagree."""
         self._covered: set[int] | None = None  # None: all layers
         self._idle = False  # the plan selects nothing: everything runs natively
         self._pp_aware = False  # on all ranks
@@ -51,6 +58,10 @@ class PlannedRegions(RecomputedRegions):
         """
         if gather is None and self.plan is not None and (self.agreed or self._built == regions.built()):
             return
+        if gather is None:  # nobody says what the models are
+            self.stacks.clear()
+            for model in regions.models():
+                self.count_on([model], regions.stacks_in([model]))
         self.agreed, self._built = gather is not None, regions.built()
         self.partners = frozenset(partners) or self.partners
         tree = regions.tagged_layers()
@@ -65,7 +76,7 @@ class PlannedRegions(RecomputedRegions):
                 layers.setdefault(index, set()).update(paths)
         self.num_layers = max([n for _, n, *_ in everyone] + [index + 1 for index in layers])
         config = self.config if layers else load_memory_config(None)
-        make = functools.partial(resolve, config, layers, self.num_layers, places)
+        make = functools.partial(resolve, config, layers, self.num_layers, places, self.stacks)
         self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
         self._modules = {(index, path) for index, paths in tree.items() for path in paths}
         if not self.watch_only:
@@ -80,6 +91,24 @@ class PlannedRegions(RecomputedRegions):
             self._tell(logging.INFO, line)
         for notice in self.plan.notices if self._tells else ():
             self._tell(logging.WARNING, notice)
+
+    def count_on(self, models: Iterable[nn.Module], sizes: Mapping[str, int]) -> None:
+        """An encoder and a decoder, a tower for images and one for text: the second one's layers count on.
+
+        ``models``: the parts of one model. ``sizes``: how many layers it has in each stack, on all ranks.
+        """
+        first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        for path, size in sizes.items() if "" not in sizes else ():
+            mine = range(first[path], first[path] + size)
+            self.stacks[path] = mine if self.stacks.get(path, mine) == mine else None
+        if len(sizes) < 2:
+            return
+        total = sum(sizes.values())
+        regions.count_on(models, first, total)
+        self.num_layers = max(self.num_layers, total)
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+            ranges = (f"{path} {first[path]}-{first[path] + size - 1}" for path, size in sizes.items())
+            self._tell(logging.INFO, f"layers count on from one stack to the next: {', '.join(ranges)}")
 
     def _tell(self, level: int, line: str) -> None:
         """Once, however many models there are."""

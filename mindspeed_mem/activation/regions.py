@@ -6,6 +6,7 @@ is ``""``). Being plain data in ``module.__dict__`` it survives deepcopy and pic
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,19 @@ def tag_tail(module: nn.Module, index: int) -> set[type]:
     """Tag what follows the last layer and may save that layer's output (the final norm)."""
     module.__dict__[TAG] = (index, "")
     return {type(module)}
+
+
+def models() -> list[nn.Module]:
+    """The outermost modules in this process that contain stacks of layers."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in one.__dict__]
+    holders = {inner: outer for outer in modules for inner in outer._modules.values() if inner is not None}
+    found: dict[nn.Module, None] = {}
+    for module in modules:
+        if STACK in module.__dict__:
+            while module in holders:
+                module = holders[module]
+            found[module] = None
+    return list(found)
 
 
 def stacks_in(models: Iterable[nn.Module]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mindspeed_mem import reserve
 from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.profiler import Profiler, link_profile
-from mindspeed_mem.adaptive import kept_plan, measured, trace
+from mindspeed_mem.adaptive import kept_plan, measured, plan_file, trace
 from mindspeed_mem.adaptive.call_meter import CallMeter
 from mindspeed_mem.adaptive.planner import Decision, Planner
 from mindspeed_mem.adaptive.problem import Pipeline, Problem
@@ -282,7 +282,8 @@ class Adaptation:
         profile = trace.Profile(problem=self.planner.problem, shapes=self.call._asdict(), machine=self._machine())
         try:
             beside = self.target.with_suffix(".profile.json")
-            kept_plan.write(self.target, kept.config, self._facts, kept.lines())
+            config = plan_file.by_name(kept.config, self.engine.stacks)
+            kept_plan.write(self.target, config, self._facts, kept.lines())
             trace.write(profile, beside)
             logger.info("the plan is kept in %s, the profile in %s", self.target, beside)
         except Exception as error:  # no reason to end a training

@@ -13,7 +13,7 @@ from statistics import median
 from mindspeed_mem.adaptive.chunk_view import ChunkView
 from mindspeed_mem.adaptive.grouping import Draft, alike, drafts
 from mindspeed_mem.adaptive.problem import Group, LayerClass, Operator
-from mindspeed_mem.plan.checks import as_ranges
+from mindspeed_mem.plan.layers import as_ranges
 
 _ROUTED = {"router", "dispatch", "experts", "local_experts"}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from mindspeed_mem.adaptive.layout import RECOMPUTE, SWAP, Plan
 from mindspeed_mem.adaptive.problem import Problem
+from mindspeed_mem.plan.layers import named
 
 
 def memory_config(problem: Problem, plan: Plan) -> dict[str, Any]:
@@ -43,6 +44,20 @@ def memory_config(problem: Problem, plan: Plan) -> dict[str, Any]:
         chosen = {_pattern(name): sorted(set(layers)) for name, layers in sorted(recomputed.items())}
         config["recompute_config"] = {"select_recompute": chosen}
     return config
+
+
+def by_name(config: dict[str, Any], stacks: Mapping[str, range | None]) -> dict[str, Any]:
+    """The same in a model of several stacks, with their names and the numbers in them."""
+    if len(stacks) < 2:
+        return config
+    swap = config["swap_config"]
+    entries = [{**entry, "layers": named(entry["layers"], stacks)} for entry in swap["op_swap"]]
+    found = {**config, "swap_config": {**swap, "op_swap": entries}}
+    if "recompute_config" in config:
+        chosen = config["recompute_config"]["select_recompute"]
+        chosen = {pattern: named(layers, stacks) for pattern, layers in chosen.items()}
+        found["recompute_config"] = {"select_recompute": chosen}
+    return found
 
 
 def as_yaml(config: dict[str, Any], remarks: Sequence[str] = ()) -> str:

@@ -7,9 +7,8 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from mindspeed_mem.plan.layers import Layers, out_of_range, spelled_out
 from mindspeed_mem.plan.operators import pattern_error
-
-Layers = Literal[True] | tuple[int, ...]
 
 AUTO: Literal["Auto"] = "Auto"
 Distance = int | Literal["Auto"]
@@ -39,17 +38,6 @@ def suggestion(name: Any, known: Collection[str], cutoff: float = 0.6) -> str | 
     """The known name that `name` was probably meant to be."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff) if isinstance(name, str) else []
     return near[0] if near else None
-
-
-def as_ranges(numbers: Collection[int]) -> str:
-    """``{0, 1, 2, 5}`` as ``0-2, 5``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
 class Checker:
@@ -120,11 +108,15 @@ class Checker:
         return tuple(pattern for _, pattern in named) if len(self.problems) == before else None
 
     def layers(self, value: Any, path: str) -> Layers | None:
-        """True, or global layer indices from a list, a tuple, or a list of such lists; each once, in order.
+        """True, or global layer indices and layers of named stacks from a list, a tuple, or a list of such lists; each
+        once, in order.
 
         False stands for none.
         """
-        allowed = "True or False (all layers or none), a list of layer indices counted from 0, or a list of such lists"
+        allowed = (
+            "True or False (all layers or none), a list of layer indices counted from 0 or of layers with their "
+            "stack's name ('encoder:0'), or a list of such lists"
+        )
         if isinstance(value, bool):
             return value or ()
         if not isinstance(value, list | tuple):
@@ -135,11 +127,19 @@ class Checker:
             nested = isinstance(item, list | tuple)
             for inner, number in enumerate(item if nested else [item]):
                 where = f"{path}[{index}][{inner}]" if nested else f"{path}[{index}]"
+                with_name = spelled_out(number) if isinstance(number, str) and ":" in number.split(",")[0] else None
                 if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
                     found.append(number)
+                elif with_name is not None:
+                    found += with_name
                 else:
-                    self.wrong(where, number, "a layer index, an integer of at least 0")
-        if self.num_layers is not None and (outside := {n for n in found if n >= self.num_layers}):
+                    self.wrong(
+                        where,
+                        number,
+                        "a layer index, an integer of at least 0, or one in a stack, such as 'encoder:0'",
+                    )
+        indices = [number for number in found if isinstance(number, int)]
+        if self.num_layers is not None and (outside := {n for n in indices if n >= self.num_layers}):
             self.problem(path, out_of_range(outside, self.num_layers))
         return tuple(dict.fromkeys(found)) if len(self.problems) == before else None
 
@@ -154,11 +154,3 @@ class Checker:
             return tuple(dict.fromkeys(numbers))
         self.wrong(path, value, "True (all pipeline stages), or a list of stages counted from 0")
         return None
-
-
-def out_of_range(outside: Collection[int], num_layers: int) -> str:
-    plural = "s" if len(outside) > 1 else ""
-    allowed = {0: "none, since the model has no layers", 1: "0, since the model has one layer"}.get(
-        num_layers, f"0 to {num_layers - 1}, since the model has {num_layers} layers counted from 0"
-    )
-    return f"got layer{plural} {as_ranges(outside)}; allowed: {allowed}"

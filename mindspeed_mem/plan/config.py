@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_mem import requirements
-from mindspeed_mem.plan.checks import Checker, Distance, Layers, MemoryConfigError, given, suggestion
+from mindspeed_mem.plan.checks import Checker, Distance, MemoryConfigError, given, suggestion
+from mindspeed_mem.plan.layers import Layers
 from mindspeed_mem.plan.recompute_config import KINDS, RecomputeConfig, read_recompute
 
 __all__ = [
@@ -50,7 +51,7 @@ class LayerSwap:
     """One entry of `layer_swap`: swap everything in these layers."""
 
     layers: Layers
-    """True for all, or global layer indices counted from 0."""
+    """True for all, or layers by number or with their stack's name."""
     backward_prefetch: Distance
     """Distance in operators, at least 1, or Auto: release in forward, start of the copy back in backward."""
     activations: str
@@ -68,7 +69,7 @@ class OpSwap:
     op_name: tuple[str, ...]
     r"""Patterns, each a path of regular expressions joined by ``\.``."""
     layers: Layers
-    """True for all, or global layer indices counted from 0."""
+    """True for all, or layers by number or with their stack's name."""
     backward_prefetch: Distance
     """Distance in operators, at least 1, or Auto."""
     activations: str

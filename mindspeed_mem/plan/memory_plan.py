@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_mem.plan.checks import Distance, Layers, as_ranges
+from mindspeed_mem.plan.checks import Distance
 from mindspeed_mem.plan.config import OpSwap, SwapConfig
+from mindspeed_mem.plan.layers import Layers, as_ranges
 from mindspeed_mem.plan.operators import Match, match, selects
 from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
 

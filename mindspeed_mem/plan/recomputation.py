@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_mem.plan.checks import as_ranges
+from mindspeed_mem.plan.layers import as_ranges
 from mindspeed_mem.plan.operators import Match, match, selects
 from mindspeed_mem.plan.recompute_config import RecomputeRule
 

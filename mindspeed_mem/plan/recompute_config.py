@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindspeed_mem.plan.checks import Checker, Layers, given
+from mindspeed_mem.plan.checks import Checker, given
+from mindspeed_mem.plan.layers import Layers
 from mindspeed_mem.plan.operators import pattern_error
 
 __all__ = ["RecomputeConfig", "RecomputeRule", "StageCounts", "read_recompute"]
@@ -59,7 +60,7 @@ class RecomputeRule:
     pattern: str | None
     r"""A path of regular expressions joined by ``\.``; None: whole layers."""
     layers: Layers | StageCounts
-    """True for all, global layer indices counted from 0, or counts per pipeline stage."""
+    """True for all, layers by number or with their stack's name, or counts per pipeline stage."""
     entry: str
     r"""Where it stands, such as ``recompute_config.select_recompute.feed_forward\.mul`` or ``--recompute-layers``."""
     default: bool = False
@@ -194,14 +195,22 @@ def _below(path: str, pattern: object) -> str:
 def _read_layers(value: Any, path: str, with_swap: bool, check: Checker) -> Layers | StageCounts | None:
     if value is True:
         return True
-    return check.layers(value, path) if with_swap else _read_counts(value, path, check)
+    return check.layers(value, path) if with_swap or _names_only(value) else _read_counts(value, path, check)
+
+
+def _names_only(value: Any) -> bool:
+    """Layers with their stack's name, which count nothing, with or without swap."""
+    rows = value if isinstance(value, list | tuple) else ()
+    items = [item for row in rows for item in (row if isinstance(row, list | tuple) else [row])]
+    return bool(items) and all(isinstance(item, str) for item in items)
 
 
 def _read_counts(value: Any, path: str, check: Checker) -> StageCounts | None:
     """``[n0, n1, ...]``, or one such list for each virtual stage; True or False for all or none of a stage's layers."""
     allowed = (
         "True (all layers), layer counts [n0, n1, ...] for the pipeline stages, or one such list for each virtual "
-        "stage (numbers are layer indices only where swap_config.swap is True)"
+        "stage (numbers are layer indices only where swap_config.swap is True), or only layers with their stack's name "
+        "('encoder:0')"
     )
     if not isinstance(value, list | tuple):
         check.wrong(path, value, allowed)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mindspeed_mem.plan.checks import Layers, MemoryConfigError, as_ranges, given, out_of_range
+from mindspeed_mem.plan.checks import MemoryConfigError, given
 from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig
+from mindspeed_mem.plan.layers import Layers, as_ranges, numbered, out_of_range
 from mindspeed_mem.plan.memory_plan import MemoryPlan, SwapRule, swap_rules
 from mindspeed_mem.plan.operators import match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
@@ -20,7 +21,11 @@ Places = Mapping[int, tuple[int, int]]
 
 
 def resolve(
-    config: MemoryConfig, layers: Mapping[int, Collection[str]], num_layers: int, places: Places | None = None
+    config: MemoryConfig,
+    layers: Mapping[int, Collection[str]],
+    num_layers: int,
+    places: Places | None = None,
+    stacks: Mapping[str, range | None] | None = None,
 ) -> MemoryPlan:
     """Join a configuration with a model.
 
@@ -32,13 +37,16 @@ def resolve(
         num_layers: the model's layers, over all pipeline stages.
         places: for each global layer index its pipeline stage and virtual stage, both counted from 0. Only layer
             counts per stage and `stages` of swap entries need it; None: there is one stage.
+        stacks: the numbers of each stack's layers, by its name; None: no stack has one.
 
     Raises:
-        MemoryConfigError: all layers out of range, all patterns that match nothing in any of their layers, and all
-            layer counts that do not fit the stages.
+        MemoryConfigError: all names that no stack has, all layers out of range, all patterns that match nothing in any
+            of their layers, and all layer counts that do not fit the stages.
     """
     known = {layer: with_inline(operators) for layer, operators in layers.items()}
-    problems = _swap_range_problems(config.swap, known, num_layers)
+    problems: list[str] = []
+    config = _by_number(config, stacks or {}, problems)
+    problems += _swap_range_problems(config.swap, known, num_layers)
     notices: list[str] = []
     stages = _Stages(dict.fromkeys(range(num_layers), (0, 0)) if places is None else places, num_layers)
     rules, excludes = (
@@ -75,6 +83,29 @@ def resolve(
         decisive=decisive,
         notices=list(dict.fromkeys(notices)),
     )
+
+
+def _by_number(config: MemoryConfig, stacks: Mapping[str, range | None], problems: list[str]) -> MemoryConfig:
+    """The configuration with numbers in the place of layers with their stack's name."""
+
+    def replaced(entries: Sequence, below: str = "") -> tuple:
+        done = []
+        for entry in entries:
+            if not isinstance(entry.layers, StageCounts):
+                layers, wrong = numbered(entry.layers, stacks)
+                found = [f"{entry.entry}{below}: {one}" for one in wrong]
+                problems.extend(one for one in found if one not in problems)  # once for all defaults
+                entry = dataclasses.replace(entry, layers=layers)
+            done.append(entry)
+        return tuple(done)
+
+    swap, recompute = config.swap, config.recompute
+    if swap.swap:
+        lists = {"layer_swap": swap.layer_swap, "op_swap": swap.op_swap}
+        given_lists = {key: replaced(found, ".layers") for key, found in lists.items() if found is not None}
+        swap = dataclasses.replace(swap, **given_lists)
+    recompute = dataclasses.replace(recompute, rules=replaced(recompute.rules), excludes=replaced(recompute.excludes))
+    return dataclasses.replace(config, swap=swap, recompute=recompute)
 
 
 def _canonical(layers: Layers | StageCounts) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_mem.plan.checks import as_ranges
+from mindspeed_mem.plan.layers import as_ranges
 from mindspeed_mem.report.units import mib
 
 _OF_PLANS = (

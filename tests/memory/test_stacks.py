@@ -179,7 +179,9 @@ def test_hybrid_models(plan, figure):
     assert all(map(torch.equal, found, without)) and report[figure] > 0
 
 
-def encoder_and_decoder(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], list[tuple[int, bool]], list[str]]:
+def encoder_and_decoder(
+    plan: dict[str, Any] | None, scheduled: bool = True
+) -> tuple[list[torch.Tensor], list[tuple[int, bool]], list[str]]:
     """Gradients of a T5; the layers that moved or ran again, with whether they look at the encoder; what was said."""
     import contextlib
 
@@ -207,14 +209,17 @@ def encoder_and_decoder(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor]
             text, allowed = torch.arange(32).view(2, 16), torch.zeros(2, 1, 16, 16, dtype=torch.bool)
             return model(text, text, allowed, allowed, allowed, lm_labels=text), lambda out: (out.mean(), {})
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=None,
-            model=model,
-            num_microbatches=2,
-            seq_length=16,
-            micro_batch_size=2,
-        )
+        if scheduled:
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=None,
+                model=model,
+                num_microbatches=2,
+                seq_length=16,
+                micro_batch_size=2,
+            )
+        else:
+            forward_step(None, model)[0].mean().backward()
         report = {} if engine is None else engine.report()
         rows = report.get("moved_by_operator", []) + report.get("recomputed_by_operator", [])
         touched = sorted({(row["layer"], "cross" in row["op"]) for row in rows if row["bytes"]})
@@ -230,13 +235,40 @@ def encoder_and_decoder(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor]
             {1, 2},
         ),
         (EVERYTHING, {0, 1, 2, 3, 4}),
+        (again(recompute=["encoder:0"]), {0}),
+        (
+            again({"mlp": ["decoder:0,2"]}, entry(layer_swap={"layers": ["encoder:all"], "backward_prefetch": 1})),
+            {0, 1, 2, 4},
+        ),
     ],
-    ids=["swap", "recompute", "all"],
+    ids=["swap", "recompute", "all", "a layer by name", "several by name"],
 )
-def test_a_decoders_layers_count_on_from_the_encoders(plan, layers):
-    [(without, _, _)] = on_ranks(1, encoder_and_decoder, None)
-    [(found, touched, said)] = on_ranks(1, encoder_and_decoder, plan)
+@pytest.mark.parametrize("scheduled", [True, False], ids=["megatron's schedule", "a loop of one's own"])
+def test_a_decoders_layers_count_on_from_the_encoders(plan, layers, scheduled):
+    [(without, _, _)] = on_ranks(1, encoder_and_decoder, None, scheduled)
+    [(found, touched, said)] = on_ranks(1, encoder_and_decoder, plan, scheduled)
     assert all(map(torch.equal, found, without))
     assert {layer for layer, _ in touched} == layers
     assert all(layer > 1 for layer, crosses in touched if crosses)
     assert [line for line in said if "pinned" in line or "no effect" in line] == []
+
+
+def refused(scheduled: bool) -> str:
+    from mindspeed_mem.plan import MemoryConfigError
+
+    swapped = entry(layer_swap={"layers": ["decoder:3"], "backward_prefetch": 1})
+    plan = again(recompute=["encodr:0", 9], swap_config=swapped)
+    try:
+        encoder_and_decoder(plan, scheduled)
+    except MemoryConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_names_that_no_stack_has_are_refused_with_all_else(scheduled):
+    [said] = on_ranks(1, refused, scheduled)
+    assert "3 problems" in said
+    assert "'encodr'; did you mean 'encoder'? allowed: encoder (layers 0-1), decoder (layers 0-2)" in said
+    assert "layer_swap.layers: got layer 3 of decoder; allowed: 0 to 2, since decoder has 3 layers" in said
+    assert "got layer 9; allowed: 0 to 4, since the model has 5 layers" in said
