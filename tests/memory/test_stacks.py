@@ -237,7 +237,10 @@ def encoder_and_decoder(
         (EVERYTHING, {0, 1, 2, 3, 4}),
         (again(recompute=["encoder:0"]), {0}),
         (
-            again({"mlp": ["decoder:0,2"]}, entry(layer_swap={"layers": ["encoder:all"], "backward_prefetch": 1})),
+            again(
+                {"mlp": ["decoder:0,2"]},
+                {"swap": True, "layer_swap": {"layers": ["encoder:all"], "backward_prefetch": 1}},
+            ),
             {0, 1, 2, 4},
         ),
     ],
@@ -256,7 +259,7 @@ def test_a_decoders_layers_count_on_from_the_encoders(plan, layers, scheduled):
 def refused(scheduled: bool) -> str:
     from mindspeed_mem.plan import MemoryConfigError
 
-    swapped = entry(layer_swap={"layers": ["decoder:3"], "backward_prefetch": 1})
+    swapped = {"swap": True, "layer_swap": {"layers": ["decoder:3"], "backward_prefetch": 1}}
     plan = again(recompute=["encodr:0", 9], swap_config=swapped)
     try:
         encoder_and_decoder(plan, scheduled)
