@@ -93,10 +93,8 @@ class Mixer(torch.nn.Module):
         return self.out(torch.nn.functional.silu(gate) * value), None
 
 
-def hybrid(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Gradients of a hybrid model, and the engine's report."""
-    import contextlib
-
+def hybrid_model(hidden: int = 32, pattern: str = "M*-M") -> torch.nn.Module:
+    """State-space, attention and MLP layers."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.mamba import MambaModel
     from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
@@ -111,9 +109,6 @@ def hybrid(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], dict[str, A
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    from tests.swap_runs import one_forward, swap
-    from tests.worlds import parallel
 
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
@@ -145,16 +140,26 @@ def hybrid(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], dict[str, A
         ),
     )
     config = TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
+        num_layers=len(pattern),
+        hidden_size=hidden,
         num_attention_heads=2,
         hidden_dropout=0.1,
         is_hybrid_model=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
     )
+    return MambaModel(config, ModuleSpec(MambaStack, submodules=stack), 256, 32, hybrid_override_pattern=pattern)
+
+
+def hybrid(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Gradients of a hybrid model, and the engine's report."""
+    import contextlib
+
+    from tests.swap_runs import one_forward, swap
+    from tests.worlds import parallel
+
     with parallel(), contextlib.nullcontext() if plan is None else swap(plan) as engine:
-        model = MambaModel(config, ModuleSpec(MambaStack, submodules=stack), 256, 32, hybrid_override_pattern="M*-M")
+        model = hybrid_model()
         if engine is None:
             text, positions = torch.arange(33).expand(1, -1), torch.arange(32).expand(1, -1)
             loss = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
