@@ -51,6 +51,9 @@ class NoRoomError(torch.OutOfMemoryError):
 class SurvivingEngine(Engine):
     """One per process, like any engine."""
 
+    _again = "--recompute-layers all; "
+    """What to recompute, as advice; empty where that is found out."""
+
     def __init__(
         self, config: MemoryConfig, backend: Backend, host_limit_bytes: int | None = None, watch_only: bool = False
     ):
@@ -153,7 +156,7 @@ class SurvivingEngine(Engine):
         lines.append("largest activations on the device: " + ("; ".join(named) or "none"))
         more = "raise --swap-host-memory-gib; " if self.mover.host_full else ""
         lines.append(
-            f"try: {more}a smaller --micro-batch-size or --seq-length; --recompute-layers all; more ranks for the same "
+            f"try: {more}a smaller --micro-batch-size or --seq-length; {self._again}more ranks for the same "
             "model (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer, "
             "--chunk-zero-stage 3)"
         )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class AdaptiveEngine(SurvivingEngine):
     """One per process, like any engine. ``plan_file``: where the plan that is settled on is kept; None: nowhere."""
 
+    _again = ""
+
     def __init__(
         self,
         config: MemoryConfig,

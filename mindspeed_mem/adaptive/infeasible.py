@@ -24,9 +24,9 @@ class InfeasibleError(ValueError):
         """The message; `states_are_split`: the optimizer's states are known to be split over data-parallel ranks."""
         largest = self._held[0][0]
         lines = [
-            f"no plan fits: pipeline stage {self.stage} needs {_gib(self.needed_bytes)} GiB even with everything "
-            f"swapped or recomputed that can be, but the limit is {_gib(self._limit)} GiB",
-            "held there, the largest first: " + ", ".join(f"{name} {_gib(size)} GiB" for name, size in self._held[:4]),
+            f"no plan fits: pipeline stage {self.stage} needs {_size(self.needed_bytes)} even with everything "
+            f"swapped or recomputed that can be, but the limit is {_size(self._limit)}",
+            "held there, the largest first: " + ", ".join(f"{name} {_size(size)}" for name, size in self._held[:4]),
             "three things to try: " + "; ".join(_advice(largest, states_are_split, self._host_is_limited)),
         ]
         return "\n  ".join(lines)
@@ -67,13 +67,13 @@ def _advice(largest: str, states_are_split: bool, host_is_limited: bool) -> list
         states = "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)"
         chunks = (
             "split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
-            "--placement-policy host, which plan does not count)"
+            "--placement-policy host, which the planner does not count)"
         )
         return [*[states] * (not states_are_split), chunks, split, smaller][:3]
-    sequence = "--sequence-parallel, which splits what stands between the blocks"
+    sequence = "--sequence-parallel beside --tensor-model-parallel-size, which splits what stands between the blocks"
     host = "more host memory for swap (--swap-host-memory-gib)"
     return [*[host] * host_is_limited, smaller, sequence, split][:3]
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f}"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes * 1024 / GIB:.2f} MiB"
