@@ -80,6 +80,7 @@ def _facts(engine, models, call):
         "dtype": str(config.params_dtype),
         "model": _digest(_plain(config)),
         "chunk_zero_stage": chunks.stage,
+        "states_are_split": getattr(getattr(models[0], "ddp_config", None), "use_distributed_optimizer", False),
         "placement": chunks.placement.policy,
         "states": _digest(repr(chunks), optimizer_settings.mode()),
         "stages_and_sizes": _digest(calls.gather(mine)),

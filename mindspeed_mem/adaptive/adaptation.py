@@ -163,7 +163,7 @@ class Adaptation:
         limit = min(self._ranks.gather(self._limit()))
 
         def start() -> Decision:
-            self.planner = Planner(self._problem(limit))
+            self.planner = Planner(self._problem(limit), self._facts["states_are_split"])
             return self.planner.start()
 
         self._go(TRY)

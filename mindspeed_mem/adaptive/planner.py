@@ -66,8 +66,9 @@ class Try:
 class Planner:
     """Works on one problem, which it corrects by what is measured."""
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    def __init__(self, problem: Problem, states_are_split: bool = False):
+        """states_are_split: the optimizer's states are split over data-parallel ranks already."""
+        self.problem, self._states_are_split = problem, states_are_split
         self.tries: list[Try] = []
         self.kept: Try | None = None
         """The plan that was settled on."""
@@ -117,7 +118,8 @@ class Planner:
         try:
             return search.best(), ""
         except InfeasibleError as error:
-            return search.least(), f"{error}\n  until then activations are evicted when memory runs out"
+            said = error.text(self._states_are_split)
+            return search.least(), f"{said}\n  until then activations are evicted when memory runs out"
 
     def _try(self, found: Found, why: str, lines: Sequence[str] = ()) -> Decision:
         config = memory_config(self.problem, found.plan)

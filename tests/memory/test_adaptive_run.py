@@ -64,6 +64,29 @@ def test_ranks_settle_together(layout):
     assert results[0][6]["adaptive"] and not results[1][6]["adaptive"]
 
 
+def without_room() -> tuple[list[str], str]:
+    """What is said where no plan fits, and where not even eviction makes enough room."""
+    from tests.adaptive_runs import adapting, room_for, told
+    from tests.limited_runs import Training, counted
+
+    with counted() as memory, parallel():
+        room, _ = room_for(memory, "dense", 0.25, layers=3)
+        limit = memory.allocated + room
+        with adapting() as engine, told() as lines:
+            mine = Training(memory, "dense", layers=3)
+            mine.total = limit
+            while engine.adaptation.planner is None:
+                mine.step()
+            return lines, str(engine.no_room("aten.mm", 8, ""))
+
+
+def test_what_to_try_can_be_followed():
+    [(lines, error)] = on_ranks(1, without_room)
+    (said,) = (line for line in lines if line.startswith("no plan fits"))
+    assert "MiB" in said and "0.00 GiB" not in said
+    assert "--recompute-layers" not in error and "try: a smaller" in error  # it cannot be combined with it
+
+
 def kept(plan_file: str) -> list[list[str]]:
     """What is logged by a first job, by the same job again, and by one with another micro-batch count."""
     from tests.adaptive_runs import adapting, room_for, told, until_settled

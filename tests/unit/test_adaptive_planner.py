@@ -11,7 +11,7 @@ from mindspeed_mem.adaptive.correction import Measured, corrected, passes_second
 from mindspeed_mem.adaptive.planner import ROUNDS, Planner
 from mindspeed_mem.adaptive.search import Search
 from mindspeed_mem.plan import load_memory_config
-from tests.planning import small_problem
+from tests.planning import MB, small_problem
 
 
 def measured(problem, found, *, seconds=1.0, over=0, stall=0.0, evicted=0, retries=0):
@@ -170,3 +170,11 @@ def test_a_settled_plan_whose_allocator_retries_in_every_call_is_followed_by_a_s
     decision = planner.overrun([(number, 0, 1) for number in range(len(problem.stages))])
     assert decision.config is not None and not decision.settled
     assert max(simulate(problem, planner.tries[0].found.plan).peaks) < max(settled.simulated.peaks)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_states_that_are_split_need_not_be_split(split):
+    problem = small_problem(layers=3, limit=600 * MB)
+    stages = tuple(dataclasses.replace(stage, static_bytes=5000 * MB) for stage in problem.stages)
+    (said, _) = Planner(dataclasses.replace(problem, stages=stages), split).start().lines
+    assert "no plan fits" in said and ("--use-distributed-optimizer" in said) is not split
