@@ -27,7 +27,7 @@ from tests.operators import DENSE
 ROOT = Path(__file__).parents[2]
 README, CHANGELOG, RESULTS = (ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/results/README.md"))
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, *DOCS, CHANGELOG, RESULTS]
+PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", CHANGELOG, RESULTS]
 OURS = {"schedule", "chunks", "plan"}  # quick, and without a model: they run here; doctor does in tests/distributed
 EXACTLY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 OTHERS = {"--nproc-per-node", "--dist-ckpt-optim-fully-reshardable", "--shardinit"}
