@@ -58,4 +58,4 @@ def test_any_plan_on_any_model_trains_as_without(ranks, pytestconfig):
     few = pytestconfig.getoption("--fuzz") is None
     examples = FEW[ranks] if few else pytestconfig.getoption("--fuzz")
     seed = None if few else pytestconfig.getoption("--fuzz-seed")
-    on_ranks(ranks, search, examples, seed, ranks > 1, timeout=180 if few else 36000)
+    on_ranks(ranks, search, examples, seed, ranks > 1, timeout=600 if few else 36000)
