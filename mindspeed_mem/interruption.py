@@ -52,7 +52,8 @@ def in_one_line(who: str) -> Iterator[None]:
 def _again(unraisable: object) -> None:
     """KeyboardInterrupt came up in a destructor or a callback, which lets nothing through: raise it once more."""
     if unraisable.exc_type is KeyboardInterrupt:
-        threading.Timer(_LATER, signal.raise_signal, [signal.SIGINT]).start()
+        main = threading.main_thread().ident  # a sleep there ends only with a signal of its own
+        threading.Timer(_LATER, signal.pthread_kill, [main, signal.SIGINT]).start()
     else:
         sys.__unraisablehook__(unraisable)
 
