@@ -14,8 +14,7 @@ from variants import Settings, Variant
 
 import mindspeed_mem.megatron_adaptor as mem
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation.rank_profile import RankProfile
-from mindspeed_mem.activation.surviving import SurvivingEngine
+from mindspeed_mem.activation.observe.rank_profile import RankProfile
 from mindspeed_mem.device import Backend
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
@@ -46,12 +45,12 @@ class Bench:
 
     def profile(self) -> RankProfile:
         """What the profiler of --adaptive-memory-optimization measures in a few steps."""
-        from mindspeed_mem.activation.profiler import Profiler, link_profile
+        from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
 
         patches = mem.patch_modules(["activation_*", "recompute_*", "survive_*"])
         REGISTRY.apply(patches)
-        engine = engines.start(load_memory_config(None), self.backend, kind=SurvivingEngine)
-        engine.num_layers = self.layers
+        engine = engines.start(load_memory_config(None), self.backend, survive=True)
+        engine.in_force.num_layers = self.layers
         try:
             self.step()
             profiler = Profiler(engine)

@@ -24,8 +24,8 @@ from timing import interleaved, summary  # noqa: E402
 from variants import Settings, Variant, device_bytes_at_peak, set_up, write  # noqa: E402
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
-from mindspeed_mem.activation.ledger import LEDGER  # noqa: E402
-from mindspeed_mem.activation.meter import ActivationMeter  # noqa: E402
+from mindspeed_mem.activation.observe.meter import ActivationMeter  # noqa: E402
+from mindspeed_mem.activation.storage.ledger import LEDGER  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 512, 8, 1376, 512, 1, 2, 512),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 import importlib
 import logging
 import os
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from mindspeed_mem import features, patches
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
-from mindspeed_mem.activation.meter import ActivationMeter
+from mindspeed_mem.activation.observe.meter import ActivationMeter
 from mindspeed_mem.chunk import settings as chunk_settings
 from mindspeed_mem.device import Backend, numa
 from mindspeed_mem.features import FeatureError, Settings
@@ -303,20 +302,12 @@ def _start_engine(settings: Settings) -> None:
         if settings.adaptive:
             logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))
         config = settings.memory or load_memory_config(None)
-        engines.start(config, settings.backend, settings.host_limit_bytes, kind=_kind(settings))
+        engine = engines.start(config, settings.backend, settings.host_limit_bytes, survive=settings.survive_oom)
+        if settings.adaptive:
+            from mindspeed_mem.adaptive.adaptation import Adaptation
+
+            Adaptation(engine, settings.plan_file)
     _State.engine = wanted if needed else ()
-
-
-def _kind(settings: Settings) -> Any:
-    """The engine to start: called with what every engine is."""
-    if settings.adaptive:
-        from mindspeed_mem.adaptive.engine import AdaptiveEngine
-
-        return functools.partial(AdaptiveEngine, plan_file=settings.plan_file)
-    from mindspeed_mem.activation import engine as engines
-    from mindspeed_mem.activation.surviving import SurvivingEngine
-
-    return SurvivingEngine if settings.survive_oom else engines.Engine
 
 
 def _limit_memory(settings: Settings) -> None:

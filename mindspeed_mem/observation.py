@@ -42,7 +42,7 @@ def start(adaptor: ModuleType) -> None:
 
 def _print_and_leave(adaptor: ModuleType) -> NoReturn:
     tree = {layer: sorted(paths) for layer, paths in regions.tagged_layers().items()}
-    census = engines.current().census
+    census = engines.current().observation.census
     everyone = adaptor.gather((census.storages(), census.choices(), tree, regions.layer_classes()))
     if everyone is not None:
         print(_merged(everyone), flush=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from mindspeed_mem.activation import regions
-from mindspeed_mem.activation.static import mark_static
+from mindspeed_mem.activation.stacks import mark_static
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.engine import Engine
@@ -76,17 +76,17 @@ def chunks_of(schedule: str, models: Sequence[Any]) -> tuple[int, int | None]:
 
 def _tell_stacks_apart(engine: Engine, models: Sequence[Any]) -> None:
     if not engine.models:
-        engine.stacks.clear()
+        engine.in_force.stacks.clear()
     sizes: dict[str, int] = {}
     for theirs in gather(regions.stacks_in(models)):  # a stage need not have all of them
         sizes = {**sizes, **theirs}
-    engine.count_on(models, sizes)
+    engine.in_force.count_on(models, sizes)
 
 
 def agree(engine: Engine, models: Sequence[Any]) -> None:
     """Once for each model, on all ranks: make the plan together, and never move what the models hold."""
     new = [model for model in models if model not in engine.models]
-    if new or not engine.agreed:
+    if new or not engine.in_force.agreed:
         mark_static(models)
         _tell_stacks_apart(engine, models)
         engine.resolve(gather, partners())

@@ -7,8 +7,8 @@ which autograd never lets go of: saved without that, they can leave the device, 
 
 from __future__ import annotations
 
-from mindspeed_mem.activation import replay
-from mindspeed_mem.activation.static import mark_managed
+from mindspeed_mem.activation.rerun import module_rerun
+from mindspeed_mem.activation.storage.marks import mark_managed
 from mindspeed_mem.patching import around
 
 _MEGATRON = "megatron.core.tensor_parallel.random:"
@@ -60,7 +60,7 @@ def backward(original, ctx, *gradients):
 
 def checkpoint(original, self, run_function, *args):
     outputs = original(self, run_function, *args)
-    if replay.running():  # its backward never comes, nor does what would empty it
+    if module_rerun.running():  # its backward never comes, nor does what would empty it
         vars(self).update(dict.fromkeys(vars(self).keys() & set(_HELD)))
     else:
         mark_managed(outputs)
@@ -68,7 +68,7 @@ def checkpoint(original, self, run_function, *args):
 
 
 def discard(original, self, *args):
-    if not replay.running():
+    if not module_rerun.running():
         original(self, *args)
 
 

@@ -27,7 +27,7 @@ def _forward(original, msg, suffix):
 def range_push(original, msg=None, suffix=None):
     engine = None if torch.compiler.is_compiling() else engines.current()
     if engine is not None and msg is None and suffix is not None:
-        engine.mark_start(suffix)
+        engine.operators.mark_start(suffix)
     return _forward(original, msg, suffix)
 
 
@@ -35,7 +35,7 @@ def range_push(original, msg=None, suffix=None):
 def range_pop(original, msg=None, suffix=None):
     engine = None if torch.compiler.is_compiling() else engines.current()
     if engine is not None and msg is None and suffix is not None:
-        engine.mark_stop(suffix)
+        engine.operators.mark_stop(suffix)
     return _forward(original, msg, suffix)
 
 
@@ -52,4 +52,4 @@ def _ranges_closed():
             torch.cuda.nvtx.range_pop()
 
 
-join("mindspeed_mem.activation.replay:GUARDS", _ranges_closed, declared_by=__name__)
+join("mindspeed_mem.activation.rerun.second_run:GUARDS", _ranges_closed, declared_by=__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation.static import mark_managed
+from mindspeed_mem.activation.storage.marks import mark_managed
 from mindspeed_mem.patching import around
 
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher:MoE{}TokenDispatcher.{}"
@@ -25,7 +25,7 @@ def _step(method, name):
         engine = engines.current()
         if engine is None or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        return engine.run_inline(name, lambda *a, **k: original(self, *a, **k), args, kwargs, state=self)
+        return engine.operators.run_inline(name, lambda *a, **k: original(self, *a, **k), args, kwargs, state=self)
 
     step.__name__ = method
     return step

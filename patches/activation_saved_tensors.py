@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.autograd.function import BackwardCFunction
 
-from mindspeed_mem.activation import own_tensors
+from mindspeed_mem.activation.storage import own_tensors
 from mindspeed_mem.patching import replace
 
 _NATIVE = BackwardCFunction.saved_tensors.__get__

@@ -51,7 +51,7 @@ def _schedule(original, **kwargs):
     stage, stages = calls.stage_of(original.__name__, kwargs)
     of_order = (*calls.chunks_of(original.__name__, models), number, settings.current().max_inflight, forward_only)
     sizes = (kwargs.get("seq_length"), kwargs.get("micro_batch_size"))
-    engine.begin_schedule(
+    engine.passes.begin_schedule(
         (original.__name__, *of_order, *sizes, _number_of(models[0])),
         _passes(stage, stages, *of_order),
         stage if stages > 1 and not forward_only else None,
@@ -63,7 +63,7 @@ def _schedule(original, **kwargs):
         completed = True
         return result
     finally:
-        engine.end_schedule(completed)
+        engine.passes.end_schedule(completed)
 
 
 for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
@@ -75,9 +75,9 @@ def forward_step(original, *args, **kwargs):
     engine = engines.current()
     if engine is None:
         return original(*args, **kwargs)
-    engine.begin_forward(kwargs.get("current_microbatch"), kwargs.get("vp_stage") or 0)
+    engine.passes.begin_forward(kwargs.get("current_microbatch"), kwargs.get("vp_stage") or 0)
     result = original(*args, **kwargs)
-    engine.end_forward(result[0])
+    engine.passes.end_forward(result[0])
     return result
 
 
@@ -86,8 +86,8 @@ def backward_step(original, input_tensor, output_tensor, *args, **kwargs):
     engine = engines.current()
     if engine is None:
         return original(input_tensor, output_tensor, *args, **kwargs)
-    engine.begin_backward(output_tensor)
+    engine.passes.begin_backward(output_tensor)
     try:
         return original(input_tensor, output_tensor, *args, **kwargs)
     finally:
-        engine.end_backward()
+        engine.passes.end_backward()

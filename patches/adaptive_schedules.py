@@ -19,7 +19,6 @@ from mindspeed_mem import __version__
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.adaptive.adaptation import Call, Ranks
-from mindspeed_mem.adaptive.engine import AdaptiveEngine
 from mindspeed_mem.chunk import settings as chunk_settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patches import _schedule_calls as calls
@@ -29,7 +28,7 @@ from mindspeed_mem.schedule import settings
 
 def _schedule(original, **kwargs):
     engine = engines.current()
-    if not isinstance(engine, AdaptiveEngine) or kwargs.get("forward_only", False):
+    if engine is None or engine.adaptation is None or kwargs.get("forward_only", False):
         return original(**kwargs)
     models = calls.models_of(kwargs)
     stage, stages = calls.stage_of(original.__name__, kwargs)
@@ -40,14 +39,14 @@ def _schedule(original, **kwargs):
     calls.agree(engine, models)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     ranks = Ranks(rank, stage, calls.gather, calls.to_first, calls.partners())
-    engine.begin_training_call(call, ranks, lambda: _facts(engine, models, call))
+    engine.adaptation.begin(call, ranks, lambda: _facts(engine, models, call))
     completed = False
     try:
         result = original(**kwargs)
         completed = True
         return result
     finally:
-        engine.end_training_call(completed)
+        engine.adaptation.end(completed)
 
 
 for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
@@ -75,7 +74,7 @@ def _facts(engine, models, call):
         **limits,
         "device": f"{device['type']} {device.get('device', '')}".strip(),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-        "layers": engine.num_layers,
+        "layers": engine.in_force.num_layers,
         "hidden_size": config.hidden_size,
         "dtype": str(config.params_dtype),
         "model": _digest(_plain(config)),

@@ -27,8 +27,8 @@ def reads(modules, tensors):
 
 def recomputes(module):
     engine = engines.current()
-    return engine is not None and engine.recomputes and module.__dict__.get(regions.TAG, (0, None))[1] == ""
+    return engine is not None and engine.in_force.recomputes and module.__dict__.get(regions.TAG, (0, None))[1] == ""
 
 
-join("mindspeed_mem.activation.replay:READERS", reads, declared_by=__name__)
+join("mindspeed_mem.activation.rerun.second_run:READERS", reads, declared_by=__name__)
 join("mindspeed_mem.chunk.hooks:HELD_WHOLE", recomputes, declared_by=__name__)

@@ -8,19 +8,19 @@ all data-parallel ranks, is that of the first run: counts are held as they were,
 from __future__ import annotations
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import replay
+from mindspeed_mem.activation.rerun import module_rerun
 from mindspeed_mem.patching import around
 
 
 @around("megatron.core.transformer.moe.moe_utils:save_to_aux_losses_tracker")
 def save_to_aux_losses_tracker(original, *args, **kwargs):
-    if not replay.running():
+    if not module_rerun.running():
         original(*args, **kwargs)
 
 
 @around("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias")
 def apply_expert_bias(original, self, *args, **kwargs):
-    if not replay.running():
+    if not module_rerun.running():
         original(self, *args, **kwargs)
 
 
@@ -34,10 +34,10 @@ def apply_global_aux_loss(original, self, *args, **kwargs):
     if engine is None or self.global_tokens_per_expert is None:
         return original(self, *args, **kwargs)
     now = self.global_tokens_per_expert, self.ga_steps
-    before = engine.once(lambda: [count.clone() for count in now])
+    before = engine.second_runs.once(lambda: [count.clone() for count in now])
     _over_all_ranks[0] = True
     try:
-        if not replay.running():
+        if not module_rerun.running():
             return original(self, *args, **kwargs)
         self.global_tokens_per_expert, self.ga_steps = (count.clone() for count in before)
         try:
@@ -53,4 +53,4 @@ def tokens_per_expert(original, *args, **kwargs):
     engine = engines.current()
     if engine is None or not _over_all_ranks[0]:  # others' ranks have the same plan, and ask again together
         return original(*args, **kwargs)
-    return engine.once(lambda: original(*args, **kwargs))
+    return engine.second_runs.once(lambda: original(*args, **kwargs))

@@ -23,5 +23,5 @@ def _restore(states):
     sys.modules[_RANDOM]._set_all_rng_states(host, device, dict(trackers))
 
 
-replace("mindspeed_mem.activation.rng:capture", _capture, declared_by=__name__)
-replace("mindspeed_mem.activation.rng:restore", _restore, declared_by=__name__)
+replace("mindspeed_mem.activation.rerun.rng:capture", _capture, declared_by=__name__)
+replace("mindspeed_mem.activation.rerun.rng:restore", _restore, declared_by=__name__)

@@ -6,15 +6,14 @@ Why here: every optimizer of Megatron is one of these classes or inherits their 
 from __future__ import annotations
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation.surviving import SurvivingEngine
 from mindspeed_mem.patching import around
 
 
 def _step(original, self, *args, **kwargs):
     engine = engines.current()
-    if not isinstance(engine, SurvivingEngine):
+    if engine is None or engine.survival is None:
         return original(self, *args, **kwargs)
-    with engine.guarded():
+    with engine.survival.guarded():
         return original(self, *args, **kwargs)
 
 

@@ -14,9 +14,9 @@ import sys
 import torch.distributed as dist
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import replay
-from mindspeed_mem.activation.step_retry import BeforeStep, RecordedIterator, forget_frames
-from mindspeed_mem.activation.surviving import NoRoomError, SurvivingEngine
+from mindspeed_mem.activation.rerun import second_run
+from mindspeed_mem.activation.survive.step_retry import BeforeStep, RecordedIterator, forget_frames
+from mindspeed_mem.activation.survive.survival import NoRoomError, Survival
 from mindspeed_mem.patching import around
 
 logger = logging.getLogger(__name__)
@@ -26,61 +26,66 @@ _NEWS = "mindspeed_mem/out_of_memory"
 _told: list[bool] = []
 
 
+def _survival() -> Survival | None:
+    engine = engines.current()
+    return None if engine is None else engine.survival
+
+
 @around(_SCHEDULES + "forward_step")
 def forward_step(original, *args, **kwargs):
-    engine = engines.current()
-    if not isinstance(engine, SurvivingEngine):
+    survival = _survival()
+    if survival is None:
         return original(*args, **kwargs)
-    with engine.holding_all():
+    with survival.holding_all():
         return original(*args, **kwargs)
 
 
 def _schedule(original, **kwargs):
-    engine = engines.current()
-    if not isinstance(engine, SurvivingEngine):
+    survival = _survival()
+    if survival is None:
         return original(**kwargs)
     _take_back()
     if original.__name__ != "forward_backward_no_pipelining" or kwargs.get("forward_only", False):
-        return _once(engine, original, kwargs)
-    return _twice(engine, original, kwargs)
+        return _once(survival, original, kwargs)
+    return _twice(survival, original, kwargs)
 
 
 for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
     around(_SCHEDULES + "forward_backward_" + _name)(_schedule)
 
 
-def _once(engine, original, kwargs):
+def _once(survival, original, kwargs):
     try:
-        with engine.guarded():
+        with survival.guarded():
             return original(**kwargs)
     except (RuntimeError, MemoryError) as error:
-        if not engine.backend.is_out_of_memory(error):
+        if not survival.backend.is_out_of_memory(error):
             _hear(error)
             raise
-        failed = _explained(engine, error)
+        failed = _explained(survival, error)
         _tell(failed)
         raise failed from (error if failed is not error else error.__cause__)
 
 
-def _twice(engine, original, kwargs):
+def _twice(survival, original, kwargs):
     models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
     zeroed = [vars(model).pop("_mindspeed_mem_zeroed", not hasattr(model, "zero_grad_buffer")) for model in models]
     before = BeforeStep(models, zeroed)
     iterator, kwargs = _recorded(kwargs)
-    started, collectives, timers, losses = engine.forwards, _collectives(), _timers(models[0]), _expert_losses()
+    started, collectives, timers, losses = survival.forwards, _collectives(), _timers(models[0]), _expert_losses()
     with contextlib.ExitStack() as stack:
-        for guard in replay.GUARDS:
+        for guard in second_run.GUARDS:
             stack.enter_context(guard())
         try:
-            with engine.guarded():
+            with survival.guarded():
                 return original(**kwargs)
         except (RuntimeError, MemoryError) as error:
-            if not engine.backend.is_out_of_memory(error):
+            if not survival.backend.is_out_of_memory(error):
                 _hear(error)
                 raise
-            failed = _explained(engine, error)
-    why_not = "the host is full" if engine.mover.host_full else ""
-    why_not = why_not or _shared(models, collectives) or before.why_not(iterator, engine.forwards > started)
+            failed = _explained(survival, error)
+    why_not = "the host is full" if survival.mover.host_full else ""
+    why_not = why_not or _shared(models, collectives) or before.why_not(iterator, survival.forwards > started)
     if why_not:
         _tell(failed)
         raise NoRoomError(f"{failed}\n  the step was not tried again: {why_not}") from failed
@@ -88,24 +93,21 @@ def _twice(engine, original, kwargs):
     forget_frames(failed)
     del failed
     before.put_back(iterator)
-    engine.backend.give_back()  # what it kept in pieces, or a library lacked
+    survival.backend.give_back()  # what it kept in pieces, or a library lacked
     for timer in _timers(models[0]) - timers:
         timer.stop()
     for values, earlier in losses:
         values.copy_(earlier)
-    engine.everything = True
-    try:
-        return _once(engine, original, kwargs)
-    finally:
-        engine.everything = False
+    with survival.moving_everything():
+        return _once(survival, original, kwargs)
 
 
-def _explained(engine, error):
+def _explained(survival, error):
     """The error that says what was needed and what to try."""
     if isinstance(error, NoRoomError):
         return error
     why = "no guard saw: compiled code, or a step in which memory had not been tight before"
-    failed = engine.no_room("an operation", engine.backend.bytes_wanted(error), why)
+    failed = survival.no_room("an operation", survival.backend.bytes_wanted(error), why)
     failed.__cause__ = error
     return failed
 

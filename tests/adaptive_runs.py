@@ -6,7 +6,6 @@ Import this where the CPU patches are applied: in functions that `tests.worlds.o
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.adaptive.engine import AdaptiveEngine
+from mindspeed_mem.adaptive.adaptation import Adaptation
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.features import check
@@ -26,12 +25,12 @@ from tests.worlds import patch_modules
 
 
 @contextlib.contextmanager
-def adapting(plan_file: Path | None = None, host_limit: int | None = None) -> Iterator[AdaptiveEngine]:
+def adapting(plan_file: Path | None = None, host_limit: int | None = None) -> Iterator[engines.Engine]:
     """--adaptive-memory-optimization on whatever the CPU backend's memory is limited to."""
     modules = patch_modules(*check({"adaptive_memory_optimization": True, "device": "cpu"}).patches)
     with patched([module for module in modules if module.rpartition(".")[2].partition("_")[0] != "cpu"]):
-        kind = functools.partial(AdaptiveEngine, plan_file=plan_file)
-        engine = engines.start(load_memory_config(None), get_backend("cpu"), host_limit, kind=kind)
+        engine = engines.start(load_memory_config(None), get_backend("cpu"), host_limit, survive=True)
+        Adaptation(engine, plan_file)
         try:
             yield engine
         finally:
@@ -71,7 +70,7 @@ def room_for(memory: LimitedMemory, kind: str, share: float, steps: int = 3, **m
     return room, results
 
 
-def until_settled(engine: AdaptiveEngine, step: Any, most: int = 24) -> int:
+def until_settled(engine: engines.Engine, step: Any, most: int = 24) -> int:
     """Take steps until a plan is settled on; returns how many."""
     for count in range(1, most + 1):
         step()

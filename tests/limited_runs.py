@@ -14,7 +14,6 @@ import numpy
 import torch
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation.surviving import SurvivingEngine
 from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.features import check
@@ -39,14 +38,12 @@ def counted() -> Iterator[LimitedMemory]:
 @contextlib.contextmanager
 def surviving(
     plan: Any = None, host_limit: int | None = None, backend: Backend | None = None
-) -> Iterator[SurvivingEngine]:
+) -> Iterator[engines.Engine]:
     """--survive-oom, beside a plan if one is given."""
     asked = {"survive_oom": True, "device": "cpu"} | ({} if plan is None else {"memory_config": plan})
     modules = patch_modules(*check(asked).patches)
     with patched([module for module in modules if module.rpartition(".")[2].partition("_")[0] != "cpu"]):
-        engine = engines.start(
-            load_memory_config(plan), backend or get_backend("cpu"), host_limit, kind=SurvivingEngine
-        )
+        engine = engines.start(load_memory_config(plan), backend or get_backend("cpu"), host_limit, survive=True)
         try:
             yield engine
         finally:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_mem.activation.rank_profile import (
+from mindspeed_mem.activation.observe.rank_profile import (
     ChunkProfile,
     LinkProfile,
     OperatorProfile,

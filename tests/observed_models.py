@@ -13,15 +13,15 @@ import torch
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.engine import Engine
-from mindspeed_mem.activation.ledger import LEDGER
-from mindspeed_mem.activation.meter import ActivationMeter
-from mindspeed_mem.activation.rank_profile import (
+from mindspeed_mem.activation.observe.meter import ActivationMeter
+from mindspeed_mem.activation.observe.rank_profile import (
     ChunkProfile,
     LinkProfile,
     OperatorProfile,
     OutsideProfile,
     RankProfile,
 )
+from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.adaptive import Plan, StagePlan, measured
 from mindspeed_mem.adaptive.improve import is_valid
 from mindspeed_mem.adaptive.problem import Pipeline, Problem
@@ -33,34 +33,39 @@ from tests.swap_runs import SWAP, one_forward, patched, swap
 LINK = LinkProfile(out=1.0, back=1.0, out_alone=1.0, back_alone=1.0)
 
 
-class Listing(Engine):
-    """Counts what operators keep, and lists those that start."""
+def listed(engine: Engine) -> list[tuple[int, str]]:
+    """The operators that start from now on, as (layer, path)."""
+    started, start = [], engine.operators._start
 
-    started: tuple[tuple[int, str], ...] = ()
+    def note(layer: int, path: str, marker: bool) -> None:
+        started.append((layer, path))
+        start(layer, path, marker)
 
-    def _start(self, layer: int, path: str, *more: Any) -> None:
-        self.started += ((layer, path),)
-        super()._start(layer, path, *more)
+    engine.operators._start = note
+    return started
 
 
 def profile(model: dict[str, Any], layers: int) -> RankProfile:
     """What one forward shows; seconds are made up from FLOPs."""
     with patched(SWAP):
-        engine = engines.start(load_memory_config({}), get_backend("cpu"), kind=Listing, watch_only=True)
+        engine = engines.start(load_memory_config({}), get_backend("cpu"), watch_only=True)
+        started = listed(engine)
         try:
             one_pass(engine, model, layers)
         finally:
             engines.stop()
-    return rank_profile(engine, [range(layers)])
+    return rank_profile(engine, started, [range(layers)])
 
 
-def rank_profile(engine: Listing, layers_of_chunks: list[range], stage: int = 0) -> RankProfile:
+def rank_profile(
+    engine: Engine, started: list[tuple[int, str]], layers_of_chunks: list[range], stage: int = 0
+) -> RankProfile:
     """What an engine has counted."""
     chunks = []
     for number, layers in enumerate(layers_of_chunks):
-        storages, dataflow = engine.census.storages(number), engine.census.dataflow(number)
+        storages, dataflow = engine.observation.census.storages(number), engine.observation.census.dataflow(number)
         flops = {(row["layer"], row["op"]): row["flops"] for row in dataflow["operators"]}
-        nodes = [node for node in dict.fromkeys(engine.started) if node[0] in layers]
+        nodes = [node for node in dict.fromkeys(started) if node[0] in layers]
         seconds = {node: 1e-6 + 1e-12 * flops.get(node, 0) for node in nodes}
         chunks.append(
             ChunkProfile(
@@ -131,9 +136,9 @@ def one_pass(engine: Engine, model: dict[str, Any], layers: int) -> tuple[int, d
     LEDGER.reset_peak()
     with ActivationMeter(engine.backend):
         loss = one_forward(engine, chunks)
-        engine.begin_backward(loss)
+        engine.passes.begin_backward(loss)
         loss.mean().backward()
-        engine.end_backward()
+        engine.passes.end_backward()
     most = LEDGER.held.peak - before
     gradients = {name: parameter.main_grad.clone() for name, parameter in global_parameters(chunks)}
     forget_routing(chunks)

@@ -148,7 +148,7 @@ def run(
     plan: dict[str, Any] | None,
     leave_out: str | None = None,
     tells: bool = True,
-    kind: type = engines.Engine,
+    survive: bool = False,
     room: int = 0,
 ) -> tuple[list[torch.Tensor], SimulatedBackend]:
     """Gradients of two micro-batches in flight, two steps. Raises RaceError where the device finds one.
@@ -163,13 +163,13 @@ def run(
     engine = None
     with ExitStack() as stack:
         if plan is not None:
-            engine = engines.start(load_memory_config(plan), backend, kind=kind)
+            engine = engines.start(load_memory_config(plan), backend, survive=survive)
             stack.callback(REGISTRY.undo, [_PATCHES])
             stack.callback(engines.stop)
             for number, layer in enumerate(model):
                 for owner in regions.tag_layer(layer, number):
                     REGISTRY.apply_method(owner, "forward", region_forward, _PATCHES)
-            engine.num_layers = len(model)
+            engine.in_force.num_layers = len(model)
             engine.resolve()
         if room:
             for part in (m for m in model.modules() if isinstance(m, Part)):
@@ -190,27 +190,27 @@ def _step(engine: engines.Engine | None, model: torch.nn.ModuleList, streams: St
     for parameter in model.parameters():
         parameter.grad = None
     if engine is not None:
-        engine.begin_schedule(("test",))
+        engine.passes.begin_schedule(("test",))
     losses = {}
     for action in PIPELINE:
         number = int(action[1:])
         if action[0] == "F":
             if engine is not None:
-                engine.begin_forward(number, 0)
+                engine.passes.begin_forward(number, 0)
             x = torch.linspace(-1, 1, 16 * WIDTH).view(16, WIDTH) * (number + 1)
             for layer in model:
                 x = layer(x)
             losses[number] = x.square().mean()
             del x
             if engine is not None:
-                engine.end_forward(losses[number])
+                engine.passes.end_forward(losses[number])
         else:
             loss = losses.pop(number)
             if engine is not None:
-                engine.begin_backward(loss)
+                engine.passes.begin_backward(loss)
             streams.backward(loss)
             del loss
             if engine is not None:
-                engine.end_backward()
+                engine.passes.end_backward()
     if engine is not None:
-        engine.end_schedule(True)
+        engine.passes.end_schedule(True)

@@ -17,7 +17,7 @@ import torch
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.engine import Engine
-from mindspeed_mem.activation.ledger import LEDGER
+from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
@@ -94,9 +94,9 @@ def one_forward(engine: Engine, chunks: list[torch.nn.Module], micro_batch: int 
     """The losses of one micro-batch, run as a schedule would: between `Engine.begin_forward` and `end_forward`."""
     text = torch.arange(33).expand(1, -1)
     positions = torch.arange(32).expand(1, -1)
-    engine.begin_forward(micro_batch, 0)
+    engine.passes.begin_forward(micro_batch, 0)
     loss = chunks[0](text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
-    engine.end_forward(loss)
+    engine.passes.end_forward(loss)
     return loss
 
 

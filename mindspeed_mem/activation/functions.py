@@ -21,4 +21,4 @@ def adapt_mem_func_wrapper(function: type[torch.autograd.Function], *args: Any) 
     engine = engines.current()
     if engine is None or torch.compiler.is_compiling():
         return function.apply(*args)
-    return engine.run_inline(function.__name__, function.apply, args, {})
+    return engine.operators.run_inline(function.__name__, function.apply, args, {})

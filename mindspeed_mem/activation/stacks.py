@@ -6,7 +6,8 @@ straight through.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.rerun.arguments import attributes_of
+from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.patching import REGISTRY
 
 
@@ -22,7 +25,7 @@ def region_forward(original: Callable, *args: Any, **kwargs: Any) -> Any:
     # compiled code has no regions inside: a compiled module is one operator
     if engine is None or torch.compiler.is_compiling() or regions.TAG not in args[0].__dict__:
         return original(*args, **kwargs)
-    return engine.run(original, args[0], args[1:], kwargs)
+    return engine.operators.run(original, args[0], args[1:], kwargs)
 
 
 def tag_stack(stack: nn.Module, tail: nn.Module | None, num_layers: int, place: tuple[int, int], patch: str) -> None:
@@ -47,4 +50,23 @@ def tag_stack(stack: nn.Module, tail: nn.Module | None, num_layers: int, place: 
         REGISTRY.apply_method(cls, "forward", region_forward, patch)
     engine = engines.current()
     if engine is not None:
-        engine.num_layers = max(engine.num_layers, num_layers)
+        engine.in_force.num_layers = max(engine.in_force.num_layers, num_layers)
+
+
+def mark_static(models: Iterable[nn.Module]) -> None:
+    """What these models hold before they run is never moved, whatever view of it is saved: parameters, buffers, and
+    tables that modules, and objects that these hold, have as attributes."""
+    for model in models:
+        # Megatron's data parallel wrapper has a list called buffers
+        for tensor in chain(nn.Module.parameters(model), nn.Module.buffers(model), _tables(model)):
+            if tensor.layout is torch.strided:
+                marks.of(tensor.untyped_storage()).static = True
+
+
+def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for value in list(vars(module).values()):
+            held = None if isinstance(value, (nn.Module, type)) else attributes_of(value)
+            for one in (value, *(held or {}).values()):
+                if type(one) is torch.Tensor and one.grad_fn is None:
+                    yield one

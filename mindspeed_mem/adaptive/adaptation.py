@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_mem import reserve
-from mindspeed_mem.activation.ledger import LEDGER
-from mindspeed_mem.activation.profiler import Profiler, link_profile
+from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
+from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.adaptive import kept_plan, measured, plan_file, trace
 from mindspeed_mem.adaptive.call_meter import CallMeter
 from mindspeed_mem.adaptive.planner import Decision, Planner
@@ -27,7 +27,7 @@ from mindspeed_mem.adaptive.problem import Pipeline, Problem
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config
 
 if TYPE_CHECKING:
-    from mindspeed_mem.activation.surviving import SurvivingEngine
+    from mindspeed_mem.activation.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,11 @@ class Ranks(NamedTuple):
 
 
 class Adaptation:
-    """One per engine."""
+    """Of one engine, which survives. ``target``: where the plan that is settled on is kept; None: nowhere."""
 
-    def __init__(self, engine: SurvivingEngine, target: Path | None = None):
+    def __init__(self, engine: Engine, target: Path | None = None):
+        assert engine.survival is not None
+        engine.survival.advises_recompute, engine.adaptation = False, self
         self.engine, self.target = engine, target
         self.state = SURVIVE
         self.planner: Planner | None = None  # on rank 0
@@ -75,6 +77,7 @@ class Adaptation:
         self._ranks: Ranks | None = None
         self._facts: dict[str, Any] = {}
         self._calls = 0  # in this state
+        self._profiler: Profiler | None = None
         self._meter = CallMeter(engine)
         self._evicted = self._overruns = self._reshaped = 0
         self._retries = self._retried = 0  # of the allocator when a call began; calls of a settled plan that had any
@@ -96,7 +99,7 @@ class Adaptation:
         states.get(self.state, lambda: None)()
         self._calls += 1
         if self.state == PROFILE:
-            self.engine.profiler.begin_call()
+            self._profiler.begin_call()
         elif self.state == TRY:
             self._meter.begin()
         self._retries = self.engine.backend.allocation_retries()
@@ -104,14 +107,18 @@ class Adaptation:
     def end(self, completed: bool) -> None:
         """It has ended; not ``completed``: by an exception."""
         if self.state == PROFILE:
-            self.engine.profiler.end_call(completed)
+            self._profiler.end_call(completed)
         elif self.state == TRY and completed and self._calls > 1:
             self._meter.end(self._ranks.stage)
         elif self.state == SETTLED:
             self._retried += self.engine.backend.allocation_retries() > self._retries
 
-    def report(self) -> list[str]:
-        """For the end of the run, on rank 0."""
+    def report(self) -> dict[str, Any]:
+        """For the end of the run."""
+        since = "a plan was settled on" if self.has_settled else ""
+        return {"adaptive": self._lines(), "since": since}
+
+    def _lines(self) -> list[str]:
         if self.planner is not None:
             return self.planner.report()
         used = self.state == SETTLED and self._ranks.rank == 0
@@ -119,7 +126,7 @@ class Adaptation:
 
     # ---- states
     def _start(self, facts: Callable[[], dict[str, Any]]) -> None:
-        if not self.engine.num_layers:
+        if not self.engine.in_force.num_layers:
             self._stop("no layer is known")
             return
         if None in self._ranks.gather(self.engine.backend.limit()):
@@ -138,11 +145,11 @@ class Adaptation:
     def _survive(self) -> None:
         if self._calls:
             self._go(PROFILE)
-            Profiler(self.engine)
+            self._profiler = Profiler(self.engine)
             self._tell("the next 3 training steps are profiled")
 
     def _profile(self) -> None:
-        profiler = self.engine.profiler
+        profiler = self._profiler
         if not all(self._ranks.gather(profiler.done)):
             return
         mine, error = None, ""
@@ -227,8 +234,8 @@ class Adaptation:
         self._profile_again()
 
     def _profile_again(self) -> None:
-        if self.engine.profiler is not None:
-            self.engine.profiler.detach()
+        if self._profiler is not None:
+            self._profiler.detach()
         self._adopt(None)
         self._go(SURVIVE)
         self._calls = 1
@@ -282,7 +289,7 @@ class Adaptation:
         profile = trace.Profile(problem=self.planner.problem, shapes=self.call._asdict(), machine=self._machine())
         try:
             beside = self.target.with_suffix(".profile.json")
-            config = plan_file.by_name(kept.config, self.engine.stacks)
+            config = plan_file.by_name(kept.config, self.engine.in_force.stacks)
             kept_plan.write(self.target, config, self._facts, kept.lines())
             trace.write(profile, beside)
             logger.info("the plan is kept in %s, the profile in %s", self.target, beside)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from mindspeed_mem.activation.ledger import LEDGER
+from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.adaptive.correction import Measured
 
 if TYPE_CHECKING:
-    from mindspeed_mem.activation.surviving import SurvivingEngine
+    from mindspeed_mem.activation.engine import Engine
 
 
 class CallMeter:
     """Of one rank. The host waits for the device before and after each call that is measured."""
 
-    def __init__(self, engine: SurvivingEngine):
+    def __init__(self, engine: Engine):
         self._engine = engine
         self._calls: list[Measured] = []
         self._started = self._stalled = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mindspeed_mem.activation.rank_profile import ChunkProfile
+from mindspeed_mem.activation.observe.rank_profile import ChunkProfile
 
 
 @dataclass(frozen=True, kw_only=True)

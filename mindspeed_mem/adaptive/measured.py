@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_mem.activation.rank_profile import RankProfile
+from mindspeed_mem.activation.observe.rank_profile import RankProfile
 from mindspeed_mem.adaptive.chunk_view import ChunkView
 from mindspeed_mem.adaptive.layer_classes import LayerClasses
 from mindspeed_mem.adaptive.problem import Chunk, Link, Outside, Pipeline, Problem, Stage

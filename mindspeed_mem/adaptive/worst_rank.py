@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_mem.activation.rank_profile import ChunkProfile, OperatorProfile, OutsideProfile, RankProfile
+from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, OutsideProfile, RankProfile
 
 
 def worst(ranks: Sequence[RankProfile]) -> RankProfile:

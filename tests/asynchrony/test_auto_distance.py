@@ -33,12 +33,12 @@ def run(bandwidth: float, prefetch: int | str, calls: int, policy: str = "layer_
             for parameter in chunks[0].parameters():
                 parameter.main_grad.zero_()
             before = backend.stall_seconds()
-            engine.begin_schedule(("test",))
+            engine.passes.begin_schedule(("test",))
             loss = one_forward(engine, chunks)
-            engine.begin_backward(loss)
+            engine.passes.begin_backward(loss)
             loss.sum().backward()
-            engine.end_backward()
-            engine.end_schedule(True)
+            engine.passes.end_backward()
+            engine.passes.end_schedule(True)
             stalls.append(backend.stall_seconds() - before)
         gradients = [parameter.main_grad.sum().item() for parameter in chunks[0].parameters()]
         backend.check()

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from mindspeed_mem.activation import mover
+from mindspeed_mem.activation.storage import mover
 from tests.worlds import on_ranks, parallel
 
 PIPELINE = "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4".split()
@@ -32,19 +32,19 @@ def run(leave_out: str | None, plan: dict | None = None) -> str:
                 layer.mlp.register_forward_hook(functools.partial(make_room, engine, 60_000))
                 layer.mlp.register_full_backward_hook(functools.partial(make_room, engine, 30_000))
             for _ in range(2):
-                engine.begin_schedule(("test",))
+                engine.passes.begin_schedule(("test",))
                 losses = {}
                 for action in PIPELINE:
                     micro_batch = int(action[1:])
                     if action.startswith("F"):
-                        with engine.holding_all():
+                        with engine.survival.holding_all():
                             losses[micro_batch] = one_forward(engine, chunks, micro_batch)
                     else:
                         loss = losses.pop(micro_batch)
-                        engine.begin_backward(loss)
+                        engine.passes.begin_backward(loss)
                         loss.sum().backward()
-                        engine.end_backward()
-                engine.end_schedule(True)
+                        engine.passes.end_backward()
+                engine.passes.end_schedule(True)
             assert engine.mover.evictions > 50
             backend.check()
     except RaceError as error:

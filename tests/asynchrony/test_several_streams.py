@@ -10,8 +10,7 @@ import functools
 import pytest
 import torch
 
-from mindspeed_mem.activation import mover
-from mindspeed_mem.activation.surviving import SurvivingEngine
+from mindspeed_mem.activation.storage import mover
 from mindspeed_mem.device.races import RaceError
 from tests.side_streams import run
 from tests.swap_runs import again, entry, op
@@ -33,7 +32,7 @@ PLANS = {
         ["second"], {"swap": True, "swap_recompute_inputs": True, "op_swap": [op(["first", "before"], 1)]}
     ),
 }
-surviving = functools.partial(run, kind=SurvivingEngine, room=6000)
+surviving = functools.partial(run, survive=True, room=6000)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_mem.activation import mover
+from mindspeed_mem.activation.storage import mover
 from tests.worlds import on_ranks, parallel
 
 # Forward and backward of micro-batches on the first of three pipeline stages.
@@ -27,12 +27,12 @@ def run(program: str, leave_out: str | None, distance: int, host_limit: int | No
         with patched(SDPA), parallel(), backend.tracker(), swap(plan, backend, host_limit) as engine:
             chunks = build_gpt("dense", layers=2)
             for _ in range(2):
-                engine.begin_schedule(("test",))
+                engine.passes.begin_schedule(("test",))
                 if program == "abandoned":
                     _abandon(engine, chunks)
                 else:
                     _pipeline(engine, chunks, one_forward)
-                engine.end_schedule(True)
+                engine.passes.end_schedule(True)
             backend.check()
     except RaceError as error:
         return str(error)
@@ -47,9 +47,9 @@ def _pipeline(engine, chunks, one_forward) -> None:
             losses[micro_batch] = one_forward(engine, chunks, micro_batch)
         else:
             loss = losses.pop(micro_batch)
-            engine.begin_backward(loss)
+            engine.passes.begin_backward(loss)
             loss.sum().backward()
-            engine.end_backward()
+            engine.passes.end_backward()
 
 
 def _abandon(engine, chunks) -> None:
@@ -60,7 +60,7 @@ def _abandon(engine, chunks) -> None:
         raise ZeroDivisionError
 
     handle = chunks[0].module.decoder.layers[1].mlp.linear_fc2.register_forward_pre_hook(stop)
-    engine.begin_forward(0, 0)
+    engine.passes.begin_forward(0, 0)
     text = torch.arange(32).expand(1, -1)
     with pytest.raises(ZeroDivisionError):
         chunks[0](text, text, None, labels=text)

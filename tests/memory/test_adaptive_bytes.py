@@ -57,8 +57,8 @@ def counted(case: str, plans: dict[str, dict[str, Any]]) -> tuple[list[dict], di
 
     import torch
 
-    from mindspeed_mem.activation.ledger import LEDGER
-    from mindspeed_mem.activation.meter import ActivationMeter
+    from mindspeed_mem.activation.observe.meter import ActivationMeter
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt
     from tests.swap_runs import SDPA, one_forward, patched, swap
 
@@ -80,16 +80,16 @@ def counted(case: str, plans: dict[str, dict[str, Any]]) -> tuple[list[dict], di
         with ActivationMeter(engine.backend):
             loss = one_forward(engine, chunks)
             found = LEDGER.held.now - before
-            engine.begin_backward(loss)
+            engine.passes.begin_backward(loss)
             loss.mean().backward()
-            engine.end_backward()
+            engine.passes.end_backward()
         return found
 
     freed, sizes = {}, []
     with patched(SDPA if flash else []), parallel():
         with swap({}, watch_only=True) as engine:
             without = held(engine)
-            storages = engine.census.storages()
+            storages = engine.observation.census.storages()
         for name, plan in plans.items():
             with swap(plan) as engine:
                 freed[name] = without - held(engine)

@@ -50,8 +50,8 @@ def measured(configs: list[dict[str, Any]]) -> list[int]:
     """The most bytes of activations held in one forward and backward under each configuration."""
     import torch
 
-    from mindspeed_mem.activation.ledger import LEDGER
-    from mindspeed_mem.activation.meter import ActivationMeter
+    from mindspeed_mem.activation.observe.meter import ActivationMeter
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt
     from tests.swap_runs import SDPA, one_forward, patched, swap
 
@@ -66,9 +66,9 @@ def measured(configs: list[dict[str, Any]]) -> list[int]:
                 LEDGER.reset_peak()
                 with ActivationMeter(engine.backend):
                     loss = one_forward(engine, chunks)
-                    engine.begin_backward(loss)
+                    engine.passes.begin_backward(loss)
                     loss.mean().backward()
-                    engine.end_backward()
+                    engine.passes.end_backward()
                 found.append(LEDGER.held.highest - before)
     return found
 

@@ -77,7 +77,7 @@ def without_room() -> tuple[list[str], str]:
             mine.total = limit
             while engine.adaptation.planner is None:
                 mine.step()
-            return lines, str(engine.no_room("aten.mm", 8, ""))
+            return lines, str(engine.survival.no_room("aten.mm", 8, ""))
 
 
 def test_what_to_try_can_be_followed():

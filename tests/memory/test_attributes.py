@@ -104,7 +104,7 @@ def started(plan, layer):
     engine = engines.start(load_memory_config(plan), get_backend("cpu"))
     for owner in regions.tag_layer(layer, 0):
         REGISTRY.apply_method(owner, "forward", region_forward, PATCHES[0])
-    engine.num_layers = 1
+    engine.in_force.num_layers = 1
     engine.resolve()
     return engine
 
@@ -117,10 +117,10 @@ def _seen(plan):
         engine = started(plan, layer)
     try:
         if engine is not None:
-            engine.begin_forward(0, 0)
+            engine.passes.begin_forward(0, 0)
         loss = layer(torch.linspace(-1, 1, 64).view(4, 16)).sum()
         if engine is not None:
-            engine.end_forward(loss)
+            engine.passes.end_forward(loss)
         loss.backward()
         moved = engine is not None and bool(engine.mover.copies_out + sum(engine.mover.second_runs.values()))
         return Masked.seen, [parameter.grad for parameter in layer.parameters()], moved
@@ -146,8 +146,8 @@ def test_an_output_whose_attributes_lead_back_to_it_is_freed_without_backward(pl
     with patched(PATCHES):
         engine = started(PLANS[plan], layer)
         try:
-            engine.begin_forward(0, 0)
-            engine.end_forward(layer(torch.ones(4, 16)).sum())
+            engine.passes.begin_forward(0, 0)
+            engine.passes.end_forward(layer(torch.ones(4, 16)).sum())
         finally:
             engines.stop()
     del engine

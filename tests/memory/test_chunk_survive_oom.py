@@ -169,7 +169,7 @@ def with_too_little(stage):
     """The last rank has too little memory for a step, whatever leaves, and its process ends."""
     import torch.distributed as dist
 
-    from mindspeed_mem.activation.surviving import NoRoomError
+    from mindspeed_mem.activation.survive.survival import NoRoomError
     from tests.limited_runs import counted, surviving
 
     last = dist.get_rank() == dist.get_world_size() - 1

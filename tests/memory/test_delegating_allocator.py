@@ -47,7 +47,7 @@ def with_less_memory(kind: str, share: float, folder: str) -> tuple[list, int, i
         finally:
             undo()
         assert training.peak <= limit
-        return steps, delegating.retries("cpu") - before, engine.guard.retries
+        return steps, delegating.retries("cpu") - before, engine.survival.guard.retries
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

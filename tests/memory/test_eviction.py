@@ -13,12 +13,12 @@ def forwards(engine, chunks, order) -> list:
     """Losses of the micro-batches that ``order`` runs forward before its first backward."""
     from tests.swap_runs import one_forward
 
-    engine.begin_schedule(("test", len(order)), order)
+    engine.passes.begin_schedule(("test", len(order)), order)
     losses = []
     for direction, micro_batch, _ in order:
         if direction != "F":
             return losses
-        with engine.holding_all():
+        with engine.survival.holding_all():
             losses.append(one_forward(engine, chunks, micro_batch))
 
 
@@ -40,7 +40,7 @@ def order_of_victims() -> list[tuple[int, list[int]]]:
         engine.mover.release = noted
         while engine.mover.make_room(1, set()):
             pass
-        engine.end_schedule(False)
+        engine.passes.end_schedule(False)
         del losses
     found: list[tuple[int, list[int]]] = []
     for micro_batch, number in left:
@@ -90,11 +90,11 @@ def what_stays() -> dict[str, bool]:
             "parameters stay": {p.data_ptr() for p in chunks[0].parameters()} == pointers,
             "little is left": on_device.total() < 200_000,
         }
-        engine.begin_backward(losses[0])
+        engine.passes.begin_backward(losses[0])
         losses[0].sum().backward()
-        engine.end_backward()
+        engine.passes.end_backward()
         found["all gradients"] = all(torch.isfinite(p.main_grad).all() for p in chunks[0].parameters())
-        engine.end_schedule(False)
+        engine.passes.end_schedule(False)
     return found
 
 

@@ -80,9 +80,9 @@ def gradient(engine, function: Callable) -> bytes:
 
     torch.manual_seed(7)
     leaf = torch.randn(N, requires_grad=True)
-    hold = engine.holding_all if engine is not None else contextlib.nullcontext
+    hold = engine.survival.holding_all if engine is not None else contextlib.nullcontext
     if engine is not None:
-        engine.begin_forward(0, 0)
+        engine.passes.begin_forward(0, 0)
     with hold():
         x = leaf
         for _ in range(4):
@@ -90,11 +90,11 @@ def gradient(engine, function: Callable) -> bytes:
         loss = function(x).sum()
         del x
     if engine is not None:
-        engine.end_forward(loss)
-        engine.begin_backward(loss)
+        engine.passes.end_forward(loss)
+        engine.passes.begin_backward(loss)
     loss.backward()
     if engine is not None:
-        engine.end_backward()
+        engine.passes.end_backward()
     return leaf.grad.numpy().tobytes()
 
 
@@ -119,7 +119,7 @@ def differing(folder: str) -> list[str]:
             for name, function in functions(short).items():
                 with surviving() as engine, contextlib.ExitStack() as stack:
                     if way == "operators":
-                        stack.enter_context(engine.guard)
+                        stack.enter_context(engine.survival.guard)
                     else:
                         make_all = functools.partial(engine.mover.make_room, 1 << 40, set())
                         stack.callback(delegating.install(get_backend("cpu"), lambda _, make=make_all: make() or 0))

@@ -109,8 +109,8 @@ def test_an_abandoned_forward_is_freed_with_its_graph():
 
 def end_of_forward(plan: dict) -> tuple[int, int, int]:
     """Bytes held on the device after a forward without and with ``plan``, and bytes the plan selects by producer."""
-    from mindspeed_mem.activation.ledger import LEDGER
-    from mindspeed_mem.activation.meter import ActivationMeter
+    from mindspeed_mem.activation.observe.meter import ActivationMeter
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt
     from tests.swap_runs import SDPA, one_forward, patched, swap
 
@@ -123,11 +123,13 @@ def end_of_forward(plan: dict) -> tuple[int, int, int]:
     with patched(SDPA), parallel():
         with swap({}, watch_only=True) as engine:
             chunks = build_gpt("swiglu_gqa_rope")
-            without, rows = held(engine, chunks), engine.census.storages()
+            without, rows = held(engine, chunks), engine.observation.census.storages()
         with swap(plan) as engine:
             chunks = build_gpt("swiglu_gqa_rope")
             with_plan = held(engine, chunks)
-            selected = sum(r["bytes"] for r in rows if r["layer"] >= 0 and engine.plan.decision(r["layer"], r["op"]))
+            selected = sum(
+                r["bytes"] for r in rows if r["layer"] >= 0 and engine.in_force.plan.decision(r["layer"], r["op"])
+            )
             assert sum(row["bytes"] for row in engine.report()["moved_by_operator"]) == selected
     return without, with_plan, selected
 

@@ -163,11 +163,12 @@ def of_pipeline() -> Any:
     from mindspeed_mem.device import get_backend
     from mindspeed_mem.plan import load_memory_config
     from tests.models import build_gpt, train_step
-    from tests.observed_models import Listing, rank_profile
+    from tests.observed_models import listed, rank_profile
     from tests.swap_runs import SWAP, patched
 
     with parallel(pp=2, vpp=2), patched(SWAP):
-        engine = engines.start(load_memory_config({}), get_backend("cpu"), kind=Listing, watch_only=True)
+        engine = engines.start(load_memory_config({}), get_backend("cpu"), watch_only=True)
+        started = listed(engine)
         try:
             chunks = build_gpt("dense", layers=8)
             train_step(chunks, micro_batches=4)
@@ -175,7 +176,7 @@ def of_pipeline() -> Any:
             engines.stop()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         layers = [range(first, first + 2) for first in (2 * stage, 4 + 2 * stage)]
-        return rank_profile(engine, layers, stage)
+        return rank_profile(engine, started, layers, stage)
 
 
 def test_all_chunks_of_all_stages_are_one_problem(tmp_path):

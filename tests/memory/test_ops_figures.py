@@ -25,8 +25,8 @@ def in_one_pass(engine: Any, kind: str, backward: bool, fused: bool) -> int:
     """Bytes held at the end of the forward of a new model."""
     import torch
 
-    from mindspeed_mem.activation.ledger import LEDGER
-    from mindspeed_mem.activation.meter import ActivationMeter
+    from mindspeed_mem.activation.observe.meter import ActivationMeter
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt
     from tests.swap_runs import one_forward
 
@@ -42,9 +42,9 @@ def in_one_pass(engine: Any, kind: str, backward: bool, fused: bool) -> int:
                     state[name] = None
         held = LEDGER.held.now - before
         if backward:
-            engine.begin_backward(loss)
+            engine.passes.begin_backward(loss)
             loss.mean().backward()
-            engine.end_backward()
+            engine.passes.end_backward()
     return held
 
 
@@ -53,7 +53,7 @@ def figures(kind: str, sdpa: bool, backward: bool, fused: bool) -> dict[str, tup
     import torch
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-    from mindspeed_mem.activation import replay
+    from mindspeed_mem.activation.rerun import second_run
     from tests.swap_runs import SDPA, patched, swap
 
     on_cpu = {
@@ -75,18 +75,18 @@ def figures(kind: str, sdpa: bool, backward: bool, fused: bool) -> dict[str, tup
     with patched(SDPA if sdpa else []), parallel():
         with swap({}, watch_only=True) as engine:
             without = in_one_pass(engine, kind, backward, fused)
-            choices = [one for one in engine.census.choices() if one["layer"] == LAYER]
+            choices = [one for one in engine.observation.census.choices() if one["layer"] == LAYER]
         for one in choices:
             flops: list[int] = []
             if one["op"] in CHANGES_ITS_INPUT:
                 found[one["op"]] = one["frees"], one["flops"], 0, 0
                 continue
-            replay.GUARDS.append(count)
+            second_run.GUARDS.append(count)
             try:
                 with swap(plan(one["op"])) as engine:
                     freed = without - in_one_pass(engine, kind, backward, fused)
             finally:
-                replay.GUARDS.remove(count)
+                second_run.GUARDS.remove(count)
             found[one["op"]] = one["frees"], one["flops"], freed, sum(flops)
     return found
 

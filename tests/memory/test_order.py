@@ -33,11 +33,11 @@ def log_of_one_step(distance: int) -> list[str]:
                     if name in ("self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2", "input_layernorm"):
                         module.register_forward_pre_hook(lambda *_, at=f"{number} {name}": log.append(f"F {at}"))
                         module.register_full_backward_pre_hook(lambda *_, at=f"{number} {name}": log.append(f"B {at}"))
-            engine.begin_schedule(())
+            engine.passes.begin_schedule(())
             loss = one_forward(engine, chunks)
-            engine.begin_backward(loss)
+            engine.passes.begin_backward(loss)
             loss.sum().backward()
-            engine.end_backward()
+            engine.passes.end_backward()
     return log
 
 
@@ -86,7 +86,7 @@ def bytes_back_when_backward_begins(orders: list[str], known: list[str | None]) 
         for order, before in zip(orders, known, strict=True):
             losses, early, backwards, per_micro_batch = {}, [], 0, 0
             start = engine.mover.bytes_in
-            engine.begin_schedule(("a kind of step",), before and passes_of(before))
+            engine.passes.begin_schedule(("a kind of step",), before and passes_of(before))
             for action in order.split():
                 number = int(action[1:])
                 if action[0] == "F":
@@ -95,11 +95,11 @@ def bytes_back_when_backward_begins(orders: list[str], known: list[str | None]) 
                     continue
                 early.append(engine.mover.bytes_in - start - backwards * per_micro_batch)
                 loss = losses.pop(number)
-                engine.begin_backward(loss)
+                engine.passes.begin_backward(loss)
                 loss.sum().backward()
-                engine.end_backward()
+                engine.passes.end_backward()
                 backwards += 1
-            engine.end_schedule(True)
+            engine.passes.end_schedule(True)
             steps.append(early)
     return steps, said
 

@@ -32,7 +32,7 @@ def attribution(kind: str, sdpa: bool) -> tuple[int, list[str]]:
 
     wrong, count = [], 0
     with patched(SDPA if sdpa else []), parallel(), swap({}, watch_only=True) as engine:
-        add = engine.census.add
+        add = engine.observation.census.add
 
         def compare(owner, saver, tensor, storage):
             nonlocal count
@@ -43,7 +43,7 @@ def attribution(kind: str, sdpa: bool) -> tuple[int, list[str]]:
                     wrong.append(f"{tuple(tensor.shape)}: engine {owner[:2]}, allocated by {allocated}")
             add(owner, saver, tensor, storage)
 
-        engine.census.add = compare
+        engine.observation.census.add = compare
         chunks = build_gpt(kind)
         with Allocations():
             train_step(chunks, micro_batches=1)
@@ -117,7 +117,7 @@ def tagged(layers: list[torch.nn.Module], engine) -> None:
     for index, layer in enumerate(layers):
         for cls in regions.tag_layer(layer, index):
             REGISTRY.apply_method(cls, "forward", region_forward, "mindspeed_mem.patches.activation_transformer_block")
-    engine.num_layers = len(layers)
+    engine.in_force.num_layers = len(layers)
 
 
 def views(policy: dict | None, case: str) -> tuple[list[torch.Tensor], int]:

@@ -11,7 +11,7 @@ LAYERS, MICRO_BATCHES = 8, 8
 
 def peaks(kind: str, sizes: dict, plan: dict | None) -> tuple[int, list[dict]]:
     """Peak of the activations that this rank's operators produced, and what one micro-batch keeps."""
-    from mindspeed_mem.activation.ledger import LEDGER
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt, train_step
     from tests.swap_runs import SDPA, owned_peak, patched, swap
 
@@ -20,7 +20,7 @@ def peaks(kind: str, sizes: dict, plan: dict | None) -> tuple[int, list[dict]]:
         for step in range(2):
             LEDGER.reset_peak()
             train_step(chunks, micro_batches=MICRO_BATCHES, micro_batch_size=1, step=step)
-        rows = engine.census.storages() if plan is None else []
+        rows = engine.observation.census.storages() if plan is None else []
         return owned_peak(), [row for row in rows if 0 <= row["layer"] < LAYERS]
 
 
@@ -61,19 +61,19 @@ def test_pp4_peaks_are_level_with_swap_and_a_staircase_without():
 
 def backward_peak(kind: str, plan: dict) -> int:
     """Peak of the ledger in the backward of one micro-batch whose activations have all left."""
-    from mindspeed_mem.activation.ledger import LEDGER
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt
     from tests.swap_runs import SDPA, one_forward, owned_now, owned_peak, patched, swap
 
     with patched(SDPA), parallel(), swap(plan) as engine:
         chunks = build_gpt(kind, layers=LAYERS)
-        engine.begin_schedule(())
+        engine.passes.begin_schedule(())
         loss = one_forward(engine, chunks)
         assert owned_now() == 0
         LEDGER.reset_peak()
-        engine.begin_backward(loss)
+        engine.passes.begin_backward(loss)
         loss.sum().backward()
-        engine.end_backward()
+        engine.passes.end_backward()
         return owned_peak()
 
 

@@ -16,7 +16,7 @@ HIDDEN_STATES = 32 * 1 * 64 * 4  # bytes of what one stage sends to the next
 
 def peaks(layout: dict, caps: list[int | None]) -> list[tuple[int, list[dict]]]:
     """For each cap, the peak of the activations this rank's operators produced, and what one pass of a chunk keeps."""
-    from mindspeed_mem.activation.ledger import LEDGER
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.capped_runs import capped
     from tests.models import build_gpt, train_step
     from tests.swap_runs import owned_peak, swap
@@ -28,7 +28,7 @@ def peaks(layout: dict, caps: list[int | None]) -> list[tuple[int, list[dict]]]:
             for step in range(2):
                 LEDGER.reset_peak()
                 train_step(chunks, micro_batches=MICRO_BATCHES, micro_batch_size=1, step=step)
-            rows = engine.census.storages()
+            rows = engine.observation.census.storages()
             found.append((owned_peak(), [row for row in rows if 0 <= row["layer"] < LAYERS]))
     return found
 

@@ -15,7 +15,7 @@ def profile(engine, training, limit: int | None = None, stage: int = 0) -> tuple
     """Rank profile, passes, results of the steps, and the seconds that the calls took."""
     import time
 
-    from mindspeed_mem.activation.profiler import Profiler, link_profile
+    from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
 
     profiler, results, seconds = Profiler(engine), [], 0.0
     for _ in range(CALLS):
@@ -102,7 +102,7 @@ def test_each_chunk_of_a_pipeline_with_virtual_stages_is_told_apart():
 
 
 def bytes_found(kind: str) -> dict[str, int]:
-    from mindspeed_mem.activation.ledger import LEDGER
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.limited_runs import Training, counted, surviving
 
     with counted() as memory, surviving() as engine, parallel():
@@ -196,7 +196,7 @@ def interrupted() -> tuple[list[bool], list[str], dict[str, bool]]:
     import gc
     import weakref
 
-    from mindspeed_mem.activation.profiler import Profiler, link_profile
+    from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
     from tests.limited_runs import Training, counted, surviving
 
     class Stop(Exception):
@@ -235,9 +235,9 @@ def interrupted() -> tuple[list[bool], list[str], dict[str, bool]]:
         gc.collect()
         training.step()
         clean = {
-            "profiler": ref() is None and engine.profiler is None,
-            "stopwatch": engine.stopwatch is None,
-            "census": engine.census is None,
+            "profiler": ref() is None and engine.observation.profiler is None,
+            "stopwatch": engine.observation.stopwatch is None,
+            "census": engine.observation.census is None,
             "copies": engine.mover.copying is contextlib.nullcontext,
         }
     return done, wrong, clean
@@ -255,7 +255,7 @@ def test_there_is_no_profile_before_all_is_measured():
 
 
 def too_early() -> str:
-    from mindspeed_mem.activation.profiler import Profiler, link_profile
+    from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
     from tests.limited_runs import surviving
 
     with surviving() as engine:

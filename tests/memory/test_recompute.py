@@ -17,7 +17,7 @@ ACTIVATIONS = again([r"mlp\.activation_func"])
 
 
 def steps_and_evaluation(plan: dict) -> tuple[dict, list[str]]:
-    from mindspeed_mem.activation import rng
+    from mindspeed_mem.activation.rerun import rng
     from tests.models import build_gpt, train_step
     from tests.swap_runs import difference, left_over, one_forward, swap
 
@@ -51,7 +51,7 @@ def broken(plan: dict, where: str, call: int) -> tuple[dict, list[str], list[str
     """A step in which what ``where`` names raises in its ``call``-th run in layer 2, then a good one."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    from mindspeed_mem.activation import replay
+    from mindspeed_mem.activation.rerun import module_rerun
     from tests.models import build_gpt, train_step
     from tests.swap_runs import difference, left_over, swap
 
@@ -87,7 +87,7 @@ def broken(plan: dict, where: str, call: int) -> tuple[dict, list[str], list[str
             still = []
             if _get_current_dispatch_mode() is not None:
                 still.append("a dispatch mode")
-            if replay.running():
+            if module_rerun.running():
                 still.append("a second run")
             if (
                 torch._C._autograd._saved_tensors_hooks_is_enabled()
@@ -126,8 +126,8 @@ def test_an_exception_half_way_leaves_nothing_and_the_next_step_is_right(plan, w
 
 def end_of_forward(kind: str, plan: dict) -> tuple[int, int]:
     """Device bytes that a plan frees at the end of forward, and those of the storages that it says."""
-    from mindspeed_mem.activation.ledger import LEDGER
-    from mindspeed_mem.activation.meter import ActivationMeter
+    from mindspeed_mem.activation.observe.meter import ActivationMeter
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt
     from tests.swap_runs import SDPA, one_forward, patched, swap
 
@@ -140,9 +140,9 @@ def end_of_forward(kind: str, plan: dict) -> tuple[int, int]:
 
     with patched(SDPA), parallel():
         with swap({}, watch_only=True) as engine:
-            without, rows = held(engine), engine.census.storages()
+            without, rows = held(engine), engine.observation.census.storages()
         with swap(plan) as engine:
-            now, recomputes = held(engine), engine.plan.recompute
+            now, recomputes = held(engine), engine.in_force.plan.recompute
             dropped = [r for r in rows if r["layer"] >= 0 and recomputes(r["layer"], r["op"])]
             outputs = [r for r in dropped if r["op"] == "mlp_bda" and recomputes(r["layer"], "")]
             return without - now, sum(r["bytes"] for r in dropped) - sum(r["bytes"] for r in outputs)
@@ -228,7 +228,7 @@ def test_each_operator_alone_costs_no_more_than_the_whole_layer():
 
 def held_with_inputs(swap_inputs: bool) -> tuple[int, int, list[dict]]:
     """Held and moved bytes of a forward, and what moved: norms are swapped, what uses one of them is recomputed."""
-    from mindspeed_mem.activation.ledger import LEDGER
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt
     from tests.swap_runs import one_forward, op, swap
 

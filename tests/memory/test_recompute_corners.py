@@ -97,7 +97,7 @@ def held(plan: dict[str, Any], change: str) -> tuple[int, list[int]]:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from mindspeed_mem.activation.ledger import LEDGER
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests import models, swap_runs
     from tests.worlds import parallel
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_mem.activation.residency import Measured, Residency, passes_to_keep
+from mindspeed_mem.activation.stage_balance import Measured, StageBalance, passes_to_keep
 from tests.swap_runs import entry, op
 from tests.worlds import on_ranks, parallel
 
@@ -24,7 +24,7 @@ def course(sizes: dict, plan: dict, steps: list[int] = STEPS, fails: int | None 
     """
     import torch.distributed as dist
 
-    from mindspeed_mem.activation.ledger import LEDGER
+    from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt, train_step
     from tests.swap_runs import SDPA, left_over, patched, swap
 
@@ -53,12 +53,12 @@ def raising(wanted: bool):
     from mindspeed_mem.activation import engine as engines
 
     engine = engines.current()
-    end = engine.end_schedule
-    engine.end_schedule = lambda completed: end(completed and not wanted)
+    end = engine.passes.end_schedule
+    engine.passes.end_schedule = lambda completed: end(completed and not wanted)
     try:
         yield
     finally:
-        engine.end_schedule = end
+        engine.passes.end_schedule = end
 
 
 def same_results(mine: list[dict], other: list[dict]) -> bool:
@@ -139,7 +139,7 @@ def test_no_rank_comes_above_the_highest(rows):
 
 
 def test_a_place_is_left_to_passes_whose_backward_comes_next():
-    residency = Residency()
+    residency = StageBalance()
     residency.passes = 1
     assert not residency.stays(0, at_once=False, others_at_once=True)
     assert residency.stays(0, at_once=True, others_at_once=True)
@@ -149,7 +149,7 @@ def test_a_place_is_left_to_passes_whose_backward_comes_next():
 
 def test_what_is_said_names_the_stages():
     ranks = [Measured(0, 90, 300, 30, 3), Measured(1, 60, 240, 30, 2), Measured(2, 50, 30, 30, 1)]
-    residency = Residency()
+    residency = StageBalance()
     for call in range(3):
         assert residency.begin("steps of one kind") == (call == 2)
         residency.passed(moved=30, away=240, in_flight=2)

@@ -64,6 +64,7 @@ def test_a_deeper_model_built_later_is_moved_as_a_whole(scheduled):
 
 
 def static_of_both() -> list[bool]:
+    from mindspeed_mem.activation.storage import marks
     from tests.models import build_gpt, train_step
     from tests.swap_runs import swap
     from tests.worlds import parallel
@@ -73,7 +74,7 @@ def static_of_both() -> list[bool]:
         for _ in range(2):
             models.append(build_gpt("dense", layers=1))
             train_step(models[-1], micro_batches=1)
-        return [hasattr(p.untyped_storage(), "_mem_static") for chunks in models for p in chunks[0].parameters()]
+        return [marks.is_static(p.untyped_storage()) for chunks in models for p in chunks[0].parameters()]
 
 
 def test_parameters_of_a_later_model_stay_too():

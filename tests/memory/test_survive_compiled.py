@@ -10,7 +10,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation.surviving import SurvivingEngine
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.plan import load_memory_config
@@ -53,7 +52,7 @@ def engine():
     gc.collect()
     with LimitedMemory() as memory:
         backend.attach_ledger(memory)
-        started = engines.start(load_memory_config(None), backend, kind=SurvivingEngine)
+        started = engines.start(load_memory_config(None), backend, survive=True)
         try:
             yield started, memory
         finally:
@@ -71,9 +70,9 @@ def gradient(engine, memory, run, forward_room=None, backward_room=None) -> torc
     torch.manual_seed(3)
     leaf = torch.randn(N, requires_grad=True)
     try:
-        with engine.guarded():
-            engine.begin_forward(0, 0)
-            with engine.holding_all():
+        with engine.survival.guarded():
+            engine.passes.begin_forward(0, 0)
+            with engine.survival.holding_all():
                 x = leaf
                 for _ in range(HELD):
                     x = x.sin()
@@ -85,10 +84,10 @@ def gradient(engine, memory, run, forward_room=None, backward_room=None) -> torc
                 loss = result.square().sum()
                 result.register_hook(lambda _: limit(backward_room))
                 del result
-            engine.end_forward(loss)
-            engine.begin_backward(loss)
+            engine.passes.end_forward(loss)
+            engine.passes.begin_backward(loss)
             loss.backward()
-            engine.end_backward()
+            engine.passes.end_backward()
     finally:
         memory.limit = None
     return leaf.grad
@@ -113,7 +112,7 @@ def test_while_memory_is_not_tight_nothing_is_looked_at(engine, compiled):
         return engine.run_fused(compiled, args, {})
 
     results = [gradient(engine, memory, run) for _ in range(5)]  # by then nobody expects a lack
-    assert engine.guarded_steps == 3 and all(torch.equal(one, results[0]) for one in results)
+    assert engine.survival.guarded_steps == 3 and all(torch.equal(one, results[0]) for one in results)
     with pytest.raises(torch.OutOfMemoryError):
         gradient(engine, memory, run, N)
-    assert engine.guard.lacks == engine.mover.evictions == 0
+    assert engine.survival.guard.lacks == engine.mover.evictions == 0

@@ -59,7 +59,7 @@ def under_limits(kind: str, shares: tuple, plan: dict | None = None, **model) ->
                     if training.peak > share * peak:
                         found.append(f"{share}, step {number}: {training.peak} of {peak} bytes")
                 found += [f"{share}: {left}" for left in nothing_left(engine, memory, before)]
-                if not engine.guard.rescued and not engine.mover.bytes_out and plan is None:
+                if not engine.survival.guard.rescued and not engine.mover.bytes_out and plan is None:
                     found.append(f"{share}: nothing was rescued")
     return found + [message for message in messages if "tried again" in message]
 
@@ -130,7 +130,7 @@ def one_rank_lacks(layout: dict, share: float, micro_batches: int) -> tuple[list
             for number in (1, 2):
                 result = training.step(above=int(share * peak) if dist.get_rank() == 1 else None)
                 found += [f"step {number}: {name}" for name in different(result, expected[number])]
-            return found + nothing_left(engine, memory, before), engine.guard.rescued
+            return found + nothing_left(engine, memory, before), engine.survival.guard.rescued
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def with_nothing_on_the_device(plan: dict | None) -> tuple[list[str], tuple[int,
             training = Training(memory, "dropout", layers=2)
             expected = [training.step() for _ in range(3)]
         with surviving(plan) as engine, parallel():
-            engine.guard = EvictsAll(engine.backend, engine._make_room, engine.no_room)
-            engine.tightness.ends(lacked=True)  # it is on from the first step
+            engine.survival.guard = EvictsAll(engine.backend, engine.survival.make_room, engine.survival.no_room)
+            engine.survival.policy.ends(lacked=True)  # it is on from the first step
             training = Training(memory, "dropout", layers=2)
             found = [name for one in expected for name in different(training.step(above=1 << 40), one)]
             left = engine.mover.slabs.bytes_in_use, engine.mover.bytes_on_host, len(engine.mover.known)
@@ -301,7 +301,7 @@ def recomputed_under_limits() -> tuple[list[int], list]:
                 training.step(int(need * share))
                 dropped.append(engine.mover.dropped.total() - before)
             evictions = engine.mover.evictions
-        return dropped, [evictions, *(key for key, works in engine._tried.items() if not works)]
+        return dropped, [evictions, *(key for key, works in engine.second_runs._tried.items() if not works)]
 
 
 def test_room_made_for_fused_operators_does_not_stop_their_recompute():

@@ -97,7 +97,7 @@ def recomputed(layout: dict, plan: dict) -> tuple[list[int], list[int], list[int
                 runs[number] = counted(layer.self_attention.linear_qkv)
         train_step(chunks, micro_batches=2)
         times = {number: next(count) for number, count in runs.items()}
-        planned = [layer for layer in range(8) if engine.plan.recompute(layer, "") is not None]
+        planned = [layer for layer in range(8) if engine.in_force.plan.recompute(layer, "") is not None]
         return planned, sorted(n for n, of in times.items() if of == 5), sorted(runs)
 
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from mindspeed_mem.activation.meter import ActivationMeter
+from mindspeed_mem.activation.observe.meter import ActivationMeter
 from mindspeed_mem.device import get_backend
 from tests.swap_runs import patched
 from tests.worlds import on_ranks, parallel

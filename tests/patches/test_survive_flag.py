@@ -16,9 +16,10 @@ CODE = """
     parser = mem.add_arguments(argparse.ArgumentParser())
     mem.configure(parser.parse_args(["--device", "cpu", "--survive-oom", "--swap-host-memory-gib", "1"]))
     first = engine.current()
-    found = [type(first).__name__, first.mover.slabs.limit_bytes, ours(), train(2) == plain, REGISTRY.verify_once()]
-    first.tightness.ends(lacked=True)  # as after a first lack of memory
-    found += [train(2) == plain, first.guarded_steps]
+    survives = first.survival is not None
+    found = [survives, first.mover.slabs.limit_bytes, ours(), train(2) == plain, REGISTRY.verify_once()]
+    first.survival.policy.ends(lacked=True)  # as after a first lack of memory
+    found += [train(2) == plain, first.survival.guarded_steps]
     mem.configure({"device": "cpu", "survive_oom": True, "swap_host_memory_gib": 1})
     found.append(engine.current() is first)
     mem.configure({"device": "cpu"})
@@ -29,8 +30,8 @@ CODE = """
 
 def test_it_is_switched_on_and_off():
     out, _ = python(CODE, TRAIN, "--device", "cpu")
-    kind, limit, on, same, lost, same_guarded, guarded, kept, gone, off, same_after = json.loads(out)
-    assert kind == "SurvivingEngine" and limit == 2**30
+    survives, limit, on, same, lost, same_guarded, guarded, kept, gone, off, same_after = json.loads(out)
+    assert survives and limit == 2**30
     assert on == ["survive_gradients", "survive_optimizer", "survive_schedules"] and lost == []
     assert same and same_guarded and same_after
     assert guarded == 2  # one call of the schedule for each step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_mem.activation.surviving import SurvivingEngine
+from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.adaptive.call_meter import CallMeter
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.plan import load_memory_config
@@ -19,7 +19,7 @@ class InPieces(CpuBackend):
 
 def test_retries_of_the_allocator_count_in_the_call_in_which_they_happen():
     backend = InPieces()
-    meter = CallMeter(SurvivingEngine(load_memory_config(None), backend))
+    meter = CallMeter(Engine(load_memory_config(None), backend, survive=True))
     assert meter.measured() is None
     found = []
     for retries in (0, 2, 1):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mem.activation.rank_profile import LinkProfile
+from mindspeed_mem.activation.observe.rank_profile import LinkProfile
 from mindspeed_mem.adaptive import Search, measured, trace
 from mindspeed_mem.adaptive.checks import problems_of
 from mindspeed_mem.adaptive.problem import Group, LayerClass, Pipeline, Problem

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import regions, rng
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.stacks import region_forward
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.patching import REGISTRY
@@ -61,7 +62,7 @@ def gradients(plan):
         for number, layer in enumerate(model):
             for owner in regions.tag_layer(layer, number):
                 REGISTRY.apply_method(owner, "forward", region_forward, PATCHES)
-        engine.num_layers = len(model)
+        engine.in_force.num_layers = len(model)
         engine.resolve()
     try:
         for _ in range(2):

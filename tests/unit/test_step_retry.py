@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_mem.activation.step_retry import BeforeStep, RecordedIterator, forget_frames
+from mindspeed_mem.activation.survive.step_retry import BeforeStep, RecordedIterator, forget_frames
 
 
 class Model(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_mem.activation.tightness import Tightness
+from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.device.ledger import Ledger
 
@@ -31,12 +31,12 @@ def step(tightness, device, share, lacked=False):
 
 
 def test_the_first_steps_are_guarded_and_ample_ones_after_them_are_not(device):
-    tightness = Tightness(device)
+    tightness = GuardPolicy(device)
     assert [step(tightness, device, 0.5) for _ in range(6)] == [True, True, True, False, False, False]
 
 
 def test_tight_steps_are_guarded_until_enough_of_them_went_well(device):
-    tightness = Tightness(device)
+    tightness = GuardPolicy(device)
     found = [step(tightness, device, 0.95) for _ in range(30)]
     assert found[:20] == [True] * 20 and not any(found[20:])
     assert not step(tightness, device, 0.99)  # it could not be known
@@ -44,7 +44,7 @@ def test_tight_steps_are_guarded_until_enough_of_them_went_well(device):
 
 
 def test_after_a_lack_all_are_guarded_for_a_while(device):
-    tightness = Tightness(device)
+    tightness = GuardPolicy(device)
     for _ in range(4):
         step(tightness, device, 0.5)
     assert not step(tightness, device, 0.5, lacked=True)
@@ -53,17 +53,17 @@ def test_after_a_lack_all_are_guarded_for_a_while(device):
 
 
 def test_what_varies_is_guarded_as_long_as_it_is_tight(device):
-    tightness = Tightness(device)
+    tightness = GuardPolicy(device)
     tightness.varies = True
     assert all(step(tightness, device, 0.95) for _ in range(40))
-    roomy = Tightness(device)
+    roomy = GuardPolicy(device)
     roomy.varies = True
     device.reset_peak()
     assert not any([step(roomy, device, 0.5) for _ in range(10)][3:])
 
 
 def test_another_plan_starts_afresh(device):
-    tightness = Tightness(device)
+    tightness = GuardPolicy(device)
     for _ in range(5):
         step(tightness, device, 0.97, lacked=True)
     tightness.forget()
@@ -71,7 +71,7 @@ def test_another_plan_starts_afresh(device):
 
 
 def test_a_plan_made_for_this_memory_is_trusted_sooner(device):
-    tightness = Tightness(device)
+    tightness = GuardPolicy(device)
     tightness.forget(planned=True)
     found = [step(tightness, device, 0.97) for _ in range(8)]
     assert found == [True] * 4 + [False] * 4
@@ -92,7 +92,7 @@ def test_a_retry_of_the_allocator_is_a_lack_whatever_the_bytes_say(device):
     backend = InPieces()
     backend.retries = 3  # before anybody looked
     backend.attach_ledger(device.ledger)
-    tightness = Tightness(backend)
+    tightness = GuardPolicy(backend)
     assert [step(tightness, backend, 0.5) for _ in range(5)] == [True, True, True, False, False]
     backend.retries += 1
     assert not step(tightness, backend, 0.5)
@@ -101,7 +101,7 @@ def test_a_retry_of_the_allocator_is_a_lack_whatever_the_bytes_say(device):
 
 
 def test_without_figures_only_a_lack_tells():
-    tightness = Tightness(CpuBackend())
+    tightness = GuardPolicy(CpuBackend())
     assert not tightness.begins()
     tightness.ends(lacked=True)
     assert tightness.begins()

@@ -1,0 +1,196 @@
+"""Measures a few training calls: what operators keep, read and make, how long they take, and what memory they need.
+
+The first call counts (`Census`), which slows it down, so that its times are thrown away. The next finds how much memory
+is needed beyond activations, which costs time at every operator. The last is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from statistics import median
+from typing import TYPE_CHECKING
+
+from mindspeed_mem.activation.observe.census import Census
+from mindspeed_mem.activation.observe.outside_layers import OutsideBytes
+from mindspeed_mem.activation.observe.rank_profile import (
+    ChunkProfile,
+    LinkProfile,
+    OperatorProfile,
+    OutsideProfile,
+    RankProfile,
+)
+from mindspeed_mem.activation.observe.stopwatch import COPIES, Node, PassTimes, Stopwatch
+from mindspeed_mem.activation.observe.temporaries import Temporaries
+from mindspeed_mem.device.link_speed import measure_link
+from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.engine import Engine
+    from mindspeed_mem.device import Backend
+
+_TIMED = 2  # calls: one that is cut into intervals for their memory as well, and one that is not
+_ALIKE = 1.05  # the first of them counts, too, if it took no more than this times as long
+
+
+def link_profile(backend: Backend) -> LinkProfile:
+    """Measure the link between device and host; all ranks of a host at the same moment, between training calls."""
+    return LinkProfile(**measure_link(backend)._asdict())
+
+
+class Profiler:
+    """Attached to an engine from its making until it is `done`, or until `detach`.
+
+    Whoever trains calls `begin_call` and `end_call` around each training call; the engine tells of passes.
+    """
+
+    def __init__(self, engine: Engine):
+        """``engine`` survives (it has records of all that is saved)."""
+        if engine.observation.profiler is not None:
+            raise RuntimeError("this engine is being profiled already: detach that profiler first")
+        assert engine.survival is not None
+        self._engine, self._backend, self._observation = engine, engine.backend, engine.observation
+        self._mover, self._policy = engine.survival.mover, engine.survival.policy
+        self._census: Census | None = None  # complete
+        self._memory: Temporaries | None = None  # of a complete call
+        self._timed: list[Stopwatch] = []
+        self._outside = OutsideBytes()
+        self._between: list[float] = []
+        self._now: Stopwatch | None = None
+        self._cutting: Temporaries | None = None
+        self._ended: object = None
+        self._observation.profiler = self
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has been measured."""
+        return len(self._timed) == _TIMED
+
+    def detach(self) -> None:
+        """Leave nothing on the engine; what has been measured stays here."""
+        self._stop()
+        if self._observation.profiler is self:
+            self._observation.profiler = None
+
+    # ---- calls and passes
+    def begin_call(self) -> None:
+        """A training call begins: forwards and backwards up to the optimizer."""
+        self._stop()
+        if self._ended is not None:
+            self._between.append(self._backend.seconds_between(self._ended, self._backend.timestamp()))
+        self._ended = None
+        if self.done:
+            return
+        if self._census is None:
+            self._observation.census = Census(self._engine.position.running, self._backend.tensor_type)
+        elif self._memory is None:
+            self._policy.note_peak()
+            gc.collect()  # garbage is not there all the time
+            self._cutting = Temporaries(self._backend)
+        self._now = self._observation.stopwatch = Stopwatch(
+            self._backend, self._engine.in_force.num_layers, self._boundary if self._cutting is not None else None
+        )
+        self._mover.copying = self._now.copying
+
+    def end_call(self, completed: bool) -> None:
+        """It has ended; one that is not ``completed`` (an exception) is forgotten and measured once more."""
+        now, cut = self._now, self._cutting
+        if now is None:
+            return
+        if cut is not None:
+            cut.operator_ends(movable=False)
+        census = self._stop()
+        now.finish()
+        if not completed or not any(one.direction == BACKWARD for one in now.passes):
+            return
+        if self._census is None:
+            self._census = census
+        else:
+            self._memory = self._memory or cut
+            self._timed.append(now)
+        self._ended = self._backend.timestamp()
+
+    def begin_pass(self, direction: str, key: tuple[int | None, int]) -> None:
+        """A forward or backward of micro-batch and chunk ``key`` begins."""
+        if self._now is not None:
+            self._now.begin(direction, key)
+
+    def end_pass(self) -> None:
+        if self._now is not None:
+            if self._now.forward is not None:
+                self._outside.count(self._now, self._engine.in_force.num_layers, keep=self._census is not None)
+            self._now.end()
+
+    def _boundary(self, ran: Node, runs: Node) -> None:
+        if runs == COPIES:
+            self._cutting.copies_begin()
+        elif ran == COPIES:
+            self._cutting.copies_end()
+        else:
+            self._cutting.operator_ends(movable=self._now.in_layers(ran))
+
+    def _stop(self) -> Census | None:
+        """Take everything off the engine that a call needs; returns its census."""
+        if self._cutting is not None:
+            self._policy.note_peak(self._cutting.peak)
+        self._now = self._cutting = self._observation.stopwatch = None
+        self._mover.copying = contextlib.nullcontext
+        return self._observation.stop_census()
+
+    # ---- figures
+    def rank_profile(self, stage: int, link: LinkProfile) -> RankProfile:
+        """What has been measured, for pipeline stage ``stage``. Raises RuntimeError before all of it `is done <done>`.
+
+        Times are medians over micro-batches. Where evaluations ran between two training calls, the shortest time
+        between such calls counts.
+        """
+        if not self.done:
+            raise RuntimeError(
+                f"{_TIMED + 1 - len(self._timed)} more training calls are needed before there is a profile"
+            )
+        passes = self.passes
+        return RankProfile(
+            stage=stage,
+            chunks=tuple(self._chunk(chunk, passes) for chunk in sorted({one.chunk for one in passes})),
+            static_bytes=self._memory.static,
+            temporary_bytes=self._memory.most,
+            step_seconds=min(self._between, default=0.0),
+            link=link,
+        )
+
+    @property
+    def passes(self) -> list[PassTimes]:
+        """The passes whose times count, in order."""
+        first, second = (watch.passes for watch in self._timed)
+        alike = sum(one.total for one in first) <= _ALIKE * sum(one.total for one in second)
+        return [*first, *second] if alike else second
+
+    def _chunk(self, chunk: int, passes: list[PassTimes]) -> ChunkProfile:
+        forwards = [one for one in passes if one.chunk == chunk and one.direction == FORWARD]
+        backwards = [one for one in passes if one.chunk == chunk and one.direction == BACKWARD]
+        nodes = list(dict.fromkeys(node for one in forwards for node in one.operators))
+
+        def outside(where: str, counts: dict[int, int]) -> OutsideProfile:
+            seconds = [median(getattr(one, where) for one in some) for some in (forwards, backwards)]
+            return OutsideProfile(forward_seconds=seconds[0], backward_seconds=seconds[1], bytes=counts.get(chunk, 0))
+
+        return ChunkProfile(
+            layers=tuple(sorted({layer for layer, _ in nodes})),
+            operators=tuple(
+                OperatorProfile(
+                    layer=layer,
+                    op=op,
+                    forward_seconds=_median((layer, op), forwards),
+                    backward_seconds=_median((layer, op), backwards),
+                )
+                for layer, op in nodes
+            ),
+            storages=tuple(self._census.storages(chunk)),
+            dataflow=self._census.dataflow(chunk),
+            before=outside("before", self._outside.before),
+            after=outside("after", self._outside.after),
+        )
+
+
+def _median(node: Node, passes: list[PassTimes]) -> float:
+    return median(one.operators.get(node, 0.0) for one in passes)

@@ -1,0 +1,187 @@
+"""The passes of micro-batches: which one runs, what comes next, and what is decided at their beginnings and ends."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
+from mindspeed_mem.activation.no_effect_log import NoEffectLog
+from mindspeed_mem.activation.observe.observation import Observation
+from mindspeed_mem.activation.order import BACKWARD, FORWARD, Pass
+from mindspeed_mem.activation.plan_in_force import PlanInForce
+from mindspeed_mem.activation.position import Position
+from mindspeed_mem.activation.second_runs import SecondRuns
+from mindspeed_mem.activation.stage_balance import StageBalance
+from mindspeed_mem.activation.storage.auto_distance import AutoDistances
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.activation.storage.micro_batch import MicroBatch
+from mindspeed_mem.activation.storage.mover import Mover
+from mindspeed_mem.activation.storage.pinned import PinnedWatch
+
+logger = logging.getLogger(__name__)
+
+
+class Passes:
+    """Told by a schedule when passes begin and end; without one, each run through the layers is a pass."""
+
+    def __init__(
+        self,
+        position: Position,
+        in_flight: MicroBatchesInFlight,
+        in_force: PlanInForce,
+        mover: Mover,
+        auto: AutoDistances,
+        second_runs: SecondRuns,
+        observation: Observation,
+        no_effect: NoEffectLog,
+    ):
+        self._position, self._in_flight, self._in_force, self._mover = position, in_flight, in_force, mover
+        self._auto, self._second_runs = auto, second_runs
+        self._observation, self._no_effect = observation, no_effect
+        self.pinned, self.balance = PinnedWatch(), StageBalance()
+        self._scheduled = False  # a schedule says when micro-batches begin and end
+        self._stage: int | None = None  # of a pipeline that trains
+        self._at_once: set[tuple[int | None, int]] = set()  # forwards with their backward next
+        self._departed = False
+        self._of_output: dict[int, tuple[tuple[int | None, int], weakref.ref[torch.Tensor]]] = {}
+        self._operators_of: dict[int, int] = {}  # model chunk: how many run in its forward
+
+    def operators_of(self, chunk: int) -> int:
+        """How many operators run forward in a model chunk, as far as one has run."""
+        return self._operators_of.get(chunk, 0)
+
+    def enter_layer(self, layer: int) -> None:
+        """A layer is about to run."""
+        micro_batch = self._position.micro_batch
+        if micro_batch is None or (not self._scheduled and layer <= micro_batch.last_layer):
+            micro_batch = self._new((None, 0))
+        micro_batch.last_layer = layer
+
+    def _new(self, key: tuple[int | None, int]) -> MicroBatch:
+        if not self._scheduled:
+            self._auto.next_call()
+            if self._position.micro_batch is not None:
+                self._position.micro_batch.finish_forward()
+        micro_batch = self._position.micro_batch = MicroBatch(self._mover, key)
+        self._in_flight.add(micro_batch)
+        return micro_batch
+
+    # ---- calls of a schedule
+    def begin_schedule(
+        self,
+        key: tuple,
+        passes: Sequence[Pass] | None = None,
+        stage: int | None = None,
+        gather: Callable[[Any], list] | None = None,
+    ) -> None:
+        """A schedule call begins.
+
+        Args:
+            key: what its order depends on.
+            passes: its order on this rank, where that is known beforehand.
+            stage: this rank's stage of a pipeline that trains; None: there is no pipeline, or nothing is trained.
+            gather: collects an object from all ranks, in a pipeline.
+        """
+        self._abandon()
+        self._auto.next_call()
+        self._scheduled, self._stage = True, stage
+        self._in_flight.order.begin(key, passes)
+        self._at_once = {one[1:] for one, after in pairwise(passes or ()) if after == (BACKWARD, *one[1:])}
+        if stage is not None and self._in_force.pp_aware and self.balance.begin(key) and gather is not None:
+            for line in self.balance.compare(gather):
+                logger.info(line)
+
+    def end_schedule(self, completed: bool) -> None:
+        departed = self._in_flight.order.end(completed)
+        if departed and not self._departed:
+            self._departed = True
+            logger.warning("the schedule left its known order (%s): what runs next is taken from records", departed)
+        if completed and any(self._operators_of.values()):
+            self._second_runs.say_what_never_ran()
+        if completed and self._stage is not None and self._in_force.pp_aware:
+            peak = self._mover.backend.peak()
+            self.balance.end(self._stage, LEDGER.held.highest if peak is None else peak)
+        self._abandon()
+        self._scheduled = False
+
+    def _abandon(self) -> None:
+        self._second_runs.cut_tape(0)
+        self._position.leave()
+        self._of_output.clear()
+
+    # ---- passes
+    def begin_forward(self, micro_batch: int | None, chunk: int) -> None:
+        """The forward of one micro-batch through one model chunk begins on this rank."""
+        key = micro_batch, chunk
+        now = self._new(key)
+        if self._stage is not None and self._in_force.pp_aware:
+            at_once = key in self._at_once
+            now.stays = self.balance.stays(self._in_flight.staying(), at_once, bool(self._at_once))
+        now.ahead = self._backward_after((FORWARD, *key))
+        observed = self._observation
+        observed.counting = observed.census is not None and observed.census.wants(chunk)
+        if observed.profiler is not None:
+            observed.profiler.begin_pass(FORWARD, key)
+
+    def end_forward(self, output: Any) -> None:
+        """It has ended, the loss included; ``output`` is what the schedule will hand to `begin_backward`."""
+        micro_batch, self._position.micro_batch = self._position.micro_batch, None
+        if micro_batch is None:
+            return
+        observed = self._observation
+        if observed.profiler is not None:
+            observed.profiler.end_pass()
+        micro_batch.ahead = None
+        micro_batch.finish_forward()
+        self._operators_of[micro_batch.key[1]] = micro_batch.count
+        first = first_of(output)
+        if isinstance(first, torch.Tensor):
+            self._of_output[id(first)] = micro_batch.key, weakref.ref(first)
+        moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
+        self.pinned.check(moved, output)
+        away = LEDGER.without.now - LEDGER.held.now
+        self.balance.passed(sum(record.nbytes for record in moved), away, len(self._in_flight))
+        if observed.counting and observed.census is not None:
+            observed.census.finish(micro_batch.key[1])
+        if self._in_force.recomputes:
+            self._second_runs.judge(micro_batch)
+        self._no_effect.flush()
+
+    def begin_backward(self, output: Any) -> None:
+        """The backward of the pass that returned ``output`` begins."""
+        first = first_of(output)
+        found = self._of_output.pop(id(first), None)
+        if found is None or found[1]() is not first:
+            return
+        key = found[0]
+        now = self._position.micro_batch = self._in_flight.get(key)
+        ahead = self._backward_after((BACKWARD, *key))
+        if now is not None:
+            if self._observation.profiler is not None:
+                self._observation.profiler.begin_pass(BACKWARD, key)
+            now.ahead = ahead
+            now.begin_backward()
+
+    def end_backward(self) -> None:
+        if self._observation.profiler is not None:
+            self._observation.profiler.end_pass()
+        self._position.micro_batch = None
+
+    def _backward_after(self, now: Pass) -> MicroBatch | None:
+        """The micro-batch whose backward follows this pass, if its forward is complete."""
+        coming = self._in_flight.order.advance(now)
+        if coming is None or coming[0] != BACKWARD:
+            return None
+        micro_batch = self._in_flight.get(coming[1:])
+        return micro_batch if micro_batch is not None and micro_batch.forward_done else None
+
+
+def first_of(output: Any) -> Any:
+    """Of what an operator or a model returns, the first."""
+    return output[0] if isinstance(output, (list, tuple)) else output

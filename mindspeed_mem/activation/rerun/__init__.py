@@ -1,0 +1,1 @@
+"""Operators that run again in backward: how they are recorded, tried out, and run again."""

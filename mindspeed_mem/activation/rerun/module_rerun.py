@@ -1,0 +1,506 @@
+"""Operators that run again in backward instead of keeping what they produced.
+
+A `ModuleRerun` is one run of an operator that is a module or a function: what it took, held by handles that may
+themselves be on the host or be made again. Whoever saves a storage that the operator produced, in it or after it, keeps
+a record without device memory; the first one that backward asks for runs the operator again and fills all that are
+still wanted. The second run stops as soon as the last of them is there (early stop, as in torch.utils.checkpoint's
+non-reentrant form): what backward does not need, such as a last matrix product, is not computed twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from mindspeed_mem.activation.rerun import rng
+from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
+from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
+from mindspeed_mem.activation.rerun.state import Place, nearly_same, put_back, same_bits
+from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.mover import Mover
+from mindspeed_mem.activation.storage.records import (
+    DROPPED,
+    HOST,
+    KEPT,
+    LOADED,
+    Handle,
+    Layout,
+    OverwrittenError,
+    Record,
+    view_of,
+)
+from mindspeed_mem.device import is_host_device
+
+Owner = tuple[int, str, int]
+"""Layer, operator and its number."""
+
+TAKE_OUT = "Take it out of recompute_config"
+_again: list[ModuleRerun] = []  # second runs under way, innermost last
+
+
+def running() -> bool:
+    """Whether an operator is being run again: it must leave counters and statistics alone."""
+    return bool(_again)
+
+
+def enters(path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    """In a second run, operator ``path`` is about to run on these arguments."""
+    _again[-1].enters_again(path, args, kwargs)
+
+
+def once(recording: ModuleRerun | None, make: Callable[[], Any]) -> Any:
+    """What ``make()`` returns; in a second run what it returned in the first one, that of ``recording``.
+
+    For what is another value by then, such as a count over micro-batches, or takes other ranks to find.
+    """
+    if _again:
+        return _again[-1].noted_before()
+    value = make()
+    if recording is not None:
+        recording.noted.append(value)
+    return value
+
+
+class _Enough(BaseException):
+    """All that was wanted is there. No Exception: nobody on the way may swallow it."""
+
+
+class ModuleRerun(Rerun):
+    """One run of an operator. Holds its inputs; what it made is held weakly."""
+
+    __slots__ = (
+        "inputs",
+        "slots",
+        "outputs",
+        "noted",
+        "call",
+        "state",
+        "training",
+        "kept",
+        "_given",
+        "_random",
+        "_autocast",
+        "_places",
+        "_then",
+        "_saved",
+        "_leaves",
+        "_noted_again",
+        "_entered",
+        "_entries",
+        "_entered_again",
+        "_filled",
+        "_remaining",
+    )
+
+    def __init__(
+        self,
+        layer: int,
+        op: str,
+        mover: Mover,
+        call: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        hold: Callable[[torch.Tensor], Handle],
+        state: Any = None,
+        training: Sequence[tuple[torch.nn.Module, bool]] = (),
+        places: Mapping[Place, bool] | None = MappingProxyType({}),
+    ):
+        """``call(*args, **kwargs)`` is about to run.
+
+        Args:
+            hold: keeps an input for the second run.
+            state: an object whose attributes it reads, which may be others by the time of the second run.
+            training: the modules that run, and whether they are in training mode.
+            places: what a second run changes besides, and whether that makes another value of it. None: nobody knows
+                yet whether it repeats itself, see `repeats`.
+        """
+        super().__init__(layer, op, 0, mover)
+        self.call, self.state = call, state
+        attributes = None if state is None else dict(vars(state))
+        self.inputs: list[tuple[Handle, bool, dict[str, Any]]] | None = []
+        self.training = training
+        self._starts_with(places or {})
+        self.kept: set[Record] | None = set() if places is None else None
+        """What it made and backward needs, as long as it may turn out not to repeat itself; None: is not kept."""
+        self._saved: list[tuple[Record, Layout] | None] = []
+        self._leaves: list[tuple[torch.Tensor, int]] = []
+
+        def take(tensor: torch.Tensor) -> tuple[Handle, bool, dict[str, Any]] | None:
+            if type(tensor) is not torch.Tensor:
+                return None
+            if self.kept is not None:
+                self._leaves.append((tensor.detach(), tensor._version))
+            return hold(tensor), tensor.requires_grad, dict(vars(tensor))
+
+        self._given = split((args, kwargs, attributes), take, self.inputs)
+        self._random = rng.capture(handle.alias for handle, *_ in self.inputs)
+        self._autocast = _autocast_now()
+        self.slots: list[tuple[weakref.ref[Record], Layout] | None] = []
+        self.outputs: list[weakref.ref[Record] | None] = []
+        self.noted: list[Any] = []  # see `once`
+        self._noted_again = 0
+        self._remaining = 0
+        self._entered: list[str] = []  # operators inside, in order
+        self._entered_again = 0
+        self._filled: list[weakref.ref[torch.UntypedStorage]] = []
+        self._entries: dict[int, list[tuple[int, weakref.ref[Record]]]] = {}
+
+    # ---- the first run
+    def enters(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """An operator inside is about to run on these arguments.
+
+        A function of autograd saves its input only after it has run: the second run can stop before it, if the input is
+        all that is still wanted.
+        """
+        for position, tensor in enumerate(tensors_in((args, kwargs))):
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+                found = marks.of(tensor.untyped_storage())
+                known: _Entry | None = found.entry
+                if known is None or known.rerun() is not self or known.version != tensor._version:
+                    found.entry = _Entry(weakref.ref(self), len(self._entered), position, tensor._version)
+        self._entered.append(path)
+
+    def made(self, storage: torch.UntypedStorage, owner: Owner) -> bool:
+        return owner[2] >= self.number
+
+    def saves(self, record: Record | None, tensor: torch.Tensor) -> None:
+        """The operator saves one more tensor, of the storage of ``record``."""
+        mine = record is not None and (record.way_back is self if self.kept is None else record in self.kept)
+        layout = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()) if mine else None
+        if self.kept is not None:
+            self._saved.append((record, layout) if mine else None)
+        if not mine or record.handles:
+            self.slots.append(None)
+        else:  # the first of a storage that it made
+            self.slots.append((weakref.ref(record), layout))
+            entry: _Entry | None = marks.of(tensor.untyped_storage()).entry
+            if entry is not None and entry.rerun() is self and entry.version == tensor._version:
+                self._entries.setdefault(entry.number, []).append((entry.position, self.slots[-1][0]))
+
+    def ends(self) -> None:
+        """The operator has run to its end."""
+        if rng.same(self._random, rng.capture_as(self._random)):
+            self._random = None  # it drew nothing
+
+    def returns(self, result: Any, owner_of: Callable[[torch.Tensor], Owner]) -> None:
+        """Whoever saves what the operator returns keeps a record that this makes again."""
+        for index, leaf in enumerate(tensors_in(result)):
+            self.outputs.append(None)
+            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+                storage = leaf.untyped_storage()
+                node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
+                made_here = node is None or self.made(storage, owner_of(leaf))
+                if made_here and not _known(storage, leaf):
+                    marks.of(storage).made_by = MadeBy(self, index, leaf)
+
+    def makes(self, slot: int, record: Record) -> None:
+        self.outputs[slot] = weakref.ref(record)
+
+    def stays(self, slot: int) -> None:
+        """No input is held for one output alone."""
+
+    def can_run(self) -> bool:
+        return self.inputs is not None
+
+    def records(self) -> list[Record]:
+        refs = [slot[0] for slot in self.slots if slot is not None] + [ref for ref in self.outputs if ref is not None]
+        return [record for ref in refs if (record := ref()) is not None and record.state == DROPPED]
+
+    def held(self) -> list[Handle]:
+        return [handle for handle, *_ in self.inputs or ()]
+
+    # ---- the second run
+    def remake(self) -> None:
+        """Run the operator again and fill every record that is still wanted.
+
+        Raises RuntimeError if it does not compute the same as before, as a change in place of its input.
+        """
+        self._remaining = len(self.records())
+        if not self._remaining:
+            return
+        try:
+            tensors = [_leaf(handle.bring_back().detach(), *as_it_was) for handle, *as_it_was in self.inputs]
+        except OverwrittenError as error:
+            hint = f"{self} is recomputed from it. {TAKE_OUT}, or recompute what produces its input, too"
+            raise OverwrittenError(f"{error}; {hint}") from error
+        index = 0
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal index
+            slot = self.slots[index] if index < len(self.slots) else self._differs(tensor, None)
+            index += 1
+            record = slot[0]() if slot is not None else None
+            if record is not None and record.state == DROPPED:
+                found = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                if found != slot[1] or tensor.untyped_storage().nbytes() != record.nbytes:
+                    self._differs(tensor, slot[1])
+                self._fill(record, tensor)
+                if not self._remaining:
+                    raise _Enough
+
+        self._entered_again, self._filled = 0, []
+        try:
+            with self._as_then(tensors, pack) as run, contextlib.suppress(_Enough):
+                for ref, tensor in zip(self.outputs, tensors_in(run()), strict=False):
+                    if ref is not None and (record := ref()) is not None and record.state == DROPPED:
+                        self._fill(record, tensor)
+        finally:
+            self._filled.clear()
+        if self._remaining:
+            self._differs(None, None)
+        self.inputs, self._then = None, []
+
+    @contextlib.contextmanager
+    def _as_then(self, leaves: list[torch.Tensor], pack: Callable[[torch.Tensor], None]) -> Iterator[Callable[[], Any]]:
+        """What runs the operator from ``leaves`` as it ran before, and disturbs nothing."""
+        args, kwargs, attributes = join(self._given, leaves)
+
+        def unpack(_: None) -> torch.Tensor:
+            raise RuntimeError(f"{self} computes gradients within its forward, so it cannot be recomputed")
+
+        def run() -> Any:
+            self.mover.begin_again(leaves)
+            try:
+                with saved_tensors_hooks(pack, unpack):
+                    return self.call(*args, **kwargs)
+            finally:
+                self.mover.end_again()
+
+        with ExitStack() as stack:
+            _again.append(self)
+            stack.callback(_again.pop)
+            self._noted_again = 0
+            stack.callback(_empty, leaves)
+            if self._places:
+                stack.enter_context(put_back(self._places))
+            if self._then:
+                for place, then in self._then:
+                    place.write(then)
+                stack.enter_context(put_back(self._places))  # those of then may lie in other objects
+            for guard in GUARDS:
+                stack.enter_context(guard())
+            for reader in READERS:
+                stack.enter_context(reader(list(modules_of(self.call)), list(tensors_in((args, kwargs)))))
+            if self._random is not None:
+                stack.enter_context(rng.as_of(self._random))
+            stack.enter_context(torch.enable_grad())
+            for then, now in zip(self._autocast, _autocast_now(), strict=True):
+                if then != now:
+                    stack.enter_context(torch.autocast(**then))
+            for module, training in self.training:
+                if module.training != training:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = training
+            if self.state is not None:
+                stack.enter_context(_with_attributes(self.state, attributes))
+            yield run
+
+    # ---- once: whether it repeats itself
+    def input_changed(self) -> bool:
+        """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
+        return any(leaf._version != version for leaf, version in self._leaves)
+
+    def repeats(self, result: Any, places: Sequence[Place]) -> tuple[str, dict[Place, bool]]:
+        """Run it again at once, and compare what it returns (None: that is not made again) and what backward needs.
+
+        Returns why it does not repeat itself (empty if it does), and those of ``places`` that the second run changed,
+        and whether to another value: they are as before.
+        """
+        changed: dict[Place, bool] = {}
+        index, nearly, otherwise = 0, False, False
+
+        def compare(one: torch.Tensor | None, other: torch.Tensor | None) -> None:
+            """To the end, whatever is found: other ranks may wait for collectives."""
+            nonlocal nearly, otherwise
+            if otherwise or (one is not None and other is not None and _same(one, other)):
+                return
+            nearly = True  # kernels that add up in any order differ by that much without recompute, too
+            exact = one is None or is_host_device(one.device) or torch.are_deterministic_algorithms_enabled()
+            otherwise = exact or other is None or not nearly_same(one, other)
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal index
+            if index >= len(self._saved):
+                compare(None, tensor)
+                return
+            saved = self._saved[index]
+            index += 1
+            if saved is not None and saved[0].live_handles():  # somebody still needs it
+                compare(_content(*saved, tensor), tensor)
+            if index == len(self._saved) and result is None:
+                raise _Enough
+
+        why_not = ""
+        now = rng.capture(leaf for leaf, _ in self._leaves)
+        given = zip(self._leaves, self.inputs, strict=True)
+        leaves = [_leaf(leaf, *as_it_was) for (leaf, _), (_, *as_it_was) in given]
+        self._leaves = []
+        try:
+            with put_back(places, changed), self._as_then(leaves, pack) as run, contextlib.suppress(_Enough):
+                again, before = list(tensors_in(run())), list(tensors_in(result))
+                otherwise = otherwise or index != len(self._saved)
+                for one, other in zip_longest(before, again) if result is not None else ():
+                    compare(one, other)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            why_not = f"run again, it raises {type(error).__name__}: {error}"
+        finally:
+            rng.restore(now)
+        if not why_not and (otherwise or (nearly and any(changed.values()))):
+            names = ", ".join(dict.fromkeys(place.name for place, differs in changed.items() if differs))
+            why_not = "run again, it gives other values" + (f" (each run changes {names})" if names else "")
+        return why_not, changed
+
+    def _starts_with(self, places: Mapping[Place, bool]) -> None:
+        """What counts its runs may do something else after many: a second run finds what the first one found."""
+        self._places = list(places)
+        self._then = [(place, place.read()) for place, differs in places.items() if differs]
+
+    def settle(self, why_not: str, places: Mapping[Place, bool]) -> None:
+        """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""
+        kept, self.kept, self._saved, self._leaves = self.kept, None, [], []
+        self.why_not = why_not
+        if why_not:
+            self.inputs = None
+            return
+        self._starts_with(places)
+        for record in kept:
+            if record.state == KEPT and record.live_handles():
+                record.distance = 0
+                self.take_if_kept(record)
+
+    def enters_again(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """In the second run, what an operator takes is there before it runs."""
+        if self.kept is not None:
+            return
+        number, self._entered_again = self._entered_again, self._entered_again + 1
+        wanted = self._entries.get(number)
+        if wanted is None or self._entered[number] != path:
+            return
+        tensors = list(tensors_in((args, kwargs)))
+        for position, ref in wanted:
+            if (record := ref()) is not None and record.state == DROPPED:
+                if tensors[position].untyped_storage().nbytes() != record.nbytes:
+                    self._differs(tensors[position], None)
+                self._fill(record, tensors[position])
+        if not self._remaining:
+            raise _Enough
+
+    def noted_before(self) -> Any:
+        """In the second run, the next of what the first one noted."""
+        self._noted_again += 1
+        return self.noted[self._noted_again - 1]
+
+    def _fill(self, record: Record, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if any(storage is other() for other in self._filled):
+            self._differs(tensor, None)  # there were two before
+        self._filled.append(weakref.ref(storage))  # weakly: it may have to leave before the run ends
+        self.fill(record, tensor)
+        self._remaining -= 1
+
+    def _differs(self, found: torch.Tensor | None, layout: tuple | None) -> None:
+        what = "saved less" if found is None else f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
+        wanted = "" if layout is None else f" instead of shape {tuple(layout[1])} and {layout[0]}"
+        raise RuntimeError(
+            f"{self} {what}{wanted} when it was recomputed: it must compute the same each time. {TAKE_OUT}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.op or 'the whole'} of layer {self.layer}" if self.op else f"layer {self.layer}"
+
+
+def modules_of(call: Callable) -> Iterator[torch.nn.Module]:
+    """Those that a method, or one with its first arguments bound, belongs to."""
+    for one in (getattr(call, "__self__", None), *getattr(call, "args", ())):
+        if isinstance(one, torch.nn.Module):
+            yield one
+        elif isinstance(one, functools.partial):
+            yield from modules_of(one)
+
+
+def _leaf(tensor: torch.Tensor, wants_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
+    """``tensor`` as an input of a second run, with what a program had set on that of the first."""
+    vars(tensor).update(attributes)
+    return tensor.requires_grad_(wants_grad)
+
+
+def _empty(leaves: list[torch.Tensor]) -> None:
+    """Whoever keeps something of the second run keeps its graph, and that its leaves: leave them no memory."""
+    for leaf in leaves:
+        leaf.data = leaf.new_empty(0)
+
+
+class _Entry(NamedTuple):
+    """Among a storage's marks: the first operator inside ``rerun`` that took it, and as which argument."""
+
+    rerun: weakref.ref[ModuleRerun]
+    number: int
+    position: int
+    version: int
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.layout is not torch.strided:
+        return type(one) is type(other)
+    return same_bits(one, other)
+
+
+def _content(record: Record, layout: tuple, like: torch.Tensor) -> torch.Tensor | None:
+    """What ``record`` has, laid out as it was saved; None if ``like`` lies otherwise."""
+    storage = record.storage()
+    if storage is None or record.state in (HOST, LOADED):  # it had to leave
+        record.way_back.bring_back(record)
+        storage = record.buffer.untyped_storage()
+    found = like.dtype, like.size(), like.stride(), like.storage_offset()
+    if found != layout or like.untyped_storage().nbytes() != storage.nbytes():
+        return None
+    return view_of(storage, *layout)
+
+
+def _known(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
+    """Whether the engine has seen the storage with what ``tensor`` holds now: some are written again and again."""
+    found = marks.known(storage)
+    if found is None:
+        return False
+    record: Record | None = found.record() if found.record is not None else None
+    return found.static or found.stays or (record is not None and record.holds(tensor))
+
+
+@contextlib.contextmanager
+def _with_attributes(state: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    now = dict(vars(state))
+    vars(state).clear()
+    vars(state).update(attributes)
+    try:
+        yield
+    finally:
+        vars(state).clear()
+        vars(state).update(now)
+
+
+def _autocast_now() -> list[dict[str, Any]]:
+    return [
+        {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for kind in _autocast_kinds()
+    ]
+
+
+@functools.cache
+def _autocast_kinds() -> tuple[str, ...]:
+    return tuple({"cpu": None, torch._C._get_accelerator().type: None})

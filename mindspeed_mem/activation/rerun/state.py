@@ -1,0 +1,311 @@
+"""What an operator changes besides its result: found after its first run, and put back whenever it runs again.
+
+Its modules' attributes and buffers, generators, and what the Python functions that ran name: globals, closures, and
+whatever these contain, a few levels deep. Tensors count if anybody has written to them in place since they were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import is_
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_mem.activation.rerun.arguments import attributes_of
+from mindspeed_mem.activation.storage import marks
+
+_DEPTH, _MANY = 3, 256  # how deep in containers and objects; larger containers are taken as they are
+_FOREIGN = {"torch", "torch_npu", "numpy", "mindspeed_mem", *sys.stdlib_module_names}
+_OF_A_MODULE = set(vars(torch.nn.Module())) - {"training", "_buffers"}
+_CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOT_LOOKED_INTO = (*_PLAIN, type, torch.Tensor, torch.nn.Module, torch.autograd.function.FunctionCtx)
+
+
+class Place(NamedTuple):
+    """Something that may change: how to read it, to write it, and to say whether two readings are the same.
+
+    What lies in others is looked up in them each time: a program may put a new list, tensor or number there.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    same: Callable[[Any, Any], bool]
+
+
+class Called:
+    """Notes which Python functions run while it is entered; not under a profiler, which it would replace."""
+
+    def __init__(self) -> None:
+        self._foreign: dict[CodeType, bool] = {}
+        self.found: dict[tuple[int, ...], tuple[CodeType, dict[str, Any], list[Any]]] = {}
+        """Code, globals, and what its closure held or its first argument, which may be ``self``."""
+
+    def __enter__(self) -> Called:
+        self._mine = sys.getprofile() is None
+        if self._mine:
+            sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._mine:
+            sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        foreign = self._foreign.get(code)
+        if foreign is None:
+            foreign = self._foreign[code] = _foreign(frame.f_globals.get("__name__"))
+        if not foreign:
+            there = frame.f_locals
+            names = (*code.co_freevars, *code.co_varnames[: min(1, code.co_argcount)])
+            held = [there[name] for name in names if name in there]
+            held = [value for value in held if not issubclass(type(value), _NOT_LOOKED_INTO)]
+            self.found[(id(code), *map(id, held))] = code, frame.f_globals, held
+
+
+def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Place]:
+    """What may change when these modules run: theirs, what ``state`` has, and what the functions name that ran."""
+    found: list[Place] = [_PYTHON, *_numpy()]
+    seen: set[int] = set()
+    for root in modules:
+        for path, module in root.named_modules():
+            _attributes(weakref.ref(module), path or type(root).__name__, found, seen, 0)
+    if state is not None:
+        _visit(_reference(state), type(state).__name__, found, seen, 0)
+    for code, names, held in called.found.values():
+        known = {name: names[name] for name in code.co_names if name in names}
+        plain = [name for name, value in known.items() if isinstance(value, _PLAIN)]
+        if plain:
+            found.append(_globals(names, plain))
+        for name in known:
+            _visit(partial(_item, lambda names=names: names, name), f"{names.get('__name__')}.{name}", found, seen, 0)
+        for value in held:
+            _visit(_reference(value), f"what {code.co_name} works on", found, seen, 0)
+    return found
+
+
+@contextlib.contextmanager
+def put_back(places: Sequence[Place], changed: dict[Place, bool] | None = None) -> Iterator[None]:
+    """Afterwards these are as before. ``changed`` gets those that were not, and whether that is more than other
+    objects of the same value."""
+    before = [place.read() for place in places]
+    try:
+        yield
+    finally:
+        for place, earlier in zip(places, before, strict=True):
+            if not place.same(now := place.read(), earlier):
+                place.write(earlier)
+                if changed is not None:
+                    changed[place] = _differs(now, earlier)
+
+
+def _differs(now: Any, earlier: Any) -> bool:
+    if type(now) is not type(earlier) or not isinstance(now, (dict, list)):
+        return True
+    if len(now) != len(earlier) or (isinstance(now, dict) and now.keys() != earlier.keys()):
+        return True
+    pairs = [(now[key], earlier[key]) for key in now] if isinstance(now, dict) else zip(now, earlier, strict=True)
+    return any(
+        not same_bits(one, other) if isinstance(other, torch.Tensor) else isinstance(other, _PLAIN)
+        for one, other in pairs
+        if not _is(one, other) and (type(one) is type(other) or isinstance(one, _PLAIN))
+    )
+
+
+def _visit(get: Callable[[], Any], name: str, found: list[Place], seen: set[int], depth: int) -> None:
+    value = get()
+    kind = type(value)
+    if isinstance(value, (*_PLAIN, torch.nn.Module, type)) or id(value) in seen or depth > _DEPTH:
+        return
+    if isinstance(value, torch.Tensor):
+        plain = kind is torch.Tensor and value.layout is torch.strided and not value.requires_grad
+        plain = plain and not value.is_inference()
+        if plain and value._version and not marks.is_managed(value.untyped_storage()):
+            seen.add(id(value))
+            found.append(_place(name, get, lambda tensor: tensor.detach().clone(), _copy, same_bits))
+    elif isinstance(value, torch.Generator):
+        seen.add(id(value))
+        found.append(_place(name, get, kind.get_state, kind.set_state, torch.equal))
+    elif isinstance(value, random.Random):
+        seen.add(id(value))
+        found.append(_place(name, get, kind.getstate, kind.setstate, _equal))
+    elif kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        seen.add(id(value))
+        found.append(_place(name, get, lambda it: it.bit_generator.state, _set_bits, _equal))
+    elif (
+        (kind.__module__, kind.__name__) == ("numpy", "ndarray")
+        and value.nbytes <= _AT_ONCE
+        and not value.dtype.hasobject
+    ):
+        seen.add(id(value))
+        found.append(_place(name, get, kind.copy, lambda array, earlier: array.__setitem__(..., earlier), _equal))
+    elif kind in _CONTAINERS:
+        seen.add(id(value))
+        found.append(_container(get, name))
+        if len(value) <= _MANY:
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                inner = _reference(item) if kind is set else partial(_item, get, key)
+                _visit(inner, f"{name}[{key!r}]", found, seen, depth + 1)
+    elif isinstance(value, tuple):
+        for index in range(len(value)):
+            _visit(partial(_item, get, index), f"{name}[{index}]", found, seen, depth + 1)
+    elif not _foreign(kind.__module__) and not hasattr(kind, "set_states"):  # Megatron's random states: see rng.py
+        _attributes(get, name, found, seen, depth)
+
+
+def _attributes(get: Callable[[], Any], name: str, found: list[Place], seen: set[int], depth: int) -> None:
+    owner, attributes = get(), partial(_vars, get)
+    if id(owner) in seen or not (known := attributes()):
+        return
+    seen.add(id(owner))
+    found.append(_container(attributes, name))
+    for key in list(known):
+        if not isinstance(owner, torch.nn.Module) or key not in _OF_A_MODULE:
+            inner = partial(_item, attributes, key)
+            _visit(inner, name if key == "_buffers" else f"{name}.{key}", found, seen, depth + 1)
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Weakly where that can be: what is known of an operator must not keep the model alive."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _item(get: Callable[[], Any], key: Any) -> Any:
+    try:
+        return get()[key]
+    except (LookupError, TypeError):  # it is no longer there
+        return None
+
+
+def _vars(get: Callable[[], Any]) -> dict[str, Any] | None:
+    return attributes_of(get())
+
+
+def _place(name: str, get: Callable[[], Any], read: Callable, write: Callable, same: Callable) -> Place:
+    """What ``get()`` returns, as long as it is of the same type: what only one run had made is not missed."""
+    kind = type(get())
+
+    def now() -> Any:
+        value = get()
+        return read(value) if type(value) is kind else None
+
+    def put(earlier: Any) -> None:
+        value = get()
+        if type(value) is kind and earlier is not None:
+            write(value, earlier)
+
+    return Place(name, now, put, lambda one, other: one is None or other is None or same(one, other))
+
+
+def _container(get: Callable[[], Any], name: str) -> Place:
+    kind = next(kind for kind in (dict, set, list) if kind is list or isinstance(get(), kind))
+
+    def write(value: Any, earlier: Any) -> None:
+        value.clear()
+        (value.extend if kind is list else value.update)(earlier)
+
+    def same(now: Any, earlier: Any) -> bool:
+        if kind is set:
+            return now == earlier
+        if len(now) != len(earlier):
+            return False
+        if all(map(is_, now, earlier)) and (kind is list or all(map(is_, now.values(), earlier.values()))):
+            return True  # mostly, and much faster
+        if kind is dict:
+            return all(key in now and _is(now[key], item) for key, item in earlier.items())
+        return all(map(_is, now, earlier))
+
+    return _place(name, get, kind, write, same)
+
+
+def _globals(names: dict[str, Any], keys: list[str]) -> Place:
+    def same(now: dict, earlier: dict) -> bool:
+        return all(_is(now[key], earlier[key]) for key in keys)
+
+    return Place(
+        f"{names.get('__name__')}.{keys[0]}", lambda: {key: names.get(key) for key in keys}, names.update, same
+    )
+
+
+def _copy(tensor: torch.Tensor, earlier: torch.Tensor) -> None:
+    if tensor.shape == earlier.shape:
+        with torch.no_grad():
+            tensor.copy_(earlier)
+
+
+def _set_bits(generator: Any, earlier: Any) -> None:
+    generator.bit_generator.state = earlier
+
+
+def _numpy() -> list[Place]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return []
+    return [Place("numpy's random", numpy.random.get_state, numpy.random.set_state, _equal)]
+
+
+def _foreign(name: str | None) -> bool:
+    return (name or "builtins").partition(".")[0] in _FOREIGN
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
+_PYTHON = Place("Python's random", random.getstate, random.setstate, _equal)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_MOST = 1 / 32  # coarse types: more is no rounding
+_AT_ONCE = 1 << 22  # elements: comparing takes memory, too
+
+
+def nearly_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they differ by no more than sums do whose order is left to chance."""
+    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
+        return same_bits(one, other)
+    if one.numel() > _AT_ONCE:
+        return all(nearly_same(*parts) for parts in _halves(one, other))
+    if same_bits(one, other) or not one.numel():
+        return True
+    eps = torch.finfo(one.dtype).eps
+    least = max(eps, min(64 * eps, _AT_MOST))
+    one, other = one.detach().float(), other.detach().float()
+    return bool((one - other).abs().max() <= least * one.abs().max())
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one layout hold the same, not-a-numbers included; takes little memory besides."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    if one.numel() > _AT_ONCE:
+        return all(same_bits(*parts) for parts in _halves(one, other))
+    kind = _INTEGERS[one.element_size()]
+    return torch.equal(one.detach().view(kind), other.detach().view(kind))
+
+
+def _halves(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    dim = max(range(one.dim()), key=one.size)
+    half = one.size(dim) // 2
+    parts = (0, half), (half, one.size(dim) - half)
+    return [(one.narrow(dim, *part), other.narrow(dim, *part)) for part in parts]

@@ -1,0 +1,264 @@
+"""Inline code that runs again in backward: the operations it is made of, recorded below autograd.
+
+Code between two markers is no function that could be called once more. While it runs, every operation is noted with the
+storages it reads and writes. What backward needs is made again by those operations alone on which it depends, without
+autograd; each random one under the random state it found. Where something writes memory unseen (a kernel that is no
+torch operation), the result is found to differ when the tape is tried out, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed_mem.activation.rerun import rng
+from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
+from mindspeed_mem.activation.rerun.second_run import READERS, Rerun
+from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.mover import Mover
+from mindspeed_mem.activation.storage.records import DROPPED, Handle, Record, view_of
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+MANAGED = "its input is memory that Megatron empties or writes over itself"
+_COLLECTIVES = {"c10d", "_c10d_functional"}
+
+
+class _Ref(NamedTuple):
+    """A tensor: which storage, and how it lies in it."""
+
+    key: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Step(NamedTuple):
+    function: Callable
+    given: Any
+    refs: list[_Ref]
+    reads: set[int]
+    writes: set[int]
+    results: list[int | None]
+    random: Any
+
+
+class Tape(Rerun, TorchDispatchMode):
+    """One run of an inline operator: a mode while it runs, afterwards what can make its storages again."""
+
+    def __init__(self, layer: int, op: str, number: int, mover: Mover):
+        TorchDispatchMode.__init__(self)
+        Rerun.__init__(self, layer, op, number, mover)
+        self.inputs: dict[int, Handle] | None = None
+        self.paused = False  # what runs now is the engine's own: it keeps, copies and looks at tensors
+        self._device_type = mover.backend.tensor_type
+        self._steps: list[_Step] = []
+        self._arguments: dict[int, torch.Tensor] = {}
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._blank: set[int] = set()
+        self._keys = 0
+        self._wanted: set[int] = set()  # what it may have to make again
+        self._records: dict[int, weakref.ref[Record]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled: the tape sees nothing of them, and keeps what they return as an input."""
+        return True
+
+    # ---- the first run
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        random = rng.capture(tensors_in((args, kwargs))) if _RANDOM in func.tags else None
+        result = func(*args, **kwargs)
+        if not self.why_not:
+            self._note(func, args, kwargs, result, random)
+        return result
+
+    def _note(self, func: Callable, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
+        if func.namespace in _COLLECTIVES:
+            self.why_not = "it contains a collective"
+            return
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self.why_not = "it draws from a torch.Generator of its own"
+            return
+        refs: list[_Ref] = []
+        given = split((args, kwargs), self._ref, refs)
+        old = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs)) if _plain(tensor)}
+        outputs = list(tensors_in(result))
+        if not all(map(_plain, outputs)):
+            self.why_not = "it works on tensors that are not plain strided memory"
+            return
+        writes = set()
+        for tensor in _written(func, args, kwargs):
+            if not self.made(tensor.untyped_storage()):
+                self.why_not = "it changes its input in place"
+                return
+            writes.add(self._key(tensor.untyped_storage()))
+        blank = func.__name__.startswith(("empty", "new_empty"))
+        results = []
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if id(storage) in old:
+                results.append(None)
+                continue
+            results.append(key := self._key(storage))
+            if key not in self._made:
+                self._made[key] = weakref.ref(storage)
+                writes.add(key)
+        if writes:  # what only makes views needs no second run
+            self._blank = self._blank | writes if blank else self._blank - writes
+            self._steps.append(_Step(func, given, refs, {ref.key for ref in refs}, writes, results, random))
+
+    def _ref(self, tensor: torch.Tensor) -> _Ref | None:
+        """How to name this argument; None for what is kept as it is: parameters, host scalars."""
+        if type(tensor) is not torch.Tensor or tensor.device.type != self._device_type or not _plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        found = marks.of(storage)
+        if found.static:
+            return None
+        if found.managed:
+            self.why_not = MANAGED
+        known = self._keys
+        key = self._key(storage)
+        if key > known:
+            self._arguments[key] = tensor  # as it is: its node tells who made it
+        return _Ref(key, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _key(self, storage: torch.UntypedStorage) -> int:
+        found = marks.of(storage)
+        mine = found.tape
+        if mine is None or mine[0]() is not self:
+            self._keys += 1
+            mine = found.tape = weakref.ref(self), self._keys
+        return mine[1]
+
+    def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int] | None = None) -> bool:
+        found = marks.known(storage)
+        mine = None if found is None else found.tape
+        return mine is not None and mine[0]() is self and mine[1] in self._made
+
+    def finish(self, hold: Callable[[torch.Tensor], Handle], try_out: bool) -> list[tuple[torch.UntypedStorage, int]]:
+        """The code has run to its end. Returns the storages alive that can be made again, with their keys.
+
+        ``hold`` keeps an input for the second run. ``try_out``: see first whether a second run gives the same bits;
+        `why_not` says it if not.
+        """
+        alive = [(s, key) for key, ref in self._made.items() if (s := ref()) is not None]
+        alive = [(storage, key) for storage, key in alive if key not in self._blank]
+        arguments, self._arguments = self._arguments, {}
+        if try_out and alive and not self.why_not:
+            self._try_out(alive, arguments)
+        if self.why_not:
+            return []
+        self._wanted = {key for _, key in alive}
+        needed = self._slice(self._wanted)[1]
+        self.inputs = {key: hold(tensor) for key, tensor in arguments.items() if key in needed}
+        return alive
+
+    def _try_out(self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor]) -> None:
+        there = {key: tensor.untyped_storage() for key, tensor in arguments.items()}
+        made = self._run({key for _, key in alive}, there)
+        for storage, key in alive:
+            if made[key].nbytes() != storage.nbytes() or not torch.equal(_whole(made[key]), _whole(storage)):
+                self.why_not = "run again, it gives other values (a kernel that is no torch operation takes part)"
+
+    def _slice(self, wanted: set[int]) -> tuple[list[_Step], set[int]]:
+        """The steps on which the storages ``wanted`` depend, in order, and all storages these touch."""
+        needed, steps = set(wanted), []
+        for step in reversed(self._steps):
+            if step.writes & needed:
+                needed |= step.reads | step.writes
+                steps.append(step)
+        return steps[::-1], needed
+
+    def stays(self, slot: int) -> None:
+        """Inputs that only it needs are no longer held."""
+        self._wanted.discard(slot)
+        needed = self._slice(self._wanted)[1]
+        self.inputs = {key: handle for key, handle in (self.inputs or {}).items() if key in needed}
+
+    def makes(self, slot: int, record: Record) -> None:
+        self._records[slot] = weakref.ref(record)
+
+    def can_run(self) -> bool:
+        return self.inputs is not None
+
+    def records(self) -> list[Record]:
+        return [r for ref in self._records.values() if (r := ref()) is not None and r.state == DROPPED]
+
+    def held(self) -> list[Handle]:
+        return list(self.inputs.values()) if self.inputs is not None else []
+
+    # ---- the second run
+    def remake(self) -> None:
+        """Fill every record that is still wanted. Raises RuntimeError if an input was changed in place meanwhile."""
+        records = {key: r for key, ref in self._records.items() if (r := ref()) is not None and r.state == DROPPED}
+        if records:
+            steps, needed = self._slice(set(records))
+            weights = list(tensors_in([step.given for step in steps]))
+            held = {key: h.bring_back() for key, h in self.inputs.items() if key in needed}
+            with ExitStack() as stack:
+                for reader in READERS:
+                    stack.enter_context(reader([], [*weights, *held.values()]))
+                there = {key: tensor.untyped_storage() for key, tensor in held.items()}
+                del held, weights
+                made = self._run(set(records), there)
+            for key, record in records.items():
+                self.fill(record, _whole(made[key]))
+            self.inputs, self._steps = None, []
+
+    def _run(self, wanted: set[int], there: dict[int, torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
+        """Run the steps on which ``wanted`` depends; ``there`` has their inputs and gets what they make."""
+        steps, _ = self._slice(wanted)
+        last = {key: index for index, step in enumerate(steps) for key in step.reads | step.writes}
+        with torch.no_grad():
+            for index, step in enumerate(steps):
+                args, kwargs = join(step.given, [view_of(there[ref.key], *ref[1:]) for ref in step.refs])
+                if step.random is None:
+                    result = step.function(*args, **kwargs)
+                else:
+                    with rng.as_of(step.random):
+                        result = step.function(*args, **kwargs)
+                for key, tensor in zip(step.results, tensors_in(result), strict=True):
+                    if key is not None:
+                        there[key] = tensor.untyped_storage()
+                del args, kwargs, result
+                for key in (step.reads | step.writes) - wanted:
+                    if last[key] == index:
+                        there.pop(key, None)
+        return there
+
+    def __str__(self) -> str:
+        return f"{self.op} of layer {self.layer}"
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    return view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that ``func`` writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    found = [args[p] if p < len(args) else kwargs.get(name) for p, name in _written_arguments(func)]
+    return list(tensors_in(found))

@@ -1,0 +1,121 @@
+"""Whether an operator repeats itself: its first run is compared with a second one, at once and from the same inputs.
+
+What draws from a generator of its own, counts its runs or reads what it changes makes other values in backward than in
+forward, and gradients would be wrong. So what the first run makes is kept until the second has shown the same bits:
+no more memory than the second run of backward needs. What does not repeat itself stays kept. Where an operator contains
+collectives, the ranks that take part in them try it at the same call, and agree.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_mem.activation.agreement import collectives_begun, highest
+from mindspeed_mem.activation.rerun.arguments import tensors_in
+from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
+from mindspeed_mem.activation.rerun.state import Called, Place, places_of
+from mindspeed_mem.activation.storage import marks
+
+_ELSEWHERE = "it does not repeat itself on another rank that runs its collectives"
+
+
+class Verdict(NamedTuple):
+    """What is known of an operator."""
+
+    why_not: str
+    places: dict[Place, bool]
+    """What it changes besides its result, to be put back after it has run again; and whether to another value."""
+
+
+class Operator:
+    """What has been found of an operator, by the training flags of its modules: it may do more in training."""
+
+    def __init__(self, call: Callable):
+        self._modules = [weakref.ref(module) for root in modules_of(call) for module in root.modules()]
+        self._verdicts: dict[tuple[bool, ...], Verdict] = {}
+        self._refused = False  # with any flags
+
+    def training(self) -> list[tuple[torch.nn.Module, bool]]:
+        """Its modules, and whether they are in training mode."""
+        return [(module, module.training) for ref in self._modules if (module := ref()) is not None]
+
+    def verdict(self, training: list[tuple[torch.nn.Module, bool]]) -> Verdict | None:
+        """None: it has not been tried with these flags yet."""
+        return self._verdicts.get(tuple([flag for _, flag in training]))
+
+    def refused(self) -> bool:
+        """Whether it is known not to repeat itself as its flags are now."""
+        if not self._refused:
+            return False
+        verdict = self.verdict(self.training())
+        return verdict is not None and bool(verdict.why_not)
+
+    def judge(self, training: list[tuple[torch.nn.Module, bool]], verdict: Verdict) -> None:
+        self._refused = self._refused or bool(verdict.why_not)
+        self._verdicts[tuple([flag for _, flag in training])] = verdict
+
+
+class Trials:
+    """The operators that have run so far, as long as their modules live."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], Operator]] = weakref.WeakKeyDictionary()
+        self._others: dict[tuple[int, str], Operator] = {}  # functions
+
+    def operator(self, layer: int, path: str, call: Callable, state: Any = None) -> Operator:
+        owner = next(modules_of(call), state)
+        known = self._others if owner is None else self._of.get(owner)
+        if known is None:
+            known = self._of[owner] = {}
+        found = known.get((layer, path))
+        if found is None:
+            found = known[layer, path] = Operator(call)
+        return found
+
+
+class Trial(AbstractContextManager):
+    """Around the first run of ``rerun``, then `settle`."""
+
+    def __init__(self, of: Operator, rerun: ModuleRerun, partners: Collection[int], device_type: str):
+        self._of, self._rerun, self._partners, self._device_type = of, rerun, partners, device_type
+        self._called = Called()
+
+    def __enter__(self) -> None:
+        self._begun = collectives_begun(self._partners)
+        self._called.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._called.__exit__(*exc_info)
+
+    def settle(self, result: Any, shows: bool) -> None:
+        """The first run has returned ``result`` (None: that is not made again): run again, and let what is made again
+        go. ``shows``: it had something to work on; nothing shows nothing."""
+        rerun = self._rerun
+        now = collectives_begun(self._partners)
+        shared = [group for group, number in now.items() if number is None or number != self._begun.get(group)]
+        why_not = rerun.why_not or ("it changes its input in place" if rerun.input_changed() else "")
+        places: dict[Place, bool] = {}
+        why_not = self._agreed(why_not, shared)
+        if not why_not and not _in_managed_memory(result):
+            modules = list(modules_of(rerun.call))
+            why_not, places = rerun.repeats(result, places_of(modules, rerun.state, self._called))
+            why_not = self._agreed(why_not, shared)
+        [shows] = highest([int(shows)], shared, self._device_type)
+        rerun.settle(why_not, places)
+        if why_not or shows:
+            self._of.judge(rerun.training, Verdict(why_not, places))
+
+    def _agreed(self, why_not: str, shared: list) -> str:
+        [found] = highest([int(bool(why_not))], shared, self._device_type)
+        return why_not or (_ELSEWHERE if found else "")
+
+
+def _in_managed_memory(result: Any) -> bool:
+    """Whether a second run would write over what the first has returned: Megatron's own gathers do."""
+    plain = (leaf.untyped_storage() for leaf in tensors_in(result) if leaf.layout is torch.strided)
+    return any(map(marks.is_managed, plain))

@@ -1,0 +1,342 @@
+"""The saved-tensor hook: what becomes of each tensor that an operator keeps for backward.
+
+It stays, or its record is selected to leave, or, when a recomputed operator made it, its record is without device
+memory from the start.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from mindspeed_mem.activation.no_effect_log import NoEffectLog
+from mindspeed_mem.activation.observe.observation import Observation
+from mindspeed_mem.activation.plan_in_force import PlanInForce
+from mindspeed_mem.activation.position import Position
+from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun
+from mindspeed_mem.activation.rerun.second_run import MadeBy
+from mindspeed_mem.activation.rerun.tape import Tape
+from mindspeed_mem.activation.storage import marks, own_tensors
+from mindspeed_mem.activation.storage.ledger import LEDGER, Token
+from mindspeed_mem.activation.storage.micro_batch import OUTSIDE
+from mindspeed_mem.activation.storage.mover import Mover
+from mindspeed_mem.activation.storage.records import (
+    DROPPED,
+    HOST,
+    KEPT,
+    LOADED,
+    STAYS,
+    Handle,
+    Record,
+    movable,
+    native,
+)
+
+_AWAY = (HOST, LOADED, DROPPED)
+
+
+class SavedTensors:
+    """Turns saved tensors, and inputs of recomputed operators, into handles.
+
+    Args:
+        every_record: what the plan never selects gets a record, too: it may have to leave when memory runs out.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        in_force: PlanInForce,
+        mover: Mover,
+        observation: Observation,
+        no_effect: NoEffectLog,
+        every_record: bool,
+    ):
+        self._position, self._in_force, self._mover = position, in_force, mover
+        self._observation, self._no_effect = observation, no_effect
+        self._every_record = every_record
+        self._device_type = mover.backend.tensor_type
+
+    # ---- the hooks
+    def pack(self, tensor: torch.Tensor, by_function: bool | None = None) -> Any:
+        """What autograd keeps instead of ``tensor``, which the operator that runs saves."""
+        if by_function is None:
+            by_function = own_tensors.saved_by_function()
+        rerun = self._position.rerun
+        if type(rerun) is not Tape:
+            kept = self._keep(tensor, rerun if type(rerun) is ModuleRerun else None, by_function)
+            if self._observation.stopwatch is not None:
+                self._observation.stopwatch.saved(kept)
+        else:
+            rerun.paused = True
+            try:
+                kept = self._keep(tensor, None, by_function)
+            finally:
+                rerun.paused = False
+        return own_tensors.own(kept, tensor) if by_function else kept
+
+    def pack_outside(self, tensor: torch.Tensor) -> Any:
+        """The same of what may be saved outside the layers: embedding, loss. It leaves only if memory runs out."""
+        by_function = own_tensors.saved_by_function()
+        position = self._position
+        if position.stack and position.micro_batch is not None:
+            return self.pack(tensor, by_function)
+        handle = self._keep_outside(tensor, by_function)
+        return own_tensors.own(handle, tensor) if by_function else handle
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        if type(kept) is not Handle:
+            return kept
+        if self._observation.stopwatch is not None:
+            self._observation.stopwatch.unpacks(kept)
+        position = self._position
+        if not position.stack:
+            if kept.micro_batch is not None:
+                kept.micro_batch.unpacks(kept.number)
+        elif type(position.rerun) is ModuleRerun:  # no backward, but gradients that a forward computes
+            position.rerun.why_not = "it computes gradients within its forward"
+        tensor = kept.bring_back()
+        if kept.own is not None:
+            own_tensors.unpacked(kept)
+        return tensor
+
+    # ---- saved tensors
+    def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Handle:
+        if not movable(tensor, self._device_type):
+            if rerun is not None:
+                rerun.saves(None, tensor)
+            return native(tensor)
+        position, counting = self._position, self._observation.counting
+        micro_batch = position.micro_batch
+        assert micro_batch is not None
+        number = micro_batch.count
+        storage = tensor.untyped_storage()
+        found = marks.of(storage)
+        record = None
+        if by_function and own_tensors.stays_itself(tensor):
+            self._pin(tensor, storage, found)
+        if not found.stays or counting:
+            record = self._record_of(tensor, storage, found)
+            if record is None:
+                record = self._new_record(tensor, storage, found)
+            elif counting:
+                owner = record.layer, record.op, record.number
+                self._count(owner, number, tensor, storage)
+        if rerun is not None:
+            rerun.saves(record, tensor)
+        handle = Handle(tensor, record, micro_batch, number)
+        if counting and self._observation.census is not None:
+            self._observation.census.holds(storage, handle)
+        if record is None:
+            return handle
+        self._attach(handle, record, tensor)
+        record.used_at(number)
+        if record.state in _AWAY:
+            handle.let_go()
+        elif record.state == KEPT and record.distance != STAYS:
+            distance = self._distance(record.layer, record.op, *position.stack[-1][:2])
+            if distance is not None:  # a tape may turn out to start from it: then it stays
+                micro_batch.select(record, distance, at_once=type(position.rerun) is not Tape)
+        return handle
+
+    def _keep_outside(self, tensor: torch.Tensor, by_function: bool) -> Handle:
+        micro_batch = self._position.micro_batch
+        if micro_batch is None or not movable(tensor, self._device_type):
+            return native(tensor)
+        storage = tensor.untyped_storage()
+        found = marks.of(storage)
+        record = None
+        if by_function and own_tensors.stays_itself(tensor):
+            self._pin(tensor, storage, found)
+        if not found.stays and storage.nbytes() and not found.static:
+            record = self._record_of(tensor, storage, found)
+            if record is None:
+                token = LEDGER.enter(storage, owned=False)
+                record = self._make((*OUTSIDE[:2], micro_batch.count), storage, token, tensor, found)
+        handle = Handle(tensor, record)
+        if record is not None:
+            self._attach(handle, record, tensor)
+            record.used_at(micro_batch.count)
+            if record.state in _AWAY:
+                handle.let_go()
+        if self._observation.stopwatch is not None:
+            self._observation.stopwatch.saved(handle)
+        return handle
+
+    def _attach(self, handle: Handle, record: Record, tensor: torch.Tensor) -> None:
+        """``handle`` is of ``tensor``, one more of the storage of ``record``."""
+        self._mover.saves(record, tensor, first=not record.handles)
+        record.handles.append(weakref.ref(handle))
+
+    def _pin(self, tensor: torch.Tensor, storage: torch.UntypedStorage, found: marks.Marks) -> None:
+        """A custom function saves a leaf that needs a gradient: autograd keeps it until backward, its storage stays."""
+        record = found.record() if found.record is not None else None
+        if record is not None:
+            record.way_back.keep(record)
+        found.keep()
+        LEDGER.enter(storage, owned=False)
+        config, stack = self._in_force.config, self._position.stack
+        planned = self._in_force.plan is not None and (config.swap.swap or config.recompute.active)
+        name = own_tensors.made_by_function(tensor) if planned and stack else None
+        if name is not None:
+            self._no_effect.add(
+                f"what the plan says of {storage.nbytes()} bytes that {name} saves has no effect",
+                stack[-1][0],
+                "they are a tensor of its own that needs a gradient, which autograd does not let go of. Save what it "
+                "was given instead, and detach that in backward",
+            )
+
+    # ---- inputs of second runs
+    def hold(self, tensor: torch.Tensor) -> Handle:
+        """Keep an input of a recomputed operator for its second run."""
+        if not movable(tensor, self._device_type):
+            return native(tensor)
+        storage = tensor.untyped_storage()
+        found = marks.of(storage)
+        if found.stays or found.static:
+            return Handle(tensor)
+        record, micro_batch = self._record_of(tensor, storage, found), self._position.micro_batch
+        if record is None and not storage.nbytes():
+            return Handle(tensor)
+        plan = self._in_force.plan
+        assert micro_batch is not None and plan is not None
+        if record is None or record.way_back is self._mover:
+            owner = micro_batch.owner_of(tensor) if record is None else (record.layer, record.op, record.number)
+            if not plan.swap_recompute_inputs or micro_batch.stays:
+                return self._hold_here(tensor, storage, found, record, owner)
+            if record is None:
+                record = self._make(owner, storage, self._enter(storage, owner), tensor, found)
+        handle = Handle(tensor, record)
+        self._attach(handle, record, tensor)
+        if record.way_back is not self._mover:
+            handle.version = None  # made again, it is as it was, whatever has been written over it meanwhile
+        if record.state in _AWAY:
+            handle.let_go()
+        elif record.state == KEPT:
+            distance = self._distance(record.layer, record.op, *OUTSIDE[:2])
+            if distance is None:
+                distance = self._in_force.ahead(self._in_force.config.swap.default_prefetch, record.layer, record.op)
+            micro_batch.select(record, distance)
+        return handle
+
+    def _hold_here(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        found: marks.Marks,
+        record: Record | None,
+        owner: tuple[int, str, int],
+    ) -> Handle:
+        """Hold an input on the device, whatever its producer's entry says."""
+        swap, plan = self._in_force.decision(*owner[:2]), self._in_force.plan
+        if swap is not None and swap.activations != "saved" and plan is not None and not plan.swap_recompute_inputs:
+            layer, op = self._position.about_to_run
+            consumer = f"{op or 'the layer'} of layer {layer}" if layer != owner[0] else op or "the layer"
+            self._no_effect.add(
+                f"{swap.entry} has no effect on the output of {owner[1] or 'the layer'}",
+                owner[0],
+                f"{consumer} is recomputed from it (swap_config.swap_recompute_inputs: True swaps it)",
+            )
+        token = self._enter(storage, owner)
+        if record is not None:
+            record.way_back.keep(record)
+        if not self._every_record:
+            found.keep()
+            return Handle(tensor)
+        if record is None:
+            record = self._make(owner, storage, token, tensor, found)
+        record.distance = STAYS
+        handle = Handle(tensor, record)
+        self._attach(handle, record, tensor)
+        return handle
+
+    # ---- records
+    def _record_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage, found: marks.Marks) -> Record | None:
+        """The record of a storage seen before, unless its content has changed since."""
+        record: Record | None = found.record() if found.record is not None else None
+        if record is not None and record.state == DROPPED and record.holds(tensor) and not self._made_near(record):
+            record.way_back.keep(record)
+        if record is not None and record.state != KEPT and not record.holds(tensor):
+            self._mover.cancel(record)  # what was copied stays with the earlier handles
+            record = record if record.state == KEPT else None
+        if record is None and not found.stays:
+            made_by: MadeBy | None = found.made_by
+            if made_by is not None and made_by.holds(tensor):
+                rerun = made_by.rerun
+                owner = rerun.layer, rerun.op, rerun.number
+                record = self._make(owner, storage, LEDGER.enter(storage, True), tensor, found)
+                rerun.take(record)
+                rerun.makes(made_by.slot, record)
+        return record
+
+    def _made_near(self, record: Record) -> bool:
+        """Whether a recomputed operator of this layer and micro-batch made it: running others again would cost more
+        than the memory, which somebody holds (tables are held for all layers, and layers' outputs for the next)."""
+        position = self._position
+        layer = position.stack[-1][0] if position.stack else position.about_to_run[0]
+        return record.micro_batch is position.micro_batch and record.layer == layer
+
+    def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage, found: marks.Marks) -> Record | None:
+        """Look at a storage for the first time; None when nothing in the plan can ever select it."""
+        position, stays = self._position, found.stays
+        micro_batch, (layer, op, _), rerun = position.micro_batch, position.stack[-1], position.rerun
+        assert micro_batch is not None
+        # An expert without tokens saves empty tensors: they, too, make its rank repeat the collectives.
+        if found.static or not (storage.nbytes() or type(rerun) is ModuleRerun):
+            found.keep()
+            return None
+        owner = OUTSIDE if stays else micro_batch.owner_of(tensor)
+        token = self._enter(storage, owner)
+        if self._observation.counting:
+            self._count(owner, micro_batch.count, tensor, storage)
+        made_here = rerun is not None and not stays and rerun.made(storage, owner)
+        if stays or not (
+            self._every_record
+            or made_here
+            or not self._in_force.by_producer_only
+            or self._distance(*owner[:2], layer, op) is not None
+        ):
+            found.keep()
+            return None
+        record = self._make(owner, storage, token, tensor, found)
+        if made_here and type(rerun) is ModuleRerun:
+            if rerun.kept is None:
+                rerun.take(record)
+            else:  # it may turn out not to repeat itself
+                record.distance = STAYS
+                rerun.kept.add(record)
+        return record
+
+    def _make(
+        self,
+        owner: tuple[int, str, int],
+        storage: torch.UntypedStorage,
+        token: Token,
+        tensor: torch.Tensor,
+        found: marks.Marks,
+    ) -> Record:
+        micro_batch = self._position.micro_batch
+        assert micro_batch is not None
+        record = Record(self._mover, micro_batch, owner, storage, token, tensor)
+        if self._mover.known is not None:
+            self._mover.known.add(record)
+        found.record = weakref.ref(record)
+        return record
+
+    def _enter(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> Token:
+        return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers)
+
+    def _count(
+        self, owner: tuple[int, str, int], number: int, tensor: torch.Tensor, storage: torch.UntypedStorage
+    ) -> None:
+        if self._observation.census is not None:
+            self._observation.census.add(owner, (*self._position.stack[-1][:2], number), tensor, storage)
+
+    def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
+        """How far ahead a storage is moved; None: it stays."""
+        micro_batch = self._position.micro_batch
+        found = None
+        if micro_batch is not None and not micro_batch.stays:
+            found = self._in_force.distance(layer, op, saver_layer, saver)
+        return 1 if found is None and self._in_force.everything else found

@@ -1,0 +1,260 @@
+"""Where recomputed operators begin and end in the forward: which runs become a `ModuleRerun`, and which a `Tape`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.no_effect_log import NoEffectLog
+from mindspeed_mem.activation.plan_in_force import PlanInForce
+from mindspeed_mem.activation.position import Position
+from mindspeed_mem.activation.rerun import module_rerun
+from mindspeed_mem.activation.rerun.arguments import tensors_in
+from mindspeed_mem.activation.rerun.module_rerun import TAKE_OUT, ModuleRerun
+from mindspeed_mem.activation.rerun.second_run import MadeBy
+from mindspeed_mem.activation.rerun.tape import MANAGED, Tape
+from mindspeed_mem.activation.rerun.trial import Operator, Trial, Trials
+from mindspeed_mem.activation.saved_tensors import SavedTensors
+from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.micro_batch import MicroBatch
+from mindspeed_mem.activation.storage.mover import Mover
+from mindspeed_mem.activation.storage.records import STAYS, OverwrittenError
+
+
+class SecondRuns:
+    """At most one recomputed operator runs at a time: the outermost that the plan names."""
+
+    def __init__(
+        self, position: Position, in_force: PlanInForce, mover: Mover, saved: SavedTensors, no_effect: NoEffectLog
+    ):
+        self._position, self._in_force, self._mover, self._saved = position, in_force, mover, saved
+        self._no_effect = no_effect
+        self.hooked = False
+        """Our hook is in force: what is dropped can be made again."""
+        self.trials = Trials()
+        self._tape_depth = 0  # how many operators were running when the tape started, its own included
+        self._tried: dict[tuple[int, str], bool] = {}  # inline operators: whether their tape repeats them
+        self._judged: set[int] = set()  # model chunks whose recomputed operators have been looked at
+        self._ran: set[str] | None = set()  # who asked for what has run so far; None once that has been looked at
+
+    def forget(self) -> None:
+        """Another plan comes into force: what earlier runs showed is no longer of interest."""
+        self._tried, self._judged, self._ran = {}, set(), set()
+
+    # ---- which operators
+    def operator(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, state: Any) -> Operator | None:
+        """What is known of the operator that is about to start, if it is to run again in backward."""
+        if not self._wanted(layer, path) or self._starts_from_managed(layer, path, args, kwargs):
+            return None
+        of = self.trials.operator(layer, path, call, state)
+        return None if of.refused() else of
+
+    def _wanted(self, layer: int, path: str) -> bool:
+        in_force = self._in_force
+        if not in_force.recomputes or not self.hooked or not 0 <= layer < in_force.num_layers:
+            return False
+        wanted = in_force.plan.recompute(layer, path)
+        if wanted is None or type(self._position.rerun) is ModuleRerun:
+            return False
+        if self._ran is not None:
+            self._ran.add(wanted.entry)
+        if not regions.may_save():
+            self._no_effect.add(
+                f"{wanted.entry} has no effect on {path or 'the layer'}", layer, "it is under another checkpoint there"
+            )
+            return False
+        return True
+
+    def once(self, make: Callable[[], Any]) -> Any:
+        """What ``make()`` returns, and in an operator's second run what it returned in the first."""
+        rerun = self._position.rerun
+        return module_rerun.once(rerun if type(rerun) is ModuleRerun else None, make)
+
+    def under_another_checkpoint(self, layer: int) -> None:
+        """This layer runs before its backward, or again in it, by somebody else's checkpoint."""
+        for entry in self._in_force.plan.recompute_entries(layer):
+            if self._ran is not None:
+                self._ran.add(entry)
+            self._no_effect.add(f"{entry} has no effect", layer, "it is under another checkpoint there")
+
+    def _starts_from_managed(self, layer: int, path: str, args: tuple, kwargs: dict) -> bool:
+        """Whether somebody else empties and refills an input in place: it may not be there when it is needed."""
+        plain = (t.untyped_storage() for t in tensors_in((args, kwargs)) if t.layout is torch.strided)
+        found = any(map(marks.is_managed, plain))
+        if found:
+            self._no_effect.add(f"recompute has no effect on {path or 'the layer'}", layer, MANAGED)
+        return found
+
+    # ---- modules and functions
+    def run(
+        self,
+        layer: int,
+        path: str,
+        call: Callable,
+        args: tuple,
+        kwargs: dict,
+        begin: Callable[[], None],
+        of: Operator,
+        state: Any = None,
+    ) -> Any:
+        """Run ``call`` as an operator to be recomputed. ``begin()`` starts it, once its inputs are held."""
+        position = self._position
+        position.about_to_run = layer, path
+        micro_batch = position.micro_batch
+        assert micro_batch is not None
+        given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
+        training = of.training()
+        verdict = of.verdict(training)
+        places = None if verdict is None else verdict.places
+        rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, training, places)
+        partners, device_type = self._in_force.partners, self._mover.backend.tensor_type
+        trial = Trial(of, rerun, partners, device_type) if verdict is None else None
+        begin()
+        rerun.number = micro_batch.count
+        position.rerun = rerun
+        try:
+            with trial or contextlib.nullcontext():
+                result = call(*args, **kwargs)
+        finally:
+            position.rerun = None
+        rerun.ends()
+        if trial is not None:
+            trial.settle(result if path else None, any(tensor.numel() for tensor, _ in given) or not given)
+            if rerun.why_not:
+                self._no_effect.add(f"recompute has no effect on {path or 'the layer'}", layer, rerun.why_not)
+                return result
+        elif any(tensor._version != version for tensor, version in given):
+            raise OverwrittenError(f"{rerun} changes its input in place, so it cannot run again. {TAKE_OUT}")
+        rerun.returns(result if path else None, micro_batch.owner_of)  # what a whole layer returns stays
+        if not given or any(tensor.numel() for tensor, _ in given):  # an expert may be without tokens
+            micro_batch.recomputed.append((layer, path, weakref.ref(rerun)))
+        return result
+
+    def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a function that may be compiled: no tape can look into it, so it becomes an operator of its own."""
+        tape = self._position.rerun
+        if type(tape) is not Tape:
+            return call(*args, **kwargs)
+        with self.without(tape):
+            of = self.trials.operator(tape.layer, tape.op, call)
+            if of.refused():
+                return call(*args, **kwargs)
+            return self.run(tape.layer, tape.op, call, args, kwargs, lambda: None, of)
+
+    def stays(self, result: Any) -> None:
+        """What a layer returns stays: the next layers would have to run this one again, and all before it."""
+        for leaf in tensors_in(result) if self._in_force.recomputes else ():
+            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+                found = marks.known(leaf.untyped_storage())
+                if found is not None and found.made_by is not None:
+                    found.made_by.rerun.stays(found.made_by.slot)
+                    found.made_by = None
+
+    # ---- inline code
+    def start_tape(self, layer: int, path: str) -> None:
+        """Inline operator ``path`` starts."""
+        position, micro_batch = self._position, self._position.micro_batch
+        if (
+            position.rerun is None
+            and micro_batch is not None
+            and (layer, path) not in self._in_force.modules
+            and self._tried.get((layer, path), True)
+            and self._wanted(layer, path)
+        ):
+            position.rerun = tape = Tape(layer, path, micro_batch.count, self._mover)
+            self._tape_depth = len(position.stack)
+            tape.__enter__()
+
+    def stop_tape(self, depth: int) -> None:
+        """What runs above ``depth`` ends as it should: if a tape runs there, drop what it can make again."""
+        position, micro_batch = self._position, self._position.micro_batch
+        tape = position.rerun
+        if type(tape) is not Tape or self._tape_depth <= depth:
+            return
+        self._suspend(tape)
+        if self._tape_depth != depth + 1:  # it was left without its marker: nobody knows where it ended
+            return
+        key = position.about_to_run = tape.layer, tape.op
+        alive = tape.finish(self._saved.hold, try_out=key not in self._tried)
+        if tape.why_not or any(storage.nbytes() for storage, _ in alive):  # nothing shows nothing
+            self._tried[key] = not tape.why_not
+        if tape.why_not:
+            self._no_effect.add(f"recompute has no effect on {tape.op}", tape.layer, tape.why_not)
+            return
+        for storage, number in alive:
+            found = marks.of(storage)
+            record = found.record() if found.record is not None else None
+            if record is not None:
+                tape.makes(number, record)
+                tape.take_if_kept(record)
+            elif found.record is None and not found.stays:
+                found.made_by = MadeBy(tape, number)
+        if micro_batch is not None and (not alive or any(storage.nbytes() for storage, _ in alive)):
+            micro_batch.recomputed.append((*key, weakref.ref(tape)))
+
+    def cut_tape(self, depth: int) -> None:
+        """What runs above ``depth`` is abandoned."""
+        tape = self._position.rerun
+        if type(tape) is Tape and self._tape_depth > depth:
+            self._suspend(tape)
+
+    @contextlib.contextmanager
+    def without(self, tape: Tape) -> Iterator[None]:
+        """Inside, what runs is no part of ``tape``."""
+        self._suspend(tape)
+        try:
+            yield
+        finally:
+            tape.__enter__()
+            self._position.rerun = tape
+
+    def _suspend(self, tape: Tape) -> None:
+        self._position.rerun = None
+        tape.__exit__(None, None, None)
+
+    # ---- what came of it
+    def say_what_never_ran(self) -> None:
+        """After a training step: which entries name only operators that these layers turned out not to run."""
+        in_force = self._in_force
+        if not in_force.recomputes or self._ran is None or in_force.plan is None:
+            return
+        for layer in {layer for layer, _ in in_force.modules}:
+            for entry in in_force.plan.recompute_entries(layer) - self._ran:
+                self._no_effect.add(f"{entry} has no effect", layer, "none of the operators that it names has run")
+        self._ran = None
+        self._no_effect.flush()
+
+    def judge(self, micro_batch: MicroBatch) -> None:
+        """Say which recomputed operators free nothing, or no more than inputs take that nobody else keeps."""
+        if micro_batch.key[1] in self._judged or not micro_batch.recomputed:
+            return
+        self._judged.add(micro_batch.key[1])
+        runs = [((layer, path), rerun) for layer, path, ref in micro_batch.recomputed if (rerun := ref()) is not None]
+        aliases = Counter(id(handle.alias.untyped_storage()) for _, rerun in runs for handle in rerun.held())
+        freed = dict.fromkeys(((layer, path) for layer, path, _ in micro_batch.recomputed), 0)
+        taken: Counter[tuple[int, str]] = Counter()
+        for key, rerun in runs:
+            freed[key] += sum(record.nbytes for record in rerun.records())
+            for handle in rerun.held():
+                storage = handle.alias.untyped_storage()
+                mine = aliases.pop(id(storage), 0)  # once for all that hold it
+                stays = handle.record is None or handle.record.distance == STAYS
+                if mine and stays and not _held_elsewhere(storage, mine):
+                    taken[key] += storage.nbytes()
+        for (layer, path), nbytes in freed.items():
+            if nbytes <= taken[layer, path]:
+                why = "backward keeps nothing that it produces"
+                if nbytes:
+                    why = f"it frees {nbytes} bytes, and its inputs, kept for nothing else, take {taken[layer, path]}"
+                self._no_effect.add(f"recompute of {path or 'the layer'} saves nothing", layer, why)
+
+
+def _held_elsewhere(storage: torch.UntypedStorage, aliases: int) -> bool:
+    """Whether anything holds it besides ``aliases`` tensors and the Python object for it."""
+    return torch._C._storage_Use_Count(storage._cdata) > aliases + 1

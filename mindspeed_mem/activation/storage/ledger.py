@@ -1,0 +1,99 @@
+"""The ledger: device bytes of activations that backward keeps, counted by storage, exactly as long as they live.
+
+A token among the marks of a storage (marks.py) dies with the device memory: views, aliases and reused addresses need no
+bookkeeping.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_mem.activation.storage import marks
+
+
+class Counter:
+    """Bytes now, and at most since the last `reset_peak`; `highest` looks back over all of them."""
+
+    __slots__ = ("now", "peak", "_earlier")
+
+    def __init__(self) -> None:
+        self.now = self.peak = self._earlier = 0
+
+    @property
+    def highest(self) -> int:
+        return max(self.peak, self._earlier)
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        if self.now > self.peak:
+            self.peak = self.now
+
+    def reset_peak(self) -> None:
+        self._earlier, self.peak = self.highest, self.now
+
+    def forget(self) -> None:
+        """Start again from now."""
+        self._earlier, self.peak = 0, self.now
+
+
+class Ledger:
+    """Activation bytes of this process.
+
+    `held`: on the device, all of them. `owned`: those that an operator of a layer produced on this rank (the rest are a
+    layer's inputs from outside: embeddings, masks, what a pipeline stage received). `without`: what would be held if
+    nothing had been moved to the host.
+    """
+
+    def __init__(self) -> None:
+        self.held, self.owned, self.without = Counter(), Counter(), Counter()
+
+    def reset_peak(self) -> None:
+        for counter in (self.held, self.owned, self.without):
+            counter.reset_peak()
+
+    def forget(self) -> None:
+        for counter in (self.held, self.owned, self.without):
+            counter.forget()
+
+    def enter(self, storage: torch.UntypedStorage, owned: bool) -> Token:
+        """Count ``storage`` from now on until it dies; once per storage."""
+        found = marks.of(storage)
+        token: Token | None = found.token
+        if token is None:
+            token = found.token = Token(self, storage.nbytes(), owned)
+            self.without.add(token.nbytes)
+        elif token.moved:  # it outlived the graph that had moved it, and is saved again
+            token.moved = False
+            self.without.add(token.nbytes)
+        return token
+
+    def enter_copy(self, storage: torch.UntypedStorage, owned: bool) -> None:
+        """Count a device buffer that an activation was copied back into; `without` has counted it already."""
+        marks.of(storage).token = Token(self, storage.nbytes(), owned, moved=True)
+
+    def forget_moved(self, nbytes: int) -> None:
+        """Backward no longer needs an activation that had been moved to the host."""
+        self.without.add(-nbytes)
+
+
+class Token:
+    """Lives on a storage; its death is the storage's death."""
+
+    __slots__ = ("ledger", "nbytes", "owned", "moved")
+
+    def __init__(self, ledger: Ledger, nbytes: int, owned: bool, moved: bool = False):
+        self.ledger, self.nbytes, self.owned, self.moved = ledger, nbytes, owned, moved
+        ledger.held.add(nbytes)
+        if owned:
+            ledger.owned.add(nbytes)
+
+    def __del__(self) -> None:
+        ledger = self.ledger
+        ledger.held.now -= self.nbytes
+        if self.owned:
+            ledger.owned.now -= self.nbytes
+        if not self.moved:
+            ledger.without.now -= self.nbytes
+
+
+LEDGER = Ledger()

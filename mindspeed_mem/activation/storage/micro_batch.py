@@ -1,0 +1,155 @@
+"""One micro-batch of one model chunk: its operators in the order they ran, and what is due when.
+
+Operators are numbered from 1 in order of their forward. An activation produced by operator n and used by backward of
+operator u (the last that saved it), moved with distance k, is released in forward once operator n+k has run, and its
+copy back starts when backward of operator u+k is about to start. The first unpack of what an operator saved says that
+its backward starts, the death of the last of it that it has ended: the next below starts, whether or not it saved any.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from bisect import bisect_left, bisect_right
+from itertools import count
+
+import torch
+
+from mindspeed_mem.activation.storage.mover import Mover
+from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Record
+
+OUTSIDE = (-1, "", 0)  # layer, operator, number of what was allocated before this micro-batch's first operator
+
+_sequence_nr = torch._C._autograd._get_sequence_nr
+
+
+class MicroBatch:
+    """Bookkeeping of one forward and its backward. Holds records weakly: an abandoned forward leaves nothing."""
+
+    def __init__(self, mover: Mover, key: tuple[int | None, int]):
+        self.mover, self.key = mover, key
+        self.home, self.home_key = mover.backend.current_stream(), mover.backend.stream_key()
+        self.count = 0  # operators started so far
+        self.last_layer = -1
+        self.forward_done = False
+        self.stays = False  # nothing of it is moved
+        self._bounds: list[int] = []  # autograd sequence numbers at which the running operator changed
+        self._running: list[tuple[int, str, int]] = []
+        self._fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
+        self._due: list[tuple[int, int, weakref.ref[Record]]] = []
+        self._tie = count()
+        self.moved: list[weakref.ref[Record]] = []
+        self.recomputed: list[tuple[int, str, weakref.ref]] = []  # layer, operator, run
+        self._saving: list[int] = []  # numbers of the operators that saved something, ascending
+        self._alive: dict[int, int] = {}  # how much of what each saved is still there
+        self.ahead: MicroBatch | None = None  # whose backward follows the pass that runs now
+        self._queue: list[tuple[int, weakref.ref[Record]]] | None = None  # (copy-in time, record), descending
+        self._cursor = 0
+        self._reached = self._in_backward = 1 << 62  # the lowest operator whose backward is next, or runs
+
+    # ---- forward
+    def switch(self, layer: int, op: str, number: int) -> None:
+        """From now on this operator runs."""
+        self._bounds.append(_sequence_nr())
+        self._running.append((layer, op, number))
+
+    def owner_of(self, tensor: torch.Tensor) -> tuple[int, str, int]:
+        """The operator that was running when the storage of ``tensor``, seen for the first time, was allocated.
+
+        Autograd numbers its nodes in order of creation, so the node of the base tensor tells. A tensor without a node
+        was made by whoever saves it: inputs from outside are marked when a layer starts.
+        """
+        base = tensor._base if tensor._base is not None else tensor
+        node = base.grad_fn
+        if node is None:
+            return OUTSIDE if base.requires_grad else self._running[-1]
+        position = bisect_right(self._bounds, node._sequence_nr()) - 1
+        return self._running[position] if position >= 0 else OUTSIDE
+
+    def saved_by(self, number: int) -> None:
+        """Operator ``number`` saves one more tensor."""
+        if number in self._alive:
+            self._alive[number] += 1
+        else:
+            self._alive[number] = 1
+            self._saving.append(number)
+
+    def select(self, record: Record, distance: int, at_once: bool = True) -> None:
+        """Move this record: copy out as soon as it is complete, release ``distance`` operators after its producer.
+
+        Without ``at_once`` the copy waits for the end of the running operator even if it is complete.
+        """
+        record.distance = distance
+        record.state = DEVICE
+        self._fresh.append(weakref.ref(record))
+        if at_once and record.number < self.count:
+            self.copy_fresh()
+
+    def copy_fresh(self) -> None:
+        """Start the copies of what is complete: nothing of it is written any more."""
+        if not self._fresh:
+            return
+        fresh, self._fresh = self._fresh, []
+        records = [record for ref in fresh if (record := ref()) is not None and record.state == DEVICE]
+        self.mover.copy_out(records)
+        for record in records:
+            if record.state == COPYING:
+                due = max(record.number + record.distance, self.count)
+                heapq.heappush(self._due, (due, next(self._tie), weakref.ref(record)))
+
+    def release_due(self, until: int | None = None) -> None:
+        """Release what is due once operator ``until`` has run (None: everything)."""
+        while self._due and (until is None or self._due[0][0] <= until):
+            record = heapq.heappop(self._due)[2]()
+            if record is not None and self.mover.release(record):
+                self.moved.append(weakref.ref(record))
+
+    def finish_forward(self) -> None:
+        self.copy_fresh()
+        self.release_due()
+        self.forward_done = True
+
+    # ---- backward
+    def begin_backward(self) -> None:
+        """The first operator to come is the last that saved something, or one after it that saved nothing."""
+        self.backward_reaches(self._saving[-1] + 1 if self._saving else 1)
+
+    def unpacks(self, number: int) -> None:
+        """Backward of operator ``number`` reads what it saved."""
+        if not self.forward_done:
+            self.finish_forward()  # no schedule told us
+        if number < self._in_backward:
+            self._in_backward = number
+            self.backward_reaches(number)
+
+    def dropped(self, number: int) -> None:
+        """One of the tensors that operator ``number`` saved is gone."""
+        alive = self._alive[number] = self._alive[number] - 1
+        if not alive and number == self._in_backward and torch._C._current_graph_task_id() != -1:
+            position = bisect_left(self._saving, number)
+            self.backward_reaches(self._saving[position - 1] + 1 if position else 1)
+
+    def backward_reaches(self, number: int) -> None:
+        """Backward of operator ``number`` is about to start; start the copies back that are due by then.
+
+        Numbers above `count` are operators of another pass that run before this frame's backward.
+        """
+        if number >= self._reached:
+            return
+        self._reached = number
+        if self._queue is None:
+            live = [record for ref in self.moved if (record := ref()) is not None and record.state == HOST]
+            live.sort(key=lambda r: (r.last_use + r.distance, r.last_use, r.number), reverse=True)
+            self._queue = [(record.last_use + record.distance, weakref.ref(record)) for record in live]
+        start = self._cursor
+        while self._cursor < len(self._queue) and self._queue[self._cursor][0] >= number:
+            self._cursor += 1
+        if self._cursor > start:
+            self.mover.load([r for _, ref in self._queue[start : self._cursor] if (r := ref()) is not None])
+        if self.ahead is not None and self.ahead is not self:
+            self.ahead.backward_reaches(self.ahead.count + number)
+
+    def forward_reaches(self, total: int) -> None:
+        """Forward of operator `count` out of ``total`` starts."""
+        if self.ahead is not None and total >= self.count:
+            self.ahead.backward_reaches(self.ahead.count + total - self.count + 1)

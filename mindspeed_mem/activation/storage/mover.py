@@ -1,0 +1,313 @@
+"""Copies between device and host, and the order they need.
+
+| later work | waits for | because |
+|---|---|---|
+| a copy out | compute so far | the activation must be written |
+| a copy out | the slab's last copy | a recycled host buffer may still be read by a copy in |
+| compute, at the release point | the copy out | the released memory is handed to whoever allocates next on compute |
+| a copy in | compute so far | its device buffer may have a previous user on compute |
+| compute, at unpack | the copy in | the bytes must be there |
+| compute, when a record dies early | its copies | both ends are freed while a copy may run |
+
+A copy in need not wait for the copy out: the release did (compute), and the copy in waits for compute.
+The host thread never waits.
+
+Compute is the stream that is current when an operator runs, and a model may have several. A micro-batch's home is the
+one it began on; `Record.stream` is where the record's device memory was ready first, and what waits before it is freed.
+Memory is handed out again by the stream it was allocated on, which nobody can ask for. So with several streams:
+
+| later work | waits for | because |
+|---|---|---|
+| a copy out | the streams that saved the record | another one may be current when it starts |
+| a copy in | the copy out | another stream waited for that than the copy in waits for |
+| all streams, in a second run | its inputs | what ordered them before may be no part of the operator |
+| the stream of a second run | all others, at its end | what joins them may be none either, or not be reached |
+| an unpack | the second run | it asks on another stream |
+
+| the allocator is told | of the stream | because |
+|---|---|---|
+| when a tensor is saved | that saves it | its memory, of another stream, need not stay until backward |
+| at unpack | that reads | what came back was allocated on another |
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, KEPT, LOADED, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from mindspeed_mem.activation.storage.auto_distance import AutoDistances
+    from mindspeed_mem.device import Backend
+    from mindspeed_mem.device.base import Stream
+    from mindspeed_mem.device.slabs import HostSlabs, Slab
+
+logger = logging.getLogger(__name__)
+
+OUT_AFTER_COMPUTE = "copy out after compute"
+OUT_AFTER_SLAB = "copy out after the slab's last copy"
+RELEASE_AFTER_OUT = "release after copy out"
+IN_AFTER_COMPUTE = "copy in after compute"
+COMPUTE_AFTER_IN = "compute after copy in"
+RETIRE_AFTER_COPIES = "retire after copies"
+OUT_AFTER_SAVED = "copy out after the streams that saved"
+IN_AFTER_OUT = "copy in after copy out"
+SECOND_RUN_AFTER_INPUTS = "second run after its inputs"
+AFTER_SECOND_RUN = "after second run"
+UNPACK_AFTER_SECOND_RUN = "unpack after second run"
+SAVED_BESIDE = "saved on another stream"
+READ_BESIDE = "read on another stream"
+WAITS = (
+    OUT_AFTER_COMPUTE,
+    OUT_AFTER_SLAB,
+    RELEASE_AFTER_OUT,
+    IN_AFTER_COMPUTE,
+    COMPUTE_AFTER_IN,
+    RETIRE_AFTER_COPIES,
+)
+BESIDE = (
+    OUT_AFTER_SAVED,
+    IN_AFTER_OUT,
+    SECOND_RUN_AFTER_INPUTS,
+    AFTER_SECOND_RUN,
+    UNPACK_AFTER_SECOND_RUN,
+    SAVED_BESIDE,
+    READ_BESIDE,
+)
+"""What only models with several compute streams need."""
+
+
+class Mover:
+    """Moves records on two side streams of one backend, through recycled host slabs."""
+
+    def __init__(self, backend: Backend, slabs: HostSlabs):
+        self.backend, self.slabs = backend, slabs
+        self.several: list[Stream] = []  # compute's, once something is saved on another than its micro-batch's home
+        self._streams: tuple[Stream, Stream] | None = None
+        self.moved: Counter[tuple[int, str]] = Counter()
+        self.dropped: Counter[tuple[int, str]] = Counter()  # bytes not kept, by the operator that makes them again
+        self.second_runs: Counter[tuple[int, str]] = Counter()
+        self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
+        self.bytes_on_host = self.stayed_bytes = 0
+        self.evicted_bytes = self.evictions = 0  # of what left because memory had run out
+        self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
+        self.auto: AutoDistances | None = None  # while the plan leaves distances to it
+        self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
+        self._warned_full = False
+
+    def _begin(self) -> tuple[Stream, Stream, Stream]:
+        """Compute's stream and the two for copies, made at the first copy: only then the device is surely chosen."""
+        if self._streams is None:
+            self._streams = self.backend.new_stream("copy out"), self.backend.new_stream("copy in")
+        return self.backend.current_stream(), *self._streams
+
+    def saves(self, record: Record, tensor: torch.Tensor, first: bool) -> None:
+        """The current stream saves ``tensor``, of the storage of ``record``; ``first``: nobody did before."""
+        if not self.several:
+            if self.backend.stream_key() == record.micro_batch.home_key:
+                return
+            self.several.append(record.micro_batch.home)
+        current = self.backend.current_stream()
+        if current not in self.several:
+            self.several.append(current)
+        if first:
+            record.stream, record.others = current, ()
+        elif current != record.stream and current not in record.others:
+            record.others += (current,)
+        self.backend.used_on(tensor, current, SAVED_BESIDE)  # of no account where it was allocated on this stream
+
+    def copy_out(self, records: Iterable[Record]) -> None:
+        """Start copying out; what finds no room on the host stays on the device, with one warning."""
+        with self._lock:
+            compute, out_stream, _ = self._begin()
+            ready: list[Stream] = []
+            for record in records:
+                source = record.whole()
+                if source is None or source.untyped_storage().nbytes() != record.nbytes:
+                    record.state = KEPT  # emptied by whoever manages it (an output that will be recomputed)
+                    continue
+                slab = self.slabs.take(record.nbytes)
+                if slab is None:
+                    self._stays(record)
+                    continue
+                try:
+                    self._wait_for_bytes(record, compute, out_stream, ready)
+                    self._send(record, source, slab, out_stream)
+                except BaseException:
+                    self.slabs.give(slab, slab.ready)
+                    record.state = KEPT
+                    raise
+
+    def _wait_for_bytes(self, record: Record, compute: Stream, out_stream: Stream, ready: list[Stream]) -> None:
+        """A copy out of ``record`` may start; ``ready`` are the streams waited for already."""
+        if not ready:
+            ready.append(compute)
+            self.backend.wait(out_stream, self.backend.record(compute), OUT_AFTER_COMPUTE)
+        for stream in (record.stream, *record.others):
+            if stream not in ready:
+                ready.append(stream)
+                self.backend.wait(out_stream, self.backend.record(stream), OUT_AFTER_SAVED)
+
+    def _send(self, record: Record, source: torch.Tensor, slab: Slab, out_stream: Stream) -> None:
+        """Copy ``source``, the record's bytes, to ``slab``; the stream has waited for compute."""
+        if slab.ready is not None:
+            self.backend.wait(out_stream, slab.ready, OUT_AFTER_SLAB)
+        self.backend.copy(slab.buffer, source, out_stream)
+        record.slab, record.source, record.state = slab, source, COPYING
+        record.out_event = self.backend.record(out_stream)
+        self.bytes_out += record.nbytes
+        self.copies_out += 1
+        self.bytes_on_host += record.nbytes
+
+    def release(self, record: Record) -> bool:
+        """Drop the device memory of a copied record; False when it must stay."""
+        with self._lock:
+            if record.state != COPYING:
+                return False
+            storage = record.storage()
+            if storage is None or storage.nbytes() != record.nbytes:
+                self.cancel(record)
+                return False
+            del storage
+            self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
+            record.source = None
+            record.leave(HOST, self)
+            self.moved[record.layer, record.op] += record.nbytes
+            return True
+
+    def cancel(self, record: Record) -> None:
+        """Keep a record on the device after all."""
+        with self._lock:
+            if record.state == COPYING:
+                self.backend.wait(record.stream, record.out_event, RETIRE_AFTER_COPIES)
+                self._give_back(record, record.out_event)
+                record.source, record.state = None, KEPT
+
+    def keep(self, record: Record) -> None:
+        """Keep a record on the device after all, even if it has been released: somebody still holds its storage."""
+        with self._lock:
+            self.cancel(record)
+            if record.state == HOST and (source := record.whole()) is not None:
+                record.buffer, record.in_event, record.state = source, record.out_event, LOADED
+                self._give_back(record, record.out_event)
+            elif record.state == DEVICE:
+                record.state = KEPT
+
+    def load(self, records: Iterable[Record]) -> None:
+        """Start copying back what is on the host; idempotent."""
+        with self._lock:
+            wanted = [record for record in records if record.state == HOST]
+            if not wanted:
+                return
+            compute, _, in_stream = self._begin()
+            for record in wanted:
+                record.buffer = self.backend.empty(record.nbytes)
+                LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0)
+                record.mark(record.buffer.untyped_storage())
+            # after the allocations: the buffers' previous users are on compute
+            self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
+            for record in wanted:
+                if record.stream != compute:
+                    self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
+                record.stream, record.others = compute, ()
+                self.backend.copy(record.buffer, record.slab.buffer, in_stream)
+                record.in_event = self.backend.record(in_stream)
+                record.state = LOADED
+                self._give_back(record, record.in_event)
+                self.bytes_in += record.nbytes
+                self.copies_in += 1
+
+    def bring_back(self, record: Record) -> None:
+        """Compute waits for the record's copy in, starting it when nobody has."""
+        if record.state == HOST:
+            self.load((record,))
+        compute, auto = self.backend.current_stream(), self.auto
+        timed = auto is not None and auto.measures(record)
+        begin = self.backend.timestamp(compute) if timed else None
+        self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
+        if timed:
+            auto.waited(record, begin, self.backend.timestamp(compute))
+        if compute != record.stream:
+            self.backend.used_on(record.buffer, compute, READ_BESIDE)
+
+    def begin_again(self, inputs: Iterable[torch.Tensor]) -> None:
+        """An operator is about to run again on ``inputs``, from the current stream."""
+        for stream, current in self._others():
+            self.backend.wait(stream, self.backend.record(current), SECOND_RUN_AFTER_INPUTS)
+            for tensor in inputs:
+                self.backend.used_on(tensor, stream, READ_BESIDE)
+
+    def end_again(self) -> None:
+        """It has run, or has been stopped."""
+        for stream, current in self._others():
+            self.backend.wait(current, self.backend.record(stream), AFTER_SECOND_RUN)
+
+    def _others(self) -> list[tuple[Stream, Stream]]:
+        """Compute's other streams, each with the current one."""
+        if not self.several:
+            return []
+        current = self.backend.current_stream()
+        return [(stream, current) for stream in self.several if stream != current]
+
+    def on(self, stream: Stream) -> AbstractContextManager:
+        """Inside, ``stream`` is the current one: an operator runs again where it ran before."""
+        return nullcontext() if self.backend.current_stream() == stream else self.backend.on_stream(stream)
+
+    def await_second_run(self, record: Record) -> None:
+        """The current stream waits for what has made the record again."""
+        if self.several and (current := self.backend.current_stream()) != record.stream:
+            self.backend.wait(current, self.backend.record(record.stream), UNPACK_AFTER_SECOND_RUN)
+            self.backend.used_on(record.buffer, current, READ_BESIDE)
+
+    def used_at(self, number: int) -> None:
+        """Copies start when the micro-batch says so."""
+
+    def forget(self, record: Record) -> None:
+        """The last handle of a record is gone. If it has moved, its slab goes back, and compute waits for its copies.
+
+        This may run on any thread, wherever the garbage collector does, and whatever stream is current there.
+        """
+        if record.state not in (COPYING, HOST, LOADED):
+            return
+        with self._lock:
+            if record.state == LOADED:
+                memory, event = record.buffer, record.in_event
+            else:
+                memory, event = record.source, record.out_event
+                self._give_back(record, event)
+            if record.state != COPYING:
+                LEDGER.forget_moved(record.nbytes)
+            if memory is not None and not self.backend.done(event):
+                self.backend.wait(record.stream, event, RETIRE_AFTER_COPIES)
+
+    def _give_back(self, record: Record, event) -> None:
+        self.slabs.give(record.slab, event)
+        record.slab = None
+        self.bytes_on_host -= record.nbytes
+
+    def _stays(self, record: Record) -> None:
+        record.state = KEPT
+        if (storage := record.storage()) is not None:
+            marks.of(storage).keep()
+        self.stayed_bytes += record.nbytes
+        if not self._warned_full:
+            self._warned_full = True
+            logger.warning(
+                "the host budget of %d bytes is used up (--swap-host-memory-gib): %s of layer %d (%d bytes) and what "
+                "follows stays on the device; raise the budget or select less",
+                self.slabs.limit_bytes,
+                record.op,
+                record.layer,
+                record.nbytes,
+            )

@@ -1,0 +1,107 @@
+"""What a custom autograd function saved is what it gets back, with all that its backward may look for on it.
+
+Of what a hook hands back autograd makes a new tensor, at each reading of ``ctx.saved_tensors``: without the ``.grad``
+or ``main_grad`` of a leaf, without attributes and Python class. Torch's own operators read data only. A function in
+Python may read anything, so reading goes through `read` (a patch sees to that): leaves that need gradients are the very
+same tensors, others have their class and the attributes that a program set on them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.storage.records import Handle
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__
+
+
+class _Reading(threading.local):
+    """Handles in the order in which the ``ctx.saved_tensors`` that is being read unpacks them; None: none is."""
+
+    handles: list[Handle] | None = None
+
+
+_reading = _Reading()
+
+
+def saved_by_function() -> bool:
+    """Whether the pack hook that calls this packs what a custom function saves."""
+    return sys._getframe(2).f_code is _APPLY
+
+
+def made_by_function(tensor: torch.Tensor) -> str | None:
+    """The name of the custom function that saves ``tensor``, for a pack hook further up; None if it was given it."""
+    function, given = _applied()
+    return None if any(one is tensor for one in given) else function.__name__
+
+
+def _applied() -> tuple[type, tuple]:
+    """The custom function whose tensors are being packed, and what it was given."""
+    frame = sys._getframe(1)
+    while frame.f_code is not _APPLY:
+        frame = frame.f_back
+    found = frame.f_locals
+    return found["cls"], found["args"]
+
+
+def _returned(tensor: torch.Tensor) -> bool:
+    """Whether the custom function that saves ``tensor`` returns it."""
+    if not isinstance(tensor.grad_fn, BackwardCFunction):
+        return False
+    function, given = _applied()
+    return type(tensor.grad_fn) is function._backward_cls and all(one is not tensor for one in given)
+
+
+def stays_itself(tensor: torch.Tensor) -> bool:
+    """Whether autograd keeps it, whatever a hook makes of it: its gradient is accumulated there."""
+    return tensor.requires_grad and tensor.is_leaf
+
+
+def own(handle: Handle, tensor: torch.Tensor) -> Handle:
+    """``handle`` is of ``tensor``, which a custom function saves."""
+    if stays_itself(tensor):
+        handle.alias = tensor
+    if _returned(tensor):  # comes back plain from autograd itself, too; its attributes may lead to the node, a cycle
+        handle.own = None, {}
+    else:
+        handle.own = type(tensor), {} if handle.alias is tensor else vars(tensor)  # what is set on it later, too
+    return handle
+
+
+def unpacked(handle: Handle) -> None:
+    """``handle``, which a custom function saved, has been brought back."""
+    if _reading.handles is not None:
+        _reading.handles.append(handle)
+
+
+def read(native: Callable[[Any], tuple], ctx: Any) -> tuple:
+    """``native(ctx)``, which is ``ctx.saved_tensors``, as the function saved them."""
+    outer, _reading.handles = _reading.handles, []
+    try:
+        tensors = native(ctx)
+        handles = _reading.handles
+    finally:
+        _reading.handles = outer
+    if not handles or len(handles) != sum(tensor is not None for tensor in tensors):  # somebody else's hooks
+        return tensors
+    following = iter(handles)
+    return tuple(tensor if tensor is None else _as_saved(tensor, next(following)) for tensor in tensors)
+
+
+def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
+    if stays_itself(handle.alias):
+        return handle.alias
+    kind, attributes = handle.own
+    if kind is not None and type(tensor) is not kind:
+        with torch.enable_grad():
+            tensor = tensor.as_subclass(kind)
+    if attributes:
+        vars(tensor).update(attributes)
+    return tensor

@@ -1,0 +1,68 @@
+"""What was released but is still held by something out of the engine's reach, and by whom."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import torch
+
+from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.records import Record
+
+logger = logging.getLogger(__name__)
+
+
+class PinnedWatch:
+    """Says once per operator, in words, why releasing it does not free its memory."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], tuple[int, str]] = {}
+
+    def check(self, records: list[Record], output: Any) -> None:
+        """To be called when a forward has ended: by then only ``output`` and outsiders can hold a moved storage."""
+        held = [(record, storage) for record in records if (storage := record.storage()) is not None]
+        new = [(r, s) for r, s in held if (r.layer, r.op) not in self._seen]
+        if not new:
+            return
+        # by type, not isinstance: that would wake lazy objects and stumble over dead proxies
+        modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+        for record, storage in new:
+            who = _holder(storage, output, modules)
+            if who.startswith("attribute"):
+                marks.of(storage).keep()  # a table of the model's own: moving it again would be as useless
+            if (record.layer, record.op) not in self._seen:
+                self._seen[record.layer, record.op] = record.nbytes, who
+                logger.warning(
+                    "swap has no effect on %d bytes of %s in layer %d: the memory is pinned by %s",
+                    record.nbytes,
+                    record.op or "the layer",
+                    record.layer,
+                    who,
+                )
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {"layer": layer, "op": op, "bytes": nbytes, "by": who}
+            for (layer, op), (nbytes, who) in sorted(self._seen.items())
+        ]
+
+
+def _holder(storage: torch.UntypedStorage, output: Any, modules: list[torch.nn.Module]) -> str:
+    outputs = output if isinstance(output, (list, tuple)) else [output]
+    if any(_is_view(t, storage) for t in outputs):
+        return "the pipeline schedule (it is the stage's output)"
+    for module in modules:
+        for name, value in vars(module).items():
+            if _is_view(value, storage):
+                return f"attribute {name} of a {type(module).__name__}"
+            if not name.startswith("_") and type(value).__module__.partition(".")[0] not in ("torch", "builtins"):
+                for inner, tensor in getattr(value, "__dict__", {}).items():
+                    if _is_view(tensor, storage):
+                        return f"attribute {name}.{inner} of a {type(module).__name__}"
+    return "a reference outside the layers (a saved tensor of code that runs natively, or a Python variable)"
+
+
+def _is_view(value: Any, storage: torch.UntypedStorage) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.untyped_storage() is storage

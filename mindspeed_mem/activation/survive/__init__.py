@@ -1,0 +1,1 @@
+"""Steps that run out of device memory and go on all the same."""

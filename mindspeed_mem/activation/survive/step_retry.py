@@ -1,0 +1,102 @@
+"""A second attempt at a training step that ran out of memory: what the first has changed is put back before.
+
+Only where this rank alone can do so without the others: collectives that it has taken part in cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mem.activation.rerun import rng
+
+_SMALL = 64 * 1024  # bytes; larger buffers of a model (tables) are not written to by its forward
+
+
+class RecordedIterator:
+    """Hands on what a data iterator gives, and after `rewind` the same once more."""
+
+    def __init__(self, iterator: Iterator):
+        self._iterator, self._given, self._next = iterator, [], 0
+
+    def __iter__(self) -> RecordedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._given):
+            self._given.append(next(self._iterator))
+        self._next += 1
+        batch = self._given[self._next - 1]
+        return copy.copy(batch) if isinstance(batch, (dict, list)) else batch  # who takes it may take it apart
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+    @property
+    def used(self) -> bool:
+        return self._next > 0
+
+    def rewind(self) -> None:
+        self._next = 0
+
+
+class BeforeStep:
+    """What a training call finds, so that it can be put back.
+
+    Args:
+        models: the model chunks, in their data parallel wrapper.
+        zeroed: for each, whether its gradient buffers have been zeroed and nothing was added since.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], zeroed: Iterable[bool]):
+        self.models = list(models)
+        self._random = rng.capture(p for model in self.models for p in model.parameters())
+        self._zeroed = all(zeroed) and all(p.grad is None for m in self.models for p in m.parameters())
+        buffers = [b for m in self.models for b in nn.Module.buffers(m)]  # Megatron's wrapper has a list of that name
+        self._buffers = [(b, b.detach().clone()) for b in buffers if b.numel() * b.element_size() <= _SMALL]
+        self._large = [(b, b._version) for b in buffers if b.numel() * b.element_size() > _SMALL]
+
+    def why_not(self, iterator: RecordedIterator | None, started: bool) -> str:
+        """Why the call cannot be repeated; empty if it can.
+
+        ``iterator``: what it took its micro-batches from; ``started``: whether a forward began.
+        """
+        if not self._zeroed:
+            return "gradients of an earlier call were in the buffers"
+        if any(buffer._version != version for buffer, version in self._large):
+            return "a buffer of the model was changed"
+        if started and (iterator is None or not iterator.used):
+            return "its micro-batches did not come from the data iterator"
+        return ""
+
+    def put_back(self, iterator: RecordedIterator | None) -> None:
+        """Make everything as it was before the call."""
+        gc.collect()  # graphs of the failed attempt
+        if iterator is not None:
+            iterator.rewind()
+        with torch.no_grad():
+            for model in self.models:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                if hasattr(model, "zero_grad_buffer"):
+                    model.zero_grad_buffer()
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        rng.restore(self._random)
+
+
+def forget_frames(error: BaseException) -> None:
+    """The frames that an error and its causes went through hold tensors: let go of them."""
+    seen: set[int] = set()
+    todo = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]

@@ -1,0 +1,177 @@
+"""The part of an engine whose steps do not die for lack of device memory as long as the host has room (--survive-oom).
+
+Every saved tensor is a handle on a record, also outside the layers, and any of them can be moved to the host while an
+operator waits. The guard that notices a lack of memory runs only in steps in which memory may become tight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from mindspeed_mem.activation.plan_in_force import PlanInForce
+from mindspeed_mem.activation.position import Position
+from mindspeed_mem.activation.rerun.arguments import tensors_in
+from mindspeed_mem.activation.saved_tensors import SavedTensors
+from mindspeed_mem.activation.survive.eviction import EvictingMover
+from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
+from mindspeed_mem.device import Backend, delegating, onednn
+from mindspeed_mem.device.op_guard import OpGuard
+from mindspeed_mem.device.op_rules import storage_of
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 100  # at least this part of the device's memory is freed at a time: each lack costs an attempt
+_NAMED = 5  # operators in a message
+
+
+class NoRoomError(torch.OutOfMemoryError):
+    """Device memory does not suffice even with everything on the host that can be there. The message says what was
+    needed, what holds the memory, and what to try."""
+
+
+class Survival:
+    """Makes room when an operator lacks some, and says what can be done where there is none to make."""
+
+    def __init__(self, position: Position, in_force: PlanInForce, mover: EvictingMover, saved: SavedTensors):
+        self.mover, self.backend = mover, mover.backend
+        self._position, self._in_force, self._saved = position, in_force, saved
+        self.guard = OpGuard(self.backend, self.make_room, self.no_room)
+        self.policy = GuardPolicy(self.backend)
+        self.forwards = 0
+        """How many forwards of micro-batches have begun."""
+        self.advises_recompute = True
+        """Whether messages say what to recompute; not where that is found out."""
+        self.guarded_steps = 0
+        self._guarding = self._tight = False
+
+    def knows_layers(self) -> None:
+        """The plan has been made: by now the device is chosen, and the model there."""
+        self.backend.keep_reserve()
+        self.policy.varies = any("experts" in path.split(".") for _, path in self._in_force.modules)
+
+    # ---- when memory runs out
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around what may lack memory: a step's forwards and backwards, or its optimizer."""
+        if self._guarding:  # by somebody further out
+            yield
+            return
+        guard = self.guard if self.policy.begins() or self._in_force.everything else self._unguarded()
+        self._guarding, before = True, self.guard.lacks
+        self._tight = guard is self.guard
+        self.guarded_steps += self._tight
+        try:
+            with guard:
+                yield
+        finally:
+            self._guarding = self._tight = False
+            self.policy.ends(self.guard.lacks > before)
+
+    @contextlib.contextmanager
+    def moving_everything(self) -> Iterator[None]:
+        """Inside, whatever is saved is moved, whatever the plan says: the second attempt at a step."""
+        self._in_force.everything = True
+        try:
+            yield
+        finally:
+            self._in_force.everything = False
+
+    def run_fused(self, run: Callable, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """``run(call, args, kwargs)`` a function that may be compiled: what that allocates, in forward and in backward,
+        no guard sees. While memory is tight it finds room for about as much as it is given."""
+        if not self._tight:
+            return run(call, args, kwargs)
+        given = {storage_of(one): one.nbytes for one in tensors_in((args, kwargs)) if self.backend.owns(one)}
+        nbytes = sum(given.values())
+
+        def with_room(*args: Any, **kwargs: Any) -> Any:  # where nobody records what an operator consists of
+            self.guard.room_for(nbytes, args, kwargs)
+            return call(*args, **kwargs)
+
+        result = run(with_room, args, kwargs)
+        for leaf in tensors_in(result):
+            if leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(functools.partial(self._room_in_backward, nbytes))
+        return result
+
+    def _room_in_backward(self, nbytes: int, gradients: tuple) -> None:
+        if self._tight:
+            self.guard.room_for(2 * nbytes, gradients)  # what it was given may have to come back first
+
+    def _unguarded(self) -> contextlib.AbstractContextManager:
+        return onednn.noticed(getattr(self.backend, "ledger", None))
+
+    def make_room(self, nbytes: int, pinned: set[int]) -> int | None:
+        """As `EvictingMover.make_room`, a good deal at a time."""
+        limit = self.backend.limit()
+        return self.mover.make_room(max(nbytes, limit // _AT_ONCE if limit else 0), pinned)
+
+    def no_room(self, op: str, nbytes: int, why: str) -> NoRoomError:
+        """What to raise when ``nbytes`` (0: unknown) are needed in ``op``; ``why`` nothing more was tried, if that is
+        not for lack of what could leave."""
+        holders = self.mover.on_device()
+        allocated, limit, slabs = self.backend.allocated(), self.backend.limit(), self.mover.slabs
+        where = self._position.running()
+        lines = [
+            f"{nbytes or 'an unknown number of'} bytes of device memory are needed in {op}"
+            + (f" ({_name(*where)})" if where is not None else "")
+            + (f", which {why}" if why else ", and no activation that could leave is left"),
+            f"in use: {allocated} of {limit} bytes; {holders.total()} of them are activations that backward needs",
+            f"on the host: {slabs.bytes_in_use} bytes of activations"
+            + (f", budget {slabs.limit_bytes} bytes" if slabs.limit_bytes is not None else "")
+            + (": it is full" if self.mover.host_full else ""),
+        ]
+        named = [f"{_name(*who)} {n} bytes" for who, n in holders.most_common(_NAMED)]
+        lines.append("largest activations on the device: " + ("; ".join(named) or "none"))
+        more = "raise --swap-host-memory-gib; " if self.mover.host_full else ""
+        again = "--recompute-layers all; " if self.advises_recompute else ""
+        lines.append(
+            f"try: {more}a smaller --micro-batch-size or --seq-length; {again}more ranks for the same "
+            "model (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer, "
+            "--chunk-zero-stage 3)"
+        )
+        return NoRoomError("\n  ".join(lines))
+
+    # ---- what is saved outside the layers: embedding, loss
+    @contextlib.contextmanager
+    def holding_all(self) -> Iterator[None]:
+        """Around the forward of a micro-batch, loss included; layers have their own hooks inside."""
+        self.forwards += 1
+        hooks = saved_tensors_hooks(self._saved.pack_outside, self._saved.unpack)
+        try:
+            hooks.__enter__()
+        except RuntimeError:  # somebody has disabled hooks here
+            yield
+            return
+        try:
+            yield
+        finally:
+            hooks.__exit__()
+
+
+_asks: set[str] = set()  # the devices whose allocator asks for room before it fails
+
+
+def ask_before_failing(backend: Backend, of_the_moment: Callable[[], Survival | None]) -> None:
+    """Where the delegating allocator was built, let it ask for room: once for each device."""
+    if backend.type in _asks or delegating.available(backend.type) is None:
+        return
+    _asks.add(backend.type)
+
+    def make_room(nbytes: int) -> int:
+        survival = of_the_moment()
+        return survival.make_room(nbytes, set()) or 0 if survival is not None else 0
+
+    delegating.install(backend, make_room)
+    logger.info("device memory is asked for by the delegating allocator (python -m mindspeed_mem build-allocator)")
+
+
+def _name(layer: int, op: str) -> str:
+    return f"{op or 'the layer'} of layer {layer}" if layer >= 0 else "outside the layers"
