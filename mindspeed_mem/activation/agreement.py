@@ -3,7 +3,7 @@ again: what contains collectives runs again on all ranks that take part in them,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ def agreed(
     that only some of them ran again would wait for the others' collectives for ever. Raises MemoryConfigError on all
     ranks.
     """
-    plan, problems = None, ()
+    plan: MemoryPlan | None = None
+    problems: tuple[str, ...] = ()
     try:
         plan = make()
     except MemoryConfigError as error:
@@ -41,16 +42,18 @@ def agreed(
             ],
             source,
         )
+    assert plan is not None
     return plan
 
 
-def collectives_begun(partners: Collection[int]) -> dict[dist.ProcessGroup, int | None]:
+def collectives_begun(partners: Set[int]) -> dict[dist.ProcessGroup, int | None]:
     """How many collectives have begun in each group of several of these ranks; None where nobody counts them."""
     found: dict[dist.ProcessGroup, int | None] = {}
+    group: Any  # its numbers are torch's own affair
     if len(partners) < 2 or not (dist.is_available() and dist.is_initialized()):
         return found
     for group in dist.distributed_c10d._world.pg_map:
-        if group.size() > 1 and partners.issuperset(dist.get_process_group_ranks(group)):
+        if group.size() > 1 and partners >= set(dist.get_process_group_ranks(group)):
             try:
                 found[group] = group._get_sequence_number_for_group()
             except (AttributeError, RuntimeError):

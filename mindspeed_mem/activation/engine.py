@@ -68,7 +68,7 @@ class Engine:
         rng.follow(backend)
         self._stalled_before = backend.stall_seconds()
         no_effect = NoEffectLog()
-        self.auto = AutoDistances(backend, self._operators_in)
+        self.auto = AutoDistances(backend, lambda layer: self.in_force.the_plan.operators_in(layer))
         self.in_force = PlanInForce(config, self.auto, watch_only, all_layers=survive)
         self.position = position = Position()
         in_flight = MicroBatchesInFlight(position)
@@ -99,10 +99,6 @@ class Engine:
         """What finds a plan meanwhile, where that was asked for."""
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Those for which all ranks have made the plan."""
-
-    def _operators_in(self, layer: int) -> int:
-        assert self.in_force.plan is not None
-        return self.in_force.plan.operators_in(layer)
 
     # ---- the plan
     def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:

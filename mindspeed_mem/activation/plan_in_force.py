@@ -68,6 +68,12 @@ class PlanInForce:
         """Whether the plan knows all layers that have been built."""
         return self.plan is not None and (self.agreed or self._built == regions.built())
 
+    @property
+    def the_plan(self) -> MemoryPlan:
+        """The plan, where there must be one: in layers that run."""
+        assert self.plan is not None
+        return self.plan
+
     def decision(self, layer: int, op: str) -> Swap | None:
         return self.plan.decision(layer, op) if self.plan is not None and 0 <= layer < self.num_layers else None
 

@@ -10,7 +10,8 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,7 +85,7 @@ def count_on(models: Iterable[nn.Module], first: Mapping[str, int], total: int) 
     ``first``: the number of each stack's first layer, by its path. ``total``: how many layers there are.
     """
     for path, stack in _stacks(models):
-        layers = [layer for layer in stack.layers if TAG in layer.__dict__]
+        layers = [layer for layer in layers_of(stack) if TAG in layer.__dict__]
         tail = [m for m in stack.children() if TAG in m.__dict__]
         for layer in layers:
             _renumber(layer, first[path] + layer.layer_number - 1)
@@ -154,6 +155,11 @@ def inline_path(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
 
 
+def layers_of(stack: nn.Module) -> Iterable[Any]:
+    """The layers of a stack on this rank, as Megatron calls them."""
+    return stack.layers  # type: ignore[return-value]  # a ModuleList, which nn.Module does not know of
+
+
 def may_save() -> bool:
     """Whether a forward that starts now keeps activations for a later backward.
 
@@ -169,7 +175,9 @@ def _under_checkpoint() -> bool:
     if _top_hooks is not None:
         hooks = _top_hooks(False)
         return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
-    frame = sys._getframe(1)  # before torch 2.7 nobody tells whose hooks are in force: look who is calling
+    frame: FrameType | None = sys._getframe(
+        1
+    )  # before torch 2.7 nobody tells whose hooks are in force: look who is calling
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINT:
             return True

@@ -59,7 +59,7 @@ class SecondRuns:
         in_force = self._in_force
         if not in_force.recomputes or not self.hooked or not 0 <= layer < in_force.num_layers:
             return False
-        wanted = in_force.plan.recompute(layer, path)
+        wanted = in_force.the_plan.recompute(layer, path)
         if wanted is None or type(self._position.rerun) is ModuleRerun:
             return False
         if self._ran is not None:
@@ -78,7 +78,7 @@ class SecondRuns:
 
     def under_another_checkpoint(self, layer: int) -> None:
         """This layer runs before its backward, or again in it, by somebody else's checkpoint."""
-        for entry in self._in_force.plan.recompute_entries(layer):
+        for entry in self._in_force.the_plan.recompute_entries(layer):
             if self._ran is not None:
                 self._ran.add(entry)
             self._no_effect.add(f"{entry} has no effect", layer, "it is under another checkpoint there")

@@ -40,7 +40,7 @@ def tag_stack(stack: nn.Module, tail: nn.Module | None, num_layers: int, place: 
     """
     classes, last = set(), None
     stack.__dict__[regions.STACK] = num_layers
-    for layer in stack.layers:
+    for layer in regions.layers_of(stack):
         if hasattr(layer, "layer_number"):
             last = layer.layer_number
             classes |= regions.tag_layer(layer, last - 1, place)

@@ -26,15 +26,16 @@ class OutsideBytes:
 
     def count(self, stopwatch: Stopwatch, num_layers: int, keep: bool) -> None:
         """A forward ends. ``keep``: not in a call that only shows what micro-batches share."""
-        here = object()
+        here, key = object(), stopwatch.forward
+        assert key is not None
         found: dict[int, tuple[int, bool]] = {}
         for handle in stopwatch.handles():
-            one = self._outside(handle, stopwatch.forward, num_layers, here)
+            one = self._outside(handle, key, num_layers, here)
             if one is not None:
                 found[one[0]] = one[1:]
         if not keep:
             return
-        chunk = stopwatch.forward[1]
+        chunk = key[1]
         for after, counts in ((False, self.before), (True, self.after)):
             mine = sum(nbytes for nbytes, behind in found.values() if behind == after)
             counts[chunk] = max(counts.get(chunk, 0), mine)

@@ -122,6 +122,7 @@ class Profiler:
             self._now.end()
 
     def _boundary(self, ran: Node, runs: Node) -> None:
+        assert self._cutting is not None and self._now is not None
         if runs == COPIES:
             self._cutting.copies_begin()
         elif ran == COPIES:
@@ -144,14 +145,14 @@ class Profiler:
         Times are medians over micro-batches. Where evaluations ran between two training calls, the shortest time
         between such calls counts.
         """
-        if not self.done:
+        if not self.done or self._memory is None or self._census is None:
             raise RuntimeError(
                 f"{_TIMED + 1 - len(self._timed)} more training calls are needed before there is a profile"
             )
         passes = self.passes
         return RankProfile(
             stage=stage,
-            chunks=tuple(self._chunk(chunk, passes) for chunk in sorted({one.chunk for one in passes})),
+            chunks=tuple(self._chunk(chunk, passes, self._census) for chunk in sorted({one.chunk for one in passes})),
             static_bytes=self._memory.static,
             temporary_bytes=self._memory.most,
             step_seconds=min(self._between, default=0.0),
@@ -165,7 +166,7 @@ class Profiler:
         alike = sum(one.total for one in first) <= _ALIKE * sum(one.total for one in second)
         return [*first, *second] if alike else second
 
-    def _chunk(self, chunk: int, passes: list[PassTimes]) -> ChunkProfile:
+    def _chunk(self, chunk: int, passes: list[PassTimes], census: Census) -> ChunkProfile:
         forwards = [one for one in passes if one.chunk == chunk and one.direction == FORWARD]
         backwards = [one for one in passes if one.chunk == chunk and one.direction == BACKWARD]
         nodes = list(dict.fromkeys(node for one in forwards for node in one.operators))
@@ -185,8 +186,8 @@ class Profiler:
                 )
                 for layer, op in nodes
             ),
-            storages=tuple(self._census.storages(chunk)),
-            dataflow=self._census.dataflow(chunk),
+            storages=tuple(census.storages(chunk)),
+            dataflow=census.dataflow(chunk),
             before=outside("before", self._outside.before),
             after=outside("after", self._outside.after),
         )

@@ -124,7 +124,7 @@ class Forward:
             if not one.runs:
                 one.inline.append(index)
                 starts[step.node] = min(starts.get(step.node, index), index)
-        return (found[node] for node in sorted(starts, key=starts.get))
+        return (found[node] for node in sorted(starts, key=starts.__getitem__))
 
     def _flops_of(self, one: _Operator) -> int:
         if one.runs:
@@ -185,7 +185,9 @@ class Forward:
         """Who reads each storage, is given it, or hands it on to what comes after."""
         users: dict[int, set[Node]] = {}
         for step in self.steps:
-            for key in step.reads if step.node is not None else ():
+            if step.node is None:
+                continue
+            for key in step.reads:
                 users.setdefault(key, set()).add(step.node)
         for run in self.runs:
             for key in run.inputs | run.outputs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -147,6 +147,7 @@ class Stopwatch:
 
     # ---- figures
     def _moment(self, node: Node) -> None:
+        assert self._pass is not None
         moments = self._pass.moments
         if self._at_boundary is not None:
             self._at_boundary(moments[-1][1] if moments else OUTSIDE, node)
@@ -157,7 +158,7 @@ class Stopwatch:
 
     def _read(self, one: _Pass) -> None:
         between, moments = self._backend.seconds_between, one.moments
-        operators: Counter[Node] = Counter()
+        operators: defaultdict[Node, float] = defaultdict(float)
         inside = [place for place, (_, node) in enumerate(moments) if self.in_layers(node)]
         first, last = (inside[0], inside[-1]) if inside else (len(moments), len(moments))
         early = late = copies = 0.0

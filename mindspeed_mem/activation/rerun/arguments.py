@@ -15,7 +15,7 @@ import torch
 class Slot(NamedTuple):
     """Where a tensor was."""
 
-    index: int
+    number: int
 
 
 def split(value: Any, take: Callable[[torch.Tensor], Any], taken: list[Any]) -> Any:
@@ -43,7 +43,7 @@ def join(value: Any, tensors: Sequence[Any]) -> Any:
     """What `split` took apart, with ``tensors`` in its slots."""
     kind = type(value)
     if kind is Slot:
-        return tensors[value.index]
+        return tensors[value.number]
     if kind is tuple or kind is list:
         return kind([join(item, tensors) for item in value])
     if kind is dict:

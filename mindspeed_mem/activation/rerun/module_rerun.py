@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,6 +36,7 @@ from mindspeed_mem.activation.storage.records import (
     Layout,
     OverwrittenError,
     Record,
+    layout_of,
     view_of,
 )
 from mindspeed_mem.device import is_host_device
@@ -128,6 +129,7 @@ class ModuleRerun(Rerun):
         attributes = None if state is None else dict(vars(state))
         self.inputs: list[tuple[Handle, bool, dict[str, Any]]] | None = []
         self.training = training
+        self._then: list[tuple[Place, Any]] = []
         self._starts_with(places or {})
         self.kept: set[Record] | None = set() if places is None else None
         """What it made and backward needs, as long as it may turn out not to repeat itself; None: is not kept."""
@@ -174,17 +176,19 @@ class ModuleRerun(Rerun):
 
     def saves(self, record: Record | None, tensor: torch.Tensor) -> None:
         """The operator saves one more tensor, of the storage of ``record``."""
-        mine = record is not None and (record.way_back is self if self.kept is None else record in self.kept)
-        layout = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()) if mine else None
+        mine = None  # the record, of a storage that it made
+        if record is not None and (record.way_back is self if self.kept is None else record in self.kept):
+            mine = record
         if self.kept is not None:
-            self._saved.append((record, layout) if mine else None)
-        if not mine or record.handles:
+            self._saved.append((mine, layout_of(tensor)) if mine is not None else None)
+        if mine is None or mine.handles:
             self.slots.append(None)
-        else:  # the first of a storage that it made
-            self.slots.append((weakref.ref(record), layout))
+        else:  # its first
+            ref = weakref.ref(mine)
+            self.slots.append((ref, layout_of(tensor)))
             entry: _Entry | None = marks.of(tensor.untyped_storage()).entry
             if entry is not None and entry.rerun() is self and entry.version == tensor._version:
-                self._entries.setdefault(entry.number, []).append((entry.position, self.slots[-1][0]))
+                self._entries.setdefault(entry.number, []).append((entry.position, ref))
 
     def ends(self) -> None:
         """The operator has run to its end."""
@@ -228,7 +232,7 @@ class ModuleRerun(Rerun):
         if not self._remaining:
             return
         try:
-            tensors = [_leaf(handle.bring_back().detach(), *as_it_was) for handle, *as_it_was in self.inputs]
+            tensors = [_leaf(one.bring_back().detach(), grad, names) for one, grad, names in self.inputs or ()]
         except OverwrittenError as error:
             hint = f"{self} is recomputed from it. {TAKE_OUT}, or recompute what produces its input, too"
             raise OverwrittenError(f"{error}; {hint}") from error
@@ -236,13 +240,16 @@ class ModuleRerun(Rerun):
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal index
-            slot = self.slots[index] if index < len(self.slots) else self._differs(tensor, None)
+            if index == len(self.slots):
+                self._differs(tensor, None)
+            slot = self.slots[index]
             index += 1
-            record = slot[0]() if slot is not None else None
+            if slot is None:
+                return
+            record, layout = slot[0](), slot[1]
             if record is not None and record.state == DROPPED:
-                found = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-                if found != slot[1] or tensor.untyped_storage().nbytes() != record.nbytes:
-                    self._differs(tensor, slot[1])
+                if layout_of(tensor) != layout or tensor.untyped_storage().nbytes() != record.nbytes:
+                    self._differs(tensor, layout)
                 self._fill(record, tensor)
                 if not self._remaining:
                     raise _Enough
@@ -257,7 +264,8 @@ class ModuleRerun(Rerun):
             self._filled.clear()
         if self._remaining:
             self._differs(None, None)
-        self.inputs, self._then = None, []
+        self.inputs = None
+        self._then.clear()
 
     @contextlib.contextmanager
     def _as_then(self, leaves: list[torch.Tensor], pack: Callable[[torch.Tensor], None]) -> Iterator[Callable[[], Any]]:
@@ -324,8 +332,10 @@ class ModuleRerun(Rerun):
             if otherwise or (one is not None and other is not None and _same(one, other)):
                 return
             nearly = True  # kernels that add up in any order differ by that much without recompute, too
-            exact = one is None or is_host_device(one.device) or torch.are_deterministic_algorithms_enabled()
-            otherwise = exact or other is None or not nearly_same(one, other)
+            if one is None or other is None or is_host_device(one.device):
+                otherwise = True
+            else:
+                otherwise = torch.are_deterministic_algorithms_enabled() or not nearly_same(one, other)
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal index
@@ -341,8 +351,8 @@ class ModuleRerun(Rerun):
 
         why_not = ""
         now = rng.capture(leaf for leaf, _ in self._leaves)
-        given = zip(self._leaves, self.inputs, strict=True)
-        leaves = [_leaf(leaf, *as_it_was) for (leaf, _), (_, *as_it_was) in given]
+        given = zip(self._leaves, self.inputs or (), strict=True)
+        leaves = [_leaf(leaf, wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
         self._leaves = []
         try:
             with put_back(places, changed), self._as_then(leaves, pack) as run, contextlib.suppress(_Enough):
@@ -374,7 +384,7 @@ class ModuleRerun(Rerun):
             self.inputs = None
             return
         self._starts_with(places)
-        for record in kept:
+        for record in kept or ():
             if record.state == KEPT and record.live_handles():
                 record.distance = 0
                 self.take_if_kept(record)
@@ -409,7 +419,7 @@ class ModuleRerun(Rerun):
         self.fill(record, tensor)
         self._remaining -= 1
 
-    def _differs(self, found: torch.Tensor | None, layout: tuple | None) -> None:
+    def _differs(self, found: torch.Tensor | None, layout: Layout | None) -> NoReturn:
         what = "saved less" if found is None else f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
         wanted = "" if layout is None else f" instead of shape {tuple(layout[1])} and {layout[0]}"
         raise RuntimeError(
@@ -456,14 +466,14 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same_bits(one, other)
 
 
-def _content(record: Record, layout: tuple, like: torch.Tensor) -> torch.Tensor | None:
+def _content(record: Record, layout: Layout, like: torch.Tensor) -> torch.Tensor | None:
     """What ``record`` has, laid out as it was saved; None if ``like`` lies otherwise."""
     storage = record.storage()
     if storage is None or record.state in (HOST, LOADED):  # it had to leave
         record.way_back.bring_back(record)
+        assert record.buffer is not None
         storage = record.buffer.untyped_storage()
-    found = like.dtype, like.size(), like.stride(), like.storage_offset()
-    if found != layout or like.untyped_storage().nbytes() != storage.nbytes():
+    if layout_of(like) != layout or like.untyped_storage().nbytes() != storage.nbytes():
         return None
     return view_of(storage, *layout)
 

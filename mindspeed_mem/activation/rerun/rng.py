@@ -43,14 +43,17 @@ def capture_as(states: Any) -> Any:
 
 
 def _now(devices: Iterable[int | None]) -> _States:
-    return _States(torch.get_rng_state(), {index: _Source.backend.rng_state(index) for index in devices})
+    backend = _Source.backend
+    return _States(torch.get_rng_state(), {} if backend is None else {one: backend.rng_state(one) for one in devices})
 
 
 def restore(states: Any) -> None:
     """Go on from what `capture` returned."""
     torch.set_rng_state(states.host)
-    for index, state in states.devices.items():
-        _Source.backend.set_rng_state(state, index)
+    backend = _Source.backend
+    if backend is not None:
+        for index, state in states.devices.items():
+            backend.set_rng_state(state, index)
 
 
 def same(states: Any, others: Any) -> bool:

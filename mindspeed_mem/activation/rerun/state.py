@@ -73,7 +73,8 @@ class Called:
             names = (*code.co_freevars, *code.co_varnames[: min(1, code.co_argcount)])
             held = [there[name] for name in names if name in there]
             held = [value for value in held if not issubclass(type(value), _NOT_LOOKED_INTO)]
-            self.found[(id(code), *map(id, held))] = code, frame.f_globals, held
+            key = id(code), *map(id, held)
+            self.found[key] = code, frame.f_globals, held
 
 
 def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Place]:
@@ -91,10 +92,14 @@ def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) ->
         if plain:
             found.append(_globals(names, plain))
         for name in known:
-            _visit(partial(_item, lambda names=names: names, name), f"{names.get('__name__')}.{name}", found, seen, 0)
+            _visit(partial(_item, _always(names), name), f"{names.get('__name__')}.{name}", found, seen, 0)
         for value in held:
             _visit(_reference(value), f"what {code.co_name} works on", found, seen, 0)
     return found
+
+
+def _always(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 @contextlib.contextmanager

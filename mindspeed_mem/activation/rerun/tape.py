@@ -36,7 +36,7 @@ class _Ref(NamedTuple):
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class _Step(NamedTuple):
@@ -82,7 +82,7 @@ class Tape(Rerun, TorchDispatchMode):
             self._note(func, args, kwargs, result, random)
         return result
 
-    def _note(self, func: Callable, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
+    def _note(self, func: Any, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
         if func.namespace in _COLLECTIVES:
             self.why_not = "it contains a collective"
             return
@@ -103,13 +103,14 @@ class Tape(Rerun, TorchDispatchMode):
                 return
             writes.add(self._key(tensor.untyped_storage()))
         blank = func.__name__.startswith(("empty", "new_empty"))
-        results = []
+        results: list[int | None] = []
         for tensor in outputs:
             storage = tensor.untyped_storage()
             if id(storage) in old:
                 results.append(None)
                 continue
-            results.append(key := self._key(storage))
+            key = self._key(storage)
+            results.append(key)
             if key not in self._made:
                 self._made[key] = weakref.ref(storage)
                 writes.add(key)
@@ -205,7 +206,7 @@ class Tape(Rerun, TorchDispatchMode):
         if records:
             steps, needed = self._slice(set(records))
             weights = list(tensors_in([step.given for step in steps]))
-            held = {key: h.bring_back() for key, h in self.inputs.items() if key in needed}
+            held = {key: h.bring_back() for key, h in (self.inputs or {}).items() if key in needed}
             with ExitStack() as stack:
                 for reader in READERS:
                     stack.enter_context(reader([], [*weights, *held.values()]))

@@ -9,7 +9,7 @@ collectives, the ranks that take part in them try it at the same call, and agree
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Operator:
         """Its modules, and whether they are in training mode."""
         return [(module, module.training) for ref in self._modules if (module := ref()) is not None]
 
-    def verdict(self, training: list[tuple[torch.nn.Module, bool]]) -> Verdict | None:
+    def verdict(self, training: Sequence[tuple[torch.nn.Module, bool]]) -> Verdict | None:
         """None: it has not been tried with these flags yet."""
         return self._verdicts.get(tuple([flag for _, flag in training]))
 
@@ -55,7 +55,7 @@ class Operator:
         verdict = self.verdict(self.training())
         return verdict is not None and bool(verdict.why_not)
 
-    def judge(self, training: list[tuple[torch.nn.Module, bool]], verdict: Verdict) -> None:
+    def judge(self, training: Sequence[tuple[torch.nn.Module, bool]], verdict: Verdict) -> None:
         self._refused = self._refused or bool(verdict.why_not)
         self._verdicts[tuple([flag for _, flag in training])] = verdict
 
@@ -81,7 +81,7 @@ class Trials:
 class Trial(AbstractContextManager):
     """Around the first run of ``rerun``, then `settle`."""
 
-    def __init__(self, of: Operator, rerun: ModuleRerun, partners: Collection[int], device_type: str):
+    def __init__(self, of: Operator, rerun: ModuleRerun, partners: Set[int], device_type: str):
         self._of, self._rerun, self._partners, self._device_type = of, rerun, partners, device_type
         self._called = Called()
 
@@ -105,9 +105,9 @@ class Trial(AbstractContextManager):
             modules = list(modules_of(rerun.call))
             why_not, places = rerun.repeats(result, places_of(modules, rerun.state, self._called))
             why_not = self._agreed(why_not, shared)
-        [shows] = highest([int(shows)], shared, self._device_type)
+        [anywhere] = highest([int(shows)], shared, self._device_type)
         rerun.settle(why_not, places)
-        if why_not or shows:
+        if why_not or anywhere:
             self._of.judge(rerun.training, Verdict(why_not, places))
 
     def _agreed(self, why_not: str, shared: list) -> str:

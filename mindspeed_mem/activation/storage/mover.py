@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from mindspeed_mem.activation.storage.auto_distance import AutoDistances
     from mindspeed_mem.device import Backend
-    from mindspeed_mem.device.base import Stream
+    from mindspeed_mem.device.base import Event, Stream
     from mindspeed_mem.device.slabs import HostSlabs, Slab
 
 logger = logging.getLogger(__name__)
@@ -180,6 +180,7 @@ class Mover:
                 self.cancel(record)
                 return False
             del storage
+            assert record.out_event is not None
             self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
             record.source = None
             record.leave(HOST, self)
@@ -190,6 +191,7 @@ class Mover:
         """Keep a record on the device after all."""
         with self._lock:
             if record.state == COPYING:
+                assert record.out_event is not None
                 self.backend.wait(record.stream, record.out_event, RETIRE_AFTER_COPIES)
                 self._give_back(record, record.out_event)
                 record.source, record.state = None, KEPT
@@ -218,6 +220,7 @@ class Mover:
             # after the allocations: the buffers' previous users are on compute
             self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
             for record in wanted:
+                assert record.slab is not None and record.buffer is not None and record.out_event is not None
                 if record.stream != compute:
                     self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
                 record.stream, record.others = compute, ()
@@ -232,12 +235,13 @@ class Mover:
         """Compute waits for the record's copy in, starting it when nobody has."""
         if record.state == HOST:
             self.load((record,))
+        assert record.in_event is not None and record.buffer is not None
         compute, auto = self.backend.current_stream(), self.auto
-        timed = auto is not None and auto.measures(record)
-        begin = self.backend.timestamp(compute) if timed else None
+        timed = auto if auto is not None and auto.measures(record) else None
+        begin = self.backend.timestamp(compute) if timed is not None else None
         self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
-        if timed:
-            auto.waited(record, begin, self.backend.timestamp(compute))
+        if timed is not None:
+            timed.waited(record, begin, self.backend.timestamp(compute))
         if compute != record.stream:
             self.backend.used_on(record.buffer, compute, READ_BESIDE)
 
@@ -268,6 +272,7 @@ class Mover:
         """The current stream waits for what has made the record again."""
         if self.several and (current := self.backend.current_stream()) != record.stream:
             self.backend.wait(current, self.backend.record(record.stream), UNPACK_AFTER_SECOND_RUN)
+            assert record.buffer is not None
             self.backend.used_on(record.buffer, current, READ_BESIDE)
 
     def used_at(self, number: int) -> None:
@@ -288,10 +293,11 @@ class Mover:
                 self._give_back(record, event)
             if record.state != COPYING:
                 LEDGER.forget_moved(record.nbytes)
-            if memory is not None and not self.backend.done(event):
+            if memory is not None and event is not None and not self.backend.done(event):
                 self.backend.wait(record.stream, event, RETIRE_AFTER_COPIES)
 
-    def _give_back(self, record: Record, event) -> None:
+    def _give_back(self, record: Record, event: Event | None) -> None:
+        assert record.slab is not None
         self.slabs.give(record.slab, event)
         record.slab = None
         self.bytes_on_host -= record.nbytes

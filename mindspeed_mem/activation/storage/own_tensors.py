@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 if TYPE_CHECKING:
     from mindspeed_mem.activation.storage.records import Handle
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
 
 
 class _Reading(threading.local):
@@ -44,9 +45,10 @@ def made_by_function(tensor: torch.Tensor) -> str | None:
 
 def _applied() -> tuple[type, tuple]:
     """The custom function whose tensors are being packed, and what it was given."""
-    frame = sys._getframe(1)
-    while frame.f_code is not _APPLY:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
         frame = frame.f_back
+    assert frame is not None
     found = frame.f_locals
     return found["cls"], found["args"]
 
@@ -98,6 +100,7 @@ def read(native: Callable[[Any], tuple], ctx: Any) -> tuple:
 def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
     if stays_itself(handle.alias):
         return handle.alias
+    assert handle.own is not None
     kind, attributes = handle.own
     if kind is not None and type(tensor) is not kind:
         with torch.enable_grad():

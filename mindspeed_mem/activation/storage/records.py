@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,7 +30,7 @@ DROPPED, REMADE = "dropped", "remade"
 STAYS = -1
 """The distance of a record that the plan may not select: it leaves only if memory runs out."""
 
-Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int | torch.SymInt]
 """How a tensor lies in its storage: dtype, size, stride, offset."""
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -138,7 +139,8 @@ class Record:
         self.layer, self.op, self.number = owner
         self.last_use, self.distance = self.number, 0
         self.nbytes, self.state = token.nbytes, KEPT
-        self.storage, self.token = weakref.ref(storage), token
+        self.storage = weakref.ref(storage)
+        self.token: Token | None = token
         self.handles: list[weakref.ref[Handle]] = []
         self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         self.slab: Slab | None = None
@@ -243,7 +245,7 @@ class Handle:
 
     def let_go(self) -> None:
         alias = self.alias
-        self.layout = alias.dtype, alias.size(), alias.stride(), alias.storage_offset()
+        self.layout = layout_of(alias)
         alias.data = _empty(alias.dtype, alias.device)
 
     def put_back(self, storage: torch.UntypedStorage) -> None:
@@ -287,5 +289,15 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def view_of(storage: torch.UntypedStorage, dtype: torch.dtype, size, stride, offset: int) -> torch.Tensor:
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def view_of(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | torch.SymInt,
+) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

@@ -47,7 +47,7 @@ class EvictingMover(Mover):
 
     def __init__(self, backend: Backend, slabs: HostSlabs, turn: Callable[[InFlight], float]):
         super().__init__(backend, slabs)
-        self.known = weakref.WeakSet()
+        self.known = self._known = weakref.WeakSet[Record]()
         self._turn = turn
         self._prefetching = False
         self.host_full = False
@@ -76,14 +76,14 @@ class EvictingMover(Mover):
     def on_device(self) -> Counter[tuple[int, str]]:
         """Bytes of activations on the device that a handle holds, by the operator that produced them."""
         found: Counter[tuple[int, str]] = Counter()
-        for record in list(self.known):
+        for record in list(self._known):
             if record.state in _ON_DEVICE:
                 found[record.layer, record.op] += record.nbytes
         return found
 
     def _in_order(self) -> list[Record]:
         """What could leave: passes whose backward is furthest, first, and in a pass what was saved first."""
-        found = [r for r in list(self.known) if r.state in _ON_DEVICE and r.nbytes >= _SMALLEST]
+        found = [r for r in list(self._known) if r.state in _ON_DEVICE and r.nbytes >= _SMALLEST]
         turns = {id(one): self._turn(one) for one in {id(r.micro_batch): r.micro_batch for r in found}.values()}
         found.sort(key=lambda r: (-turns[id(r.micro_batch)], r.last_use, -r.nbytes))
         return found
@@ -97,7 +97,7 @@ class EvictingMover(Mover):
         ours = len(holding) + (record.buffer is not None) + (record.source is not None)
         if _held_elsewhere(storage, ours):
             return False
-        if record.state == REMADE and record.buffer._version != record.version:
+        if record.state == REMADE and record.buffer is not None and record.buffer._version != record.version:
             return False  # it will be reported when it is asked for
         if record.state == COPYING:
             return self._release_early(record)
@@ -111,6 +111,7 @@ class EvictingMover(Mover):
         compute, out_stream, _ = self._begin()
         try:
             if state == LOADED:
+                assert record.in_event is not None
                 self.backend.wait(record.stream, record.in_event, COMPUTE_AFTER_IN)
             self._wait_for_bytes(record, compute, out_stream, [])
             self._send(record, source, slab, out_stream)
@@ -136,6 +137,7 @@ class EvictingMover(Mover):
 
     def _drop_buffer(self, record: Record, holding: list) -> None:
         """It had come back, or had been made again, and leaves once more."""
+        assert record.out_event is not None
         self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
         for handle in holding:
             handle.let_go()

@@ -52,7 +52,7 @@ class GuardPolicy:
         limit, room = self._backend.limit(), self._backend.room()
         if limit is None or room is None:
             return self._lacked
-        left = room - (self._highest - self._backend.allocated())
+        left = room - (self._highest - (self._backend.allocated() or 0))
         if self._calm >= self._calm_after and not self.varies:
             return left < _ALMOST * limit
         return self._lacked or self._parts <= _UNKNOWN or left < _TIGHT * limit

@@ -22,7 +22,8 @@ class RecordedIterator:
     """Hands on what a data iterator gives, and after `rewind` the same once more."""
 
     def __init__(self, iterator: Iterator):
-        self._iterator, self._given, self._next = iterator, [], 0
+        self._iterator, self._next = iterator, 0
+        self._given: list[Any] = []
 
     def __iter__(self) -> RecordedIterator:
         return self
@@ -53,7 +54,7 @@ class BeforeStep:
         zeroed: for each, whether its gradient buffers have been zeroed and nothing was added since.
     """
 
-    def __init__(self, models: Iterable[nn.Module], zeroed: Iterable[bool]):
+    def __init__(self, models: Iterable[Any], zeroed: Iterable[bool]):
         self.models = list(models)
         self._random = rng.capture(p for model in self.models for p in model.parameters())
         self._zeroed = all(zeroed) and all(p.grad is None for m in self.models for p in m.parameters())
@@ -93,7 +94,7 @@ class BeforeStep:
 def forget_frames(error: BaseException) -> None:
     """The frames that an error and its causes went through hold tensors: let go of them."""
     seen: set[int] = set()
-    todo = [error]
+    todo: list[BaseException | None] = [error]
     while todo:
         one = todo.pop()
         if one is not None and id(one) not in seen:
