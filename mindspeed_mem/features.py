@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,31 @@ class Settings:
     """Shell patterns of patch modules, in the order of application."""
     notices: tuple[str, ...] = ()
     """What is configured but has no effect."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The setting of each feature that is on, by flag."""
+
+
+_in_force = Settings()
+
+
+def in_force() -> Settings:
+    """What is on in this process."""
+    return _in_force
+
+
+def put_into_force(settings: Settings) -> None:
+    """For the adaptor: patches go by this from now on."""
+    global _in_force
+    _in_force = settings
+
+
+def plan_facts(settings: Settings) -> dict[str, Any]:
+    """What the plan of --adaptive-memory-optimization is found for, of all our flags: plain values by name."""
+    named = {f.dest: settings.values.get(f.flag, f.default) for f in FEATURES if not f.same_plan}
+    return {name: value if isinstance(value, _PLAIN) else str(value) for name, value in named.items()}
+
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Settings:
@@ -122,6 +147,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         optimizer_parallel=values["--optimizer-parallel"],
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
+        values={f.flag: values[f.flag] for f in on},
     )
 
 
@@ -173,32 +199,50 @@ def _bytes(number: float | None) -> int | None:
 
 def check_configs(settings: Settings, configs: Iterable[Any]) -> None:
     """Raise FeatureError with all that configs of megatron-core have and `settings` cannot run beside."""
-    recomputes = settings.memory is not None and settings.memory.recompute.active
-    problems = [one for config in configs for one in conflicts(config, settings.on, recomputes=recomputes)]
+    more = {
+        "recomputes": settings.memory is not None and settings.memory.recompute.active,
+        "stages": settings.pipeline_stages,
+    }
+    problems = [one for config in configs for one in conflicts(config, settings.on, **more)]
     if problems:
         raise FeatureError(dict.fromkeys(problems))
 
 
-def conflicts(args: Any, on: Iterable[str], *, recomputes: bool = False) -> list[str]:
+def conflicts(
+    args: Any, on: Iterable[str], *, recomputes: bool = False, stages: Sequence[int] | None = None
+) -> list[str]:
     """Why the features whose flags are in `on` cannot run with `args`, a namespace or a config of megatron-core.
 
     What a feature needs is not looked for in a TransformerConfig, which has defaults that nobody chose.
-    ``recomputes``: the file behind --memory-config asks for recompute.
+    ``recomputes``: the file behind --memory-config asks for recompute. ``stages``: what --pipeline-stages says, where
+    `args` do not.
     """
+    beside = _Beside(args, {} if getattr(args, "pipeline_stages", None) is not None else {"pipeline_stages": stages})
     found: list[str] = []
     barred: dict[Option, list[str]] = {}
     for feature in (f for f in FEATURES if f.flag in set(on)):
         for option in feature.needs:
             known = isinstance(args, Namespace) or option.origin != "megatron-core"
-            if known and hasattr(args, option.dest) and not option.holds(args):
+            if known and hasattr(args, option.dest) and not option.holds(beside):
                 found.append(f"{feature.flag} needs {option}: {option.why}. Add {option}, or leave {feature.flag} out")
         for option in (*feature.bars, *(feature.recompute_bars if recomputes else ())):
-            if option.holds(args):
+            if option.holds(beside):
                 barred.setdefault(option, []).append(feature.flag)
     return found + [
         f"{' and '.join(flags)} cannot be combined with {option}: {option.why}. Leave one of them out"
         for option, flags in barred.items()
     ]
+
+
+class _Beside:
+    """Somebody's arguments, with what ours are where they lack them."""
+
+    def __init__(self, args: Any, ours: Mapping[str, Any]) -> None:
+        self._args = args
+        vars(self).update(ours)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -10,6 +10,7 @@ from typing import NoReturn
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.plan import both_names
+from mindspeed_mem.ranks import to_first
 from mindspeed_mem.report.ops_table import format_operators
 
 NO_STEP = "the script ended without a training step of megatron-core, so there is nothing to print"
@@ -37,14 +38,14 @@ def start(adaptor: ModuleType) -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone, MASTER_ADDR="localhost", MASTER_PORT=port)
     adaptor.observe()
-    first_step.after(lambda: _print_and_leave(adaptor))
+    first_step.after(_print_and_leave)
 
 
-def _print_and_leave(adaptor: ModuleType) -> NoReturn:
+def _print_and_leave() -> NoReturn:
     tree = {layer: sorted(paths) for layer, paths in regions.tagged_layers().items()}
     census = engines.current().census
-    everyone = adaptor.gather((census.storages(), census.choices(), tree, regions.layer_classes()))
-    if everyone is not None:
+    everyone = to_first((census.storages(), census.choices(), tree, regions.layer_classes()))
+    if everyone:
         print(_merged(everyone), flush=True)
     global printed
     printed = True

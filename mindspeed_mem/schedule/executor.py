@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mindspeed_mem.plan.passes import FORWARD, Pass
+from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule.simulation import after, before
 
 

@@ -25,7 +25,7 @@ group, of no fewer micro-batches than stages, which is an option of Megatron's (
 
 from __future__ import annotations
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 from mindspeed_mem.schedule.checks import check, fits
 
 

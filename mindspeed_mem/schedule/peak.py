@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mindspeed_mem.plan.passes import FORWARD, Pass
+from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule.checks import check
 from mindspeed_mem.schedule.order import warm_up
 

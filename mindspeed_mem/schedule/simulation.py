@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 
 
 class DeadlockError(RuntimeError):

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.ranks import gather
 
 
 def lines(stages: int, circle: bool) -> Iterator[tuple[str, int, int]]:
@@ -66,8 +67,7 @@ def connect(
     mine = (tuple(dist.get_process_group_ranks(pipeline)), circle, backend)
     names = {name for name, _, _ in lines(pipeline.size(), circle)}
     if set(_Known.groups.get(mine, ())) != names:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = gather(mine)
         timeout = _timeout(pipeline, device)
         made = {}
         for one in sorted(set(everyone), key=repr):

@@ -1,8 +1,4 @@
-"""megatron.core.pipeline_parallel.schedules: tell the adaptive engine when a training call begins and ends.
-
-Why here: between two training calls no activation is alive, so that another plan can come into force. Outermost of our
-patches on these three functions but `first_step`: a call that survival repeats is one call.
-"""
+"""Tells the adaptive engine when a training call begins and ends, and what a kept plan must have been made for."""
 
 from __future__ import annotations
 
@@ -10,57 +6,61 @@ import dataclasses
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from mindspeed_mem import __version__
+from mindspeed_mem import __version__, features
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.adaptive.adaptation import Call, Ranks
 from mindspeed_mem.adaptive.engine import AdaptiveEngine
-from mindspeed_mem.chunk import settings as chunk_settings
-from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
-from mindspeed_mem.patches import _schedule_calls as calls
-from mindspeed_mem.patching import REGISTRY, around
-from mindspeed_mem.schedule import settings
+from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.patches import _agreement
+from mindspeed_mem.patching import REGISTRY, join
+from mindspeed_mem.ranks import gather, to_first
 
 
-def _schedule(original, **kwargs):
+def _adapting() -> AdaptiveEngine | None:
+    """The engine of this process if it finds its own plan."""
     engine = engines.current()
-    if not isinstance(engine, AdaptiveEngine) or kwargs.get("forward_only", False):
-        return original(**kwargs)
-    models = calls.models_of(kwargs)
-    stage, stages = calls.stage_of(original.__name__, kwargs)
-    chunks, group = calls.chunks_of(original.__name__, models)
-    cap = settings.current().max_inflight
-    sizes = (kwargs["seq_length"], kwargs["micro_batch_size"], kwargs["num_microbatches"])
-    call = Call(stages, chunks, group, cap, *sizes)
-    calls.agree(engine, models)
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    ranks = Ranks(rank, stage, calls.gather, calls.to_first, calls.partners())
-    engine.begin_training_call(call, ranks, lambda: _facts(engine, models, call))
-    completed = False
-    try:
-        result = original(**kwargs)
-        completed = True
-        return result
-    finally:
-        engine.end_training_call(completed)
+    return engine if isinstance(engine, AdaptiveEngine) else None
 
 
-for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
-    around("megatron.core.pipeline_parallel.schedules:forward_backward_" + _name)(_schedule)
+class AdaptivePasses(Listener):
+    place = Place.ADAPTIVE
+    _engine: AdaptiveEngine | None = None  # that of the training call that runs
+
+    def begin_call(self, call: ScheduleCall) -> None:
+        engine = _adapting()
+        if engine is None or call.forward_only:
+            return
+        models = call.models
+        sizes = (call.arguments["seq_length"], call.arguments["micro_batch_size"], call.micro_batches)
+        what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, *sizes)
+        _agreement.agree(engine, models)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        ranks = Ranks(rank, call.stage, gather, to_first, _agreement.partners())
+        engine.begin_training_call(what, ranks, lambda: _facts(engine, models, what))
+        self._engine = engine
+
+    def end_call(self, call: ScheduleCall, completed: bool) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.end_training_call(completed)
 
 
-def _config(models):
-    return sys.modules["megatron.core.utils"].get_model_config(models[0])
+join("mindspeed_mem.passes:LISTENERS", AdaptivePasses(), declared_by=__name__)
 
 
-def _facts(engine, models, call):
+def _facts(engine: AdaptiveEngine, models: Sequence[nn.Module], call: Call) -> dict[str, Any]:
     """What a plan depends on, as plain values with names. Collective: stages have layers and sizes of their own."""
-    state, config = sys.modules["megatron.core.parallel_state"], _config(models)
+    state = sys.modules["megatron.core.parallel_state"]
+    config = sys.modules["megatron.core.utils"].get_model_config(models[0])
     getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "data_parallel")
     layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
     parameters = [(str(one.dtype), one.numel(), one.requires_grad) for model in models for one in model.parameters()]
@@ -68,22 +68,19 @@ def _facts(engine, models, call):
     mine = _digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
     patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status == "applied"})
     device = engine.backend.describe()
-    chunks = dataclasses.replace(chunk_settings.current(), backend=None)
     return {
         **call._asdict(),
         **{f"{name}_size": getattr(state, f"get_{name}_world_size")() for name in getters},
         **limits,
+        **features.plan_facts(features.in_force()),
         "device": f"{device['type']} {device.get('device', '')}".strip(),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
         "layers": engine.num_layers,
         "hidden_size": config.hidden_size,
         "dtype": str(config.params_dtype),
         "model": _digest(_plain(config)),
-        "chunk_zero_stage": chunks.stage,
         "states_are_split": getattr(getattr(models[0], "ddp_config", None), "use_distributed_optimizer", False),
-        "placement": chunks.placement.policy,
-        "states": _digest(repr(chunks), optimizer_settings.mode()),
-        "stages_and_sizes": _digest(calls.gather(mine)),
+        "stages_and_sizes": _digest(gather(mine)),
         "patches": _digest(patches),
         "torch": torch.__version__,
         "megatron_core": version("megatron-core"),
@@ -91,7 +88,7 @@ def _facts(engine, models, call):
     }
 
 
-def _plain(config):
+def _plain(config: Any) -> dict[str, str]:
     """The fields of a dataclass that have plain values."""
     values = {} if config is None else {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     return {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
@@ -100,5 +97,5 @@ def _plain(config):
 _PLAIN = (bool, int, float, str, list, tuple, type(None), torch.dtype)
 
 
-def _digest(*values):
+def _digest(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
