@@ -199,11 +199,10 @@ def _bytes(number: float | None) -> int | None:
 
 def check_configs(settings: Settings, configs: Iterable[Any]) -> None:
     """Raise FeatureError with all that configs of megatron-core have and `settings` cannot run beside."""
-    more = {
-        "recomputes": settings.memory is not None and settings.memory.recompute.active,
-        "stages": settings.pipeline_stages,
-    }
-    problems = [one for config in configs for one in conflicts(config, settings.on, **more)]
+    recomputes, stages = settings.memory is not None and settings.memory.recompute.active, settings.pipeline_stages
+    problems = [
+        one for config in configs for one in conflicts(config, settings.on, recomputes=recomputes, stages=stages)
+    ]
     if problems:
         raise FeatureError(dict.fromkeys(problems))
 

@@ -57,7 +57,7 @@ def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
     models = kwargs["model"] if isinstance(kwargs["model"], list | tuple) else [kwargs["model"]]
     stage, stages = _stage(schedule, kwargs)
     virtual_stages, group_size = _model_chunks(schedule, models)
-    number, cap = kwargs.get("num_microbatches"), features.in_force().max_inflight
+    number, cap = kwargs["num_microbatches"], features.in_force().max_inflight
     forward_only = bool(kwargs.get("forward_only", False))
     return ScheduleCall(
         schedule=schedule,
@@ -105,8 +105,8 @@ def _passes(
     forward_only: bool,
 ) -> Sequence[Pass] | None:
     """The order of this stage; None for sizes that the pure function does not know."""
-    limits = {"group_size": group_size, "cap": cap}
+    sizes = (stages, virtual_stages, micro_batches)
     try:
-        return order(stages, virtual_stages, micro_batches, **limits, forward_only=forward_only)[stage]
+        return order(*sizes, group_size=group_size, cap=cap, forward_only=forward_only)[stage]
     except (ScheduleError, TypeError):
         return None

@@ -103,7 +103,7 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     devices = (parameter.device for model in models for parameter in model.parameters())
-    device = next(devices, None) or torch.cuda.current_device()  # a stage may have no parameters
+    device = next(devices, None) or torch.device(torch.cuda.current_device())  # a stage may have no parameters
     tokens = torch.zeros([], dtype=torch.int, device=device)
     results: list[Any] = []
     iterators = kwargs["data_iterator"]

@@ -151,7 +151,7 @@ def _collectives() -> int | None:
         return 0
     try:
         groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]  # no stub
     except (AttributeError, RuntimeError):
         return None
 
