@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,49 +199,32 @@ def _bytes(number: float | None) -> int | None:
 
 def check_configs(settings: Settings, configs: Iterable[Any]) -> None:
     """Raise FeatureError with all that configs of megatron-core have and `settings` cannot run beside."""
-    recomputes, stages = settings.memory is not None and settings.memory.recompute.active, settings.pipeline_stages
-    problems = [
-        one for config in configs for one in conflicts(config, settings.on, recomputes=recomputes, stages=stages)
-    ]
+    recomputes = settings.memory is not None and settings.memory.recompute.active
+    problems = [one for config in configs for one in conflicts(config, settings.on, recomputes=recomputes)]
     if problems:
         raise FeatureError(dict.fromkeys(problems))
 
 
-def conflicts(
-    args: Any, on: Iterable[str], *, recomputes: bool = False, stages: Sequence[int] | None = None
-) -> list[str]:
+def conflicts(args: Any, on: Iterable[str], *, recomputes: bool = False) -> list[str]:
     """Why the features whose flags are in `on` cannot run with `args`, a namespace or a config of megatron-core.
 
     What a feature needs is not looked for in a TransformerConfig, which has defaults that nobody chose.
-    ``recomputes``: the file behind --memory-config asks for recompute. ``stages``: what --pipeline-stages says, where
-    `args` do not.
+    ``recomputes``: the file behind --memory-config asks for recompute.
     """
-    beside = _Beside(args, {} if getattr(args, "pipeline_stages", None) is not None else {"pipeline_stages": stages})
     found: list[str] = []
     barred: dict[Option, list[str]] = {}
     for feature in (f for f in FEATURES if f.flag in set(on)):
         for option in feature.needs:
             known = isinstance(args, Namespace) or option.origin != "megatron-core"
-            if known and hasattr(args, option.dest) and not option.holds(beside):
+            if known and hasattr(args, option.dest) and not option.holds(args):
                 found.append(f"{feature.flag} needs {option}: {option.why}. Add {option}, or leave {feature.flag} out")
         for option in (*feature.bars, *(feature.recompute_bars if recomputes else ())):
-            if option.holds(beside):
+            if option.holds(args):
                 barred.setdefault(option, []).append(feature.flag)
     return found + [
         f"{' and '.join(flags)} cannot be combined with {option}: {option.why}. Leave one of them out"
         for option, flags in barred.items()
     ]
-
-
-class _Beside:
-    """Somebody's arguments, with what ours are where they lack them."""
-
-    def __init__(self, args: Any, ours: Mapping[str, Any]) -> None:
-        self._args = args
-        vars(self).update(ours)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._args, name)
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from mindspeed_mem import features, patches
+from mindspeed_mem import features, patches, ranks
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
 from mindspeed_mem.activation.meter import ActivationMeter
 from mindspeed_mem.chunk import settings as chunk_settings
@@ -31,7 +31,6 @@ from mindspeed_mem.device import Backend, numa
 from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
-from mindspeed_mem.ranks import to_first
 from mindspeed_mem.report import log
 
 __all__ = ["FeatureError", "activation_meter", "adapt_mem_func_wrapper", "add_arguments", "configure", "report"]
@@ -95,9 +94,9 @@ def report() -> str:
 
     parts = []
     for running, formatted in ((engines.current(), format_report), (runtime.current(), format_chunks)):
-        everyone = to_first(None if running is None else running.report())
-        ranks = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
-        parts += [formatted(ranks)] if ranks else []
+        everyone = ranks.gather(None if running is None else running.report())
+        rows = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
+        parts += [formatted(rows)] if rows and ranks.number() == 0 else []
     text = "\n".join(parts)
     if text:
         print(text, flush=True)

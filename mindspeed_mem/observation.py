@@ -7,10 +7,10 @@ import socket
 from types import ModuleType
 from typing import NoReturn
 
+from mindspeed_mem import ranks
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.plan import both_names
-from mindspeed_mem.ranks import to_first
 from mindspeed_mem.report.ops_table import format_operators
 
 NO_STEP = "the script ended without a training step of megatron-core, so there is nothing to print"
@@ -44,8 +44,8 @@ def start(adaptor: ModuleType) -> None:
 def _print_and_leave() -> NoReturn:
     tree = {layer: sorted(paths) for layer, paths in regions.tagged_layers().items()}
     census = engines.current().census
-    everyone = to_first((census.storages(), census.choices(), tree, regions.layer_classes()))
-    if everyone:
+    everyone = ranks.gather((census.storages(), census.choices(), tree, regions.layer_classes()))
+    if ranks.number() == 0:
         print(_merged(everyone), flush=True)
     global printed
     printed = True

@@ -7,6 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 
+def number() -> int:
+    """Of this rank; 0 without others."""
+    return 0 if _alone() else dist.get_rank()
+
+
 def gather(mine: Any) -> list[Any]:
     """`mine` of all ranks in their order, on all of them. Collective."""
     if _alone():

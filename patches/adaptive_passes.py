@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mindspeed_mem import __version__, features
+from mindspeed_mem import __version__, features, ranks
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.adaptive.adaptation import Call, Ranks
@@ -22,7 +22,6 @@ from mindspeed_mem.adaptive.engine import AdaptiveEngine
 from mindspeed_mem.passes import Listener, Place, ScheduleCall
 from mindspeed_mem.patches import _agreement
 from mindspeed_mem.patching import REGISTRY, join
-from mindspeed_mem.ranks import gather, to_first
 
 
 def _adapting() -> AdaptiveEngine | None:
@@ -43,9 +42,8 @@ class AdaptivePasses(Listener):
         sizes = (call.arguments["seq_length"], call.arguments["micro_batch_size"], call.micro_batches)
         what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, *sizes)
         _agreement.agree(engine, models)
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        ranks = Ranks(rank, call.stage, gather, to_first, _agreement.partners())
-        engine.begin_training_call(what, ranks, lambda: _facts(engine, models, what))
+        here = Ranks(ranks.number(), call.stage, ranks.gather, ranks.to_first, _agreement.partners())
+        engine.begin_training_call(what, here, lambda: _facts(engine, models, what))
         self._engine = engine
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
@@ -80,7 +78,7 @@ def _facts(engine: AdaptiveEngine, models: Sequence[nn.Module], call: Call) -> d
         "dtype": str(config.params_dtype),
         "model": _digest(_plain(config)),
         "states_are_split": getattr(getattr(models[0], "ddp_config", None), "use_distributed_optimizer", False),
-        "stages_and_sizes": _digest(gather(mine)),
+        "stages_and_sizes": _digest(ranks.gather(mine)),
         "patches": _digest(patches),
         "torch": torch.__version__,
         "megatron_core": version("megatron-core"),

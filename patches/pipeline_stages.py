@@ -47,10 +47,12 @@ def _lay_out(where, num_layers, virtual_stages) -> bool:
     entries, stages = features.in_force().pipeline_stages, where.pipeline_model_parallel_size
     if entries is None or num_layers is None:
         return False
+    if getattr(where, "pipeline_stages", None) is None:
+        where.pipeline_stages = entries  # whoever checks a config later sees where its layout comes from
     if stages == 1:
         _check_one_stage(entries, num_layers)
         return False
-    problems = features.conflicts(where, ["--pipeline-stages"], stages=entries)
+    problems = features.conflicts(where, ["--pipeline-stages"])
     given = where.pipeline_model_parallel_layout
     if given is None:
         try:

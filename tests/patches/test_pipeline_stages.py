@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mindspeed_mem.features import FeatureError, Settings, put_into_force
+from mindspeed_mem.features import FeatureError, Settings, check_configs, put_into_force
 from tests.worlds import applied
 
 ROOT = Path(__file__).parents[2]
@@ -175,3 +175,13 @@ class TestArgumentsOfMegatronLM:
         lines, output = validated("--pipeline-stages", "3,5")
         assert lines == ["layout None None None None"]
         assert output.count("--pipeline-stages 3,5 has no effect") == 1
+
+
+def test_a_layout_of_ours_is_no_second_word_and_another_one_is():
+    flags = Settings(on=("--pipeline-stages",), pipeline_stages=(3, 5))
+    with stages(3, 5):
+        made = config()
+        check_configs(flags, [made])
+        made.pipeline_model_parallel_layout = "Et|tttttttL"
+        with pytest.raises(FeatureError, match="--pipeline-model-parallel-layout"):
+            check_configs(flags, [made])
