@@ -47,7 +47,7 @@ class Bench:
         """What the profiler of --adaptive-memory-optimization measures in a few steps."""
         from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
 
-        patches = mem.patch_modules(["activation_*", "recompute_*", "survive_*"])
+        patches = mem.patch_modules(["pass_events", "activation_*", "recompute_*", "survive_*"])
         REGISTRY.apply(patches)
         engine = engines.start(load_memory_config(None), self.backend, survive=True)
         engine.in_force.num_layers = self.layers

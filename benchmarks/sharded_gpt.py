@@ -22,7 +22,7 @@ from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import Backend
 from mindspeed_mem.patching import REGISTRY
 
-PATCHES = [importlib.import_module(name).__name__ for name in mem.patch_modules(["chunk_*"])]
+PATCHES = [importlib.import_module(name).__name__ for name in mem.patch_modules(["pass_events", "chunk_*"])]
 RATE, DECAY, CLIP = 1e-3, 1e-2, 1.0
 
 

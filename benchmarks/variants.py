@@ -22,7 +22,7 @@ from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 
 SHAPE = ("layers", "hidden", "heads", "ffn", "seq", "micro_batch", "micro_batches", "vocab")
-PATCHES = mem.patch_modules(["activation_*", "recompute_*"])
+PATCHES = mem.patch_modules(["pass_events", "activation_*", "recompute_*"])
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ FEATURES = (
         default="auto",
         help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of npu, "
         "cuda, cpu. On cpu, megatron-core is made to train on host memory with gloo",
+        same_plan="the device that was chosen is compared by itself",
     ),
-    # Before all that wraps Megatron's schedules: it takes the place of what lies beneath it.
     Feature(
         flag="--max-inflight-microbatches",
         read=at_least_one,
@@ -41,6 +41,7 @@ FEATURES = (
         "fewer than the schedule would hold cost time in which stages idle",
         patches=("pipeline_cap",),
         bars=incompatible.INFLIGHT_CAP,
+        same_plan="the cap is compared as part of the shape of a call",
     ),
     Feature(
         flag="--memory-config",
@@ -87,6 +88,7 @@ FEATURES = (
         help="host memory that each rank may fill with swapped activations; beyond it an activation stays on the "
         "device (default: no limit)",
         needs_features=("--memory-config", "--survive-oom", "--adaptive-memory-optimization"),
+        same_plan="the limit is compared by itself",
     ),
     Feature(
         flag="--device-memory-gib",
@@ -94,6 +96,7 @@ FEATURES = (
         metavar="GIB",
         help="device memory that each rank may use (default: all there is; on cpu, where that is the host's, no limit)",
         needs_features=("--survive-oom", "--adaptive-memory-optimization", "--placement-policy"),
+        same_plan="the limit that the device has in the end is compared by itself",
     ),
     Feature(
         flag="--chunk-zero-stage",
@@ -157,7 +160,6 @@ FEATURES = (
         help="step of that search in elements (default: the model's hidden size)",
         needs_features=("--chunk-zero-stage",),
     ),
-    # Behind all that follows the passes of a schedule: a call that is tried again begins anew for these, too.
     Feature(
         flag="--survive-oom",
         read=bool,
@@ -166,6 +168,7 @@ FEATURES = (
         "the memory plan says",
         patches=(*MEMORY_PATCHES, "recompute_fused", "recompute_random", "survive_*"),
         bars=incompatible.MEMORY,
+        same_plan="whoever finds a plan survives in any case",
     ),
     Feature(
         flag="--adaptive-memory-optimization",
@@ -175,6 +178,7 @@ FEATURES = (
         "for the shortest step within the device's memory, and go on with that",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES, "survive_*", "adaptive_*"),
         bars=incompatible.ADAPTIVE,
+        same_plan="without it there is none",
     ),
     Feature(
         flag="--adaptive-plan-file",
@@ -183,6 +187,7 @@ FEATURES = (
         help="where the plan of --adaptive-memory-optimization is kept, to be used again by the same job, to be read "
         "and edited as a --memory-config (default: it is not kept)",
         needs_features=("--adaptive-memory-optimization",),
+        same_plan="where a plan is kept changes nothing about it",
     ),
     Feature(
         flag="--optimizer-parallel",

@@ -9,7 +9,7 @@ import difflib
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,31 @@ class Settings:
     """Shell patterns of patch modules, in the order of application."""
     notices: tuple[str, ...] = ()
     """What is configured but has no effect."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The setting of each feature that is on, by flag."""
+
+
+_in_force = Settings()
+
+
+def in_force() -> Settings:
+    """What is on in this process."""
+    return _in_force
+
+
+def put_into_force(settings: Settings) -> None:
+    """For the adaptor: patches go by this from now on."""
+    global _in_force
+    _in_force = settings
+
+
+def plan_facts(settings: Settings) -> dict[str, Any]:
+    """What the plan of --adaptive-memory-optimization is found for, of all our flags: plain values by name."""
+    named = {f.dest: settings.values.get(f.flag, f.default) for f in FEATURES if not f.same_plan}
+    return {name: value if isinstance(value, _PLAIN) else str(value) for name, value in named.items()}
+
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Settings:
@@ -122,6 +147,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         optimizer_parallel=values["--optimizer-parallel"],
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
+        values={f.flag: values[f.flag] for f in on},
     )
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from mindspeed_mem.chunk.placement import placement
 from mindspeed_mem.options import Option, whole_numbers
-from mindspeed_mem.schedule import settings as schedule
 from mindspeed_mem.schedule.stages import describes
 
 
@@ -30,7 +29,7 @@ def _made_of_stages(args: Any) -> bool:
     """Whether the layout in `args` is what --pipeline-stages stands for: its patch puts that there."""
     given = getattr(args, "pipeline_stages", None)
     try:
-        entries = schedule.current().stages if given is None else whole_numbers(given)
+        entries = None if given is None else whole_numbers(given)
     except ValueError:  # reported where it is read
         return False
     return entries is not None and describes(str(getattr(args, "pipeline_model_parallel_layout", None)), entries)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from mindspeed_mem import features, patches
+from mindspeed_mem import features, patches, ranks
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
 from mindspeed_mem.activation.observe.meter import ActivationMeter
 from mindspeed_mem.chunk import settings as chunk_settings
@@ -31,7 +31,6 @@ from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
 from mindspeed_mem.report import log
-from mindspeed_mem.schedule.settings import ScheduleSettings, use
 
 __all__ = ["FeatureError", "activation_meter", "adapt_mem_func_wrapper", "add_arguments", "configure", "report"]
 
@@ -94,9 +93,9 @@ def report() -> str:
 
     parts = []
     for running, formatted in ((engines.current(), format_report), (runtime.current(), format_chunks)):
-        everyone = gather(None if running is None else running.report()) or ()
-        ranks = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
-        parts += [formatted(ranks)] if ranks else []
+        everyone = ranks.gather(None if running is None else running.report())
+        rows = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
+        parts += [formatted(rows)] if rows and ranks.number() == 0 else []
     text = "\n".join(parts)
     if text:
         print(text, flush=True)
@@ -126,15 +125,6 @@ def _finished() -> None:
     report()
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
         leave()
-
-
-def gather(mine: Any) -> list[Any] | None:
-    """`mine` of all ranks in their order, on rank 0; None on the others. Collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [mine]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone if dist.get_rank() == 0 else None
 
 
 def observe() -> None:
@@ -195,7 +185,7 @@ def _apply(settings: Settings) -> None:
     if any(feature.bars for feature in features.FEATURES if feature.flag in settings.on):
         patterns.append("own_configs")
     if settings.patches:
-        patterns.append("first_step")  # outermost: it comes after what the others do at the end of a step
+        patterns += ["pass_events", "first_step"]
     if _State.metered:
         patterns.append(_FOR_METER)
     flags = {feature.dest for feature in features.FEATURES}
@@ -216,7 +206,6 @@ def _apply(settings: Settings) -> None:
         raise
     _use_chunks(settings.chunk)
     optimizer_settings.use(settings.optimizer_parallel)
-    use(ScheduleSettings(max_inflight=settings.max_inflight, stages=settings.pipeline_stages))
     _State.modules, _State.settings = tuple(wanted), settings
     for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(notice)
@@ -254,13 +243,16 @@ def _join_mindspeed() -> None:
 
 def _connect(settings: Settings) -> None:
     """Hand our functions to those patches that call back; patches know nothing of this module."""
-    from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain, own_configs, pipeline_stages
+    from mindspeed_mem.patches import first_step, megatron_arguments, megatron_pretrain, pipeline_stages
 
     megatron_arguments.when_validated = _validated
     pipeline_stages.when_refused = refuse
     megatron_pretrain.when_finished = _finished
-    first_step.after(_verify)
-    own_configs.in_force = settings
+    features.put_into_force(settings)
+    if settings.patches:
+        first_step.after(_verify)
+    else:
+        first_step.forget()
 
 
 def _validated(args: Namespace) -> None:

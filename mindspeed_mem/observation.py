@@ -7,6 +7,7 @@ import socket
 from types import ModuleType
 from typing import NoReturn
 
+from mindspeed_mem import ranks
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.plan import both_names
@@ -37,14 +38,14 @@ def start(adaptor: ModuleType) -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone, MASTER_ADDR="localhost", MASTER_PORT=port)
     adaptor.observe()
-    first_step.after(lambda: _print_and_leave(adaptor))
+    first_step.after(_print_and_leave)
 
 
-def _print_and_leave(adaptor: ModuleType) -> NoReturn:
+def _print_and_leave() -> NoReturn:
     tree = {layer: sorted(paths) for layer, paths in regions.tagged_layers().items()}
     census = engines.current().observation.census
-    everyone = adaptor.gather((census.storages(), census.choices(), tree, regions.layer_classes()))
-    if everyone is not None:
+    everyone = ranks.gather((census.storages(), census.choices(), tree, regions.layer_classes()))
+    if ranks.number() == 0:
         print(_merged(everyone), flush=True)
     global printed
     printed = True

@@ -78,6 +78,9 @@ class Feature:
     """Nor any of these where it turns out to recompute."""
     section: str | None = None
     """The key of `recompute_config` for which it stands."""
+    same_plan: str = ""
+    """Why --adaptive-memory-optimization finds the same plan whatever it says; empty: a plan is kept with its value,
+    and used again for that only."""
 
     @property
     def dest(self) -> str:

@@ -1,14 +1,14 @@
-"""megatron.core.pipeline_parallel.schedules: say once when the first training step's forward and backward are done.
+"""Says once when the first training step's forward and backward are done.
 
-Why here: every training loop on megatron-core calls one of these three functions once per step and model. By then all
-packs have patched, so that it can be verified whose patches are still reached. The loops themselves stay Megatron's.
+By then all packs have patched, so that it can be verified whose patches are still reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from mindspeed_mem.patching import around
+from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.patching import join
 
 _waiting: list[Callable[[], None]] = []
 
@@ -19,14 +19,19 @@ def after(callback: Callable[[], None]) -> None:
         _waiting.append(callback)
 
 
-def _schedule(original, **kwargs):
-    result = original(**kwargs)
-    if _waiting and not kwargs.get("forward_only", False):
-        callbacks, _waiting[:] = _waiting[:], []
-        for callback in callbacks:
-            callback()
-    return result
+def forget() -> None:
+    """Whoever waits is not called any more."""
+    _waiting.clear()
 
 
-for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
-    around("megatron.core.pipeline_parallel.schedules:forward_backward_" + _name)(_schedule)
+class FirstStep(Listener):
+    place = Place.FIRST_STEP
+
+    def end_call(self, call: ScheduleCall, completed: bool) -> None:
+        if _waiting and completed and not call.forward_only:
+            callbacks, _waiting[:] = _waiting[:], []
+            for callback in callbacks:
+                callback()
+
+
+join("mindspeed_mem.passes:LISTENERS", FirstStep(), declared_by=__name__)

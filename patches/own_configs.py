@@ -2,31 +2,35 @@
 
 Why here: a loop on megatron-core need not have arguments, only a TransformerConfig, a DistributedDataParallelConfig and
 an OptimizerConfig. They come together where gradients get their buffers, where the optimizer is made, and where every
-loop runs its models; nothing of ours has changed anything by then. Outermost of our patches on these functions.
+loop runs its models; nothing of ours has changed anything by then. Outermost of our patches on the first two.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from mindspeed_mem import features
-from mindspeed_mem.patches import _schedule_calls as calls
-from mindspeed_mem.patching import around
+from torch import nn
 
-in_force = features.Settings()
-"""The adaptor puts here what is on."""
-_found: WeakKeyDictionary = WeakKeyDictionary()  # what was on when a model was last checked, by model
+from mindspeed_mem import features
+from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.patching import around, join
+
+_found: WeakKeyDictionary[nn.Module, features.Settings] = WeakKeyDictionary()
+"""What was on when a model was last checked."""
 
 
 @around("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__")
 def ddp_init(original, self, config, ddp_config, module, *args, **kwargs):
-    features.check_configs(in_force, [config, ddp_config, *_configs(module)])
+    features.check_configs(features.in_force(), [config, ddp_config, *_configs(module)])
     original(self, config, ddp_config, module, *args, **kwargs)
 
 
 def _optimizer(original, config, model_chunks, *args, **kwargs):
-    features.check_configs(in_force, [config, *(one for model in model_chunks for one in _configs(model))])
+    configs = [config, *(one for model in model_chunks for one in _configs(model))]
+    features.check_configs(features.in_force(), configs)
     return original(config, model_chunks, *args, **kwargs)
 
 
@@ -34,20 +38,22 @@ around("megatron.core.optimizer:get_megatron_optimizer")(_optimizer)
 around("megatron.core.optimizer.muon:get_megatron_muon_optimizer", optional=True)(_optimizer)
 
 
-def _schedule(original, **kwargs):
-    new = [model for model in calls.models_of(kwargs) if _found.get(model) is not in_force]
-    features.check_configs(in_force, [one for model in new for one in _configs(model)])
-    _found.update(dict.fromkeys(new, in_force))
-    return original(**kwargs)
+class OwnConfigs(Listener):
+    place = Place.OWN_CONFIGS
+
+    def begin_call(self, call: ScheduleCall) -> None:
+        settings = features.in_force()
+        new = [model for model in call.models if _found.get(model) is not settings]
+        features.check_configs(settings, [one for model in new for one in _configs(model)])
+        _found.update(dict.fromkeys(new, settings))
 
 
-for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
-    around("megatron.core.pipeline_parallel.schedules:forward_backward_" + _name)(_schedule)
+join("mindspeed_mem.passes:LISTENERS", OwnConfigs(), declared_by=__name__)
 
 
-def _configs(model):
+def _configs(model: nn.Module) -> Collection[Any]:
     """All that the modules of a model have, each once: towers have their own."""
-    found = {}
+    found: dict[int, Any] = {}
     for module in model.modules():
         for config in (getattr(module, "config", None), getattr(module, "ddp_config", None)):
             if dataclasses.is_dataclass(config):

@@ -1,9 +1,11 @@
 """--max-inflight-microbatches: pipeline schedules that hold fewer micro-batches, run by our executor.
 
-Why here: Megatron's loops cannot run these orders (`mindspeed_mem.schedule.order` says why), and every script reaches
-them through these three functions. Only a training call that the cap changes leaves Megatron's loop; its passes are
-still Megatron's ``forward_step`` and ``backward_step``, looked up for each call, so that what others put around them
-stays in force. What lies beneath this patch around the loop itself does not run then: it is applied first.
+Megatron's loops cannot run these orders (`mindspeed_mem.schedule.order` says why). Only a training call that the cap
+changes leaves Megatron's loop; its passes are still Megatron's ``forward_step`` and ``backward_step``, looked up for
+each call, so that what others put around them stays in force.
+
+The groups for what stages send are made in ``initialize_model_parallel``: every rank is there, as making groups needs
+it; a training step may be that of a few.
 
 On each chunk micro-batches keep their order: gradients are added up as in Megatron's loop, and are bit-identical.
 Dropout draws other masks only where a cap makes the groups of virtual stages smaller: chunks take turns earlier then.
@@ -16,31 +18,31 @@ import functools
 import inspect
 import logging
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_mem import features
-from mindspeed_mem.patching import around
-from mindspeed_mem.plan.passes import BACKWARD
-from mindspeed_mem.schedule import ScheduleError, executor, order, peak, problems, settings, wires
+from mindspeed_mem.passes import BACKWARD, Listener, Pass, Place, Run, ScheduleCall
+from mindspeed_mem.patching import around, join
+from mindspeed_mem.schedule import ScheduleError, executor, order, peak, problems, wires
 from mindspeed_mem.schedule.reductions import GradientReductions, ParameterGathers
 
 logger = logging.getLogger(__name__)
 
 _FLAG = "--max-inflight-microbatches"
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")  # what Megatron's loops hand on
 _said: set[int] = set()  # the caps of which it was said that they change nothing
 
 
 @around("megatron.core.parallel_state:initialize_model_parallel")
 def initialize_model_parallel(original, *args, **kwargs):
-    """Every rank is here, as making groups needs it; a training step may be that of a few."""
     original(*args, **kwargs)
     state = sys.modules[original.__module__]
     pipeline = state.get_pipeline_model_parallel_group()
-    if settings.current().max_inflight is None or pipeline.size() == 1:
+    if features.in_force().max_inflight is None or pipeline.size() == 1:
         return
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     wires.connect(
@@ -51,7 +53,7 @@ def initialize_model_parallel(original, *args, **kwargs):
     )
 
 
-def _device_of(group):
+def _device_of(group: dist.ProcessGroup) -> torch.device:
     """Where its tensors are."""
     if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
@@ -59,61 +61,51 @@ def _device_of(group):
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-@around(_SCHEDULES + "forward_backward_no_pipelining")
-def no_pipelining(original, **kwargs):
-    cap = settings.current().max_inflight
-    if cap is not None and not kwargs.get("forward_only", False):
-        _say_idle(cap, "without pipeline stages one micro-batch is in flight")
-    return original(**kwargs)
+class CappedLoop(Listener):
+    place = Place.LOOP
+
+    def around_call(self, call: ScheduleCall, run: Run) -> Any:
+        if call.cap is None or call.forward_only:
+            return run(call)
+        if call.schedule == "forward_backward_no_pipelining":
+            _say_idle(call.cap, "without pipeline stages one micro-batch is in flight")
+            return run(call)
+        if (call.arguments.get("p2p_communicator") is None) != (call.arguments.get("pg_collection") is None):
+            return run(call)  # Megatron says what is wrong with that
+        group_size = call.group_size if len(call.models) > 1 else None
+        sizes = (call.stages, len(call.models), call.micro_batches)
+        orders = _capped(*sizes, group_size, call.cap)
+        if orders is not None:
+            return _run(orders, call)
+        if not problems(*sizes, group_size=group_size):
+            most = max(peak(*sizes, group_size=group_size))
+            _say_idle(call.cap, f"no stage of this schedule holds more than {most} {_unit(len(call.models))} at once")
+        return run(call)
 
 
-@around(_SCHEDULES + "forward_backward_pipelining_without_interleaving")
-def without_interleaving(original, **kwargs):
-    return _pipelining(original, kwargs, interleaved=False)
+join("mindspeed_mem.passes:LISTENERS", CappedLoop(), declared_by=__name__)
 
 
-@around(_SCHEDULES + "forward_backward_pipelining_with_interleaving")
-def with_interleaving(original, **kwargs):
-    return _pipelining(original, kwargs, interleaved=True)
-
-
-def _pipelining(original, kwargs, interleaved):
-    cap = settings.current().max_inflight
-    communicator, groups = kwargs.get("p2p_communicator"), kwargs.get("pg_collection")
-    if cap is None or kwargs.get("forward_only", False) or (communicator is None) != (groups is None):
-        return original(**kwargs)
+def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
+    """One training step; returns what the loss function gave for each micro-batch, on the last stage."""
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config
 
-    models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+    kwargs, models, stage = call.arguments, call.models, call.stage
+    interleaved = call.schedule.endswith("with_interleaving")
     config = get_model_config(models[0])
+    _refuse(config, kwargs)
+    communicator, groups = kwargs.get("p2p_communicator"), kwargs.get("pg_collection")
     groups = ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS)) if groups is None else groups
     pipeline = groups.pp if communicator is None else communicator.pp_group
-    group_size = config.microbatch_group_size_per_vp_stage if len(models) > 1 else None
-    sizes = (pipeline.size(), len(models), kwargs["num_microbatches"])
-    orders = _capped(*sizes, group_size, cap)
-    if orders is None:
-        if not problems(*sizes, group_size=group_size):
-            most = max(peak(*sizes, group_size=group_size))
-            _say_idle(cap, f"no stage of this schedule holds more than {most} {_unit(len(models))} at once")
-        return original(**kwargs)
-    _refuse(config, kwargs)
-    if hasattr(original, "_declared_by"):
-        raise RuntimeError(f"{_FLAG}: {original._declared_by} lies beneath it: give all options in one place")
-    return _run(orders, kwargs, models, config, groups, pipeline, interleaved)
-
-
-def _run(orders, kwargs, models, config, groups, pipeline, interleaved):
-    """One training step; returns what the loss function gave for each micro-batch, on the last stage."""
-    from megatron.core.pipeline_parallel import schedules
-
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    stage = pipeline.rank()
     devices = (parameter.device for model in models for parameter in model.parameters())
-    device = next(devices, None) or torch.cuda.current_device()  # a stage may have no parameters
-    tokens, results = torch.zeros([], dtype=torch.int, device=device), []
+    device = next(devices, None) or torch.device(torch.cuda.current_device())  # a stage may have no parameters
+    tokens = torch.zeros([], dtype=torch.int, device=device)
+    results: list[Any] = []
     iterators = kwargs["data_iterator"]
     iterators = iterators if isinstance(iterators, list) else [iterators] * len(models)
     gathers = ParameterGathers(config.param_sync_func if interleaved else None, models)
@@ -176,7 +168,7 @@ def _run(orders, kwargs, models, config, groups, pipeline, interleaved):
     return results
 
 
-def _shape(schedules, kwargs, config, groups, interleaved):
+def _shape(schedules: Any, kwargs: Mapping[str, Any], config: Any, groups: Any, interleaved: bool) -> Sequence[int]:
     """Of what one stage sends to the next: (sequence, micro-batch, hidden), the sequence as this rank holds it."""
     (shape,) = schedules.get_tensor_shapes(
         seq_length=kwargs["seq_length"],
@@ -190,7 +182,9 @@ def _shape(schedules, kwargs, config, groups, interleaved):
 
 
 @functools.lru_cache(maxsize=64)
-def _capped(stages, virtual_stages, micro_batches, group_size, cap):
+def _capped(
+    stages: int, virtual_stages: int, micro_batches: int, group_size: int | None, cap: int
+) -> list[list[Pass]] | None:
     """The order of every stage under the cap; None where it changes nothing, or Megatron has no such schedule."""
     sizes = (stages, virtual_stages, micro_batches)
     if problems(*sizes, group_size=group_size):
@@ -203,7 +197,7 @@ def _capped(stages, virtual_stages, micro_batches, group_size, cap):
     return None if capped == order(*sizes, group_size=group_size) else capped
 
 
-def _refuse(config, kwargs):
+def _refuse(config: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise FeatureError with what the executor cannot do, before anything was sent."""
     found = []
     if kwargs.get("adjust_tensor_shapes_fn") is not None:
@@ -216,19 +210,19 @@ def _refuse(config, kwargs):
         raise features.FeatureError(found)
 
 
-def _say_idle(cap, why):
+def _say_idle(cap: int, why: str) -> None:
     """Once for each cap, on rank 0."""
     if cap not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning("%s %d has no effect: %s", _FLAG, cap, why)
     _said.add(cap)
 
 
-def _unit(virtual_stages):
+def _unit(virtual_stages: int) -> str:
     return "micro-batches" if virtual_stages == 1 else "passes of one chunk"
 
 
 @contextlib.contextmanager
-def _timed(timers, name):
+def _timed(timers: Any, name: str) -> Iterator[None]:
     """Within one of Megatron's timers, if there are any."""
     if timers is None:
         yield

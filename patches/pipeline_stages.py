@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from mindspeed_mem import features
 from mindspeed_mem.patching import around
-from mindspeed_mem.schedule import settings
 from mindspeed_mem.schedule.checks import ScheduleError
 from mindspeed_mem.schedule.stages import split
 
@@ -45,9 +44,11 @@ def validate_args(original, args, *rest, **kwargs):
 
 def _lay_out(where, num_layers, virtual_stages) -> bool:
     """Give `where`, a TransformerConfig or Megatron-LM's arguments, the layout if it has none; whether it was given."""
-    entries, stages = settings.current().stages, where.pipeline_model_parallel_size
+    entries, stages = features.in_force().pipeline_stages, where.pipeline_model_parallel_size
     if entries is None or num_layers is None:
         return False
+    if getattr(where, "pipeline_stages", None) is None:
+        where.pipeline_stages = entries  # whoever checks a config later sees where its layout comes from
     if stages == 1:
         _check_one_stage(entries, num_layers)
         return False

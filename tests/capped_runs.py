@@ -10,9 +10,9 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
-from mindspeed_mem.schedule import order, settings
-from mindspeed_mem.schedule.settings import ScheduleSettings
+from mindspeed_mem import features
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.schedule import order
 from tests.worlds import applied, parallel
 
 
@@ -23,11 +23,11 @@ def capped(cap: int | None) -> Iterator[None]:
         import sys
 
         sys.modules[module]._said.clear()
-        settings.use(ScheduleSettings(max_inflight=cap))
+        features.put_into_force(features.Settings(max_inflight=cap))
         try:
             yield
         finally:
-            settings.use(ScheduleSettings())
+            features.put_into_force(features.Settings())
 
 
 @contextlib.contextmanager

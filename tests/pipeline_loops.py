@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD
 
 
 class Stuck(RuntimeError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 
-from mindspeed_mem.plan.passes import FORWARD
+from mindspeed_mem.passes import FORWARD
 
 GB = 1e9
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +18,10 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.device import Backend, get_backend
-from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
+from tests.worlds import applied
 
-_ACTIVATION = ("checkpoint", "mamba_stack", "markers", "moe", "saved_tensors", "schedules", "transformer_block")
+_ACTIVATION = ("checkpoint", "mamba_stack", "markers", "moe", "passes", "saved_tensors", "transformer_block")
 _RECOMPUTE = ("fused", "moe", "random")
 SWAP = [
     *(f"mindspeed_mem.patches.activation_{name}" for name in _ACTIVATION),
@@ -65,13 +64,8 @@ _held_before = 0
 @contextlib.contextmanager
 def patched(modules: list[str]) -> Iterator[None]:
     """These patch modules applied, and undone afterwards."""
-    for module in modules:
-        importlib.import_module(module)
-    REGISTRY.apply(modules)
-    try:
+    with applied(*(module.rpartition(".")[2] for module in modules)):
         yield
-    finally:
-        REGISTRY.undo(modules)
 
 
 @contextlib.contextmanager

@@ -116,15 +116,18 @@ def apply_cpu_patches() -> list[str]:
 
 @contextlib.contextmanager
 def applied(*patterns: str) -> Iterator[list[str]]:
-    """The patch files that match, such as "sdpa_attention", applied on this rank and undone at the end."""
+    """The patch files that match, such as "sdpa_attention", applied on this rank and undone at the end; with them what
+    makes the events for those that listen to passes."""
     from mindspeed_mem.patching import REGISTRY
 
     modules = patch_modules(*patterns)
-    REGISTRY.apply(modules)
+    before = {patch.declared_by for patch in REGISTRY.patches if patch.status in ("waiting", "applied")}
+    new = [module for module in (*patch_modules("pass_events"), *modules) if module not in before]
+    REGISTRY.apply(new)
     try:
         yield modules
     finally:
-        REGISTRY.undo(modules)
+        REGISTRY.undo(new)
 
 
 def patch_modules(*patterns: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 
 __all__ = ["BACKWARD", "FORWARD", "Pass", "RecordedOrder"]
 

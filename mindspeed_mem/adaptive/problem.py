@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mindspeed_mem.plan.passes import FORWARD, Pass
+from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule import order
 
 GB = 1e9

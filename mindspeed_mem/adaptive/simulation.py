@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mindspeed_mem.adaptive.course import AHEAD, BACK, OUT, RELEASE, Course, Script
 from mindspeed_mem.adaptive.layout import Plan, StagePlan
 from mindspeed_mem.adaptive.problem import Problem
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 from mindspeed_mem.schedule import Span, Timeline
 from mindspeed_mem.schedule.simulation import before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from string import ascii_lowercase
 
-from mindspeed_mem.plan.passes import FORWARD, Pass
+from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule.simulation import Timeline
 
 _SHARPEST = 6  # columns for the shortest pass: wider is no clearer

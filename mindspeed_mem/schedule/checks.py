@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 
 class ScheduleError(ValueError):
     """These sizes make no schedule; the message lists every reason."""
+
+
+class Limits(TypedDict, total=False):
+    """What else than its sizes determines a schedule, as `problems` takes it."""
+
+    group_size: int | None
+    cap: int | None
+    megatron_loop: bool
 
 
 def problems(
@@ -40,7 +50,7 @@ def problems(
     if stages == 1:
         return [*found, f"{virtual_stages} virtual stages need a pipeline of at least 2 stages, not 1"]
     wrong = _of_groups(stages, micro_batches, group_size)
-    if not (found or wrong or cap is None) and megatron_loop:
+    if cap is not None and megatron_loop and not (found or wrong):
         found += _of_loop(stages, virtual_stages, micro_batches, cap)
     return found + wrong
 
@@ -77,8 +87,8 @@ def fits(stages: int, micro_batches: int, group: int) -> bool:
     return micro_batches % group == 0 or micro_batches % group >= stages
 
 
-def check(stages: int, virtual_stages: int, micro_batches: int, **more) -> None:
+def check(stages: int, virtual_stages: int, micro_batches: int, limits: Limits) -> None:
     """Raise ScheduleError with all `problems`, if there are any."""
-    found = problems(stages, virtual_stages, micro_batches, **more)
+    found = problems(stages, virtual_stages, micro_batches, **limits)
     if found:
         raise ScheduleError("; ".join(found))

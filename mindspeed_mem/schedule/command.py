@@ -10,7 +10,7 @@ import textwrap
 from mindspeed_mem.command_line import AsGiven, as_given, check_picture, number, whole
 from mindspeed_mem.schedule import picture
 from mindspeed_mem.schedule.chart import chart
-from mindspeed_mem.schedule.checks import problems
+from mindspeed_mem.schedule.checks import Limits, problems
 from mindspeed_mem.schedule.order import group_under, order
 from mindspeed_mem.schedule.peak import peak
 from mindspeed_mem.schedule.simulation import Timeline, names, simulate
@@ -55,18 +55,18 @@ def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     wrong: list[str] = []
     sizes = [
-        whole(as_given(given, *_STAGES), given.pp, wrong),
-        whole(as_given(given, *_VIRTUAL), given.vpp, wrong),
-        whole("--microbatches", given.microbatches, wrong),
+        whole(as_given(given, *_STAGES), given.pp, wrong) or 1,
+        whole(as_given(given, *_VIRTUAL), given.vpp, wrong) or 1,
+        whole("--microbatches", given.microbatches, wrong) or 1,
     ]
-    limits = {
+    limits: Limits = {
         "group_size": whole(as_given(given, *_GROUP), given.group_size, wrong),
         "cap": whole(as_given(given, *_CAP), given.max_inflight, wrong),
         "megatron_loop": given.megatron_loop,
     }
     numbers_wrong = bool(wrong)
-    backward = number("--backward-ratio", given.backward_ratio, wrong, 0.01)
-    send = number("--send-ratio", given.send_ratio, wrong, 0.0)
+    backward = number("--backward-ratio", given.backward_ratio, wrong, 0.01) or 1.0
+    send = number("--send-ratio", given.send_ratio, wrong, 0.0) or 0.0
     mib = number("--mib", given.mib, wrong, 0.0)
     if given.megatron_loop and given.max_inflight is None:
         wrong.append("--megatron-loop chooses among orders with a cap; give one with --max-inflight")
@@ -76,22 +76,24 @@ def main(given: argparse.Namespace) -> int:
     if wrong:
         print("mindspeed_mem schedule:", *(f"  {reason}" for reason in wrong), sep="\n", file=sys.stderr)
         return 2
-    more = {**limits, "forward_only": given.forward_only}
-    timeline = simulate(order(*sizes, **more), sizes[1], backward=backward, send=send)
+    only = bool(given.forward_only)
+    timeline = simulate(order(*sizes, **limits, forward_only=only), sizes[1], backward=backward, send=send)
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    print("\n".join(_text(sizes, more, timeline, mib, width)))
-    for line in _beside(sizes, more, timeline, backward, send):
+    print("\n".join(_text(sizes, limits, only, timeline, mib, width)))
+    for line in [] if only else _beside(sizes, limits, timeline, backward, send):
         print(line)
     if given.picture:
-        picture.draw(timeline, sizes[1], given.picture, _title(sizes, more), mib)
+        picture.draw(timeline, sizes[1], given.picture, _title(sizes, limits, only), mib)
         print(f"drawn to {given.picture}")
     return 0
 
 
-def _text(sizes: list[int], more: dict, timeline: Timeline, mib: float | None, width: int) -> list[str]:
+def _text(
+    sizes: list[int], limits: Limits, forward_only: bool, timeline: Timeline, mib: float | None, width: int
+) -> list[str]:
     stages, virtual_stages, _ = sizes
-    lines = [_title(sizes, more)]
-    for stage, most in enumerate(peak(*sizes, **more)):
+    lines = [_title(sizes, limits, forward_only)]
+    for stage, most in enumerate(peak(*sizes, **limits, forward_only=forward_only)):
         held = f", {most * mib:g} MiB" if mib is not None else ""
         lines.append(f"stage {stage}: at most {most} in flight{held}; idle {timeline.idle_share(stage):.1%}")
         of_stage = names((span.work for span in timeline.stages[stage]), virtual_stages)
@@ -108,36 +110,34 @@ def _text(sizes: list[int], more: dict, timeline: Timeline, mib: float | None, w
     ]
 
 
-def _beside(sizes: list[int], more: dict, timeline: Timeline, backward: float, send: float) -> list[str]:
+def _beside(sizes: list[int], limits: Limits, timeline: Timeline, backward: float, send: float) -> list[str]:
     """What the same takes without the cap, and in Megatron's own loop."""
-    if more["cap"] is None or more["forward_only"]:
+    if limits["cap"] is None:
         return []
-    others = {"without the cap": {**more, "cap": None, "megatron_loop": False}}
-    if not more["megatron_loop"]:
-        others["in Megatron's own loop (--megatron-loop)"] = {**more, "megatron_loop": True}
+    others: dict[str, Limits] = {"without the cap": {**limits, "cap": None, "megatron_loop": False}}
+    if not limits["megatron_loop"]:
+        others["in Megatron's own loop (--megatron-loop)"] = {**limits, "megatron_loop": True}
     lines = []
     for what, changed in others.items():
-        limits = {key: value for key, value in changed.items() if key != "forward_only"}
-        if problems(*sizes, **limits):
-            lines.append(f"{what}: not possible: {'; '.join(problems(*sizes, **limits))}")
+        if problems(*sizes, **changed):
+            lines.append(f"{what}: not possible: {'; '.join(problems(*sizes, **changed))}")
             continue
-        other = simulate(order(*sizes, **limits), sizes[1], backward=backward, send=send)
-        most = max(peak(*sizes, **limits))
+        other = simulate(order(*sizes, **changed), sizes[1], backward=backward, send=send)
+        most = max(peak(*sizes, **changed))
         ratio = other.makespan / timeline.makespan - 1
         lines.append(f"{what}: at most {most} in flight, idle {other.idle_share():.1%}, time {ratio:+.1%}")
     return lines
 
 
-def _title(sizes: list[int], more: dict) -> str:
+def _title(sizes: list[int], limits: Limits, forward_only: bool) -> str:
     stages, virtual_stages, micro_batches = sizes
     words = [f"{stages} stage{'s' * (stages > 1)}", f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"]
     if virtual_stages > 1:
-        limits = {key: value for key, value in more.items() if key != "forward_only"}
         words.insert(1, f"{virtual_stages} virtual stages")
         words.append(f"in groups of {group_under(*sizes, **limits)}")
-    if more["forward_only"]:
+    if forward_only:
         words.append("forward only")
-    elif more["cap"] is not None:
+    elif limits["cap"] is not None:
         what = "chunk passes" if virtual_stages > 1 else "micro-batches"
-        words.append(f"capped to {more['cap']} {what} in flight" + " in Megatron's loop" * more["megatron_loop"])
+        words.append(f"capped to {limits['cap']} {what} in flight" + " in Megatron's loop" * limits["megatron_loop"])
     return ", ".join(words)

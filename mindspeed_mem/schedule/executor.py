@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mindspeed_mem.plan.passes import FORWARD, Pass
+from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule.simulation import after, before
 
 
@@ -43,8 +43,8 @@ def run(
     virtual_stages: int,
     wires: Wires,
     *,
-    forward: Callable[[int, int, Any], Any],
-    backward: Callable[[int, int, Any, Any, Any], Any],
+    forward: Callable[[int | None, int, Any], Any],
+    backward: Callable[[int | None, int, Any, Any, Any], Any],
     release: Callable[[Any], object],
 ) -> None:
     """Run the passes of one stage; call it on all stages at once, with the same orders of at least two stages.
@@ -59,16 +59,16 @@ def run(
     What a pass raises, or the wires do, leaves at once: nothing is waited for.
     """
     mail = _Mail(orders, stage, virtual_stages, wires, release)
-    held: dict[tuple[int, int], tuple[Any, Any]] = {}
+    held: dict[tuple[int | None, int], tuple[Any, Any]] = {}
     for place, work in enumerate(orders[stage]):
-        direction, *which = work
+        direction, micro_batch, chunk = work
         given = mail.take(work)
         mail.ask_ahead(place)
         if direction == FORWARD:
-            result = forward(*which, given)
-            held[tuple(which)] = given, result
+            result = forward(micro_batch, chunk, given)
+            held[micro_batch, chunk] = given, result
         else:
-            result = backward(*which, *held.pop(tuple(which)), given)
+            result = backward(micro_batch, chunk, *held.pop((micro_batch, chunk)), given)
         mail.send(work, result)
         del given, result  # or the next pass would compute beside them
     mail.close()
@@ -86,7 +86,14 @@ class _Sent:
 class _Mail:
     """What this stage sends and receives, and what of it is done."""
 
-    def __init__(self, orders, stage: int, virtual_stages: int, wires: Wires, release) -> None:
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Pass]],
+        stage: int,
+        virtual_stages: int,
+        wires: Wires,
+        release: Callable[[Any], object],
+    ) -> None:
         self._sizes = stage, len(orders), virtual_stages
         self._wires, self._release = wires, release
         neighbours = {(stage - 1) % len(orders), (stage + 1) % len(orders)}
@@ -99,11 +106,12 @@ class _Mail:
                     self._coming.setdefault((work[0], peer), deque()).append(goal[1])
         self._asked: dict[Pass, Pending] = {}
         self._sent: dict[int, list[_Sent]] = {peer: [] for peer in neighbours}
-        self._next: list[Pass | None] = []  # for each place, the next pass after it that waits for an arrival
+        self._next: list[tuple[Pass, int] | None] = []  # for each place, the next pass that waits, and for which stage
         following = None
         for work in reversed(orders[stage]):
             self._next.append(following)
-            following = work if self._source(work) else following
+            source = self._source(work)
+            following = following if source is None else (work, source[0])
         self._next.reverse()
 
     def take(self, work: Pass) -> Any:
@@ -118,9 +126,9 @@ class _Mail:
 
     def ask_ahead(self, place: int) -> None:
         """Ask for what the next pass after this place needs."""
-        work = self._next[place]
-        if work is not None:
-            self._ask(work, self._source(work)[0])
+        following = self._next[place]
+        if following is not None:
+            self._ask(*following)
 
     def send(self, work: Pass, value: Any) -> None:
         """Send the result of this pass to where the model goes on, if it does so on another stage."""

@@ -25,8 +25,8 @@ group, of no fewer micro-batches than stages, which is an option of Megatron's (
 
 from __future__ import annotations
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
-from mindspeed_mem.schedule.checks import check, fits
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.schedule.checks import Limits, check, fits
 
 
 def order(
@@ -47,8 +47,8 @@ def order(
     Forward-only passes keep nothing in flight, and no cap changes them. Raises ScheduleError.
     """
     sizes = (stages, virtual_stages, micro_batches)
-    check(*sizes, group_size=group_size, cap=cap, megatron_loop=megatron_loop)
-    limits = {"group_size": group_size, "cap": None if forward_only else cap, "megatron_loop": megatron_loop}
+    check(*sizes, {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop})
+    limits: Limits = {"group_size": group_size, "cap": None if forward_only else cap, "megatron_loop": megatron_loop}
     forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
     if forward_only:
         return [[(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards] for _ in range(stages)]
@@ -85,8 +85,8 @@ def warm_up(
     megatron_loop: bool = False,
 ) -> list[int]:
     """How many forwards each stage runs before it turns to one forward and one backward, where it does (not waves)."""
-    limits = {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop}
-    check(stages, virtual_stages, micro_batches, **limits)
+    limits: Limits = {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop}
+    check(stages, virtual_stages, micro_batches, limits)
     whole = virtual_stages * micro_batches
     later = range(stages - 1, -1, -1)  # how many stages come after each
     if virtual_stages == 1:
@@ -133,8 +133,8 @@ def _table(virtual_stages: int, micro_batches: int, group: int) -> list[tuple[in
 
 def _in_turns(forwards: list[tuple[int, int]], virtual_stages: int, count: int) -> list[Pass]:
     """The order of a stage that warms up with `count` forwards. The backwards take the chunks in reverse."""
-    ahead = [(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards]
-    back = [(BACKWARD, micro_batch, virtual_stages - 1 - chunk) for micro_batch, chunk in forwards]
+    ahead: list[Pass] = [(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards]
+    back: list[Pass] = [(BACKWARD, micro_batch, virtual_stages - 1 - chunk) for micro_batch, chunk in forwards]
     steady = [work for pair in zip(ahead[count:], back, strict=False) for work in pair]
     return ahead[:count] + steady + back[len(forwards) - count :]
 

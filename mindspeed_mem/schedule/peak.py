@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mindspeed_mem.plan.passes import FORWARD, Pass
-from mindspeed_mem.schedule.checks import check
+from mindspeed_mem.passes import FORWARD, Pass
+from mindspeed_mem.schedule.checks import Limits, check
 from mindspeed_mem.schedule.order import warm_up
 
 
@@ -26,8 +26,8 @@ def peak(
     each of which keeps one chunk's activations, about 1 / V of the stage's; a cap takes from the warm-up, and there
     is always one pass more than that. Forward-only passes keep nothing. Raises ScheduleError.
     """
-    limits = {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop}
-    check(stages, virtual_stages, micro_batches, **limits)
+    limits: Limits = {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop}
+    check(stages, virtual_stages, micro_batches, limits)
     if forward_only:
         return [0] * stages
     if virtual_stages == 1 and not megatron_loop:

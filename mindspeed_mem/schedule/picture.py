@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindspeed_mem.output import save_figure
-from mindspeed_mem.plan.passes import FORWARD
+from mindspeed_mem.passes import FORWARD
 from mindspeed_mem.schedule.peak import in_flight
 from mindspeed_mem.schedule.simulation import Span, Timeline
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.ranks import gather
 
 
 def lines(stages: int, circle: bool) -> Iterator[tuple[str, int, int]]:
@@ -66,8 +67,7 @@ def connect(
     mine = (tuple(dist.get_process_group_ranks(pipeline)), circle, backend)
     names = {name for name, _, _ in lines(pipeline.size(), circle)}
     if set(_Known.groups.get(mine, ())) != names:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = gather(mine)
         timeout = _timeout(pipeline, device)
         made = {}
         for one in sorted(set(everyone), key=repr):
@@ -114,13 +114,14 @@ class Wires:
             )
         group = self._groups[group_name(direction, self._stage, len(self._ranks))]
         tensor = value.detach().contiguous()
-        return _Transfer(tensor, dist.isend(tensor, self._ranks[receiver], group=group), contextlib.nullcontext())
+        work = _begun(dist.isend(tensor, self._ranks[receiver], group=group))
+        return _Transfer(tensor, work, contextlib.nullcontext())
 
     def receive(self, direction: str, sender: int) -> _Transfer:
         """Ask for a tensor; what comes forward requires a gradient."""
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device, requires_grad=direction == FORWARD)
         group = self._groups[group_name(direction, sender, len(self._ranks))]
-        work = dist.irecv(tensor, self._ranks[sender], group=group)
+        work = _begun(dist.irecv(tensor, self._ranks[sender], group=group))
         return _Transfer(tensor, work, self._timed(f"{direction}-recv"))
 
 
@@ -138,14 +139,21 @@ class _Transfer:
         return self.tensor
 
 
-def _greet(groups: dict[str, dist.ProcessGroup], pipeline: dist.ProcessGroup, device, circle: bool) -> None:
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # as for ranks that are not in the group
+    return work
+
+
+def _greet(
+    groups: dict[str, dist.ProcessGroup], pipeline: dist.ProcessGroup, device: torch.device | str, circle: bool
+) -> None:
     ranks, stage = dist.get_process_group_ranks(pipeline), pipeline.rank()
     token = torch.zeros(1, device=device)
     for name, sender, receiver in lines(len(ranks), circle):
         if stage == sender:
-            dist.isend(token, ranks[receiver], group=groups[name]).wait()
+            _begun(dist.isend(token, ranks[receiver], group=groups[name])).wait()
         elif stage == receiver:
-            dist.irecv(token, ranks[sender], group=groups[name]).wait()
+            _begun(dist.irecv(token, ranks[sender], group=groups[name])).wait()
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device | str) -> timedelta | None:

@@ -181,9 +181,8 @@ def test_doctor_is_content_with_what_is_installed(tmp_path):
     ]
     status = {(row["file"], row["target"]): row["status"] for row in found["patches"]}
     schedule = "megatron.core.pipeline_parallel.schedules:"
-    assert status["patches/activation_schedules.py", schedule + "backward_step"] == "applied"
-    beneath = status["patches/first_step.py", schedule + "forward_backward_no_pipelining"]
-    assert beneath == "applied, beneath mindspeed_mem.patches.survive_schedules"
+    assert status["patches/pass_events.py", schedule + "backward_step"] == "applied"
+    assert status["patches/survive_passes.py", "mindspeed_mem.passes:LISTENERS"] == "applied"
     assert status["patches/cpu_torch_cuda.py", "torch.cuda:current_device"] == "applied"
     mindspeed = [row for row in found["patches"] if row["file"] == "patches/mindspeed_features.py"]
     if found["versions"]["mindspeed"] is None:
@@ -263,7 +262,7 @@ def test_doctor_says_what_the_absence_of_optional_parts_costs(tmp_path):
 def test_doctor_names_what_is_wrong(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(OTHER_MEGATRON))
     found = json.loads(mem("doctor", "--json", status=1, path=[tmp_path])[0])
-    own = [row for row in found["patches"] if row["file"] == "patches/activation_schedules.py"]
+    own = [row for row in found["patches"] if row["file"] == "patches/pass_events.py"]
     rows = {row["target"].rpartition(":")[2]: row for row in own}
     assert rows["backward_step"]["status"] == "FAILED" and rows["forward_step"]["status"].startswith("applied")
     assert "backward_step does not exist in the installed version" in rows["backward_step"]["notes"][-1]
@@ -272,7 +271,7 @@ def test_doctor_names_what_is_wrong(tmp_path):
     for package in (f"torch {found['versions']['torch']}", f"megatron-core {found['versions']['megatron-core']}"):
         said = f"{package} is untested" in text
         assert said == any(one.startswith(package) for one in found["untested"])
-    assert "\n1 wrong:\n  patches/activation_schedules.py: " in text and "schedules:backward_step: FAILED" in text
+    assert "\n1 wrong:\n  patches/pass_events.py: " in text and "schedules:backward_step: FAILED" in text
 
 
 TRAINING = """

@@ -116,8 +116,7 @@ def test_a_kept_plan_is_used_again_by_the_same_job_only(tmp_path):
 
 def other_jobs(plan_file: str) -> list[str]:
     """What jobs that differ in one thing say of the first one's plan."""
-    from mindspeed_mem.chunk import settings
-    from mindspeed_mem.chunk.settings import ChunkSettings
+    from mindspeed_mem.features import Settings, check, put_into_force
     from tests.adaptive_runs import adapting, room_for, told, until_settled
     from tests.limited_runs import Training, counted
 
@@ -128,7 +127,7 @@ def other_jobs(plan_file: str) -> list[str]:
         for number, (tied, micro_batches, stage) in enumerate(
             [(True, 2, 0), (False, 2, 0), (True, 2, 0), (True, 4, 2)]
         ):
-            settings.use(ChunkSettings(stage=stage))
+            put_into_force(check({"device": "cpu", "adaptive_memory_optimization": True, "chunk_zero_stage": stage}))
             with adapting(Path(plan_file)) as engine, told() as lines:
                 mine = Training(memory, "dense", tied=tied, layers=3, micro_batches=micro_batches)
                 mine.total = limit
@@ -137,7 +136,7 @@ def other_jobs(plan_file: str) -> list[str]:
                     mine.micro_batches = 4
                     until_settled(engine, mine.step)
                 said.append(next((line for line in lines if "plan in" in line), ""))
-    settings.use(ChunkSettings())
+    put_into_force(Settings())
     return said
 
 
@@ -146,7 +145,7 @@ def test_a_plan_is_kept_for_what_it_was_made_for(tmp_path):
     assert first == ""
     assert "is not used: micro_batches was 4 and is 2, stages_and_sizes was" in untied
     assert "is not used: micro_batches was 4 and is 2" in fewer and "stages_and_sizes" not in fewer
-    assert "is not used: chunk_zero_stage was 0 and is 2, states was" in sharded
+    assert "is not used: chunk_zero_stage was None and is 2" in sharded
 
 
 def retrying() -> list[list[str]]:

@@ -18,7 +18,6 @@ import torch
 from mindspeed_mem.chunk import hooks
 from mindspeed_mem.chunk.placement import Placement
 from mindspeed_mem.chunk.residency import Residency
-from mindspeed_mem.features import check
 from tests.worlds import RankError, on_ranks, parallel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
@@ -192,13 +191,6 @@ def test_a_step_that_failed_half_way_is_tried_again_where_no_collective_was():
     assert others == mine == none == []
     assert len(warnings) == 4
     assert [(found, len(warnings)) for found, warnings in on_ranks(1, tried_again, (3,))] == [([], 2)]
-
-
-def test_a_call_that_is_tried_again_begins_anew_for_chunks():
-    """What is applied later lies around what was applied before."""
-    for survives in ("survive_oom", "adaptive_memory_optimization"):
-        patches = check({survives: True, "chunk_zero_stage": 3, "device": "cpu"}).patches
-        assert patches.index("survive_*") > patches.index("chunk_*")
 
 
 def test_what_follows_a_module_does_not_hold_its_inputs():

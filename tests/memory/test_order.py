@@ -62,7 +62,7 @@ def test_copies_start_as_soon_as_complete_and_as_late_as_the_distance_says():
 
 
 def passes_of(order: str) -> list[tuple]:
-    from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+    from mindspeed_mem.passes import BACKWARD, FORWARD
 
     return [(FORWARD if action[0] == "F" else BACKWARD, int(action[1:]), 0) for action in order.split()]
 

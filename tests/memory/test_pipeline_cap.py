@@ -42,7 +42,7 @@ def test_a_stage_holds_the_cap():
 
 
 def test_with_virtual_stages_it_holds_passes_of_one_chunk():
-    from mindspeed_mem.plan.passes import FORWARD
+    from mindspeed_mem.passes import FORWARD
     from mindspeed_mem.schedule import in_flight, order
 
     caps = [2, 3, 4, None]

@@ -21,15 +21,15 @@ def trained(layout: dict, splits: list, model: dict, plan: dict | None = None) -
 
     Gradients are not clipped: their norm is a sum over stages, which rounds differently where layers change places.
     """
-    from mindspeed_mem.schedule.settings import ScheduleSettings, use
+    from mindspeed_mem.features import Settings, put_into_force
     from tests.models import build_gpt, build_optimizer, train_step
     from tests.swap_runs import SDPA, left_over, patched, swap
 
     found = []
     for stages in splits:
-        use(ScheduleSettings(stages=stages))
+        put_into_force(Settings(pipeline_stages=stages))
         with contextlib.ExitStack() as stack:
-            stack.callback(use, ScheduleSettings())
+            stack.callback(put_into_force, Settings())
             stack.enter_context(patched(SDPA))
             stack.enter_context(applied(*([] if stages is None else ["pipeline_stages"])))
             engine = stack.enter_context(swap(plan)) if plan and stages else None

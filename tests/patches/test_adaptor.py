@@ -155,35 +155,44 @@ CONFIGURE = """
 def test_configure_starts_replaces_and_stops_the_engine(swap_file):
     out, _ = python(CONFIGURE, TRAIN, swap_file, "--device", "cpu")
     found = json.loads(out.splitlines()[-1])
-    assert found[0] and "activation_schedules" not in found[1] and "cpu_torch_rng" in found[1]
+    assert found[0] and "activation_passes" not in found[1] and "cpu_torch_rng" in found[1]
     assert found[2:5] == [True, True, True]
-    assert {"activation_schedules", "first_step"} <= set(found[5])
+    assert {"activation_passes", "pass_events", "first_step"} <= set(found[5])
     assert found[6:] == [True] * 9
 
 
-BENEATH = """
+LISTENING = """
     import json, sys
     import mindspeed_mem.megatron_adaptor as mem
+    from mindspeed_mem import passes
+    from mindspeed_mem.patches import first_step
     from megatron.core.pipeline_parallel import schedules
-    def around():
-        link, found = schedules.forward_backward_pipelining_without_interleaving, []
-        while hasattr(link, "__wrapped__"):
-            found.append(link._declared_by.rpartition(".")[2])
-            link = link.__wrapped__
-        return found
-    found = [around()]
-    mem.configure({"max_inflight_microbatches": 2})
-    found.append(around())
-    mem.configure({"max_inflight_microbatches": None})
-    found.append(around())
+    function = lambda: schedules.forward_backward_pipelining_without_interleaving
+    native = function().__wrapped__
+    def state():
+        wrappers, link = 0, function()
+        while link is not native:
+            wrappers, link = wrappers + 1, link.__wrapped__
+        return [wrappers, [one.place.name for one in passes.listening()], len(first_step._waiting)]
+    found = [state()]
+    for settings in (
+        {"max_inflight_microbatches": 2},
+        {"max_inflight_microbatches": None},
+        {"memory_config": None, "adaptive_memory_optimization": True, "chunk_zero_stage": 1},
+        {"memory_config": None, "device": "auto"},
+    ):
+        mem.configure(settings)
+        found.append(state())
     print(json.dumps(found))
 """
 
 
-def test_what_comes_later_is_put_where_the_table_has_it(swap_file):
-    out, errors = python(BENEATH, "--device", "cpu", "--memory-config", swap_file)
-    without = ["first_step", "own_configs", "activation_schedules"]
-    assert json.loads(out.splitlines()[-1]) == [without, [*without, "pipeline_cap"], without]
+def test_who_listens_is_in_the_same_order_however_it_came_and_gone_when_off(swap_file):
+    out, errors = python(LISTENING, "--device", "cpu", "--memory-config", swap_file)
+    swaps = ["FIRST_STEP", "OWN_CONFIGS", "ACTIVATION"]
+    adapts = ["FIRST_STEP", "OWN_CONFIGS", "ADAPTIVE", "SURVIVE", "CHUNKS", "ACTIVATION"]
+    on = [[1, who, 1] for who in (swaps, [*swaps, "LOOP"], swaps, adapts)]
+    assert json.loads(out.splitlines()[-1]) == [*on, [0, [], 0]]
     assert "cannot be undone" not in errors
 
 

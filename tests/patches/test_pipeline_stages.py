@@ -15,8 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mindspeed_mem.features import FeatureError
-from mindspeed_mem.schedule.settings import ScheduleSettings, use
+from mindspeed_mem.features import FeatureError, Settings, check_configs, put_into_force
 from tests.worlds import applied
 
 ROOT = Path(__file__).parents[2]
@@ -25,13 +24,13 @@ ROOT = Path(__file__).parents[2]
 @contextlib.contextmanager
 def stages(*entries):
     """--pipeline-stages in force with these numbers."""
-    use(ScheduleSettings(stages=entries))
+    put_into_force(Settings(pipeline_stages=entries))
     try:
         with applied("pipeline_stages") as modules:
             sys.modules[modules[0]]._check_one_stage.cache_clear()
             yield
     finally:
-        use(ScheduleSettings())
+        put_into_force(Settings())
 
 
 def config(kind=TransformerConfig, **more):
@@ -176,3 +175,13 @@ class TestArgumentsOfMegatronLM:
         lines, output = validated("--pipeline-stages", "3,5")
         assert lines == ["layout None None None None"]
         assert output.count("--pipeline-stages 3,5 has no effect") == 1
+
+
+def test_a_layout_of_ours_is_no_second_word_and_another_one_is():
+    flags = Settings(on=("--pipeline-stages",), pipeline_stages=(3, 5))
+    with stages(3, 5):
+        made = config()
+        check_configs(flags, [made])
+        made.pipeline_model_parallel_layout = "Et|tttttttL"
+        with pytest.raises(FeatureError, match="--pipeline-model-parallel-layout"):
+            check_configs(flags, [made])

@@ -288,7 +288,7 @@ EVERYTHING = """
             values = vars(module).values() if name.startswith("mindspeed_mem.") and "patch" not in name else ()
             for value in [one for v in values for one in (v if type(v) is list else [v])]:
                 if str(getattr(value, "__module__", "")).startswith("mindspeed_mem.patches."):
-                    found.append(value.__name__)
+                    found.append(getattr(value, "__name__", type(value).__name__))
         return found
 
     joined = [handed_in()]
@@ -316,6 +316,16 @@ def test_undoing_all_patches_of_this_package_restores_every_binding(tmp_path):
     statuses, changed, wrong, (at_import, on, off), drifted = json.loads(line)
     assert wrong == []
     assert (at_import, off) == ([], []) and {"_ranges_closed", "reads", "recomputes", "_capture", "_restore"} <= set(on)
+    listeners = {
+        "FirstStep",
+        "OwnConfigs",
+        "AdaptivePasses",
+        "Survival",
+        "ChunkPasses",
+        "ActivationPasses",
+        "CappedLoop",
+    }
+    assert listeners <= set(on)
     assert set(statuses) <= {"applied", "waiting", "absent"} and statuses.count("applied") > 20
     assert changed > statuses.count("applied")
     assert drifted == []

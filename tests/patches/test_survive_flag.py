@@ -32,7 +32,7 @@ def test_it_is_switched_on_and_off():
     out, _ = python(CODE, TRAIN, "--device", "cpu")
     survives, limit, on, same, lost, same_guarded, guarded, kept, gone, off, same_after = json.loads(out)
     assert survives and limit == 2**30
-    assert on == ["survive_gradients", "survive_optimizer", "survive_schedules"] and lost == []
+    assert on == ["survive_gradients", "survive_optimizer", "survive_passes"] and lost == []
     assert same and same_guarded and same_after
     assert guarded == 2  # one call of the schedule for each step
     assert kept and gone and off == []

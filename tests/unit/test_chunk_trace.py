@@ -13,7 +13,7 @@ from mindspeed_mem.chunk.chunk import Chunk, Piece
 from mindspeed_mem.chunk.gradients import GradientShards
 from mindspeed_mem.chunk.residency import Reading, Residency
 from mindspeed_mem.chunk.trace import Follower
-from mindspeed_mem.plan.passes import FORWARD
+from mindspeed_mem.passes import FORWARD
 from mindspeed_mem.schedule import order
 
 

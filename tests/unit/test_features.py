@@ -13,6 +13,7 @@ from mindspeed_mem import features
 from mindspeed_mem.chunk.placement import Placement
 from mindspeed_mem.device import Backend
 from mindspeed_mem.features import FEATURES, FeatureError, Settings, add_arguments, check, conflicts, scan
+from mindspeed_mem.options import dest_of
 
 ROOT = Path(__file__).parents[2]
 SWAP = {"swap_config": {"swap": True}}
@@ -400,6 +401,32 @@ def test_a_cap_is_a_whole_number():
         assert problem == f"--max-inflight-microbatches: got {wrong!r}; allowed: a whole number of at least 1"
 
 
-def test_a_cap_is_applied_beneath_what_follows_the_passes():
-    patches = check({"device": "cpu", "memory_config": SWAP, "max_inflight_microbatches": 2}).patches
-    assert patches.index("pipeline_cap") < patches.index("activation_*")
+ANOTHER_JOB = {  # for each flag two values with which a plan may be another one
+    "--memory-config": [{"swap_config": {"swap": True}}, None],
+    "--recompute-layers": ["0", "1"],
+    "--select-recompute": ["mlp=0", "mlp=1"],
+    "--select-comm-recompute": ["mlp=0", "mlp=1"],
+    "--chunk-zero-stage": [2, 3],
+    "--placement-policy": ["host", "host:2GiB"],
+    "--host-optimizer-step": ["device", "host"],
+    "--chunk-reduce-each-microbatch": [False, True],
+    "--chunk-host-memory-gib": [1, 2],
+    "--min-chunk-size-mib": [1, 2],
+    "--chunk-search-range-mib": [1, 2],
+    "--chunk-hidden-dim": [1, 2],
+    "--optimizer-parallel": ["grouping", "sharding"],
+    "--sdpa-attention": [False, True],
+    "--pipeline-stages": ["3,5", "5,3"],
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.flag)
+def test_a_kept_plan_goes_by_every_feature_or_the_table_says_why_not(feature):
+    if feature.same_plan:
+        assert feature.flag not in ANOTHER_JOB and feature.dest not in features.plan_facts(Settings())
+        return
+    needed = {dest_of(flag): 3 for flag in feature.needs_features[:1]}
+    asked = [{**needed, "device": "cpu", feature.dest: value} for value in ANOTHER_JOB[feature.flag]]
+    one, other = (json.dumps(features.plan_facts(check(args))) for args in asked)
+    assert one != other
+    assert one == json.dumps(features.plan_facts(check(asked[0])))

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     # Below all: they need nothing but Python.
     "requirements": -1,
+    "passes": -1,
+    "ranks": -1,
     "output": -1,
     "reserve": -1,
     "interruption": -1,

@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_mem.__main__ import main
 from mindspeed_mem.command_line import NO_MATPLOTLIB
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD
 from mindspeed_mem.schedule import DeadlockError, Span, order, simulate
 from mindspeed_mem.schedule.chart import chart
 from mindspeed_mem.schedule.picture import held_over_time

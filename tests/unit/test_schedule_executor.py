@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD
 from mindspeed_mem.schedule import executor, in_flight, order, peak, problems
 from mindspeed_mem.schedule.wires import group_name, lines
 from tests.pipeline_loops import Stuck, Wires

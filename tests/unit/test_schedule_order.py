@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD
 from mindspeed_mem.schedule import DeadlockError, ScheduleError, in_flight, order, peak, problems, simulate
 from mindspeed_mem.schedule.simulation import names
 

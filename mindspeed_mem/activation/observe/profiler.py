@@ -23,7 +23,7 @@ from mindspeed_mem.activation.observe.rank_profile import (
 from mindspeed_mem.activation.observe.stopwatch import COPIES, Node, PassTimes, Stopwatch
 from mindspeed_mem.activation.observe.temporaries import Temporaries
 from mindspeed_mem.device.link_speed import measure_link
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.engine import Engine

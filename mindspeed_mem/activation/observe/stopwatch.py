@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed_mem.activation.storage.records import Handle
-from mindspeed_mem.plan.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from mindspeed_mem.device import Backend

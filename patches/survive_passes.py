@@ -1,27 +1,33 @@
-"""megatron.core.pipeline_parallel.schedules: a training call that runs out of device memory comes through.
+"""A training call that runs out of device memory comes through.
 
-Why here: everything between two optimizer steps runs inside these three functions: forwards, backwards, what stages
-send and receive, the reduction of gradients. The loops stay Megatron's. Inside, operators are guarded one by one; only
-what escapes that ends a call, and where no other rank is concerned the call is repeated once.
+Everything between two optimizer steps runs inside a call: forwards, backwards, what stages send and receive, the
+reduction of gradients. Operators are guarded one by one; only what escapes that ends a call, and where no other rank is
+concerned the call is repeated once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.rerun import second_run
 from mindspeed_mem.activation.survive.step_retry import BeforeStep, RecordedIterator, forget_frames
 from mindspeed_mem.activation.survive.survival import NoRoomError, Survival
-from mindspeed_mem.patching import around
+from mindspeed_mem.passes import Listener, Place, Run, ScheduleCall
+from mindspeed_mem.patching import join
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
 _NEWS = "mindspeed_mem/out_of_memory"
 _told: list[bool] = []
 
@@ -31,33 +37,30 @@ def _survival() -> Survival | None:
     return None if engine is None else engine.survival
 
 
-@around(_SCHEDULES + "forward_step")
-def forward_step(original, *args, **kwargs):
-    survival = _survival()
-    if survival is None:
-        return original(*args, **kwargs)
-    with survival.holding_all():
-        return original(*args, **kwargs)
+class SurvivePasses(Listener):
+    place = Place.SURVIVE
+
+    def around_call(self, call: ScheduleCall, run: Run) -> Any:
+        survival = _survival()
+        if survival is None:
+            return run(call)
+        _take_back()
+        if call.schedule != "forward_backward_no_pipelining" or call.forward_only:
+            return _once(survival, call, run)
+        return _twice(survival, call, run)
+
+    def during_forward(self) -> AbstractContextManager[Any]:
+        survival = _survival()
+        return contextlib.nullcontext() if survival is None else survival.holding_all()
 
 
-def _schedule(original, **kwargs):
-    survival = _survival()
-    if survival is None:
-        return original(**kwargs)
-    _take_back()
-    if original.__name__ != "forward_backward_no_pipelining" or kwargs.get("forward_only", False):
-        return _once(survival, original, kwargs)
-    return _twice(survival, original, kwargs)
+join("mindspeed_mem.passes:LISTENERS", SurvivePasses(), declared_by=__name__)
 
 
-for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
-    around(_SCHEDULES + "forward_backward_" + _name)(_schedule)
-
-
-def _once(survival, original, kwargs):
+def _once(survival: Survival, call: ScheduleCall, run: Run) -> Any:
     try:
         with survival.guarded():
-            return original(**kwargs)
+            return run(call)
     except (RuntimeError, MemoryError) as error:
         if not survival.backend.is_out_of_memory(error):
             _hear(error)
@@ -67,18 +70,18 @@ def _once(survival, original, kwargs):
         raise failed from (error if failed is not error else error.__cause__)
 
 
-def _twice(survival, original, kwargs):
-    models = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
+    models = call.models
     zeroed = [vars(model).pop("_mindspeed_mem_zeroed", not hasattr(model, "zero_grad_buffer")) for model in models]
     before = BeforeStep(models, zeroed)
-    iterator, kwargs = _recorded(kwargs)
+    iterator, call = _recorded(call)
     started, collectives, timers, losses = survival.forwards, _collectives(), _timers(models[0]), _expert_losses()
     with contextlib.ExitStack() as stack:
         for guard in second_run.GUARDS:
             stack.enter_context(guard())
         try:
             with survival.guarded():
-                return original(**kwargs)
+                return run(call)
         except (RuntimeError, MemoryError) as error:
             if not survival.backend.is_out_of_memory(error):
                 _hear(error)
@@ -99,10 +102,10 @@ def _twice(survival, original, kwargs):
     for values, earlier in losses:
         values.copy_(earlier)
     with survival.moving_everything():
-        return _once(survival, original, kwargs)
+        return _once(survival, call, run)
 
 
-def _explained(survival, error):
+def _explained(survival: Survival, error: Exception) -> NoRoomError:
     """The error that says what was needed and what to try."""
     if isinstance(error, NoRoomError):
         return error
@@ -112,17 +115,18 @@ def _explained(survival, error):
     return failed
 
 
-def _recorded(kwargs):
-    """The iterator that remembers what it gave (None without data), and the call's arguments with it."""
-    given = kwargs.get("data_iterator")
+def _recorded(call: ScheduleCall) -> tuple[RecordedIterator | None, ScheduleCall]:
+    """The iterator that remembers what it gave (None without data), and the call with it."""
+    given = call.arguments.get("data_iterator")
     single = given[0] if isinstance(given, list) and given else given
     if single is None or isinstance(single, list):
-        return None, kwargs
+        return None, call
     iterator = RecordedIterator(single)
-    return iterator, {**kwargs, "data_iterator": [iterator] if isinstance(given, list) else iterator}
+    arguments = {**call.arguments, "data_iterator": [iterator] if isinstance(given, list) else iterator}
+    return iterator, dataclasses.replace(call, arguments=arguments)
 
 
-def _shared(models, collectives):
+def _shared(models: Sequence[nn.Module], collectives: int | None) -> str:
     """Why a second attempt would leave other ranks behind; empty if it would not."""
     if any(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False) for model in models):
         return "gradients are reduced while backward runs (--overlap-grad-reduce)"
@@ -137,31 +141,31 @@ def _shared(models, collectives):
     return ""
 
 
-def _collectives():
+def _collectives() -> int | None:
     """How many collectives this rank has begun in groups of several ranks; None where nobody counts them."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     try:
         groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]  # no stub
     except (AttributeError, RuntimeError):
         return None
 
 
-def _timers(model):
+def _timers(model: nn.Module) -> set[Any]:
     """Megatron's timers that run now: they refuse to be started twice."""
     timers = sys.modules["megatron.core.utils"].get_model_config(model).timers
     return {timer for timer in getattr(timers, "_timers", {}).values() if getattr(timer, "_started", False)}
 
 
-def _expert_losses():
+def _expert_losses() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What Megatron has summed up of the experts' losses for its log, with a copy."""
     experts = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     entries = experts.get_moe_layer_wise_logging_tracker().values() if experts is not None else ()
     return [(values, values.clone()) for entry in entries if (values := dict(entry).get("values")) is not None]
 
 
-def _tell(error):
+def _tell(error: Exception) -> None:
     """Leave word for the other ranks: they notice only that this one is gone."""
     with contextlib.suppress(Exception):
         if dist.get_world_size() > 1:
@@ -170,7 +174,7 @@ def _tell(error):
             _told.append(True)
 
 
-def _take_back():
+def _take_back() -> None:
     """The job goes on after all: what was said is no longer news."""
     if _told:
         _told.clear()
@@ -178,7 +182,7 @@ def _take_back():
             dist.distributed_c10d._get_default_store().delete_key(_NEWS)
 
 
-def _hear(error):
+def _hear(error: Exception) -> None:
     """Raise what another rank has left word of instead of what followed from it."""
     news = ""
     with contextlib.suppress(Exception):

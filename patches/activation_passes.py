@@ -1,0 +1,67 @@
+"""Tells the engine which pass runs: what direction, micro-batch and model chunk. Before a call the plan is made."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.engine import Engine
+from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.patches import _agreement
+from mindspeed_mem.patching import join
+from mindspeed_mem.ranks import gather
+
+
+def _number_of(model: torch.nn.Module) -> int:
+    """The models in the order in which they first came here: unlike their ids, the same on all ranks."""
+    if model not in _numbers:
+        _numbers[model] = next(_serial)
+    return _numbers[model]
+
+
+_numbers: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+_serial = count()
+
+
+class ActivationPasses(Listener):
+    place = Place.ACTIVATION
+    _engine: Engine | None = None  # that of the call that runs
+
+    def begin_call(self, call: ScheduleCall) -> None:
+        engine = engines.current()
+        if engine is None:
+            return
+        if torch.is_grad_enabled() or not call.forward_only:  # evaluation saves nothing, and may be a rank's own
+            _agreement.agree(engine, call.models)
+        in_pipeline = call.stages > 1 and not call.forward_only
+        key = (*call.kind, _number_of(call.models[0]))
+        engine.passes.begin_schedule(key, call.passes(), call.stage if in_pipeline else None, gather)
+        self._engine = engine
+
+    def end_call(self, call: ScheduleCall, completed: bool) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.passes.end_schedule(completed)
+
+    def begin_forward(self, micro_batch: int | None, model_chunk: int) -> None:
+        if (engine := engines.current()) is not None:
+            engine.passes.begin_forward(micro_batch, model_chunk)
+
+    def end_forward(self, output: Any) -> None:
+        if (engine := engines.current()) is not None:
+            engine.passes.end_forward(output)
+
+    def begin_backward(self, output: Any) -> None:
+        if (engine := engines.current()) is not None:
+            engine.passes.begin_backward(output)
+
+    def end_backward(self) -> None:
+        if (engine := engines.current()) is not None:
+            engine.passes.end_backward()
+
+
+join("mindspeed_mem.passes:LISTENERS", ActivationPasses(), declared_by=__name__)

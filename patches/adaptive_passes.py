@@ -1,0 +1,93 @@
+"""Tells the adaptive engine when a training call begins and ends, and what a kept plan must have been made for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_mem import __version__, features, ranks
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.engine import Engine, FollowsCalls
+from mindspeed_mem.adaptive.adaptation import Call, Ranks
+from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.patches import _agreement
+from mindspeed_mem.patching import REGISTRY, join
+
+
+class AdaptivePasses(Listener):
+    place = Place.ADAPTIVE
+    _adaptation: FollowsCalls | None = None  # that follows the training call that runs
+
+    def begin_call(self, call: ScheduleCall) -> None:
+        engine = engines.current()
+        if engine is None or engine.adaptation is None or call.forward_only:
+            return
+        models = call.models
+        sizes = (call.arguments["seq_length"], call.arguments["micro_batch_size"], call.micro_batches)
+        what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, *sizes)
+        _agreement.agree(engine, models)
+        here = Ranks(ranks.number(), call.stage, ranks.gather, ranks.to_first, _agreement.partners())
+        engine.adaptation.begin(what, here, lambda: _facts(engine, models, what))
+        self._adaptation = engine.adaptation
+
+    def end_call(self, call: ScheduleCall, completed: bool) -> None:
+        adaptation, self._adaptation = self._adaptation, None
+        if adaptation is not None:
+            adaptation.end(completed)
+
+
+join("mindspeed_mem.passes:LISTENERS", AdaptivePasses(), declared_by=__name__)
+
+
+def _facts(engine: Engine, models: Sequence[nn.Module], call: Call) -> dict[str, Any]:
+    """What a plan depends on, as plain values with names. Collective: stages have layers and sizes of their own."""
+    state = sys.modules["megatron.core.parallel_state"]
+    config = sys.modules["megatron.core.utils"].get_model_config(models[0])
+    getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "data_parallel")
+    layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
+    parameters = [(str(one.dtype), one.numel(), one.requires_grad) for model in models for one in model.parameters()]
+    limits = {"device_limit": engine.backend.nominal_limit(), "host_limit": engine.mover.slabs.limit_bytes}
+    mine = _digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
+    patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status == "applied"})
+    device = engine.backend.describe()
+    return {
+        **call._asdict(),
+        **{f"{name}_size": getattr(state, f"get_{name}_world_size")() for name in getters},
+        **limits,
+        **features.plan_facts(features.in_force()),
+        "device": f"{device['type']} {device.get('device', '')}".strip(),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "layers": engine.in_force.num_layers,
+        "hidden_size": config.hidden_size,
+        "dtype": str(config.params_dtype),
+        "model": _digest(_plain(config)),
+        "states_are_split": getattr(getattr(models[0], "ddp_config", None), "use_distributed_optimizer", False),
+        "stages_and_sizes": _digest(ranks.gather(mine)),
+        "patches": _digest(patches),
+        "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
+        "mindspeed_mem": __version__,
+    }
+
+
+def _plain(config: Any) -> dict[str, str]:
+    """The fields of a dataclass that have plain values."""
+    values = {} if config is None else {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    return {name: str(value) for name, value in values.items() if isinstance(value, _PLAIN)}
+
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None), torch.dtype)
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
