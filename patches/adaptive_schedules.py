@@ -20,11 +20,11 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.adaptive.adaptation import Call, Ranks
 from mindspeed_mem.adaptive.engine import AdaptiveEngine
-from mindspeed_mem.chunk import settings as chunk_settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patches import _schedule_calls as calls
 from mindspeed_mem.patching import REGISTRY, around
 from mindspeed_mem.schedule import settings
+from mindspeed_mem.zero.buffers import runtime
 
 
 def _schedule(original, **kwargs):
@@ -68,7 +68,7 @@ def _facts(engine, models, call):
     mine = _digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
     patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status == "applied"})
     device = engine.backend.describe()
-    chunks = dataclasses.replace(chunk_settings.current(), backend=None)
+    chunks = dataclasses.replace(runtime.settings_in_force(), backend=None)
     return {
         **call._asdict(),
         **{f"{name}_size": getattr(state, f"get_{name}_world_size")() for name in getters},

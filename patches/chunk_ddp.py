@@ -13,9 +13,9 @@ import contextlib
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_mem.chunk import runtime
-from mindspeed_mem.chunk.buckets import BucketChunks
 from mindspeed_mem.patching import around
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.buffers.buckets import BucketChunks
 
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup."
@@ -51,7 +51,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
         return work
 
     chunks = BucketChunks(
-        self.module, buffers, now.settings.stage, now.residency, start_reduction, config.gradient_accumulation_fusion
+        self.module, buffers, now.settings.stage, now.gathering, start_reduction, config.gradient_accumulation_fusion
     )
     for owner in (self, *buffers, *groups.values()):
         owner.chunks_of_model = chunks

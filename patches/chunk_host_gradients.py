@@ -12,10 +12,10 @@ import contextlib
 
 import torch
 
-from mindspeed_mem.chunk import runtime
-from mindspeed_mem.chunk.stores import device_of_models
 from mindspeed_mem.device import is_host_device
 from mindspeed_mem.patching import around
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.core.shard_memory import device_of_models
 
 _CLIP = "megatron.core.optimizer.clip_grads:"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
@@ -25,7 +25,7 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads:"
 def away(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is on the host while the model is on an accelerator."""
     now = runtime.current()
-    return now is not None and not now.settings.backend.is_host and is_host_device(tensor.device)
+    return now is not None and not now.backend.is_host and is_host_device(tensor.device)
 
 
 @around(_CLIP + "get_grad_norm_fp32")

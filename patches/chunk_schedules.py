@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 
-from mindspeed_mem.chunk import runtime
 from mindspeed_mem.patching import around
+from mindspeed_mem.zero.buffers import runtime
 
 
 def _schedule(original, **kwargs):

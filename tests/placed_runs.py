@@ -6,10 +6,9 @@ import io
 
 import torch
 
-from mindspeed_mem.chunk.adam_settings import adam_settings
-from mindspeed_mem.chunk.host_adam import HostAdam
-from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
 from mindspeed_mem.device.simulated import SimulatedBackend
+from mindspeed_mem.zero.optimizer.host_adam import HostAdam, adam_settings
+from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
 
 DEVICE, HOST, SWAPPED = Place
 SMALL = 2**16

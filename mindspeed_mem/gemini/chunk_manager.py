@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
-from mindspeed_mem.chunk.chunk import Chunk, Piece
-from mindspeed_mem.chunk.layout import ALIGNMENT, bucket_multiple, round_up
-from mindspeed_mem.chunk.residency import Reading, Residency
-from mindspeed_mem.chunk.search import search_chunk_size
-from mindspeed_mem.chunk.stores import DEVICE, HostStore
 from mindspeed_mem.device import get_backend, is_host_device
-from mindspeed_mem.gemini.built_chunk import BuiltChunk, PlannedChunk
-from mindspeed_mem.gemini.groups import data_parallel, reduce_scatter, tensor_parallel
+from mindspeed_mem.gemini.groups import data_parallel, tensor_parallel
 from mindspeed_mem.gemini.lazy import initial_value
 from mindspeed_mem.gemini.options import OptionError, refuse
-from mindspeed_mem.gemini.placing import Resting
+from mindspeed_mem.gemini.placing import Rest
+from mindspeed_mem.ranks import reduce_scatter
+from mindspeed_mem.zero.core.chunk import Chunk, Piece
+from mindspeed_mem.zero.core.gathering import Gathering, Reading
+from mindspeed_mem.zero.core.shard_memory import DEVICE, HostStore
+from mindspeed_mem.zero.layout.cutting import ALIGNMENT, bucket_multiple, round_up
+from mindspeed_mem.zero.layout.size_search import search_chunk_size
+from mindspeed_mem.zero.plain.built_chunk import BuiltChunk, PlannedChunk
 
 
 class ChunkManager:
@@ -54,7 +55,7 @@ class ChunkManager:
         self.device = torch.device(init_device or self.backend.type)
         if self.device.index is None and self.backend.index() is not None:
             self.device = torch.device(self.device.type, self.backend.index())
-        self.residency = Residency()
+        self.gathering = Gathering()
         self.built: dict[Chunk, BuiltChunk] = {}
         self._groups: dict[str, list[torch.nn.Parameter]] = {}
         self._dtype_of: dict[torch.nn.Parameter, torch.dtype] = {}
@@ -141,7 +142,7 @@ class ChunkManager:
 
     def build(
         self,
-        places: Sequence[Resting] | None = None,
+        places: Sequence[Rest] | None = None,
         initial: Callable[[torch.nn.Parameter], torch.Tensor] = initial_value,
     ) -> list[BuiltChunk]:
         """Build what is planned, chunk by chunk: the memory that parameters had before is freed as their chunk is made.
@@ -149,7 +150,7 @@ class ChunkManager:
         places: where each chunk rests; None: on the device. initial: a parameter's first value.
         """
         plans = self.plan()
-        places = [Resting(self.enable_distributed_storage)] * len(plans) if places is None else places
+        places = [Rest(self.enable_distributed_storage)] * len(plans) if places is None else places
         host, made = self._host, []
         for params in self._groups.values():
             params.clear()
@@ -169,7 +170,7 @@ class ChunkManager:
             self.built[one.chunk] = one
             self._chunk_of.update(dict.fromkeys(plan.params, one))
             if one.sharded:
-                self.residency.add(one.chunk)
+                self.gathering.add(one.chunk)
         return made
 
     def of(self, tensor: torch.nn.Parameter) -> BuiltChunk:
@@ -192,16 +193,16 @@ class ChunkManager:
 
     def access_chunk(self, chunk: Chunk) -> None:
         """Have `chunk` whole until `release_chunk`. Collective."""
-        if chunk in self.residency.chunks and chunk not in self._by_hand:
+        if chunk in self.gathering.chunks and chunk not in self._by_hand:
             self._by_hand[chunk] = reading = Reading(chunk.params)
-            self.residency.acquire(reading)
+            self.gathering.acquire(reading)
 
     def release_chunk(self, chunk: Chunk) -> None:
         """It is not needed whole any more: only the shard stays, unless a module reads it."""
         reading = self._by_hand.pop(chunk, None)
         if reading is not None:
-            self.residency.done(reading)
-            self.residency.drop(chunk)
+            self.gathering.done(reading)
+            self.gathering.drop(chunk)
 
     def move_chunk(self, chunk: Chunk, device: torch.device | str) -> None:
         """Let the parameters' shard of `chunk` rest on the "device" or on the "host" (or torch's cpu)."""

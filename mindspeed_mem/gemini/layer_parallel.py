@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from mindspeed_mem.device import is_host_device
-from mindspeed_mem.gemini.groups import ProcessGroup, combine
+from mindspeed_mem.gemini.groups import ProcessGroup
 from mindspeed_mem.gemini.launch import get_current_device
 from mindspeed_mem.gemini.lazy import take_parts
 from mindspeed_mem.gemini.options import OptionError, refuse
 from mindspeed_mem.gemini.tensor_spec import ColoParameter
+from mindspeed_mem.ranks import combined
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def _check_randomness(module: torch.nn.Module, group: Any) -> None:
     if not is_host_device(device):
         states.append(torch.get_device_module(device.type).get_rng_state())
     number = float(zlib.crc32(b"".join(state.numpy().tobytes() for state in states)) % 2**24)
-    most, least = combine([number, -number], dist.ReduceOp.MAX, group, device)
+    most, least = combined([number, -number], dist.ReduceOp.MAX, group, device)
     if most != -least and any(isinstance(one, torch.nn.Dropout) and one.p for one in module.modules()):
         logger.warning(
             "the tensor-parallel ranks have different random states: their copies will differ by their dropout; call "

@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
-from mindspeed_mem.gemini.recording import Disguise, Recorder, Tape
+from mindspeed_mem.zero.plain.construction import Disguise, Recorder, Tape
 
 
 class lazy_init(contextlib.ContextDecorator):

@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindspeed_mem.chunk.placement import Placement
-
-POLICIES = {
-    "device": "device",
-    "cuda": "device",
-    "npu": "device",
-    "host": "host",
-    "cpu": "host",
-    "static": "static",
-    "auto": "auto",
-}
+from mindspeed_mem.zero.core.placement import POLICIES, last_share
 
 
 @dataclass(frozen=True)
-class Resting:
+class Rest:
     """Where one chunk rests."""
 
     sharded: bool = True
@@ -63,13 +53,13 @@ class PlacementPolicy:
     def auto(self) -> bool:
         return POLICIES[self.policy] == "auto"
 
-    def place(self, sizes: Sequence[int]) -> list[Resting]:
+    def place(self, sizes: Sequence[int]) -> list[Rest]:
         """Where chunks of `sizes` (elements), in the order of use, rest. ``auto`` starts on the host."""
         policy = POLICIES[self.policy]
         if policy != "static":
             on_host = policy != "device"
-            return [Resting(True, on_host, on_host)] * len(sizes)
+            return [Rest(True, on_host, on_host)] * len(sizes)
         shares = self.shard_param_frac, self.offload_param_frac, self.offload_optim_frac
-        columns = [Placement("static", None, float(share)).on_host(sizes) for share in shares]
+        columns = [last_share(sizes, share) for share in shares]
         # An offloaded chunk is sharded, even where rounding to whole chunks has said otherwise.
-        return [Resting(shard or param, param, optim) for shard, param, optim in zip(*columns, strict=True)]
+        return [Rest(shard or param, param, optim) for shard, param, optim in zip(*columns, strict=True)]

@@ -156,12 +156,6 @@ class Exchange:
         dist.all_gather_into_tensor(everyone, padded, group=self.group)
         return part.joined(everyone[: sum(map(len, part.ranges))])  # only at the end slices are short
 
-    def everyone(self, mine: Any) -> list[Any]:
-        """`mine` of all ranks, in their order. Collective."""
-        found = [None] * self.ranks
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
-
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 

@@ -15,6 +15,7 @@ import torch
 
 from mindspeed_mem.optimizer_parallel.exchange import Exchange
 from mindspeed_mem.optimizer_parallel.part import Part
+from mindspeed_mem.ranks import everyones
 
 
 class _Tensor(NamedTuple):
@@ -51,11 +52,11 @@ def whole(states: Mapping[torch.Tensor, Any], parts: Sequence[Part], exchange: E
         state = states.get(part.piece) if part.piece is not None else None
         if state:
             described[index] = {key: _describe(value, part) for key, value in state.items()}
-    everyone = exchange.everyone(described)
+    told = everyones(described, exchange.group)
     found: dict[int, dict] = {}
     for index, part in enumerate(parts):
         owner = next((rank for rank, own in enumerate(part.ranges) if own), None)
-        description = None if owner is None else everyone[owner].get(index)
+        description = None if owner is None else told[owner].get(index)
         if description is None:
             continue
         entries = {}
@@ -80,4 +81,4 @@ def _describe(value: Any, part: Part) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     collected = value.dim() > 0 if part.whole else value.shape == part.piece.shape
-    return _Tensor(value.shape, value.dtype) if collected else value.detach().cpu()
+    return _Tensor(value.shape, value.dtype) if collected else value.detach().to("cpu", copy=True)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mindspeed_mem.chunk import swapped_step
 from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
+from mindspeed_mem.zero.optimizer import swapped
 from tests.placed_runs import DEVICE, SWAPPED, Run, on_host, same
 
 SIZES = [4608] * 5 + [1500]
@@ -27,11 +27,11 @@ def test_copies_beside_computation_have_no_races(kind):
     backend = SimulatedBackend()
     run = swapped_run(backend, kind)
     backend.check()
-    assert set(backend.reasons) == set(swapped_step.WAITS)
+    assert set(backend.reasons) == set(swapped.WAITS)
     assert same(run.saved(), Run(kind, SIZES, None).steps(3).saved())
 
 
-@pytest.mark.parametrize("wait", swapped_step.WAITS)
+@pytest.mark.parametrize("wait", swapped.WAITS)
 def test_each_wait_is_missed_when_left_out(wait):
     backend = SimulatedBackend()
     backend.leave_out = {wait}

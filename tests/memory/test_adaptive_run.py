@@ -116,8 +116,8 @@ def test_a_kept_plan_is_used_again_by_the_same_job_only(tmp_path):
 
 def other_jobs(plan_file: str) -> list[str]:
     """What jobs that differ in one thing say of the first one's plan."""
-    from mindspeed_mem.chunk import settings
-    from mindspeed_mem.chunk.settings import ChunkSettings
+    from mindspeed_mem.zero.buffers import runtime
+    from mindspeed_mem.zero.buffers.settings import ChunkSettings
     from tests.adaptive_runs import adapting, room_for, told, until_settled
     from tests.limited_runs import Training, counted
 
@@ -128,7 +128,7 @@ def other_jobs(plan_file: str) -> list[str]:
         for number, (tied, micro_batches, stage) in enumerate(
             [(True, 2, 0), (False, 2, 0), (True, 2, 0), (True, 4, 2)]
         ):
-            settings.use(ChunkSettings(stage=stage))
+            runtime.use(ChunkSettings(stage=stage))
             with adapting(Path(plan_file)) as engine, told() as lines:
                 mine = Training(memory, "dense", tied=tied, layers=3, micro_batches=micro_batches)
                 mine.total = limit
@@ -137,7 +137,7 @@ def other_jobs(plan_file: str) -> list[str]:
                     mine.micro_batches = 4
                     until_settled(engine, mine.step)
                 said.append(next((line for line in lines if "plan in" in line), ""))
-    settings.use(ChunkSettings())
+    runtime.use(ChunkSettings())
     return said
 
 

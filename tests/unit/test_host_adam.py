@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_mem.chunk.adam_settings import AdamSettings, GradientScaling, adam_problems
-from mindspeed_mem.chunk.host_adam import HostAdam
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
+from mindspeed_mem.zero.optimizer.host_adam import AdamSettings, GradientScaling, HostAdam, adam_problems
 from tests.guarding import settled
 
 HALF = (torch.bfloat16, torch.float16, torch.float32)

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_mem.chunk.host_adam import HostAdam
-from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
-from mindspeed_mem.chunk.placed_states import PlacedStates
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 from mindspeed_mem.device.simulated import SimulatedBackend
+from mindspeed_mem.zero.optimizer.host_adam import HostAdam
+from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
+from mindspeed_mem.zero.optimizer.states import PlacedStates
 from tests.guarding import settled
 from tests.placed_runs import DEVICE, HOST, MAKES, OF_HOST, SMALL, SWAPPED, FusedAdam, Run, late, on_host, same
 from tests.worlds import on_ranks, parallel
