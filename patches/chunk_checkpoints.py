@@ -28,8 +28,8 @@ _Sizes = dict[tuple[str, int], int]
 def state_dict(original, self, *args, **kwargs):
     with whole_states.completing(_backend()) as copies:
         state = original(self, *args, **kwargs)
-        for name, value in state.items() if copies is not None else ():
-            if isinstance(value, torch.Tensor):
+        for name, value in state.items():
+            if copies is not None and isinstance(value, torch.Tensor):
                 state[name] = copies.of(value)
     return state
 

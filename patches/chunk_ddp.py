@@ -34,7 +34,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
     if now is not None and ddp_config.use_distributed_optimizer:
         now.check_ranks(buffers)
         now.check_host(self, buffers)
-    if not ours:
+    if now is None or not ours:
         return
     groups = {
         bucket: group for group in self.bucket_groups + self.expert_parallel_bucket_groups for bucket in group.buckets

@@ -25,6 +25,7 @@ def init(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
     if not masters.all_chunks(self):
         return
+    assert now is not None, "whoever made the chunks"
     stores = now.stores(self.buffers)
     for chunks in masters.all_chunks(self):
         chunks.seal(self.buffers, stores)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from mindspeed_mem.patches import _distributed_optimizer as masters
 from mindspeed_mem.patching import around
 from mindspeed_mem.zero.buffers import runtime
-from mindspeed_mem.zero.buffers.buckets import in_order_of_use
+from mindspeed_mem.zero.buffers.buckets import Bucket, in_order_of_use
 from mindspeed_mem.zero.buffers.host_chunk import HostChunk
 from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
 
@@ -26,7 +26,9 @@ def init(original, self, *args, **kwargs):
     if now is None or self.is_stub_optimizer or now.host is None:
         return
     place = Place.HOST if now.settings.step_on_host else Place.SWAPPED
-    stores, owner, resting = now.stores(self.buffers), {}, {}
+    stores = now.stores(self.buffers)
+    resting: dict[Bucket, HostChunk] = {}
+    owner: dict[torch.Tensor, HostChunk] = {}
     for model_param, master in masters.every(self):
         bucket = masters.bucket_of(self, model_param)
         chunks = masters.chunks_of(self, model_param)

@@ -241,7 +241,7 @@ class ChunkManager:
         for one in self.built.values():
             if one.chunk.gathered:
                 total["device"] += one.chunk.nbytes
-            if one.sharded:
+            if one.chunk.shard is not None:
                 total["host" if one.shard_on_host else "device"] += one.chunk.shard.nbytes
         return total
 
@@ -251,7 +251,8 @@ class ChunkManager:
         self, params: list[torch.nn.Parameter]
     ) -> Iterator[tuple[tuple[torch.nn.Parameter, ...], tuple[Piece, ...], int]]:
         multiple, chunk_size = bucket_multiple(self.group.size()), self.chunk_size or 0
-        start, pieces = 0, []
+        start = 0
+        pieces: list[Piece] = []
         for place, param in enumerate(params):
             first = round_up(pieces[-1].end, ALIGNMENT) if pieces else 0
             if pieces and first + param.numel() > chunk_size:

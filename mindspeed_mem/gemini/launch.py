@@ -24,7 +24,8 @@ from mindspeed_mem.gemini.options import refuse, say_once
 def get_current_device() -> torch.device:
     """The accelerator that this process uses, or the CPU where there is none."""
     backend = get_backend()
-    return torch.device(backend.type) if backend.index() is None else torch.device(backend.type, backend.index())
+    index = backend.index()
+    return torch.device(backend.type) if index is None else torch.device(backend.type, index)
 
 
 def get_default_parser() -> argparse.ArgumentParser:

@@ -93,12 +93,13 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         self._tensor_parallel_group = model.tensor_parallel_group if split_over is None else split_over
         if self._tensor_parallel_group is None:
             refuse(_unnamed_parts(model))
-        self._norm = self._clip = None
+        self._norm: float | None = None
+        self._clip: float | None = None
         self._one_of = {param: one for one in model.chunks for param in one.chunk.params}
         self.counts = dict.fromkeys(self._one_of, 0)
         """Steps that each parameter has made."""
         chosen = [param for param in model.module.parameters() if param in self._one_of] if params is None else params
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        defaults: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(chosen, defaults)
         kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
         fused = model.chunk_manager.backend.fuses_adam
@@ -151,7 +152,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         return self._gradient_norm() / self.model.loss_scale
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is not reduced, step, and bring parameters up to date. Collective."""
         if closure is not None:
             raise OptionError("step takes no closure: gradients come from optimizer.backward(loss)")
@@ -192,6 +193,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         for one in self.model.chunks:
             if not any(self.counts[param] for param in one.chunk.params):
                 continue
+            assert one.master is not None, "model.chunks are trained"
             for moment in _MOMENTS:
                 part = torch.zeros_like(one.master, device=one.chunk.whole.device)
                 for param, master in one.masters.items():

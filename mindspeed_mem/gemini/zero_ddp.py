@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -203,7 +203,7 @@ class ZeroDDP(torch.nn.Module):
         """Those of the module, by its names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(
+    def state_dict(  # type: ignore[override]  # as ColossalAI's
         self, *, prefix: str = "", only_rank_0: bool = False, dtype: torch.dtype | None = None
     ) -> dict[str, Any]:
         """All values, in host memory, by the module's names; trained ones from the fp32 masters. Collective.
@@ -213,7 +213,7 @@ class ZeroDDP(torch.nn.Module):
         keep = not only_rank_0 or self.chunk_manager.group.rank() == 0
         return model_state.complete(self.module, self.chunk_manager.built.values(), keep, dtype, prefix)
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load `state_dict`, of any model of this shape, the same on all ranks. See `model_state.load`."""
         if assign:
             raise OptionError("assign=True would take parameters out of their chunks; leave it out")
@@ -252,6 +252,7 @@ class ZeroDDP(torch.nn.Module):
         grad, param.grad = param.grad, None
         if self.loss_scale != 1.0 and not self._scaled_backward:
             raise OptionError("this optimizer scales losses; call optimizer.backward(loss), not loss.backward()")
+        assert grad is not None, "torch calls this when there is one"
         self._forget_stepped()
         one = self.chunk_manager.of(param)
         self.chunk_manager.gathering.settled(param)

@@ -22,7 +22,7 @@ MESSAGE_BYTES = 64 * 2**20
 class Segment(NamedTuple):
     """Elements of one parameter in a message."""
 
-    index: int
+    number: int
     """Of the parameter."""
     elements: range
     offset: int
@@ -161,7 +161,7 @@ class Exchange:
 
 
 def _elements(segments: Sequence[Segment], opened: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [opened[one.index][one.elements.start : one.elements.stop] for one in segments]
+    return [opened[one.number][one.elements.start : one.elements.stop] for one in segments]
 
 
 def _places(segments: Sequence[Segment], buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -33,7 +33,9 @@ def cut(state: Mapping[Any, Any], part: Part) -> dict[Any, Any]:
             value = value.detach()
             if value.shape != part.shape:
                 found[key] = value.clone()
-            elif part.whole:  # with the strides of the parameter: fused optimizers go by memory order alone
+            elif (
+                part.whole and part.piece is not None
+            ):  # with the strides of the parameter: fused optimizers go by memory order alone
                 found[key] = torch.empty_like(part.piece, dtype=value.dtype, device=value.device).copy_(value)
             else:
                 found[key] = part.cut(value).clone()
@@ -80,5 +82,6 @@ def masters(parts: Sequence[Part], exchange: Exchange) -> Iterator[torch.Tensor]
 def _describe(value: Any, part: Part) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    collected = value.dim() > 0 if part.whole else value.shape == part.piece.shape
+    of_piece = part.piece is not None and value.shape == part.piece.shape
+    collected = value.dim() > 0 if part.whole else of_piece
     return _Tensor(value.shape, value.dtype) if collected else value.detach().to("cpu", copy=True)

@@ -92,11 +92,11 @@ def test_messages_carry_every_element_once_within_their_limit(sizes, ranks, mode
         for rank, segments in enumerate(message.segments):
             filled = 0
             for segment in segments:
-                assert segment.offset == filled and sizes[segment.index].itemsize == itemsize
+                assert segment.offset == filled and sizes[segment.number].itemsize == itemsize
                 filled += len(segment.elements)
                 assert filled <= message.length
-                assert set(segment.elements) <= set(ranges[segment.index][rank])
-                new = {(segment.index, element) for element in segment.elements}
+                assert set(segment.elements) <= set(ranges[segment.number][rank])
+                new = {(segment.number, element) for element in segment.elements}
                 assert len(new) == len(segment.elements) and not new & seen
                 seen |= new
     assert len(seen) == sum(size.count for size in sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -149,7 +149,7 @@ class BucketChunks:
         """Gradients are zeroed: their memory goes until the first one arrives."""
         self.gradients.begin_step()
         for param, whole in self._whole_gradient.items():
-            param.main_grad = whole
+            _give(param, whole)
 
     def before_gradient(self, param: torch.nn.Parameter) -> None:
         """Megatron is about to add a gradient of `param` to its ``main_grad``."""
@@ -166,7 +166,7 @@ class BucketChunks:
             chunk = self._chunk_of_bucket[bucket]
             self.gradients.finish(chunk)
             for param in chunk.pieces:
-                param.main_grad = self.gradient(param)
+                _give(param, chunk.own_gradient(param))
 
     # ---- inside
 
@@ -182,11 +182,12 @@ class BucketChunks:
         """Give each bucket of `buffer` memory of its own, so that it can go alone."""
         views = list(self._views(buffer))
         names = {param: name for name, param in self.module.named_parameters()}
-        gradients = {"dtype": buffer.grad_data.dtype, "device": buffer.param_data.device}
+        assert buffer.param_data is not None and buffer.grad_data is not None, "once"
+        dtype, device = buffer.grad_data.dtype, buffer.param_data.device
         for bucket in buffer.buckets:
             bucket.grad_data = None
         for _, param, _ in views:
-            param.main_grad = None
+            _give(param, None)
         buffer.grad_data = None
         for bucket in buffer.buckets:
             inside = [(param, piece) for owner, param, piece in views if owner is bucket]
@@ -194,12 +195,13 @@ class BucketChunks:
                 bucket.param_data = bucket.param_data.clone()
                 for param, piece in inside:
                     param.data = bucket.param_data[slice(*piece)].view(param.shape)
-            bucket.grad_data = torch.empty(bucket.param_data.numel(), **gradients)
+            whole = bucket.grad_data = torch.empty(bucket.param_data.numel(), dtype=dtype, device=device)
             for param, piece in inside:
-                param.main_grad = self._whole_gradient[param] = bucket.grad_data[slice(*piece)].view(param.shape)
-            free(bucket.grad_data)
+                self._whole_gradient[param] = whole[slice(*piece)].view(param.shape)
+                _give(param, self._whole_gradient[param])
+            free(whole)
             group = buffer.data_parallel_group
-            chunk = Chunk(next(_numbers), inside, bucket.param_data, bucket.grad_data, group)
+            chunk = Chunk(next(_numbers), inside, bucket.param_data, whole, group)
             ends = dict.fromkeys((names[inside[0][0]], names[inside[-1][0]]))
             chunk.label += f" ({' to '.join(ends)})"
             self._bucket_of[chunk], self._chunk_of_bucket[bucket] = bucket, chunk
@@ -213,6 +215,10 @@ class BucketChunks:
             for param in bucket.params_list:
                 start, end, _ = buffer.param_index_map[param]
                 yield bucket, param, Piece(start - bucket.offset, end - bucket.offset)
+
+
+def _give(param: Any, gradient: torch.Tensor | None) -> None:
+    param.main_grad = gradient
 
 
 def in_order_of_use(buffers: Iterable[Buffer]) -> list[Bucket]:

@@ -35,7 +35,7 @@ class HostChunk:
         if chunk is not None:
             chunk.move(DEVICE)
         for param, master in self.masters.items():
-            if self.of_shard:
+            if self.of_shard and chunk is not None:
                 master.data = chunk.own_part(param)
             else:
                 master.data = torch.empty_like(master, device=param.device).copy_(master)

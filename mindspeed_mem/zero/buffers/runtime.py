@@ -202,8 +202,9 @@ class Runtime:
         waiting = [weakref.ref(one) for one in models if one not in called]
         before = self.gathering.budget
         self._settle_budget(called)
-        if self.settings.placement.budget is None and before is not None:
-            self.gathering.budget = max(before, self.gathering.budget)
+        after = self.gathering.budget
+        if self.settings.placement.budget is None and before is not None and after is not None:
+            self.gathering.budget = max(before, after)
         self._new = waiting
         if not waiting:
             self.gathering.prepare(None)

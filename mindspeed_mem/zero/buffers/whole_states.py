@@ -33,7 +33,7 @@ def register(chunk: Chunk) -> None:
     """`chunk` keeps only its shard from now on: let state dicts find it, and have copies of its parameters refused."""
     _of_storage[_storage(chunk.whole)] = chunk
     for param in chunk.params:
-        param.__deepcopy__ = param.__reduce_ex__ = _refuse
+        vars(param).update(__deepcopy__=_refuse, __reduce_ex__=_refuse)
 
 
 def parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:

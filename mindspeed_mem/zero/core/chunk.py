@@ -42,8 +42,8 @@ class Chunk:
         index: the chunk's number in this process.
         params: its parameters, each with its `Piece`; their ``data`` are views of `data`.
         data: [numel], the whole: a storage of its own, numel divisible by the size of `group`.
-        grad: [numel] of the dtype in which gradients are added up, with a storage of its own; None if gradients are
-            not this chunk's business.
+        grad: [numel] of the dtype in which gradients are added up, with a storage of its own; None, and then of no
+            elements, if gradients are not this chunk's business.
         group: the data-parallel ranks that hold the same parameters.
     """
 
@@ -61,7 +61,7 @@ class Chunk:
         self.label = f"chunk {self.number_in_group}"
         """For messages."""
         self.pieces = dict(params)
-        self.whole, self.grad = data, grad
+        self.whole, self.grad = data, data.new_empty(0) if grad is None else grad
         ranks, rank = group.size(), group.rank()
         assert data.numel() % ranks == 0, "a chunk is padded to its ranks"
         size = data.numel() // ranks
@@ -100,10 +100,12 @@ class Chunk:
 
     def own_part(self, param: torch.nn.Parameter) -> torch.Tensor:
         """This rank's piece of `param`, a view of `shard`: one-dimensional, perhaps empty."""
+        assert self.shard is not None, "only the whole is there"
         return self.shard[slice(*self.own_piece(param))]
 
     def own_gradient(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The same of its reduced gradient, a view of `grad_shard`."""
+        assert self.grad_shard is not None, "nothing is reduced"
         return self.grad_shard[slice(*self.own_piece(param))]
 
     def cut_own(self, param: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:

@@ -182,7 +182,9 @@ class Gathering:
     def settled(self, param: torch.nn.Parameter) -> None:
         """The gradient of `param` is complete for this backward: nobody reads it any more."""
         chunk = self._chunk_of.get(param)
-        for reading in list(self._readers[chunk]) if chunk is not None else ():
+        if chunk is None:
+            return
+        for reading in list(self._readers[chunk]):
             reading.open.discard(param)
             if reading.open.isdisjoint(chunk.pieces):
                 self._readers[chunk].discard(reading)
@@ -247,9 +249,8 @@ class Gathering:
         free = [chunk for chunk in self._gathered if not self._readers[chunk] and chunk not in keep]
         next_use = {chunk: self.order.next_use(chunk.index) for chunk in free}
         if before is not None:
-            free = [chunk for chunk in free if next_use[chunk] is not None and next_use[chunk] > before]
-        if all(next_use[chunk] is not None for chunk in free):
-            free.sort(key=lambda chunk: next_use[chunk], reverse=True)
+            free = [chunk for chunk in free if next_use[chunk] > before]
+        free.sort(key=next_use.__getitem__, reverse=True)  # equal ones, as all are without an order, stay as they are
         if before is not None and not self._would_go(free, missing, before):
             return False
         for chunk in free:

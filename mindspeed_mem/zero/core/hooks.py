@@ -122,11 +122,11 @@ class _Followed:
                 setattr(tensor, _TAKEN_BY, taken_by)
                 tensor.register_hook(functools.partial(_one_after_the_other, taken_by, begin))
         for tensor in inputs:
-            taken_by = getattr(tensor, _TAKEN_BY, None)
-            if taken_by is None:
+            before = getattr(tensor, _TAKEN_BY, None)
+            if before is None:
                 tensor.register_hook(end)
             else:
-                taken_by.append(end)
+                before.append(end)
 
 
 def _one_after_the_other(

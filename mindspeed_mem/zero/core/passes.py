@@ -48,8 +48,7 @@ def resting_bytes(chunk: Chunk | None, masters: Iterable[torch.Tensor], of_shard
     """
     total = sum(master.nbytes for master in masters) * (_MOMENTS + (not of_shard))
     if chunk is not None:
-        whole = (chunk.nbytes if chunk.shard is not None else 0) + (0 if chunk.grad is None else chunk.grad.nbytes)
-        total += whole // chunk.group.size()
+        total += (chunk.grad.nbytes + (0 if chunk.shard is None else chunk.nbytes)) // chunk.group.size()
     return total
 
 
@@ -146,7 +145,7 @@ class AutoPlacement:
         counts, self._under_way = self._under_way and completed, False
         if counts and not self.settled:
             self._passes += 1
-            self._pass_peak = self._backend.peak_held()
+            self._pass_peak = self._backend.peak_held() or 0
 
     def _settle(self, movable: Sequence[Movable]) -> None:
         # Others take some of a device, too: contexts and communication buffers of this process and of its neighbours.
@@ -183,5 +182,5 @@ class AutoPlacement:
         """Of all ranks' numbers."""
         if not is_initialized():
             return number
-        [least] = combined([number], dist.ReduceOp.MIN, dist.group.WORLD, self._backend.type)
+        [least] = combined([number], dist.ReduceOp.MIN, dist.group.WORLD, self._backend.tensor_type)
         return least

@@ -92,8 +92,9 @@ class HostStore(Store):
         return held.view(tensor.dtype).view(tensor.shape)
 
     def bring(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
-        if self._backend.copies_block:
-            return super().bring(target, source)
+        return super().bring(target, source) if self._backend.copies_block else self._up(target, source)
+
+    def _up(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         backend, stream = self._backend, self._side(0)
         backend.wait(stream, backend.record(backend.current_stream()), UP_AFTER_COMPUTE)
         backend.copy(target.view(torch.uint8), source.view(torch.uint8), stream)
@@ -113,7 +114,7 @@ class HostStore(Store):
             if written.untyped_storage()._cdata == memory:
                 self._backend.wait(self._side(0), event, UP_AFTER_DOWN)
         target = torch.empty_like(source, device=device)
-        return target, self.bring(target, source)
+        return target, self._up(target, source)
 
     def take(self, target: torch.Tensor, source: torch.Tensor, lasting: bool = False) -> None:
         if self._backend.copies_block:

@@ -107,7 +107,7 @@ class PassOrder:
 class UseOrder:
     """Records a pass of a kind that is new, and says of a known one what comes next.
 
-    If a pass deviates from its order, it has no future any more (`next_use` is None) and the kind is recorded anew
+    If a pass deviates from its order, it has no future any more, and the kind is recorded anew
     the next time.
     """
 
@@ -165,9 +165,8 @@ class UseOrder:
 
     def last_call(self, chunk: int) -> None:
         """The step's gradients are all there: start the reductions that come next, until that of `chunk` has been."""
-        while self._following is not None and isinstance(self._next(), int):
-            found = self._next()
-            self._reduce_next()
+        while (found := self.next_reduction()) is not None:
+            self._reduce_next(found)
             if found == chunk:
                 break
 
@@ -189,11 +188,10 @@ class UseOrder:
 
     # ---- what comes
 
-    def next_use(self, chunk: int, after: float | None = None) -> float | None:
-        """Position of the next use of `chunk`, from now or behind the position `after`; None if nobody knows."""
-        return (
-            None if self._following is None else self._following.next_use(chunk, self._at if after is None else after)
-        )
+    def next_use(self, chunk: int, after: float | None = None) -> float:
+        """Position of the next use of `chunk`, from now or behind the position `after`; infinity if none is known."""
+        known = self._following
+        return math.inf if known is None else known.next_use(chunk, self._at if after is None else after)
 
     def coming(self, number: int) -> list[int]:
         """The next `number` different chunks to be used, in order; empty if nobody knows."""
@@ -229,24 +227,23 @@ class UseOrder:
 
     def _reduce_what_is_next(self, overdue: bool = False) -> None:
         """Start the reductions that the order has next, as far as they are complete; `overdue`: if not, too."""
-        while isinstance(found := self._next(), int):
+        while (found := self.next_reduction()) is not None:
             reducer = self.reducers.get(found)
             if reducer is None or not (overdue or reducer.is_complete(found)):
                 return
-            self._reduce_next()
+            self._reduce_next(found)
 
-    def _reduce_next(self) -> None:
-        found, at = self._next(), self._at
-        reducer = self.reducers.get(found)
+    def _reduce_next(self, chunk: int) -> None:
+        reducer, at = self.reducers.get(chunk), self._at
         if reducer is not None:
-            reducer.start_number(found)
+            reducer.start_number(chunk)
         if self._at == at:
-            self._lose(f"chunk {found} has nothing to reduce")
+            self._lose(f"chunk {chunk} has nothing to reduce")
 
     def _warn_of_waiting(self) -> None:
         """A rank on which alone a gradient does not come lets others wait, perhaps for ever: say who it is."""
-        found = self._next()
-        if self._warned or not isinstance(found, int) or (reducer := self.reducers.get(found)) is None:
+        found = self.next_reduction()
+        if self._warned or found is None or (reducer := self.reducers.get(found)) is None:
             return
         self._warned = True
         logger.warning(

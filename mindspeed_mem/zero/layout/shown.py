@@ -66,7 +66,8 @@ def cycles(items: Sequence[Hashable]) -> list[tuple[int, int, int]]:
 
     At each place the sequence is taken that saves most items by repeating, the shortest of equals; greedy.
     """
-    found, place = [], 0
+    found: list[tuple[int, int, int]] = []
+    place = 0
     while place < len(items):
         saved, length, times = 0, 1, 1
         for size in range(1, min(_LONGEST_CYCLE, (len(items) - place) // 2) + 1):

@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from mindspeed_mem.device import is_host_device
-from mindspeed_mem.optimizer_kinds import is_fused_adam, is_torch_adam
+from mindspeed_mem.optimizer_kinds import decouples_decay, is_fused_adam, is_torch_adam
 
 TILE = 64 * 2**10
 """Elements. Measured from 4 Mi down to 64 Ki, smaller tiles were faster."""
@@ -68,10 +68,6 @@ _AS_IT_IS = GradientScaling()
 
 def adam_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamSettings:
     """The settings of `group`, one of those of `optimizer`, for which `adam_problems` has found nothing."""
-    if is_fused_adam(optimizer):
-        decoupled = bool(optimizer.adam_w_mode)
-    else:
-        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     beta1, beta2 = group["betas"]
     return AdamSettings(
         lr=float(group["lr"]),
@@ -79,7 +75,7 @@ def adam_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Ad
         beta2=float(beta2),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        decoupled=decoupled,
+        decoupled=decouples_decay(optimizer, group),
         maximize=group.get("maximize", False),
     )
 
@@ -246,6 +242,7 @@ def _check(tensors: dict[str, torch.Tensor]) -> None:
 def _has_fused_kernels() -> bool:
     one, number = [torch.zeros(1) for _ in range(4)], torch.ones(())
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    kernel: Any
     try:
         for kernel in (torch._fused_adam_, torch._fused_adamw_):
             kernel(*([tensor] for tensor in one), [], [number], amsgrad=False, maximize=False, **numbers)

@@ -100,7 +100,8 @@ class PlacedOptimizer:
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return placed._run(closure)
 
-        optimizer.step = types.MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)
+        ours = types.MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)
+        optimizer.step = ours  # type: ignore[method-assign]  # of this object, as schedulers do it
         self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.settle())
 
     def undo(self) -> None:

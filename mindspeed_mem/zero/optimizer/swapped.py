@@ -67,16 +67,17 @@ class _Piece:
     of: Swapped
     start: int
     stop: int
-    stand_in: torch.Tensor | None = None
+    stand_in: torch.Tensor = field(init=False)
     gradient: torch.Tensor | None = None
+    """A copy, where the parameter's own is not on the device."""
     state: State = field(default_factory=dict)
 
 
 @dataclass
 class _Group:
     pieces: list[_Piece]
-    arrived: Event | None = None
-    gone: Event | None = None
+    arrived: Event = field(init=False)
+    gone: Event = field(init=False)
     kept: list[torch.Tensor] = field(default_factory=list)  # outside the buffer, until `gone`
 
 
@@ -140,7 +141,8 @@ class SwappedStep:
     # ---- groups
 
     def _cut(self, params: Sequence[Swapped], divisible: bool) -> Iterator[_Group]:
-        pieces, room = [], self._group_bytes
+        pieces: list[_Piece] = []
+        room = self._group_bytes
         for owner in params:
             elements, start = owner.param.numel(), 0
             each, tensors = self._bytes_per_element(owner)
@@ -211,9 +213,8 @@ class SwappedStep:
 
     def _gradient(self, piece: _Piece, scaling: GradientScaling) -> torch.Tensor:
         """Scaled, of the stand-in's dtype and shape; the gradient that was given stays as it is."""
-        grad, came = piece.gradient, piece.gradient is not None
-        if not came:
-            grad = _flat(piece.of.gradient)[piece.start : piece.stop]
+        came = piece.gradient is not None
+        grad = _flat(piece.of.gradient)[piece.start : piece.stop] if piece.gradient is None else piece.gradient
         grad = grad.to(piece.stand_in.dtype, copy=not came and not scaling.neutral)
         scaling.apply_(grad)
         return grad.view(piece.stand_in.shape)
@@ -266,7 +267,7 @@ class SwappedStep:
 
     def _rest(self, owner: Swapped, key: Hashable, value: torch.Tensor) -> torch.Tensor:
         """Where a state of which `value` is a part rests; made if there was none before this step."""
-        rest = owner.made.get(key, owner.state.get(key))
+        rest: Any = owner.made.get(key, owner.state.get(key))
         if not travels(key, rest, owner.param) or rest.dtype != value.dtype:
             like = torch.empty(owner.param.shape, dtype=value.dtype, device="meta")
             rest = owner.made[key] = self._host_like(like)

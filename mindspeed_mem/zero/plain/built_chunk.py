@@ -108,7 +108,8 @@ class BuiltChunk:
         chunk, master = self.chunk, self.master
         if self.sharded and master is chunk.shard:
             return
-        own = chunk.shard if self.sharded else chunk.whole[chunk.mine]
+        assert master is not None, "a frozen chunk is not stepped"
+        own = chunk.whole[chunk.mine] if chunk.shard is None else chunk.shard
         if not (self.sharded and self.shard_on_host):
             fetched = chunk.store.fetch(master, own.device)  # and cast there: the host would hold up all that follows
             if fetched is not None:
@@ -129,7 +130,7 @@ class BuiltChunk:
         """Each parameter's value in host memory, of its shape: fp32 from the masters, or as it is. Collective."""
         if self.master is not None:
             flat = self.whole_on_host(self.master)
-        elif self.sharded:
+        elif self.chunk.shard is not None:
             flat = self.whole_on_host(self.chunk.shard)
         else:
             flat = self.chunk.whole.cpu()

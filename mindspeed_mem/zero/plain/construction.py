@@ -11,6 +11,7 @@ Tensors are known by storage, offset and strides, so that views need no notes of
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,9 +52,8 @@ class _Note:
     reads: set[int]
     made: list[_Where | None]
     """Its results that have storages of their own."""
-    generator: torch.Generator | None = None
-    state: torch.Tensor | None = None
-    """Of the random generator before."""
+    random: tuple[torch.Generator, torch.Tensor] | None = None
+    """The generator that it draws from, and its state before."""
 
 
 @dataclass
@@ -94,11 +94,11 @@ class Tape:
         }
         if not writes:
             return  # a view
-        state = None if generator is None else generator.get_state()
-        kept = tree_map(self._kept, (args, kwargs))
+        random = None if generator is None else (generator, generator.get_state())
+        args, kwargs = tree_map(self._kept, (args, kwargs))
         for storage in writes:
             self.writers[storage].append(len(self.notes))
-        self.notes.append(_Note(op, *kept, reads, made, generator, state))
+        self.notes.append(_Note(op, args, kwargs, reads, made, random))
 
     # ---- inside
 
@@ -127,15 +127,8 @@ class Tape:
             (note.args, note.kwargs),
             is_leaf=lambda one: isinstance(one, _Where),
         )
-        before = None
-        if note.generator is not None:
-            before = note.generator.get_state()
-            note.generator.set_state(note.state)
-        try:
+        with contextlib.nullcontext() if note.random is None else _as_of(*note.random):
             result = note.op(*args, **kwargs)
-        finally:
-            if before is not None:
-                note.generator.set_state(before)
         for where, tensor in zip(note.made, tree_flatten(result)[0], strict=True):
             if where is not None:
                 self._view(where, real).copy_(tensor)
@@ -156,7 +149,7 @@ class Tape:
             tensor.dtype,
             tuple(tensor.size()),
             tuple(tensor.stride()),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )
@@ -228,8 +221,8 @@ class Disguise(TorchFunctionMode):
         super().__init__()
         self._tape = tape
         self._reads = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
-        self._says = {torch.Tensor.is_meta.__get__: False, torch.Tensor.device.__get__: _HOST}
-        self._says |= {torch.Tensor.is_cpu.__get__: True}
+        says = {"is_meta": False, "is_cpu": True, "device": _HOST}
+        self._says = {getattr(torch.Tensor, name).__get__: value for name, value in says.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if self._tape.replaying:
@@ -243,6 +236,17 @@ class Disguise(TorchFunctionMode):
         if func in self._reads and self._tape.knows(args[0]):
             args = (self._tape.value(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _as_of(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
+    """Inside, `generator` goes on from `state`; afterwards it is as it was."""
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def _changed(op: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
