@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,6 @@ import torch.distributed as dist
 from mindspeed_mem.device import get_backend
 
 Number = TypeVar("Number", int, float)
-
-
-class Group(Protocol):
-    """What is asked of a process group: torch's, or `Alone`."""
-
-    def size(self) -> int: ...
-
-    def rank(self) -> int: ...
 
 
 class Alone:

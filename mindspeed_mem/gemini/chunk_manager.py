@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,24 @@ from mindspeed_mem.device import get_backend, is_host_device
 from mindspeed_mem.gemini.groups import data_parallel, tensor_parallel
 from mindspeed_mem.gemini.lazy import initial_value
 from mindspeed_mem.gemini.options import OptionError, refuse
-from mindspeed_mem.gemini.placing import Rest
 from mindspeed_mem.ranks import reduce_scatter
 from mindspeed_mem.zero.core.chunk import Chunk, Piece
 from mindspeed_mem.zero.core.gathering import Gathering, Reading
-from mindspeed_mem.zero.core.shard_memory import DEVICE, HostStore
+from mindspeed_mem.zero.core.shard_memory import DEVICE, HostStore, device_of
 from mindspeed_mem.zero.layout.cutting import ALIGNMENT, bucket_multiple, round_up
 from mindspeed_mem.zero.layout.size_search import search_chunk_size
 from mindspeed_mem.zero.plain.built_chunk import BuiltChunk, PlannedChunk
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where one chunk rests."""
+
+    sharded: bool = True
+    """Whether each rank keeps only its part of the parameters."""
+    parameters_on_host: bool = False
+    optimizer_on_host: bool = False
+    """Masters, moments and reduced gradients."""
 
 
 class ChunkManager:
@@ -51,10 +62,9 @@ class ChunkManager:
         self.chunk_size, self.enable_distributed_storage = chunk_size, enable_distributed_storage
         self.process_group = process_group
         self.group, self.tensor_parallel_group = data_parallel(process_group), tensor_parallel(process_group)
-        self.backend = get_backend(None if init_device is None else torch.device(init_device).type)
-        self.device = torch.device(init_device or self.backend.type)
-        if self.device.index is None and self.backend.index() is not None:
-            self.device = torch.device(self.device.type, self.backend.index())
+        asked = None if init_device is None else torch.device(init_device)
+        self.backend = get_backend(None if asked is None else asked.type)
+        self.device = device_of(self.backend) if asked is None or asked.index is None else asked
         self.gathering = Gathering()
         self.built: dict[Chunk, BuiltChunk] = {}
         self._groups: dict[str, list[torch.nn.Parameter]] = {}

@@ -37,7 +37,7 @@ def test_every_place_has_the_optimizers_own_bits(kind, sizes, data, asynchronous
     if kind == "Adafactor":  # it divides by the number of elements
         sizes = [size or 1 for size in sizes]
     backend = late() if asynchronous else CpuBackend()
-    run = Run(kind, sizes, places, backend, HostAdam(64, fused="fused" in kind)).steps(3, missing).steps(1)
+    run = Run(kind, sizes, places, backend, HostAdam(64)).steps(3, missing).steps(1)
     stock = Run(kind, sizes, None).steps(3, missing).steps(1)
     assert same(run.saved(), stock.saved())
 
@@ -79,10 +79,10 @@ def test_a_host_step_without_a_choice_differs_by_rounding_only():
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "AdamW fused", "FusedAdam"])
+@pytest.mark.parametrize("kind", OF_HOST)
 @pytest.mark.parametrize("before, after", [(a, b) for a in (None, HOST, SWAPPED) for b in (None, HOST, SWAPPED)])
 def test_a_run_goes_on_in_any_place_from_a_checkpoint_of_any(kind, before, after):
-    sizes, adam = [3000, 20_000, 500], HostAdam(fused="fused" in kind)
+    sizes, adam = [3000, 20_000, 500], HostAdam()
 
     def run(place):
         return Run(kind, sizes, place and [place, DEVICE, place], CpuBackend(), adam)
@@ -95,7 +95,7 @@ def test_a_run_goes_on_in_any_place_from_a_checkpoint_of_any(kind, before, after
 
 def test_a_parameter_changes_its_place_between_steps():
     backend = SimulatedBackend()
-    run, stock = Run("AdamW", [3000], [DEVICE], backend, HostAdam(fused=False)), Run("AdamW", [3000], None)
+    run, stock = Run("AdamW fused", [3000], [DEVICE], backend), Run("AdamW fused", [3000], None)
     [param] = run.params
     for place in (SWAPPED, HOST, DEVICE, HOST, SWAPPED, DEVICE):
         run.placed._place_of = lambda param, place=place: place
@@ -117,8 +117,8 @@ def test_scale_and_clip_reach_every_precision_in_every_place(place, dtype, on_de
     gradients, copies, options = {}, {}, {}
     if place is not DEVICE:
         options = {"gradient_of": gradients.get, "copy_of": copies.get}
-    run = Run("AdamW", [3000, 40_000], [place] * 2, backend, HostAdam(fused=False), **options)
-    stock = Run("AdamW", [3000, 40_000], None)
+    run = Run("AdamW fused", [3000, 40_000], [place] * 2, backend, **options)
+    stock = Run("AdamW fused", [3000, 40_000], None)
     for param, own in zip(run.params, stock.params, strict=True):
         gradient = torch.randn(param.shape).to(dtype)
         own.grad = gradient.float() / loss_scale * clip
@@ -264,14 +264,6 @@ def test_hooks_schedulers_and_closures_work_as_before():
     assert isinstance(run.optimizer, torch.optim.AdamW)
 
 
-def test_undone_it_steps_by_itself():
-    run, stock = Run("AdamW", [300], [DEVICE], CpuBackend()), Run("AdamW", [300], None)
-    run.placed.undo()
-    run.placed.scale_next(found_inf=True)
-    assert "step" not in vars(run.optimizer)
-    assert same(run.steps(2).saved(), stock.steps(2).saved())
-
-
 def test_a_failing_step_leaves_groups_and_state_in_place():
     run = Run("AdamW", [300, 20_000], [SWAPPED] * 2, late()).steps(1)
     groups, state = run.optimizer.param_groups, run.optimizer.state
@@ -326,13 +318,14 @@ def train(places, resumed):
     def build():
         chunks = build_gpt(layers=1, dtype=torch.bfloat16, ddp={"use_distributed_optimizer": True})
         [optimizer] = build_optimizer(chunks).chained_optimizers
-        for group in optimizer.optimizer.param_groups if places else []:
-            for index, param in enumerate(group["params"]):
+        for group in optimizer.optimizer.param_groups:
+            group["fused"] = True  # as the host steps
+            for index, param in enumerate(group["params"] if places else ()):
                 where[param] = places[index % len(places)]
                 if where[param] is not DEVICE:
                     param.data = on_host(CPU, param.data)
         if places:
-            PlacedOptimizer(optimizer.optimizer, where, CPU, host_adam=HostAdam(fused=False), group_bytes=SMALL)
+            PlacedOptimizer(optimizer.optimizer, where, CPU, group_bytes=SMALL)
         return chunks, optimizer
 
     where = {}

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from mindspeed_mem.device import Backend, get_backend, host_memory
-from mindspeed_mem.zero.buffers.buckets import BucketChunks, in_order_of_use
+from mindspeed_mem.zero.buffers.buckets import Bucket, BucketChunks, Buffer, in_order_of_use
 from mindspeed_mem.zero.buffers.host_chunk import HostChunk
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 from mindspeed_mem.zero.core import hooks
@@ -89,7 +89,7 @@ class Runtime:
         limit = self.backend.limit()
         return GROUP_BYTES if limit is None else max(LEAST_GROUP_BYTES, min(GROUP_BYTES, limit // 64))
 
-    def stores(self, buffers: Iterable[Any]) -> Callable[[Any], Store]:
+    def stores(self, buffers: Iterable[Buffer]) -> Callable[[Bucket], Store]:
         """Where each bucket of `buffers`, one optimizer's, rests, by the placement policy."""
         if self.host is None:
             return lambda bucket: DEVICE
@@ -98,7 +98,7 @@ class Runtime:
         chosen = {bucket: self.host if resting else DEVICE for bucket, resting in zip(in_order, on_host, strict=True)}
         return chosen.__getitem__
 
-    def check_ranks(self, buffers: Iterable[Any]) -> None:
+    def check_ranks(self, buffers: Iterable[Buffer]) -> None:
         """Warn if there is nothing to split: one data-parallel rank."""
         if all(buffer.data_parallel_group.size() == 1 for buffer in buffers):
             rest = "" if self.settings.placement.policy == "device" else "; only --placement-policy has an effect"
@@ -106,7 +106,7 @@ class Runtime:
                 f"--chunk-zero-stage {self.settings.stage}: there is one data-parallel rank, so nothing is split{rest}"
             )
 
-    def check_host(self, ddp: Any, buffers: Iterable[Any]) -> None:
+    def check_host(self, ddp: object, buffers: Iterable[Buffer]) -> None:
         """Before anything rests on the host: raise HostMemoryError unless this model, too, fits there."""
         if self.host is None:
             return
@@ -162,7 +162,7 @@ class Runtime:
     def _leave_host(self, nbytes: int) -> None:
         self._host_bytes -= nbytes
 
-    def add(self, ddp: Any, chunks: BucketChunks) -> None:
+    def add(self, ddp: object, chunks: BucketChunks) -> None:
         """`chunks` are those of `ddp`; with it they go."""
         self._models.add(chunks)
         if chunks.stage == 3:
@@ -209,7 +209,7 @@ class Runtime:
         if not waiting:
             self.gathering.prepare(None)
 
-    def _settle_budget(self, models: Sequence[BucketChunks], *unused: Any) -> None:
+    def _settle_budget(self, models: Sequence[BucketChunks], *unused: object) -> None:
         """Check the budget given, or choose what one use and the next chunk need.
 
         By the models that take part, not by what there is besides: a model that is gone is forgotten on each rank in

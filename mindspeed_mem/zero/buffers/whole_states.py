@@ -17,7 +17,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_mem.device import Backend, get_backend
-from mindspeed_mem.zero.core.chunk import Chunk, fill
+from mindspeed_mem.zero.core.chunk import Chunk, fill, storage_of
 from mindspeed_mem.zero.core.shard_memory import HostStore
 
 
@@ -31,7 +31,7 @@ _parameter_of_copy = WeakTensorKeyDictionary()
 
 def register(chunk: Chunk) -> None:
     """`chunk` keeps only its shard from now on: let state dicts find it, and have copies of its parameters refused."""
-    _of_storage[_storage(chunk.whole)] = chunk
+    _of_storage[storage_of(chunk.whole)] = chunk
     for param in chunk.params:
         vars(param).update(__deepcopy__=_refuse, __reduce_ex__=_refuse)
 
@@ -54,7 +54,7 @@ class HostCopies:
         `tensor` itself if it is in no chunk. Collective over the chunk's group if the chunk is not copied yet. Raises
         ChunkStateError if its memory is freed and the chunk is gone.
         """
-        chunk = _of_storage.get(_storage(tensor))
+        chunk = _of_storage.get(storage_of(tensor))
         if chunk is None:
             if tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes():
                 raise ChunkStateError(
@@ -127,7 +127,7 @@ def copied_ahead(modules: Iterable[torch.nn.Module], backend: Backend | None) ->
 @torch.no_grad()
 def written(params: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """`params` can be written to inside, with the same on all ranks; reading them gives only this rank's part."""
-    found = (_of_storage.get(_storage(param)) for param in params)
+    found = (_of_storage.get(storage_of(param)) for param in params)
     chunks = list(dict.fromkeys(chunk for chunk in found if chunk is not None))
     opened = [chunk for chunk in chunks if not chunk.gathered]
     for chunk in opened:
@@ -144,12 +144,7 @@ def written(params: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 def sharded(params: Iterable[torch.nn.Parameter]) -> bool:
     """Whether one of `params` is kept as a shard."""
-    return any(_storage(param) in _of_storage for param in params)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    # Not the address of its memory, which is 0 for all that are freed.
-    return tensor.untyped_storage()._cdata
+    return any(storage_of(param) in _of_storage for param in params)
 
 
 def _refuse(*unused: Any) -> Any:

@@ -265,6 +265,11 @@ def free(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the memory of `tensor` and its views; not its address, which is 0 for all that are freed."""
+    return tensor.untyped_storage()._cdata
+
+
 def fill(tensor: torch.Tensor) -> None:
     """Memory again, uninitialised, for what `free` has freed."""
     refill(tensor)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_mem.zero.core.chunk import Chunk
+from mindspeed_mem.zero.core.chunk import Chunk, storage_of
 from mindspeed_mem.zero.core.use_order import Act, Intent, UseOrder
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Gathering:
         self.chunks.append(chunk)
         self._readers[chunk] = set()
         self._by_number[chunk.index] = chunk
-        self._by_storage[_storage(chunk.whole)] = chunk
+        self._by_storage[storage_of(chunk.whole)] = chunk
         for param in chunk.params:
             self._chunk_of[param] = chunk
 
@@ -87,7 +87,7 @@ class Gathering:
         if chunk in self._gathered:
             self._forget(chunk)
         self.chunks.remove(chunk)
-        del self._readers[chunk], self._by_number[chunk.index], self._by_storage[_storage(chunk.whole)]
+        del self._readers[chunk], self._by_number[chunk.index], self._by_storage[storage_of(chunk.whole)]
         for param in chunk.params:
             del self._chunk_of[param]
 
@@ -198,7 +198,7 @@ class Gathering:
     # ---- moves
 
     def _chunks_of(self, reading: Reading) -> dict[Chunk, None]:
-        found = (self._by_storage.get(_storage(tensor)) for tensor in reading.others)
+        found = (self._by_storage.get(storage_of(tensor)) for tensor in reading.others)
         ours = (self._chunk_of.get(param) for param in reading.params)
         return dict.fromkeys(chunk for chunk in (*ours, *found) if chunk is not None)
 
@@ -280,7 +280,3 @@ class Gathering:
                 self.live_bytes,
                 chunk.nbytes,
             )
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # not its address, which is 0 for all that are freed

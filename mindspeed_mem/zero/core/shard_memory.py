@@ -142,7 +142,7 @@ class HostStore(Store):
 DEVICE = Store()
 
 
-def device_of_models() -> torch.device:
-    """The accelerator that there is, or else the host."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
+def device_of(backend: Backend) -> torch.device:
+    """Where its tensors lie now: the accelerator that this process uses, or the host."""
+    index = backend.index()
+    return torch.device(backend.tensor_type) if index is None else torch.device(backend.tensor_type, index)

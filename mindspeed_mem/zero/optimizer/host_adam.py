@@ -109,21 +109,15 @@ class HostAdam:
     Args:
         tile: elements per tile, a multiple of 64. The result does not depend on it, bit by bit: only a shard's last
             elements are left over from whole vectors, which kernels round in their own way.
-        fused: use torch's fused CPU kernel, with the bits of ``fused=True``; without it, operator by operator at
-            half the speed, with the bits of ``fused=False, foreach=False``. Between the two a master differs after
-            k steps by at most k * (2^-23 * its largest size so far + 2^-20 * lr); measured: a fifth of that or less.
-            None: where this torch has the kernel.
+
+    The results are the bits of torch's Adam with ``fused=True``. From one without it a master differs after k steps by
+    at most k * (2^-23 * its largest size so far + 2^-20 * lr); measured: a fifth of that or less.
     """
 
-    def __init__(self, tile: int = TILE, fused: bool | None = None) -> None:
+    def __init__(self, tile: int = TILE) -> None:
         if tile < 1 or tile % _VECTORS:
             raise ValueError(f"tile of Adam on the host: got {tile} elements; give a multiple of {_VECTORS}: {TILE}")
-        available = _has_fused_kernels()
-        if fused and not available:
-            raise ValueError(
-                f"torch {torch.__version__} has no fused Adam for the CPU; use torch 2.5 or newer, or fused=False"
-            )
-        self.tile, self.fused = tile, available if fused is None else fused
+        self.tile = tile
         self._stage = torch.from_numpy(numpy.empty(tile, dtype=numpy.float32))  # numpy's: never device memory
         self._number = torch.from_numpy(numpy.zeros((), dtype=numpy.float32))
 
@@ -157,24 +151,23 @@ class HostAdam:
         if scaling.found_inf:
             return False
         flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
-        update = self._fused if self.fused else self._operators
         for start in range(0, master.numel(), self.tile):
             here = {name: tensor[start : start + self.tile] for name, tensor in flat.items()}
             grad = self._scaled(here["gradient"], scaling)
-            update(here["master"], grad, here["exp_avg"], here["exp_avg_sq"], number, settings)
+            self._update(here["master"], grad, here["exp_avg"], here["exp_avg_sq"], number, settings)
             if "parameter" in here:
                 here["parameter"].copy_(here["master"])
         return True
 
     def _scaled(self, gradient: torch.Tensor, scaling: GradientScaling) -> torch.Tensor:
-        if self.fused and scaling.neutral and gradient.dtype is torch.float32:
+        if scaling.neutral and gradient.dtype is torch.float32:
             return gradient  # the kernel only reads it
         stage = self._stage[: gradient.numel()]
         stage.copy_(gradient)
         scaling.apply_(stage)
         return stage
 
-    def _fused(
+    def _update(
         self,
         master: torch.Tensor,
         grad: torch.Tensor,
@@ -200,29 +193,6 @@ class HostAdam:
             maximize=settings.maximize,
         )
 
-    def _operators(
-        self,
-        master: torch.Tensor,
-        stage: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        number: float,
-        settings: AdamSettings,
-    ) -> None:
-        """The same in torch's operators, in the order of its own loop; `stage`, the gradient, is overwritten."""
-        correction1, correction2 = 1 - settings.beta1**number, 1 - settings.beta2**number
-        if settings.maximize:
-            stage.neg_()
-        if settings.weight_decay and settings.decoupled:
-            master.mul_(1 - settings.lr * settings.weight_decay)
-        elif settings.weight_decay:
-            stage.add_(master, alpha=settings.weight_decay)
-        exp_avg.lerp_(stage, 1 - settings.beta1)
-        exp_avg_sq.mul_(settings.beta2).addcmul_(stage, stage, value=1 - settings.beta2)
-        torch.sqrt(exp_avg_sq, out=stage)
-        stage.div_(correction2**0.5).add_(settings.eps)
-        master.addcdiv_(exp_avg, stage, value=-settings.lr / correction1)
-
 
 def _check(tensors: dict[str, torch.Tensor]) -> None:
     elements = tensors["master"].numel()
@@ -237,15 +207,3 @@ def _check(tensors: dict[str, torch.Tensor]) -> None:
             found.append(f"{name} has {tensor.numel()} elements; the master has {elements}")
     if found:
         raise ValueError("Adam on the host: " + "; ".join(found))
-
-
-def _has_fused_kernels() -> bool:
-    one, number = [torch.zeros(1) for _ in range(4)], torch.ones(())
-    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
-    kernel: Any
-    try:
-        for kernel in (torch._fused_adam_, torch._fused_adamw_):
-            kernel(*([tensor] for tensor in one), [], [number], amsgrad=False, maximize=False, **numbers)
-    except (AttributeError, RuntimeError, TypeError):  # not there; there for other devices; other arguments
-        return False
-    return True

@@ -102,12 +102,7 @@ class PlacedOptimizer:
 
         ours = types.MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)
         optimizer.step = ours  # type: ignore[method-assign]  # of this object, as schedulers do it
-        self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self.settle())
-
-    def undo(self) -> None:
-        """The optimizer steps by itself again. Parameters and states stay where they are."""
-        self.optimizer.__dict__.pop("step", None)
-        self._loaded.remove()
+        optimizer.register_load_state_dict_post_hook(lambda _: self.settle())
 
     def place(self, param: torch.Tensor) -> Place:
         """Where `param` rests; nothing is moved for one without elements."""
