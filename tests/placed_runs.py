@@ -65,7 +65,7 @@ OF_HOST = ("Adam fused", "AdamW fused", "FusedAdam")
 class Run:
     """An optimizer over two groups of parameters, each in its place; None: as it is without us."""
 
-    def __init__(self, kind, sizes, places, backend=None, host_adam=None, group_bytes=SMALL, seed=0, **options):
+    def __init__(self, kind, sizes, places, backend=None, group_bytes=SMALL, seed=0):
         torch.manual_seed(seed)
         self.backend, self.places = backend, places
         self.params = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
@@ -79,12 +79,7 @@ class Run:
         self.generator = torch.Generator().manual_seed(1)
         if places is not None:
             self.placed = PlacedOptimizer(
-                self.optimizer,
-                dict(zip(self.params, places, strict=True)),
-                backend,
-                host_adam=host_adam,
-                group_bytes=group_bytes,
-                **options,
+                self.optimizer, dict(zip(self.params, places, strict=True)), backend, group_bytes=group_bytes
             )
 
     def steps(self, count, missing=()):

@@ -1,8 +1,7 @@
 """Adam on the host for one flat shard, tile by tile, so that what a tile needs stays in the processor's cache.
 
-A tile's gradient (bf16, fp16 or fp32) is cast into an fp32 stage and scaled there; torch's fused kernel updates master
-and moments; the new master is cast into the parameter. One pass over memory, and the only memory of its own is the
-stage.
+A tile's gradient (bf16, fp16 or fp32) is cast into an fp32 stage and scaled there, and torch's fused kernel updates
+master and moments. One pass over memory, and the only memory of its own is the stage.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ TILE = 64 * 2**10
 """Elements. Measured from 4 Mi down to 64 Ki, smaller tiles were faster."""
 
 _VECTORS = 64  # elements: a multiple of every vector's
-_PARAMETERS = (torch.bfloat16, torch.float16, torch.float32)
+_GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,6 @@ class GradientScaling:
 
     loss_scale: float = 1.0
     clip: float = 1.0
-    found_inf: bool = False
-    """Whether a gradient somewhere is not finite: then the step is skipped."""
 
     @property
     def neutral(self) -> bool:
@@ -131,33 +128,24 @@ class HostAdam:
         number: float,
         settings: AdamSettings,
         scaling: GradientScaling = _AS_IT_IS,
-        parameter: torch.Tensor | None = None,
-    ) -> bool:
-        """Update `master`, `exp_avg` and `exp_avg_sq` in place, and copy the new `master` into `parameter`.
+    ) -> None:
+        """Update `master`, `exp_avg` and `exp_avg_sq` in place.
 
         Args:
             master, exp_avg, exp_avg_sq: fp32, contiguous, of one number of elements, on the host.
             gradient: bf16, fp16 or fp32; not changed.
             number: which step this is, from 1 on.
-            scaling: of the gradient. With `found_inf` nothing is changed.
-            parameter: bf16, fp16 or fp32, or None; it may be `master` itself.
+            scaling: of the gradient.
 
-        Returns whether there was a step. Raises ValueError for other tensors, naming all that is wrong.
+        Raises ValueError for other tensors, naming all that is wrong.
         """
         tensors = {"master": master, "gradient": gradient, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        if parameter is not None and parameter is not master:
-            tensors["parameter"] = parameter
         _check(tensors)
-        if scaling.found_inf:
-            return False
         flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
         for start in range(0, master.numel(), self.tile):
             here = {name: tensor[start : start + self.tile] for name, tensor in flat.items()}
             grad = self._scaled(here["gradient"], scaling)
             self._update(here["master"], grad, here["exp_avg"], here["exp_avg_sq"], number, settings)
-            if "parameter" in here:
-                here["parameter"].copy_(here["master"])
-        return True
 
     def _scaled(self, gradient: torch.Tensor, scaling: GradientScaling) -> torch.Tensor:
         if scaling.neutral and gradient.dtype is torch.float32:
@@ -198,7 +186,7 @@ def _check(tensors: dict[str, torch.Tensor]) -> None:
     elements = tensors["master"].numel()
     found = []
     for name, tensor in tensors.items():
-        allowed = _PARAMETERS if name in ("gradient", "parameter") else (torch.float32,)
+        allowed = _GRADIENTS if name == "gradient" else (torch.float32,)
         if tensor.layout is not torch.strided or not is_host_device(tensor.device) or not tensor.is_contiguous():
             found.append(f"{name} is {tensor.layout} on {tensor.device}; it must be contiguous host memory")
         if tensor.dtype not in allowed:

@@ -60,12 +60,7 @@ class PlacedOptimizer:
         optimizer: for HOST: see `adam_settings.adam_problems`; the results differ from the optimizer's own by what
             `HostAdam` says. For SWAPPED: one that `optimizer_kinds` knows.
         place_of: a parameter's place; those that a mapping does not hold are on the device. Read at each step.
-        gradient_of: a parameter's gradient for this step, or None; by default `param.grad`. For HOST on the host,
-            fp32, bf16 or fp16, and complete; for SWAPPED of any of these, in either memory. Not asked for DEVICE.
-        copy_of: the tensor of as many elements, or None, that a new HOST or SWAPPED master is copied into, cast to its
-            dtype: the model's parameter. For HOST it lies on the host.
         group_bytes: of each of the two device buffers through which SWAPPED parameters pass.
-        host_adam: what steps HOST.
 
     Raises ValueError where HOST or SWAPPED cannot be done, here and at any step.
     """
@@ -76,15 +71,12 @@ class PlacedOptimizer:
         place_of: Callable[[torch.Tensor], Place] | Mapping[torch.Tensor, Place],
         backend: Backend | None = None,
         *,
-        gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda param: param.grad,
-        copy_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda param: None,
         group_bytes: int = GROUP_BYTES,
-        host_adam: HostAdam | None = None,
     ) -> None:
         self.optimizer, self.backend = optimizer, get_backend() if backend is None else backend
         self._place_of = (lambda p: place_of.get(p, Place.DEVICE)) if isinstance(place_of, Mapping) else place_of
-        self._gradient_of, self._copy_of, self._group_bytes = gradient_of, copy_of, group_bytes
-        self._host_adam, self._states = host_adam, PlacedStates(optimizer, self.backend)
+        self._group_bytes, self._states = group_bytes, PlacedStates(optimizer, self.backend)
+        self._host_adam: HostAdam | None = None
         self._streams: tuple[Stream, Stream] | None = None
         self._scaling = GradientScaling()
         if group_bytes < LEAST_GROUP_BYTES:
@@ -108,12 +100,12 @@ class PlacedOptimizer:
         """Where `param` rests; nothing is moved for one without elements."""
         return self._place_of(param) if param.numel() else Place.DEVICE
 
-    def scale_next(self, loss_scale: float = 1.0, clip: float = 1.0, found_inf: bool = False) -> None:
+    def scale_next(self, loss_scale: float = 1.0, clip: float = 1.0) -> None:
         """For the next step alone: gradients are divided by `loss_scale`, then multiplied by `clip`, in every place.
 
-        The gradients of DEVICE change, the others stay as they are. With `found_inf` nothing is stepped at all.
+        The gradients of DEVICE change, the others stay as they are.
         """
-        self._scaling = GradientScaling(float(loss_scale), float(clip), bool(found_inf))
+        self._scaling = GradientScaling(float(loss_scale), float(clip))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -128,11 +120,8 @@ class PlacedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._scaling.found_inf:
-            self._scaling = GradientScaling()
-        else:
-            with torch.no_grad():
-                self._step()
+        with torch.no_grad():
+            self._step()
         return loss
 
     def _step(self) -> None:
@@ -143,8 +132,8 @@ class PlacedOptimizer:
             if place is Place.DEVICE:
                 on_device.setdefault(group, []).append(param)
                 self._states.settle(param, self.optimizer.param_groups[group], on_host=False)
-            elif (gradient := self._gradient_of(param)) is not None:
-                resting[place].append(_Due(group, param, gradient))
+            elif param.grad is not None:
+                resting[place].append(_Due(group, param, param.grad))
         host, swapped = resting.values()
         self._check([(due.group, due.param) for due in host + swapped])
         swap = self._swap(swapped) if swapped else None
@@ -169,11 +158,9 @@ class PlacedOptimizer:
         """Copies first, so that they run beside the rest; the host's own work while the device is busy."""
         groups = self.optimizer.param_groups
         of_whole = self._of_whole_groups()
-        left: dict[int, dict[str, Any]] = {
-            due.group: {"step": int(groups[due.group].get("step", 0)) + 1}
-            for due in host
-            if is_fused_adam(self.optimizer)
-        }
+        left: dict[int, dict[str, Any]] = {}
+        if is_fused_adam(self.optimizer):  # counts the steps of a group, whether or not a gradient has come
+            left = {index: {"step": group.get("step", 0) + 1} for index, group in enumerate(groups) if group["params"]}
         try:
             if swap is not None:
                 swap.fetch()
@@ -200,8 +187,7 @@ class PlacedOptimizer:
         """Of each group, what its parts are told beside its settings."""
         stepped: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
         for group, param in self._params():
-            own = param.grad if self.place(param) is Place.DEVICE else self._gradient_of(param)
-            if own is not None:
+            if param.grad is not None:
                 stepped[group].append(param)
         groups = zip(self.optimizer.param_groups, stepped, strict=True)
         return [settings_of_whole_group(self.optimizer, group, params) for group, params in groups]
@@ -241,8 +227,7 @@ class PlacedOptimizer:
         for due in dues:
             group = self.optimizer.param_groups[due.group]
             state = self._states.on_host(due.param, group, adam=False)
-            copy, on_device = self._copy_of(due.param), counts_on_device(group)
-            params.append(Swapped(due.group, due.param, state, due.gradient, copy, on_device))
+            params.append(Swapped(due.group, due.param, state, due.gradient, counts_on_device(group)))
         return SwappedStep(
             self.backend,
             self._streams,
@@ -255,10 +240,6 @@ class PlacedOptimizer:
     def _step_on_host(self, dues: list[_Due], scaling: GradientScaling) -> None:
         if self._host_adam is None:
             self._host_adam = HostAdam()
-        amp = getattr(self.optimizer, "grad_scale", None), getattr(self.optimizer, "found_inf", None)
-        if any(value is not None for value in amp):  # torch.amp.GradScaler sets them where the optimizer unscales
-            scale, found_inf = (float(0 if value is None else value) for value in amp)
-            scaling = GradientScaling(scaling.loss_scale * (scale or 1.0), scaling.clip, bool(found_inf))
         for due in dues:
             group = self.optimizer.param_groups[due.group]
             state = self._states.on_host(due.param, group, adam=True)
@@ -266,9 +247,8 @@ class PlacedOptimizer:
             number = float(count) + 1
             moments = state["exp_avg"], state["exp_avg_sq"]
             settings = adam_settings(self.optimizer, group)
-            copy = self._copy_of(due.param)
-            stepped = self._host_adam.step(due.param, due.gradient, *moments, number, settings, scaling, copy)
-            if stepped and "step" in state:
+            self._host_adam.step(due.param, due.gradient, *moments, number, settings, scaling)
+            if "step" in state:
                 state["step"].fill_(number)
 
     # ---- checks

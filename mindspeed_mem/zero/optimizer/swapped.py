@@ -52,8 +52,6 @@ class Swapped:
     state: State
     """The optimizer's, on the host as far as it `travels`."""
     gradient: torch.Tensor
-    copy: torch.Tensor | None = None
-    """Where the new master goes as well, in its own precision: on the device or on the host."""
     count_on_device: bool = False
     """Whether the optimizer wants the step count where the parameter is."""
     made: dict[Hashable, torch.Tensor] = field(default_factory=dict)
@@ -169,8 +167,6 @@ class SwappedStep:
         each = [tensor.element_size() for tensor in inputs.values()]
         if not owner.state:
             each += [owner.param.element_size()] * 2  # not known before the first step: as Adam has
-        if owner.copy is not None and not self._backend.owns(owner.copy):
-            each.append(owner.copy.element_size())
         return sum(each), len(each)
 
     def _inputs(self, piece: _Piece) -> dict[Hashable, torch.Tensor]:
@@ -258,12 +254,6 @@ class SwappedStep:
                 owner.state[key] = _replaced(owner.state.get(key), value)
         if last:
             owner.state |= owner.made
-        if owner.copy is not None:
-            target = _flat(owner.copy)[here]
-            if self._backend.owns(owner.copy):
-                target.copy_(_flat(piece.stand_in))
-            else:
-                yield target, self._keep(_flat(piece.stand_in).to(target.dtype), group)
 
     def _rest(self, owner: Swapped, key: Hashable, value: torch.Tensor) -> torch.Tensor:
         """Where a state of which `value` is a part rests; made if there was none before this step."""
