@@ -57,7 +57,7 @@ class PlacedOptimizer:
     may change its place between steps, if its memory does. What a step writes on the host may be read when it returns.
 
     Args:
-        optimizer: for HOST: see `adam_settings.adam_problems`; the results differ from the optimizer's own by what
+        optimizer: for HOST: see `host_adam.adam_problems`; the results differ from the optimizer's own by what
             `HostAdam` says. For SWAPPED: one that `optimizer_kinds` knows.
         place_of: a parameter's place; those that a mapping does not hold are on the device. Read at each step.
         group_bytes: of each of the two device buffers through which SWAPPED parameters pass.
