@@ -110,7 +110,7 @@ def completing(backend: Backend | None) -> Iterator[HostCopies | None]:
 
 
 @contextlib.contextmanager
-def copied_ahead(modules: Iterable[torch.nn.Module], backend: Backend | None) -> Iterator[None]:
+def copied_ahead(modules: Iterable[torch.nn.Module], backend: Backend | None = None) -> Iterator[None]:
     """Copy the parameters of `modules` now, on all data-parallel ranks; inside, any of them may take state dicts."""
     copies = HostCopies(backend)
     for module in modules:
