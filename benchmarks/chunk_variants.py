@@ -22,8 +22,8 @@ from chunk_page import (
 )
 from sharded_gpt import Fsdp2, Job, Megatron
 
-from mindspeed_mem.chunk.placement import Placement
-from mindspeed_mem.chunk.settings import ChunkSettings
+from mindspeed_mem.zero.buffers.settings import ChunkSettings
+from mindspeed_mem.zero.core.placement import Placement
 
 UNLIMITED = 2**60
 

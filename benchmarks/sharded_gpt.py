@@ -17,10 +17,10 @@ from gpt import build
 from two_memories import TwoMemories, offloading
 
 import mindspeed_mem.megatron_adaptor as mem
-from mindspeed_mem.chunk import runtime
-from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import Backend
 from mindspeed_mem.patching import REGISTRY
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
 PATCHES = [importlib.import_module(name).__name__ for name in mem.patch_modules(["pass_events", "chunk_*"])]
 RATE, DECAY, CLIP = 1e-3, 1e-2, 1.0

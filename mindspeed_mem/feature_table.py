@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mindspeed_mem import incompatible
-from mindspeed_mem.chunk.placement import placement
 from mindspeed_mem.optimizer_parallel.assignment import MODES
 from mindspeed_mem.options import (
     Feature,
@@ -16,6 +15,7 @@ from mindspeed_mem.options import (
     whole_numbers,
     zero_stage,
 )
+from mindspeed_mem.zero.core.placement import placement
 
 MEMORY_PATCHES = ("activation_*",)
 RECOMPUTE_PATCHES = ("recompute_*",)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.feature_table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
 from mindspeed_mem.options import Feature, Option, dest_of
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
+from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
 GROUP = "mindspeed_mem"
 

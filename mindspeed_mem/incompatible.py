@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_mem.chunk.placement import placement
 from mindspeed_mem.options import Option, whole_numbers
 from mindspeed_mem.schedule.stages import describes
+from mindspeed_mem.zero.core.placement import placement
 
 
 def of_core(flag: str, why: str, **condition: Any) -> Option:

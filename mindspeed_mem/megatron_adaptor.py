@@ -25,12 +25,12 @@ import torch.distributed as dist
 from mindspeed_mem import features, patches, ranks
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
 from mindspeed_mem.activation.observe.meter import ActivationMeter
-from mindspeed_mem.chunk import settings as chunk_settings
 from mindspeed_mem.device import Backend, numa
 from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
 from mindspeed_mem.report import log
+from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
 __all__ = ["FeatureError", "activation_meter", "adapt_mem_func_wrapper", "add_arguments", "configure", "report"]
 
@@ -87,9 +87,9 @@ def report() -> str:
     Collective: every rank of the default process group must call it.
     """
     from mindspeed_mem.activation import engine as engines
-    from mindspeed_mem.chunk import runtime
     from mindspeed_mem.report.chunk_report import format_chunks
     from mindspeed_mem.report.swap_report import format_report
+    from mindspeed_mem.zero.buffers import runtime
 
     parts = []
     for running, formatted in ((engines.current(), format_report), (runtime.current(), format_chunks)):
@@ -211,10 +211,11 @@ def _apply(settings: Settings) -> None:
         logger.warning(notice)
 
 
-def _use_chunks(wanted: chunk_settings.ChunkSettings) -> None:
-    from mindspeed_mem.chunk import nccl, runtime
+def _use_chunks(wanted: ChunkSettings) -> None:
+    from mindspeed_mem.zero.buffers import runtime
+    from mindspeed_mem.zero.core import nccl
 
-    if wanted == chunk_settings.current():
+    if wanted == runtime.settings_in_force():
         return  # what runs goes by the object: an equal one would begin anew, without what was recorded
     if runtime.in_use():
         logger.warning(
@@ -223,7 +224,7 @@ def _use_chunks(wanted: chunk_settings.ChunkSettings) -> None:
         )
     if wanted.stage >= 2:
         nccl.keep_until_waited()
-    chunk_settings.use(wanted)
+    runtime.use(wanted)
 
 
 def _make_room(wanted: list[str]) -> list[Patch]:

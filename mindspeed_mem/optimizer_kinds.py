@@ -48,6 +48,13 @@ def is_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
     return _place_of_step(optimizer) in _FUSED_ADAM
 
 
+def decouples_decay(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether a step of `group`, of an Adam known here, takes its weight decay off the parameter itself (AdamW)."""
+    if is_fused_adam(optimizer):
+        return bool(optimizer.adam_w_mode)
+    return group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+
+
 def settings_of_whole_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], stepped: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
@@ -66,7 +73,7 @@ def settings_of_whole_group(
 
 def unhooked_step(kind: type[torch.optim.Optimizer]) -> Any:
     """The function `step` of an optimizer's class, without the wrapper in which torch calls step hooks."""
-    step = kind.step
+    step: Any = kind.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step

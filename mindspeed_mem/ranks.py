@@ -1,34 +1,90 @@
-"""Objects collected from all ranks; without other ranks nothing is sent."""
+"""What ranks tell each other: objects, numbers, parts of a tensor. One rank alone needs no group."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+
+from mindspeed_mem.device import get_backend
+
+Number = TypeVar("Number", int, float)
+
+
+class Alone:
+    """Stands for the process group where there is none: one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def is_initialized() -> bool:
+    """Whether there are ranks at all."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def number() -> int:
     """Of this rank; 0 without others."""
-    return 0 if _alone() else dist.get_rank()
+    return dist.get_rank() if is_initialized() else 0
 
 
-def gather(mine: Any) -> list[Any]:
-    """`mine` of all ranks in their order, on all of them. Collective."""
-    if _alone():
+def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The object `mine` of all ranks of `group` (None: of all there are), in their order, on all of them. Collective.
+
+    Nothing is sent where there is one.
+    """
+    if not is_initialized() or dist.get_world_size(group) == 1:
         return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
 def to_first(mine: Any) -> list[Any]:
-    """The same on rank 0; empty elsewhere. For what would be large if every rank had it. Collective."""
-    if _alone():
+    """The same of all ranks, on rank 0; empty elsewhere. For what would be large if every rank had it. Collective."""
+    if not is_initialized() or dist.get_world_size() == 1:
         return [mine]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone, dst=0)
     return everyone or []
 
 
-def _alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+def combined(numbers: Sequence[Number], op: Any, group: Any, device: torch.device | str) -> list[Number]:
+    """`numbers` of all ranks of `group`, combined by `op` element by element. Collective.
+
+    Args:
+        numbers: all whole, and exact in int64; or in fp64 where `device` has it.
+        op: of torch.distributed.ReduceOp.
+        group: torch's, `Alone`, or None for this rank alone.
+        device: on which the ranks' collectives work; gloo's work on the host.
+    """
+    if group is None or group.size() == 1 or not numbers:
+        return list(numbers)
+    gloo = dist.get_backend(group) == "gloo"
+    device = torch.device("cpu" if gloo else device)
+    whole = all(isinstance(number, int) for number in numbers)
+    real = torch.float64 if gloo or get_backend(device.type).sums_float64 else torch.float32
+    held = torch.tensor(numbers, dtype=torch.int64 if whole else real, device=device)
+    dist.all_reduce(held, op=op, group=group)
+    return held.tolist()
+
+
+def reduce_scatter(own: torch.Tensor, whole: torch.Tensor, group: Any) -> dist.Work:
+    """Start to sum `whole` [n] over the ranks into `own` [n / ranks], which may be this rank's part of it."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    return getattr(dist, name)(own, whole, group=group, async_op=True)
+
+
+def all_gather(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    """Fill `whole` [n] with the parts `own` [n / ranks] of all ranks."""
+    if group.size() == 1:
+        if own.data_ptr() != whole.data_ptr():
+            whole.copy_(own)
+        return
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(whole, own, group=group)

@@ -7,25 +7,29 @@ Formats and the optimizer's state stay Megatron's. What these formats cannot do 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from mindspeed_mem.chunk import materialize, runtime, saved_buckets
 from mindspeed_mem.patching import REGISTRY, around
+from mindspeed_mem.zero.buffers import runtime, whole_states
 
 _MODULE = "torch.nn.modules.module:Module."
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
 _SERIALIZATION = "megatron.core.dist_checkpointing.serialization:"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+_BUCKET = re.compile(r"(?P<buffer>.*)\.bucket_idx_(?P<bucket>\d+)\.param")
+_Sizes = dict[tuple[str, int], int]
 
 
 @around(_MODULE + "state_dict")
 def state_dict(original, self, *args, **kwargs):
-    with materialize.completing() as copies:
+    with whole_states.completing(_backend()) as copies:
         state = original(self, *args, **kwargs)
-        for name, value in state.items() if copies is not None else ():
-            if isinstance(value, torch.Tensor):
+        for name, value in state.items():
+            if copies is not None and isinstance(value, torch.Tensor):
                 state[name] = copies.of(value)
     return state
 
@@ -33,12 +37,12 @@ def state_dict(original, self, *args, **kwargs):
 @around(_MODULE + "_load_from_state_dict")
 def load_from_state_dict(original, self, state_dict, prefix, local_metadata, *args, **kwargs):
     own = list(self.parameters(recurse=False))
-    if local_metadata.get("assign_to_params_buffers") and materialize.sharded(own):
-        raise materialize.ChunkStateError(
+    if local_metadata.get("assign_to_params_buffers") and whole_states.sharded(own):
+        raise whole_states.ChunkStateError(
             "load_state_dict(assign=True) would take the parameters out of their chunks (--chunk-zero-stage 3). "
             "Load without assign"
         )
-    with materialize.written(own):
+    with whole_states.written(own):
         original(self, state_dict, prefix, local_metadata, *args, **kwargs)
 
 
@@ -47,7 +51,7 @@ def sharded_state_dict(original, self, *args, **kwargs):
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    with materialize.completing() as copies:
+    with whole_states.completing(_backend()) as copies:
         state = original(self, *args, **kwargs)
         if copies is None:
             return state
@@ -96,7 +100,7 @@ def optimizer_sharded_state_dict(original, self, model_sharded_state_dict={}, *a
     def with_parameter(value):
         if not isinstance(value, ShardedBase) or not isinstance(value.data, torch.Tensor):
             return value
-        param = materialize.parameter_of(value.data)
+        param = whole_states.parameter_of(value.data)
         return value if param is None else replace(value, data=param)
 
     return original(self, dict_list_map_outplace(with_parameter, model_sharded_state_dict), *args, **kwargs)
@@ -124,7 +128,7 @@ def get_parameter_state_dp_zero(original, self, *args, **kwargs):
             for tensors in state[number].values():
                 for key, packed in tensors.items():
                     if isinstance(packed, torch.Tensor):
-                        tensors[key] = saved_buckets.with_padding(packed, spans)
+                        tensors[key] = _with_padding(packed, spans)
     return state
 
 
@@ -137,11 +141,11 @@ def load(original, sharded_state_dict, checkpoint_dir, *args, **kwargs):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     asked = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
-    wanted = saved_buckets.of_buckets({value.key: value.global_shape for value in asked})
+    wanted = _of_buckets({value.key: value.global_shape for value in asked})
     if wanted:
         there = load_tensors_metadata(str(checkpoint_dir))
-        saved = saved_buckets.of_buckets({key: value.global_shape for key, value in there.items()})
-        wrong = saved_buckets.difference(saved, wanted)
+        saved = _of_buckets({key: value.global_shape for key, value in there.items()})
+        wrong = _difference(saved, wanted)
         if wrong:
             raise CheckpointingException(f"{checkpoint_dir}: {wrong}")
     return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -154,5 +158,52 @@ def save_checkpoint(original, iteration, model, *args, **kwargs):
 
     if get_args().ckpt_format != "torch":
         return original(iteration, model, *args, **kwargs)
-    with materialize.copied_ahead(model if isinstance(model, list) else [model]):
+    with whole_states.copied_ahead(model if isinstance(model, list) else [model], _backend()):
         return original(iteration, model, *args, **kwargs)
+
+
+def _backend():
+    now = runtime.current()
+    return None if now is None else now.backend
+
+
+# ---- optimizer states that follow Megatron's buckets: another stage, chunk size or model order has others
+
+
+def _of_buckets(shapes: Mapping[str, Sequence[int]]) -> _Sizes:
+    """Elements of each bucket, by buffer and number, in tensors that a checkpoint holds or is asked for."""
+    found = ((_BUCKET.fullmatch(key), shape) for key, shape in shapes.items())
+    return {(match["buffer"], int(match["bucket"])): int(shape[0]) for match, shape in found if match}
+
+
+def _difference(saved: _Sizes, wanted: _Sizes) -> str | None:
+    """Why a checkpoint with the buckets `saved` does not fit one that asks for `wanted`; None if it does."""
+    buffers = {buffer for buffer, _ in wanted}
+    saved = {place: size for place, size in saved.items() if place[0] in buffers}
+    if saved == wanted:
+        return None
+    first = min(place for place in {**saved, **wanted} if saved.get(place) != wanted.get(place))
+    return (
+        "the optimizer's state was saved bucket by bucket (dp_reshardable), and this run has other buckets: "
+        f"{len(saved)} there and {len(wanted)} here, bucket {first[1]} of {saved.get(first, 0)} elements there and "
+        f"{wanted.get(first, 0)} here. Buckets follow from --chunk-zero-stage, --min-chunk-size-mib, "
+        "--chunk-search-range-mib and --chunk-hidden-dim; without chunks from --overlap-grad-reduce and "
+        "--ddp-bucket-size. Load with those it was saved with, save again with --dist-ckpt-optim-fully-reshardable "
+        "(distrib_optim_sharding_type: fully_reshardable), and load that; or leave the optimizer out (--no-load-optim)"
+    )
+
+
+def _with_padding(packed: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """`packed`, the elements of all buckets one after the other, as they lie in a buffer.
+
+    spans: of each bucket in order, its offset in the buffer and its elements without padding. What lies between is 0.
+    """
+    spans = list(spans)
+    end = max(offset + elements for offset, elements in spans)
+    if end == packed.numel():
+        return packed
+    padded, start = packed.new_zeros(end), 0
+    for offset, elements in spans:
+        padded[offset : offset + elements] = packed[start : start + elements]
+        start += elements
+    return padded

@@ -13,9 +13,9 @@ import contextlib
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_mem.chunk import runtime
-from mindspeed_mem.chunk.buckets import BucketChunks
 from mindspeed_mem.patching import around
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.buffers.buckets import BucketChunks
 
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup."
@@ -34,7 +34,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
     if now is not None and ddp_config.use_distributed_optimizer:
         now.check_ranks(buffers)
         now.check_host(self, buffers)
-    if not ours:
+    if now is None or not ours:
         return
     groups = {
         bucket: group for group in self.bucket_groups + self.expert_parallel_bucket_groups for bucket in group.buckets
@@ -51,7 +51,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
         return work
 
     chunks = BucketChunks(
-        self.module, buffers, now.settings.stage, now.residency, start_reduction, config.gradient_accumulation_fusion
+        self.module, buffers, now.settings.stage, now.gathering, start_reduction, config.gradient_accumulation_fusion
     )
     for owner in (self, *buffers, *groups.values()):
         owner.chunks_of_model = chunks

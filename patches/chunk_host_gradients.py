@@ -12,10 +12,10 @@ import contextlib
 
 import torch
 
-from mindspeed_mem.chunk import runtime
-from mindspeed_mem.chunk.stores import device_of_models
 from mindspeed_mem.device import is_host_device
 from mindspeed_mem.patching import around
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.core.shard_memory import device_of
 
 _CLIP = "megatron.core.optimizer.clip_grads:"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
@@ -25,7 +25,13 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads:"
 def away(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is on the host while the model is on an accelerator."""
     now = runtime.current()
-    return now is not None and not now.settings.backend.is_host and is_host_device(tensor.device)
+    return now is not None and not now.backend.is_host and is_host_device(tensor.device)
+
+
+def _device():
+    now = runtime.current()
+    assert now is not None, "as something is away"
+    return device_of(now.backend)
 
 
 @around(_CLIP + "get_grad_norm_fp32")
@@ -34,7 +40,7 @@ def get_grad_norm_fp32(original, grads_for_norm, norm_type=2, *args, **kwargs):
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
     there = [torch.linalg.vector_norm(grad, float(norm_type)) for grad in grads if away(grad)]
     if there:
-        grads = [grad for grad in grads if not away(grad)] + [torch.stack(there).to(device_of_models())]
+        grads = [grad for grad in grads if not away(grad)] + [torch.stack(there).to(_device())]
     return original(grads, norm_type, *args, **kwargs)
 
 
@@ -61,7 +67,7 @@ def collect_main_grad_data_for_unscaling(original, self):
     found, inverse = torch.zeros(1), self.grad_scaler.inv_scale.cpu()
     torch._amp_foreach_non_finite_check_and_unscale_(there, found, inverse)
     flag = torch.where(found > 0, torch.inf, 0.0)
-    return [grad for grad in grads if not away(grad)] + [flag.to(device_of_models())]
+    return [grad for grad in grads if not away(grad)] + [flag.to(_device())]
 
 
 @around(_FINALIZE + "_allreduce_embedding_grad")
@@ -91,7 +97,7 @@ def _brought_up(models, wanted):
     params = [param for model in models for name, param in model.named_parameters() if wanted(name, param)]
     there = {param: param.main_grad for param in params if away(getattr(param, "main_grad", param))}
     for param, grad in there.items():
-        param.main_grad = grad.to(device_of_models(), copy=True)
+        param.main_grad = grad.to(_device(), copy=True)
     try:
         yield
     finally:

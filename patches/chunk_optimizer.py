@@ -10,8 +10,9 @@ import contextlib
 
 import torch
 
-from mindspeed_mem.chunk import masters, runtime
+from mindspeed_mem.patches import _distributed_optimizer as masters
 from mindspeed_mem.patching import around
+from mindspeed_mem.zero.buffers import runtime
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
 
@@ -22,36 +23,37 @@ def init(original, self, *args, **kwargs):
     # An fp32 master is a view of its parameter. With a graph it would keep the model, and so its chunks, for ever.
     with torch.no_grad() if now is not None else contextlib.nullcontext():
         original(self, *args, **kwargs)
-    if not _all(self):
+    if not masters.all_chunks(self):
         return
-    stores = runtime.current().stores(self.buffers)
-    for chunks in _all(self):
+    assert now is not None, "whoever made the chunks"
+    stores = now.stores(self.buffers)
+    for chunks in masters.all_chunks(self):
         chunks.seal(self.buffers, stores)
     if _sharded_parameters(self):
         # In fp32 the masters are views of the model's own memory, which is gone: the shards are the masters now.
         for model_param, master in masters.of_fp32(self):
-            master.data = _of(self, model_param).shard(model_param)
-        for chunks in _all(self):
-            own = {param: master for param, master in masters.of_16_bit(self) if _of(self, param) is chunks}
-            chunks.follow(own)
+            master.data = masters.chunks_of(self, model_param).shard(model_param)
+        for chunks in masters.all_chunks(self):
+            pairs = masters.of_16_bit(self)
+            chunks.follow({param: master for param, master in pairs if masters.chunks_of(self, param) is chunks})
 
 
 @around(_OPTIMIZER + "_copy_model_grads_to_main_grads")
 def copy_model_grads_to_main_grads(original, self):
-    if not _all(self):
+    if not masters.all_chunks(self):
         return original(self)
     for model_param, master in masters.every(self):
-        master.grad = _of(self, model_param).gradient(model_param).float().to(master.device)
+        master.grad = masters.chunks_of(self, model_param).gradient(model_param).float().to(master.device)
 
 
 @around(_OPTIMIZER + "_copy_main_params_to_model_params")
 def copy_main_params_to_model_params(original, self):
     if not _sharded_parameters(self):
         return original(self)
-    for chunks in _all(self):
-        chunks.residency.release_all()  # what is still gathered is out of date now
+    for chunks in masters.all_chunks(self):
+        chunks.gathering.release_all()  # what is still gathered is out of date now
     for model_param, master in masters.of_16_bit(self):
-        shard = _of(self, model_param).shard(model_param)
+        shard = masters.chunks_of(self, model_param).shard(model_param)
         if shard is not master:
             shard.copy_(master)
 
@@ -61,21 +63,9 @@ def copy_model_params_to_main_params(original, self, state_dict=None):
     if state_dict is not None or not _sharded_parameters(self):
         return original(self, state_dict)
     for model_param, master in masters.of_16_bit(self):
-        shard = _of(self, model_param).shard(model_param)
+        shard = masters.chunks_of(self, model_param).shard(model_param)
         master.data.copy_(master.to(model_param.dtype) if shard is master else shard)
 
 
-def _all(optimizer):
-    """The chunks of the optimizer's models; empty if it has none, or works with whole gradients."""
-    if optimizer.is_stub_optimizer:
-        return []
-    found = (getattr(buffer, "chunks_of_model", None) for buffer in optimizer.buffers)
-    return list(dict.fromkeys(chunks for chunks in found if chunks is not None))
-
-
 def _sharded_parameters(optimizer):
-    return any(chunks.stage == 3 for chunks in _all(optimizer))
-
-
-def _of(optimizer, model_param):
-    return masters.buffer_of(optimizer, model_param).chunks_of_model
+    return any(chunks.stage == 3 for chunks in masters.all_chunks(optimizer))

@@ -10,10 +10,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mindspeed_mem.chunk import runtime
-from mindspeed_mem.chunk.runtime import Runtime
 from mindspeed_mem.passes import Listener, Place, Run, ScheduleCall
 from mindspeed_mem.patching import join
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.buffers.runtime import Runtime
 
 
 def _followed(call: ScheduleCall) -> list[Any]:

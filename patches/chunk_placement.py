@@ -6,16 +6,15 @@ optimizer, wherever they lie; only that one's step is taken over. Checkpoints an
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_mem.chunk import masters, runtime
-from mindspeed_mem.chunk.buckets import in_order_of_use
-from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
-from mindspeed_mem.chunk.resting import RestingChunk
+from mindspeed_mem.patches import _distributed_optimizer as masters
 from mindspeed_mem.patching import around
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.buffers.buckets import Bucket, in_order_of_use
+from mindspeed_mem.zero.buffers.host_chunk import HostChunk
+from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
 
@@ -27,10 +26,12 @@ def init(original, self, *args, **kwargs):
     if now is None or self.is_stub_optimizer or now.host is None:
         return
     place = Place.HOST if now.settings.step_on_host else Place.SWAPPED
-    stores, places, resting = now.stores(self.buffers), {}, {}
+    stores = now.stores(self.buffers)
+    resting: dict[Bucket, HostChunk] = {}
+    owner: dict[torch.Tensor, HostChunk] = {}
     for model_param, master in masters.every(self):
         bucket = masters.bucket_of(self, model_param)
-        chunks = getattr(masters.buffer_of(self, model_param), "chunks_of_model", None)
+        chunks = masters.chunks_of(self, model_param)
         store = stores(bucket)
         own_master = model_param.dtype is torch.float32
         if not store.on_host:
@@ -41,18 +42,19 @@ def init(original, self, *args, **kwargs):
             )
             continue
         chunk = None if chunks is None else chunks.of_bucket(bucket)
-        one = resting.setdefault(bucket, RestingChunk(places, chunk))
+        one = owner[master] = resting.setdefault(bucket, HostChunk(chunk, own_master))
         one.masters[model_param] = master
-        if own_master:
-            one.shards[master] = functools.partial(chunks.shard, model_param)
-        elif not now.starts_on_host:
+        if not own_master and not now.starts_on_host:
             with torch.no_grad():
                 master.data = store.like(master).copy_(master)
-        places[master] = place
-    if places:
-        self.placed = PlacedOptimizer(self.optimizer, places, now.settings.backend, group_bytes=now.group_bytes)
+    if owner:
+
+        def place_of(master):
+            return place if master in owner and owner[master].on_host else Place.DEVICE
+
+        self.placed = PlacedOptimizer(self.optimizer, place_of, now.backend, group_bytes=now.group_bytes)
         # None on a CPU, where both memories are one: gradients and masters are read where they are.
-        self.host_store = None if now.settings.backend.copies_block else now.host
+        self.host_store = None if now.backend.copies_block else now.host
         self.host_gradients = {}
         self.resting = [resting[bucket] for bucket in in_order_of_use(self.buffers) if bucket in resting]
         now.rest(self.resting)

@@ -13,16 +13,16 @@ import contextlib
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
-from mindspeed_mem.chunk import runtime
-from mindspeed_mem.chunk.residency import Reading
 from mindspeed_mem.patching import join
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.core.gathering import Reading
 
 
 def reads(modules, tensors):
     now = runtime.current()
-    if now is None or not now.residency.chunks:
+    if now is None or not now.gathering.chunks:
         return contextlib.nullcontext()
-    return now.residency.during(Reading((p for one in modules for p in one.parameters(recurse=False)), tensors))
+    return now.gathering.during(Reading((p for one in modules for p in one.parameters(recurse=False)), tensors))
 
 
 def recomputes(module):
@@ -31,4 +31,4 @@ def recomputes(module):
 
 
 join("mindspeed_mem.activation.rerun.second_run:READERS", reads, declared_by=__name__)
-join("mindspeed_mem.chunk.hooks:HELD_WHOLE", recomputes, declared_by=__name__)
+join("mindspeed_mem.zero.core.hooks:HELD_WHOLE", recomputes, declared_by=__name__)

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from mindspeed_mem.chunk import runtime, settings
-from mindspeed_mem.chunk.placement import Placement
-from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import get_backend
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.buffers.settings import ChunkSettings
+from mindspeed_mem.zero.core.placement import Placement
 from tests.models import SEQUENCE, _texts, build_gpt, build_optimizer, forget_routing
 from tests.worlds import applied, parallel
 
@@ -87,13 +87,12 @@ def chunked(stage: int, *, chunk: int = 16384, budget: int | None = None, **more
         with _same_buckets(given):
             yield
         return
-    settings.use(given)
+    runtime.use(given)
     try:
         with applied("chunk_*"):
             yield
     finally:
-        settings.use(ChunkSettings())
-        runtime.current()
+        runtime.use(ChunkSettings())
 
 
 @contextlib.contextmanager
@@ -169,8 +168,8 @@ def _trained(stage: int, case: Case) -> Run:
         RotaryEmbedding.forward.cache_clear()  # Megatron keeps the tables' modules, and their hooks keep the model
         del models, optimizer
         gc.collect()
-        if now is not None and now.residency.chunks:
-            run.problems.append(f"{len(now.residency.chunks)} chunks of a model that is gone")
+        if now is not None and now.gathering.chunks:
+            run.problems.append(f"{len(now.gathering.chunks)} chunks of a model that is gone")
     return run
 
 
@@ -251,16 +250,16 @@ def masters(optimizer: Any) -> str:
 
 def left_over(now: runtime.Runtime, case: Case) -> list[str]:
     """What should not be so after a run."""
-    residency, found = now.residency, []
-    counts = residency.counts
-    gathered = [chunk.label for chunk in residency.chunks if chunk.gathered]
-    if gathered or residency.live_bytes:
-        found.append(f"gathered after a step: {gathered}, {residency.live_bytes} bytes")
-    if counts.over_budget or (residency.budget is not None and counts.peak_bytes > residency.budget):
-        found.append(f"above the budget of {residency.budget} bytes: {counts}")
-    if residency.trace.deviations and not case.deviates:
-        found.append(f"{residency.trace.deviations} passes deviated")
-    if now.settings.stage == 3 and not (residency.chunks and counts.gathers):
+    gathering, found = now.gathering, []
+    counts = gathering.counts
+    gathered = [chunk.label for chunk in gathering.chunks if chunk.gathered]
+    if gathered or gathering.live_bytes:
+        found.append(f"gathered after a step: {gathered}, {gathering.live_bytes} bytes")
+    if counts.over_budget or (gathering.budget is not None and counts.peak_bytes > gathering.budget):
+        found.append(f"above the budget of {gathering.budget} bytes: {counts}")
+    if gathering.order.deviations and not case.deviates:
+        found.append(f"{gathering.order.deviations} passes deviated")
+    if now.settings.stage == 3 and not (gathering.chunks and counts.gathers):
         found.append("nothing was gathered")
     for one in now._models:
         whole = [chunk.label for chunk in one.chunks if chunk.grad.untyped_storage().nbytes()]

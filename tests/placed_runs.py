@@ -6,10 +6,9 @@ import io
 
 import torch
 
-from mindspeed_mem.chunk.adam_settings import adam_settings
-from mindspeed_mem.chunk.host_adam import HostAdam
-from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
 from mindspeed_mem.device.simulated import SimulatedBackend
+from mindspeed_mem.zero.optimizer.host_adam import HostAdam, adam_settings
+from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
 
 DEVICE, HOST, SWAPPED = Place
 SMALL = 2**16
@@ -32,7 +31,7 @@ class FusedAdam(torch.optim.Optimizer):
                     state = self.state[param]
                     if not state:
                         state |= {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-                    HostAdam(fused=False).step(
+                    HostAdam().step(
                         param,
                         param.grad,
                         state["exp_avg"],
@@ -48,6 +47,7 @@ MAKES = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
     "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1),
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    "Adam fused": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1, fused=True),
     "AdamW foreach": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=True),
     "AdamW amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
     "FusedAdam": lambda groups: FusedAdam(groups, lr=1e-2, weight_decay=0.1),
@@ -59,13 +59,13 @@ MAKES = {
     "ASGD": lambda groups: torch.optim.ASGD(groups, lr=1e-2),
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
 }
-OF_HOST = ("AdamW", "Adam", "AdamW fused", "FusedAdam")
+OF_HOST = ("Adam fused", "AdamW fused", "FusedAdam")
 
 
 class Run:
     """An optimizer over two groups of parameters, each in its place; None: as it is without us."""
 
-    def __init__(self, kind, sizes, places, backend=None, host_adam=None, group_bytes=SMALL, seed=0, **options):
+    def __init__(self, kind, sizes, places, backend=None, group_bytes=SMALL, seed=0):
         torch.manual_seed(seed)
         self.backend, self.places = backend, places
         self.params = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
@@ -79,12 +79,7 @@ class Run:
         self.generator = torch.Generator().manual_seed(1)
         if places is not None:
             self.placed = PlacedOptimizer(
-                self.optimizer,
-                dict(zip(self.params, places, strict=True)),
-                backend,
-                host_adam=host_adam,
-                group_bytes=group_bytes,
-                **options,
+                self.optimizer, dict(zip(self.params, places, strict=True)), backend, group_bytes=group_bytes
             )
 
     def steps(self, count, missing=()):

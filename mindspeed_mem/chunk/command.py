@@ -7,11 +7,12 @@ import dataclasses
 import json
 import sys
 
-from mindspeed_mem.chunk import command_options, layout_picture, layout_text
+from mindspeed_mem.chunk import command_options
 from mindspeed_mem.chunk.command_options import BOUNDS, Request
-from mindspeed_mem.chunk.layout import Layout, equal_chunks, megatron_buckets, sizes_of
-from mindspeed_mem.chunk.layout_text import mib
-from mindspeed_mem.chunk.search import BucketSize, ChunkSize, search_bucket_size, search_chunk_size
+from mindspeed_mem.zero.layout import shown
+from mindspeed_mem.zero.layout.cutting import Layout, equal_chunks, megatron_buckets, sizes_of
+from mindspeed_mem.zero.layout.shown import mib
+from mindspeed_mem.zero.layout.size_search import BucketSize, ChunkSize, search_bucket_size, search_chunk_size
 
 DESCRIPTION = """Searches the size of the chunks in which data-parallel ranks share parameters, and prints which
 parameters lie in which chunk (# used, . padding). Nothing is run, and Megatron is not needed:
@@ -53,9 +54,9 @@ def main(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(_as_json(found, layout, request, bounds)))
     else:
-        print("\n".join([_model(request), *first, "", *layout_text.lines(layout), "", _summary(layout, ranks), *last]))
+        print("\n".join([_model(request), *first, "", *shown.lines(layout), "", _summary(layout, ranks), *last]))
     if given.picture:
-        layout_picture.draw(layout, given.picture, f"{_model(request)}\n{_summary(layout, ranks)}")
+        shown.draw(layout, given.picture, f"{_model(request)}\n{_summary(layout, ranks)}")
         print(f"drawn to {given.picture}", file=sys.stderr if given.json else sys.stdout)
     return 0
 

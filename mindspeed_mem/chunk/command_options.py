@@ -6,9 +6,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_mem.chunk.layout import ParameterSize
-from mindspeed_mem.chunk.layout_text import BF16, MIB
-from mindspeed_mem.chunk.model_tensors import GPTShape, published
 from mindspeed_mem.command_line import check_picture, flag, instead_of, number, whole
 from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
@@ -21,6 +18,9 @@ from mindspeed_mem.model_sizes import (
     read_options,
     refuse_unknown,
 )
+from mindspeed_mem.zero.layout.cutting import ParameterSize
+from mindspeed_mem.zero.layout.model_tensors import GPTShape, published
+from mindspeed_mem.zero.layout.shown import BF16, MIB
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 _NUMBERS = MODEL_NUMBERS | {

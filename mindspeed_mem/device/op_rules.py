@@ -118,6 +118,21 @@ def _has_its_memory(leaf: Any) -> bool:
     return (last + 1) * leaf.element_size() <= leaf.untyped_storage().nbytes()
 
 
+def written_arguments(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """Those of the arguments given that `op` writes to, by its schema: tensors, and lists of them."""
+    given = ((place, name) for place, name in _written_places(op) if place < len(args) or name in kwargs)
+    return [args[place] if place < len(args) else kwargs[name] for place, name in given]
+
+
+@functools.cache
+def _written_places(op: Any) -> tuple[tuple[int, str], ...]:
+    schema = getattr(op, "_schema", None)  # higher-order operators have none
+    if schema is None or not schema.is_mutable:
+        return ()
+    arguments = enumerate(schema.arguments)
+    return tuple((place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write)
+
+
 def storages(args: tuple, kwargs: dict) -> set[int]:
     """The ``_cdata`` of all storages that an operator with these arguments works on."""
     return {storage for leaf in tree_iter((args, kwargs)) if (storage := storage_of(leaf)) is not None}

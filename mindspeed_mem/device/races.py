@@ -97,19 +97,6 @@ def touches_data(op: object) -> bool:
     return schema is None or not (op.is_view or schema.name in _METADATA)
 
 
-def written_arguments(op: object, args: tuple, kwargs: dict) -> list[object]:
-    """The arguments that `op` writes to, by its schema."""
-    schema = getattr(op, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    return [
-        given[a.name]
-        for a in schema.arguments
-        if a.name in given and a.alias_info is not None and a.alias_info.is_write
-    ]
-
-
 def whole(storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Tensor:
     """uint8[nbytes] over `storage`, from byte `offset`."""
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,))

@@ -24,6 +24,7 @@ from mindspeed_mem.device.base import Event, Stream, check_copy
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.device.formulas import FormulaKeepingMode
 from mindspeed_mem.device.ledger import Ledger, storages
+from mindspeed_mem.device.op_rules import written_arguments
 from mindspeed_mem.device.races import (
     COMPUTE,
     HOST,
@@ -34,7 +35,6 @@ from mindspeed_mem.device.races import (
     join,
     touches_data,
     whole,
-    written_arguments,
 )
 
 __all__ = ["RaceError", "SimulatedBackend"]

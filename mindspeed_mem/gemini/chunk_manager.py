@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mindspeed_mem.chunk.chunk import Chunk, Piece
-from mindspeed_mem.chunk.layout import ALIGNMENT, bucket_multiple, round_up
-from mindspeed_mem.chunk.residency import Reading, Residency
-from mindspeed_mem.chunk.search import search_chunk_size
-from mindspeed_mem.chunk.stores import DEVICE, HostStore
 from mindspeed_mem.device import get_backend, is_host_device
-from mindspeed_mem.gemini.built_chunk import BuiltChunk, PlannedChunk
-from mindspeed_mem.gemini.groups import data_parallel, reduce_scatter, tensor_parallel
+from mindspeed_mem.gemini.groups import data_parallel, tensor_parallel
 from mindspeed_mem.gemini.lazy import initial_value
 from mindspeed_mem.gemini.options import OptionError, refuse
-from mindspeed_mem.gemini.placing import Resting
+from mindspeed_mem.ranks import reduce_scatter
+from mindspeed_mem.zero.core.chunk import Chunk, Piece
+from mindspeed_mem.zero.core.gathering import Gathering, Reading
+from mindspeed_mem.zero.core.shard_memory import DEVICE, HostStore, device_of
+from mindspeed_mem.zero.layout.cutting import ALIGNMENT, bucket_multiple, round_up
+from mindspeed_mem.zero.layout.size_search import search_chunk_size
+from mindspeed_mem.zero.plain.built_chunk import BuiltChunk, PlannedChunk
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where one chunk rests."""
+
+    sharded: bool = True
+    """Whether each rank keeps only its part of the parameters."""
+    parameters_on_host: bool = False
+    optimizer_on_host: bool = False
+    """Masters, moments and reduced gradients."""
 
 
 class ChunkManager:
@@ -50,11 +62,10 @@ class ChunkManager:
         self.chunk_size, self.enable_distributed_storage = chunk_size, enable_distributed_storage
         self.process_group = process_group
         self.group, self.tensor_parallel_group = data_parallel(process_group), tensor_parallel(process_group)
-        self.backend = get_backend(None if init_device is None else torch.device(init_device).type)
-        self.device = torch.device(init_device or self.backend.type)
-        if self.device.index is None and self.backend.index() is not None:
-            self.device = torch.device(self.device.type, self.backend.index())
-        self.residency = Residency()
+        asked = None if init_device is None else torch.device(init_device)
+        self.backend = get_backend(None if asked is None else asked.type)
+        self.device = device_of(self.backend) if asked is None or asked.index is None else asked
+        self.gathering = Gathering()
         self.built: dict[Chunk, BuiltChunk] = {}
         self._groups: dict[str, list[torch.nn.Parameter]] = {}
         self._dtype_of: dict[torch.nn.Parameter, torch.dtype] = {}
@@ -141,7 +152,7 @@ class ChunkManager:
 
     def build(
         self,
-        places: Sequence[Resting] | None = None,
+        places: Sequence[Rest] | None = None,
         initial: Callable[[torch.nn.Parameter], torch.Tensor] = initial_value,
     ) -> list[BuiltChunk]:
         """Build what is planned, chunk by chunk: the memory that parameters had before is freed as their chunk is made.
@@ -149,7 +160,7 @@ class ChunkManager:
         places: where each chunk rests; None: on the device. initial: a parameter's first value.
         """
         plans = self.plan()
-        places = [Resting(self.enable_distributed_storage)] * len(plans) if places is None else places
+        places = [Rest(self.enable_distributed_storage)] * len(plans) if places is None else places
         host, made = self._host, []
         for params in self._groups.values():
             params.clear()
@@ -169,7 +180,7 @@ class ChunkManager:
             self.built[one.chunk] = one
             self._chunk_of.update(dict.fromkeys(plan.params, one))
             if one.sharded:
-                self.residency.add(one.chunk)
+                self.gathering.add(one.chunk)
         return made
 
     def of(self, tensor: torch.nn.Parameter) -> BuiltChunk:
@@ -192,16 +203,16 @@ class ChunkManager:
 
     def access_chunk(self, chunk: Chunk) -> None:
         """Have `chunk` whole until `release_chunk`. Collective."""
-        if chunk in self.residency.chunks and chunk not in self._by_hand:
+        if chunk in self.gathering.chunks and chunk not in self._by_hand:
             self._by_hand[chunk] = reading = Reading(chunk.params)
-            self.residency.acquire(reading)
+            self.gathering.acquire(reading)
 
     def release_chunk(self, chunk: Chunk) -> None:
         """It is not needed whole any more: only the shard stays, unless a module reads it."""
         reading = self._by_hand.pop(chunk, None)
         if reading is not None:
-            self.residency.done(reading)
-            self.residency.drop(chunk)
+            self.gathering.done(reading)
+            self.gathering.drop(chunk)
 
     def move_chunk(self, chunk: Chunk, device: torch.device | str) -> None:
         """Let the parameters' shard of `chunk` rest on the "device" or on the "host" (or torch's cpu)."""
@@ -240,7 +251,7 @@ class ChunkManager:
         for one in self.built.values():
             if one.chunk.gathered:
                 total["device"] += one.chunk.nbytes
-            if one.sharded:
+            if one.chunk.shard is not None:
                 total["host" if one.shard_on_host else "device"] += one.chunk.shard.nbytes
         return total
 
@@ -250,7 +261,8 @@ class ChunkManager:
         self, params: list[torch.nn.Parameter]
     ) -> Iterator[tuple[tuple[torch.nn.Parameter, ...], tuple[Piece, ...], int]]:
         multiple, chunk_size = bucket_multiple(self.group.size()), self.chunk_size or 0
-        start, pieces = 0, []
+        start = 0
+        pieces: list[Piece] = []
         for place, param in enumerate(params):
             first = round_up(pieces[-1].end, ALIGNMENT) if pieces else 0
             if pieces and first + param.numel() > chunk_size:

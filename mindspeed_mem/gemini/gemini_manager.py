@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mindspeed_mem.chunk import hooks
-from mindspeed_mem.chunk.auto import AutoPlacement
-from mindspeed_mem.gemini.built_chunk import BuiltChunk
-from mindspeed_mem.gemini.chunk_manager import ChunkManager
+from mindspeed_mem.gemini.chunk_manager import ChunkManager, Rest
 from mindspeed_mem.gemini.launch import get_current_device
-from mindspeed_mem.gemini.options import refuse, refuse_unknown
-from mindspeed_mem.gemini.placing import PlacementPolicy
-from mindspeed_mem.gemini.reads import ForeignReads
+from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
+from mindspeed_mem.zero.core import hooks
+from mindspeed_mem.zero.core.gathering import Reading
+from mindspeed_mem.zero.core.passes import Passes
+from mindspeed_mem.zero.core.placement import POLICIES, last_share
+from mindspeed_mem.zero.plain.built_chunk import BuiltChunk
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementPolicy:
+    """One of `POLICIES`, and the fractions of ``static``, of all elements."""
+
+    policy: str = "static"
+    shard_param_frac: float = 1.0
+    """Sharded parameters; the others are whole on every rank."""
+    offload_optim_frac: float = 0.0
+    """Optimizer states on the host."""
+    offload_param_frac: float = 0.0
+    """Parameters whose shards are on the host."""
+
+    def problems(self) -> list[str]:
+        """All that is wrong with it."""
+        found = []
+        if self.policy not in POLICIES:
+            found.append(f"placement_policy is one of {', '.join(POLICIES)}, not {self.policy!r}")
+        for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                found.append(f"{name} is a fraction from 0 to 1, not {value!r}")
+            elif POLICIES.get(self.policy) != "static" and value != type(self).__dataclass_fields__[name].default:
+                found.append(f"{name}={value} has a meaning with placement_policy='static' only, not {self.policy!r}")
+        if not found and self.offload_param_frac > self.shard_param_frac:
+            found.append(
+                f"offload_param_frac={self.offload_param_frac} is more than shard_param_frac={self.shard_param_frac}: "
+                "only shards rest on the host"
+            )
+        return found
+
+    @property
+    def auto(self) -> bool:
+        return POLICIES[self.policy] == "auto"
+
+    def place(self, sizes: Sequence[int]) -> list[Rest]:
+        """Where chunks of `sizes` (elements), in the order of use, rest. ``auto`` starts on the host."""
+        policy = POLICIES[self.policy]
+        if policy != "static":
+            on_host = policy != "device"
+            return [Rest(True, on_host, on_host)] * len(sizes)
+        shares = self.shard_param_frac, self.offload_param_frac, self.offload_optim_frac
+        columns = [last_share(sizes, share) for share in shares]
+        # An offloaded chunk is sharded, even where rounding to whole chunks has said otherwise.
+        return [Rest(shard or param, param, optim) for shard, param, optim in zip(*columns, strict=True)]
 
 
 class GeminiManager:
@@ -56,10 +100,9 @@ class GeminiManager:
             wrong.append(f"max_prefetch is a whole number of at least 0, not {max_prefetch!r}")
         refuse(wrong)
         self.chunk_manager = chunk_manager
-        self.residency = chunk_manager.residency
-        self.residency.ahead = max_prefetch
-        self._budget = None if gather_budget_mb is None else int(gather_budget_mb * 2**20)
-        self._auto: AutoPlacement | None = None
+        self.gathering = chunk_manager.gathering
+        self.gathering.ahead = max_prefetch
+        self._passes = Passes(self.gathering, None if gather_budget_mb is None else int(gather_budget_mb * 2**20))
         self._movable: list[BuiltChunk] = []
         self.in_pass = False
 
@@ -72,42 +115,25 @@ class GeminiManager:
     def build(self) -> None:
         """Build the chunks of all parameters appended, where the policy wants them."""
         manager, placement = self.chunk_manager, self.placement
-        auto = placement.auto
-        if auto and (manager.backend.limit() is None or manager.backend.peak() is None):
-            logger.warning("placement auto: this device does not say how much memory it has; all stays on it")
-            placement, auto = PlacementPolicy(policy="device"), False
+        if placement.auto and not self._passes.measure(manager.backend, "placement auto"):
+            placement = PlacementPolicy(policy="device")
         self._movable = manager.build(placement.place([plan.capacity for plan in manager.plan()]))
-        if auto:
-            self._auto = AutoPlacement(manager.backend, self.residency, self._budget is None)
 
     def follow(self, module: torch.nn.Module) -> None:
         """Gather the chunks of `module` by what its modules use. Raises OptionError for a budget that is too small."""
         sharded = [one.chunk for one in self.chunk_manager.built.values() if one.sharded]
         if not sharded:
             return
-        least = self.residency.largest_use(hooks.uses(module))
-        enough = least + max(chunk.nbytes for chunk in sharded)
-        if self._budget is not None and self._budget < least:
-            mib = 2**20
-            refuse(
-                [
-                    f"gather_budget_mb={self._budget / mib:g}: one module reads chunks of {least / mib:.3f} MiB at "
-                    f"once; give at least that ({enough / mib:.3f} to fetch the next chunk meanwhile), or smaller "
-                    "chunks (min_chunk_size_mb)"
-                ]
-            )
-        self.residency.budget = enough if self._budget is None else self._budget
-        running: list = []
-        hooks.attach(module, self.residency, running=running)
-        ForeignReads(self.residency, running).watch(module)
+        self._passes.allow(self.gathering.largest_use(hooks.uses(module)), sharded, _too_small)
+        running: list[Reading] = []
+        hooks.attach(module, self.gathering, running=running)
+        hooks.ForeignReads(self.gathering, running).watch(module)
 
     # ---- passes
 
     def begin(self, key: Hashable, training: bool) -> None:
         """A pass of the kind `key` starts."""
-        if self._auto is not None and training:
-            self._auto.begin_pass([_Movable(one) for one in self._movable])
-        self.residency.begin(key)
+        self._passes.begin(key, self._movable if training else None)
         self.in_pass = True
 
     def end(self, completed: bool) -> None:
@@ -115,16 +141,12 @@ class GeminiManager:
         if not self.in_pass:
             return
         self.in_pass = False
-        self.residency.end(completed)
-        if self._auto is not None:
-            self._auto.end_pass(completed)
+        self._passes.end(completed)
 
 
-class _Movable:
-    """What `AutoPlacement` may bring to the device."""
-
-    def __init__(self, one: BuiltChunk) -> None:
-        self._one, self.nbytes = one, one.nbytes_on_device
-
-    def to_device(self) -> None:
-        self._one.to_device()
+def _too_small(given: int, least: int, enough: int) -> OptionError:
+    mib = 2**20
+    return OptionError(
+        f"gather_budget_mb={given / mib:g}: one module reads chunks of {least / mib:.3f} MiB at once; give at least "
+        f"that ({enough / mib:.3f} to fetch the next chunk meanwhile), or smaller chunks (min_chunk_size_mb)"
+    )

@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini.options import refuse, say_once
+from mindspeed_mem.zero.core.shard_memory import device_of
 
 
 def get_current_device() -> torch.device:
     """The accelerator that this process uses, or the CPU where there is none."""
-    backend = get_backend()
-    return torch.device(backend.type) if backend.index() is None else torch.device(backend.type, backend.index())
+    return device_of(get_backend())
 
 
 def get_default_parser() -> argparse.ArgumentParser:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from mindspeed_mem.device import is_host_device
-from mindspeed_mem.gemini.groups import ProcessGroup, combine
+from mindspeed_mem.gemini.groups import ProcessGroup
 from mindspeed_mem.gemini.launch import get_current_device
 from mindspeed_mem.gemini.lazy import take_parts
 from mindspeed_mem.gemini.options import OptionError, refuse
-from mindspeed_mem.gemini.tensor_spec import ColoParameter
+from mindspeed_mem.gemini.tensor_spec import ColoParameter, ShardSpec
+from mindspeed_mem.ranks import combined
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def _check_randomness(module: torch.nn.Module, group: Any) -> None:
     if not is_host_device(device):
         states.append(torch.get_device_module(device.type).get_rng_state())
     number = float(zlib.crc32(b"".join(state.numpy().tobytes() for state in states)) % 2**24)
-    most, least = combine([number, -number], dist.ReduceOp.MAX, group, device)
+    most, least = combined([number, -number], dist.ReduceOp.MAX, group, device)
     if most != -least and any(isinstance(one, torch.nn.Dropout) and one.p for one in module.modules()):
         logger.warning(
             "the tensor-parallel ranks have different random states: their copies will differ by their dropout; call "
@@ -97,20 +98,32 @@ def _own(group: ProcessGroup, dim: int, whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(group.tp_world_size(), dim)[group.tp_local_rank()].clone(memory_format=torch.contiguous_format)
 
 
-def _layer(owner: torch.nn.Module, split: dict[str, ColoParameter]) -> Callable | str:
+def _dimension(param: ColoParameter) -> int:
+    """Along which `param`, which is split, is."""
+    assert isinstance(param.dist_spec, ShardSpec)
+    return param.dist_spec.dims[0]
+
+
+def _group(param: ColoParameter) -> ProcessGroup:
+    """Over which it is."""
+    assert param.process_group is not None
+    return param.process_group
+
+
+def _layer(owner: Any, split: dict[str, ColoParameter]) -> Callable | str:
     """The forward of `owner` with parts, or why there is none."""
     transposed = type(owner).__name__ == "Conv1D" and owner.weight.dim() == 2  # Hugging Face's: weight [in, out]
     if type(owner) is torch.nn.Embedding:
-        if split["weight"].dist_spec.dims[0] not in (-1, 1) or owner.max_norm is not None:
+        if _dimension(split["weight"]) not in (-1, 1) or owner.max_norm is not None:
             return "an embedding is split along its last dimension, and has no max_norm"
-        return functools.partial(_embedding, owner, split["weight"].process_group)
+        return functools.partial(_embedding, owner, _group(split["weight"]))
     if type(owner) is not torch.nn.Linear and not transposed:
         return "this is known of torch.nn.Linear and Embedding, and of transformers' Conv1D"
     if "weight" not in split:
         return "its bias is split, and its weight is not"
     weight = split["weight"]
-    along_inputs = (weight.dist_spec.dims[0] % 2 == 0) == transposed
-    group, inputs = weight.process_group.tp_process_group(), weight.shape[0 if transposed else 1]
+    along_inputs = (_dimension(weight) % 2 == 0) == transposed
+    group, inputs = _group(weight).tp_process_group(), weight.shape[0 if transposed else 1]
     settings = {"group": group, "transposed": transposed, "bias_is_split": "bias" in split}
     if along_inputs:
         return functools.partial(_split_along_inputs, owner, inputs, **settings)
@@ -128,7 +141,7 @@ def _embedding(owner: torch.nn.Embedding, group: ProcessGroup, tokens: torch.Ten
 
 
 def _split_along_outputs(
-    owner: torch.nn.Module, spec: Any, x: torch.Tensor, group: Any, transposed: bool, bias_is_split: bool
+    owner: Any, spec: Any, x: torch.Tensor, group: Any, transposed: bool, bias_is_split: bool
 ) -> torch.Tensor:
     weight = owner.weight.t() if transposed else owner.weight
     bias = owner.bias if owner.bias is None or bias_is_split else Scattered.apply(owner.bias, group)
@@ -137,7 +150,7 @@ def _split_along_outputs(
 
 
 def _split_along_inputs(
-    owner: torch.nn.Module, inputs: int, x: torch.Tensor, group: Any, transposed: bool, bias_is_split: bool
+    owner: Any, inputs: int, x: torch.Tensor, group: Any, transposed: bool, bias_is_split: bool
 ) -> torch.Tensor:
     x = Scattered.apply(x, group) if x.shape[-1] == inputs else x
     y = Summed.apply(functional.linear(x, owner.weight.t() if transposed else owner.weight), group)

@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
-from mindspeed_mem.gemini.recording import Disguise, Recorder, Tape
+from mindspeed_mem.zero.plain.construction import Disguise, Recorder, Tape
 
 
 class lazy_init(contextlib.ContextDecorator):
@@ -69,11 +69,13 @@ class lazy_init(contextlib.ContextDecorator):
 
     def __exit__(self, *failure: Any) -> None:
         inside, self._inside = self._inside, None
+        assert inside is not None, "entered"
         inside.close()
         self._values = None
 
     def _take(self, tensor: torch.Tensor) -> None:
         """A module has `tensor`."""
+        assert self._values is not None, "entered"
         self._values.keep(tensor)
 
 
@@ -94,14 +96,14 @@ class InitialValues:
     def keep(self, tensor: torch.Tensor) -> None:
         """A module has `tensor`."""
         if not torch.nn.parameter.is_lazy(tensor) and self.tape.knows(tensor):
-            tensor.initial_values = self  # which lives as long as it
+            vars(tensor)["initial_values"] = self  # which lives as long as it
             self._kept.append(weakref.ref(tensor))
 
     def close(self) -> None:
         """The context is over: changes from now on are not on the tape."""
         for tensor in (kept() for kept in self._kept):
             if tensor is not None:
-                tensor.version_on_tape = tensor._version
+                vars(tensor)["version_on_tape"] = tensor._version
         self._kept.clear()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +165,7 @@ def take_parts(
     def part(param: torch.nn.Parameter) -> torch.nn.Parameter:
         source, cut = _source(param), cuts[param]
         made = _placeholder(param, cut(torch.empty(param.shape, device="meta")).shape, lambda: cut(source()))
-        made.tensor_model_parallel = True
+        vars(made)["tensor_model_parallel"] = True
         return made
 
     _replace(module, cuts.__contains__, part)
@@ -175,7 +177,7 @@ def _placeholder(
     """A parameter without memory, which stands for what `source` computes."""
     empty = torch.empty((), dtype=param.dtype, device="cpu").expand(shape)
     made = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
-    made.initial_value = source
+    vars(made)["initial_value"] = source
     return made
 
 

@@ -5,7 +5,7 @@ Micikevicius et al., Mixed Precision Training (2018); hysteresis as in Megatron 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -24,11 +24,10 @@ class LossScaler:
     max_scale: float = 2.0**32
     good_steps: int = 0
     """In a row."""
-    overflows_left: int | None = None
+    overflows_left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.overflows_left is None:
-            self.overflows_left = self.hysteresis
+        self.overflows_left = self.hysteresis
 
     def problems(self) -> list[str]:
         """All that is wrong with it."""

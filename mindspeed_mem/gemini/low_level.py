@@ -62,7 +62,7 @@ class LowLevelZeroOptimizer(ParallelOptimizer):
         for work in [dist.all_reduce(grad.div_(ranks), async_op=True) for grad in grads]:
             work.wait()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients unless that is done, clip, and step. Collective."""
         refuse(["step takes no closure: gradients come from backward"] * (closure is not None))
         self.sync_grad()

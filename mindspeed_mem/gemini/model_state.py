@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_mem.gemini.built_chunk import BuiltChunk
+from mindspeed_mem.zero.plain.built_chunk import BuiltChunk
 
 
 @torch.no_grad()

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem.chunk.placed_optimizer import Place, PlacedOptimizer
-from mindspeed_mem.gemini import optimizer_state
-from mindspeed_mem.gemini.built_chunk import BuiltChunk
-from mindspeed_mem.gemini.gradient_norm import global_norm
 from mindspeed_mem.gemini.groups import tensor_parallel
 from mindspeed_mem.gemini.loss_scaler import LossScaler
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown, say_once
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
+from mindspeed_mem.ranks import combined
+from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
+from mindspeed_mem.zero.plain.built_chunk import BuiltChunk
 
 logger = logging.getLogger(__name__)
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GeminiAdamOptimizer(torch.optim.Optimizer):
@@ -35,7 +36,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         initial_scale: of the loss; None: 2^16 in fp16, no scaling in other types. With a number the loss is scaled in
             any type: a step with a gradient that is not finite is skipped on all ranks, and the scale adapts.
         max_norm: clip gradients to this 2-norm over all parameters of all ranks; 0: do not.
-        tensor_parallel_group: ranks that the model is split over, for the norm; see `gradient_norm`. None: those of
+        tensor_parallel_group: ranks that the model is split over, for the norm; see `_global_norm`. None: those of
             the model's `ProcessGroup`, if it was given one.
         step_on_host: step what rests on the host there; False: bring it to the device for its step, in parts.
         growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: see `LossScaler`.
@@ -92,12 +93,13 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         self._tensor_parallel_group = model.tensor_parallel_group if split_over is None else split_over
         if self._tensor_parallel_group is None:
             refuse(_unnamed_parts(model))
-        self._norm = self._clip = None
+        self._norm: float | None = None
+        self._clip: float | None = None
         self._one_of = {param: one for one in model.chunks for param in one.chunk.params}
         self.counts = dict.fromkeys(self._one_of, 0)
         """Steps that each parameter has made."""
         chosen = [param for param in model.module.parameters() if param in self._one_of] if params is None else params
-        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        defaults: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(chosen, defaults)
         kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
         fused = model.chunk_manager.backend.fuses_adam
@@ -150,7 +152,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         return self._gradient_norm() / self.model.loss_scale
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is not reduced, step, and bring parameters up to date. Collective."""
         if closure is not None:
             raise OptionError("step takes no closure: gradients come from optimizer.backward(loss)")
@@ -176,17 +178,89 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
 
     # ---- state
 
+    @torch.no_grad()
     def state_dict(self, only_rank_0: bool = False) -> dict[str, Any]:
         """As torch's Adam on a plain model would have it, in host memory, with the loss scale. Collective.
 
-        only_rank_0: the other data-parallel ranks get {}.
+        {"state": {number: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups", "loss_scaler"}. Numbers count the
+        parameters in the order of the groups; those that have never been stepped have no state. only_rank_0: the other
+        data-parallel ranks get {}.
         """
         keep = not only_rank_0 or self.model.chunk_manager.group.rank() == 0
-        return optimizer_state.complete(self, keep)
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = {param: number for number, param in enumerate(params)}
+        state: dict[int, dict[str, Any]] = {}
+        for one in self.model.chunks:
+            if not any(self.counts[param] for param in one.chunk.params):
+                continue
+            assert one.master is not None, "model.chunks are trained"
+            for moment in _MOMENTS:
+                part = torch.zeros_like(one.master, device=one.chunk.whole.device)
+                for param, master in one.masters.items():
+                    held = self.inner.state.get(master, {}).get(moment)
+                    if held is not None:
+                        part[slice(*one.chunk.own_piece(param))].copy_(held)
+                whole = one.whole_on_host(part)
+                for param, piece in one.chunk.pieces.items():
+                    if keep and self.counts[param] and param in numbers:
+                        entry = state.setdefault(numbers[param], {"step": torch.tensor(float(self.counts[param]))})
+                        entry[moment] = whole[slice(*piece)].view(param.shape)
+        if not keep:
+            return {}
+        groups = []
+        for group in self.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**settings, "params": [numbers[param] for param in group["params"]]})
+        scaler = self.scaler.state_dict() if self.scales_loss else None
+        return {"state": dict(sorted(state.items())), "param_groups": groups, "loss_scaler": scaler}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the same state on all ranks, saved at any number of them and in any placement; also torch's Adam's."""
-        optimizer_state.load(self, state_dict)
+        """Load the same state on all ranks, saved at any number of them and in any placement; also torch's Adam's.
+
+        Raises OptionError with all that does not fit, before anything changes.
+        """
+        groups = state_dict.get("param_groups", [])
+        wrong = []
+        sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
+        if sizes[0] != sizes[1]:
+            wrong.append(f"the groups saved have {sizes[0]} parameters, the optimizer's {sizes[1]}")
+        pairs = [
+            (number, param)
+            for group, own in zip(groups, self.param_groups, strict=False)
+            for number, param in zip(group["params"], own["params"], strict=False)
+        ]
+        state = state_dict.get("state", {})
+        for number, param in pairs:
+            entry = state.get(number)
+            if entry is None:
+                continue
+            if lacking := [name for name in ("step", *_MOMENTS) if name not in entry]:
+                wrong.append(f"parameter {number} has no {', '.join(lacking)}: another optimizer than Adam saved it")
+                continue
+            for moment in _MOMENTS:
+                if entry[moment].shape != param.shape:
+                    wrong.append(f"{moment} of parameter {number} has shape {tuple(entry[moment].shape)}")
+        if wrong:
+            raise OptionError("state of the optimizer: " + "; ".join(wrong))
+        for group, own in zip(groups, self.param_groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        by_master = self.inner.state
+        by_master.clear()
+        for number, param in pairs:
+            entry, one = state.get(number), self._one_of[param]
+            self.counts[param] = 0 if entry is None else int(entry["step"])
+            master = one.masters[param]
+            if entry is None or not master.numel():
+                continue
+            by_master[master] = {"step": torch.tensor(float(entry["step"]), device=master.device)}
+            for moment in _MOMENTS:
+                by_master[master][moment] = torch.empty_like(master).copy_(
+                    one.chunk.cut_own(param, entry[moment].reshape(-1))
+                )
+        self.settle()
+        if state_dict.get("loss_scaler") and self.scales_loss:
+            self.scaler.load_state_dict(state_dict["loss_scaler"])
         self._set_scale()
 
     def settle(self) -> None:
@@ -201,7 +275,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 one = self._one_of[param]
                 touched = param in self.model.touched
-                one.masters[param].grad = one.gradient(param) if touched else None
+                one.masters[param].grad = one.chunk.own_gradient(param) if touched else None
                 self.counts[param] += touched
         self._placed.scale_next(loss_scale, clip)
         self.inner.step()
@@ -217,7 +291,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         if self._norm is None:
             self.model.finish_gradients()
             manager = self.model.chunk_manager
-            self._norm = global_norm(self.model.chunks, manager.group, manager.device, self._tensor_parallel_group)
+            self._norm = _global_norm(self.model.chunks, manager.group, manager.device, self._tensor_parallel_group)
         return self._norm
 
     def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -249,3 +323,36 @@ def _unnamed_parts(model: ZeroDDP) -> list[str]:
 def _wrong_norm(max_norm: Any) -> list[str]:
     fits = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool) and max_norm >= 0
     return [] if fits else [f"max_norm is a number of at least 0, not {max_norm!r}"]
+
+
+def _global_norm(
+    chunks: Iterable[BuiltChunk], group: Any, device: torch.device, tensor_parallel_group: Any = None
+) -> float:
+    """The 2-norm over all parameters of all ranks, of gradients as they are: scaled, if the loss was. Collective.
+
+    Not finite if a gradient somewhere is not. Squares are summed over the data-parallel `group`, and then over the
+    tensor-parallel ranks. A parameter that each of the latter has a part of carries the attribute
+    `tensor_model_parallel` = True (Megatron's layers set it); any other is the same on all of them and counts once.
+    """
+    ranks = 1 if tensor_parallel_group is None else tensor_parallel_group.size()
+    first = ranks == 1 or tensor_parallel_group.rank() == 0
+    norms = []
+    for one in chunks:
+        shard = one.chunk.grad_shard
+        if shard is None:
+            continue
+        if first:
+            norms.append(torch.linalg.vector_norm(shard))
+        else:
+            parts = (one.chunk.own_gradient(p) for p in one.chunk.params if getattr(p, "tensor_model_parallel", False))
+            norms += [torch.linalg.vector_norm(part) for part in parts]
+    # One wait for the device, not one for each chunk.
+    on_device = [norm.to(device) for norm in norms]
+    squares = [norm**2 for norm in torch.stack(on_device).tolist()] if on_device else []
+    (total,) = combined([math.fsum(squares) if _finite(squares) else math.inf], dist.ReduceOp.SUM, group, device)
+    (total,) = combined([total], dist.ReduceOp.SUM, tensor_parallel_group, device)
+    return math.sqrt(total) if total >= 0 else math.inf  # nan is neither
+
+
+def _finite(numbers: Iterable[float]) -> bool:
+    return all(math.isfinite(number) for number in numbers)

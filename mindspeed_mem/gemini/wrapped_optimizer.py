@@ -13,7 +13,7 @@ import torch
 from mindspeed_mem.gemini.optimizer import GeminiAdamOptimizer
 from mindspeed_mem.gemini.options import refuse, refuse_unknown
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
-from mindspeed_mem.optimizer_kinds import is_torch_adam
+from mindspeed_mem.optimizer_kinds import decouples_decay, is_torch_adam
 
 _TAKEN = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
 
@@ -72,7 +72,7 @@ class ZeroOptimizer(GeminiAdamOptimizer):
             module,
             initial_scale=initial_scale,
             params=settings,
-            adamw_mode=optim.param_groups[0].get("decoupled_weight_decay", isinstance(optim, torch.optim.AdamW)),
+            adamw_mode=decouples_decay(optim, optim.param_groups[0]),
             max_norm=clipping_norm,
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             **more,

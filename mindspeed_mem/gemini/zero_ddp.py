@@ -18,23 +18,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from mindspeed_mem.chunk.agreement import Act, Intent
-from mindspeed_mem.chunk.chunk import Chunk
-from mindspeed_mem.chunk.gradients import GradientShards
 from mindspeed_mem.gemini import model_state
 from mindspeed_mem.gemini.chunk_manager import ChunkManager, init_chunk_manager
 from mindspeed_mem.gemini.gemini_manager import GeminiManager
-from mindspeed_mem.gemini.groups import Alone, combine
 from mindspeed_mem.gemini.layer_parallel import process_group_of, split_layers
 from mindspeed_mem.gemini.lazy import settle_buffers, settle_parameters
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
+from mindspeed_mem.ranks import Alone, combined
+from mindspeed_mem.zero.core.chunk import Chunk
+from mindspeed_mem.zero.core.gradients import GradientShards
+from mindspeed_mem.zero.core.use_order import Act, Intent
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class ZeroDDP(torch.nn.Module):
             manager.append_tensor(param, group, dtype)
         self.gemini_manager.build()
         self.chunks = [one for one in manager.built.values() if one.trainable]
-        self.gradients = GradientShards([one.chunk for one in self.chunks], self._reduce, manager.residency.trace)
+        self.gradients = GradientShards([one.chunk for one in self.chunks], self._reduce, manager.gathering.order)
         for param in self.module.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._take_gradient)
@@ -203,7 +203,7 @@ class ZeroDDP(torch.nn.Module):
         """Those of the module, by its names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(
+    def state_dict(  # type: ignore[override]  # as ColossalAI's
         self, *, prefix: str = "", only_rank_0: bool = False, dtype: torch.dtype | None = None
     ) -> dict[str, Any]:
         """All values, in host memory, by the module's names; trained ones from the fp32 masters. Collective.
@@ -213,7 +213,7 @@ class ZeroDDP(torch.nn.Module):
         keep = not only_rank_0 or self.chunk_manager.group.rank() == 0
         return model_state.complete(self.module, self.chunk_manager.built.values(), keep, dtype, prefix)
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load `state_dict`, of any model of this shape, the same on all ranks. See `model_state.load`."""
         if assign:
             raise OptionError("assign=True would take parameters out of their chunks; leave it out")
@@ -252,9 +252,10 @@ class ZeroDDP(torch.nn.Module):
         grad, param.grad = param.grad, None
         if self.loss_scale != 1.0 and not self._scaled_backward:
             raise OptionError("this optimizer scales losses; call optimizer.backward(loss), not loss.backward()")
+        assert grad is not None, "torch calls this when there is one"
         self._forget_stepped()
         one = self.chunk_manager.of(param)
-        self.chunk_manager.residency.settled(param)
+        self.chunk_manager.gathering.settled(param)
         self.gradients.before(param)
         self._unreduced[one.chunk] = None
         one.chunk.grad[slice(*one.chunk.pieces[param])].view(param.shape).add_(grad)
@@ -264,7 +265,7 @@ class ZeroDDP(torch.nn.Module):
     @torch.no_grad()
     def _reduce_the_rest(self) -> None:
         """Start to reduce what has been waiting for gradients that do not come. Collective."""
-        manager, order = self.chunk_manager, self.chunk_manager.residency.trace
+        manager, order = self.chunk_manager, self.chunk_manager.gathering.order
         by_number = {one.chunk.index: one.chunk for one in self.chunks}
         while (number := order.next_reduction()) in by_number:
             self._reduce_incomplete(by_number[number])
@@ -284,7 +285,7 @@ class ZeroDDP(torch.nn.Module):
         manager = self.chunk_manager
         return [
             bool(flag)
-            for flag in combine([float(flag) for flag in flags], dist.ReduceOp.MAX, manager.group, manager.device)
+            for flag in combined([float(flag) for flag in flags], dist.ReduceOp.MAX, manager.group, manager.device)
         ]
 
     def _reduce(self, chunk: Chunk) -> Any:

@@ -11,8 +11,7 @@ bit-identical. ``grouping`` gives each rank whole parameters, ``sharding`` a sli
 """
 
 from mindspeed_mem.optimizer_parallel.assignment import MODES, Assignment
-from mindspeed_mem.optimizer_parallel.figures import Figures
-from mindspeed_mem.optimizer_parallel.optimizer import ParallelOptimizer, parallelize
+from mindspeed_mem.optimizer_parallel.optimizer import Figures, ParallelOptimizer, parallelize
 from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError
 
 __all__ = ["MODES", "Assignment", "Figures", "OptimizerParallelError", "ParallelOptimizer", "parallelize"]

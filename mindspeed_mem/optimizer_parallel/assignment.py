@@ -16,8 +16,7 @@ all types and instruction sets, so that an element is in that loop with slices e
 class Size(NamedTuple):
     """What has to be known of a parameter."""
 
-    count: int
-    """Elements."""
+    elements: int
     itemsize: int
     """Bytes of one."""
     divisible: bool = True
@@ -40,16 +39,16 @@ class Assignment:
         """For each parameter the elements, counted in memory order, that each rank updates; empty: none."""
         ranks = len(self.loads)
         found: list[tuple[range, ...]] = [()] * len(sizes)
-        whole = range(len(sizes))
+        whole = list(range(len(sizes)))
         if self.mode == "sharding":
             whole = [index for index, size in enumerate(sizes) if not size.divisible]
             for index, size in enumerate(sizes):
                 if size.divisible:
-                    found[index] = slices(size.count, ranks)
+                    found[index] = slices(size.elements, ranks)
                     for rank, own in enumerate(found[index]):
                         self.loads[rank] += len(own) * size.itemsize
-        for index in sorted(whole, key=lambda i: -sizes[i].count * sizes[i].itemsize):  # stable: ties stay in order
-            count = sizes[index].count
+        for index in sorted(whole, key=lambda i: -sizes[i].elements * sizes[i].itemsize):  # stable: ties stay in order
+            count = sizes[index].elements
             owner = self.loads.index(min(self.loads))
             self.loads[owner] += count * sizes[index].itemsize
             found[index] = tuple(range(count if rank == owner else 0) for rank in range(ranks))

@@ -22,7 +22,7 @@ MESSAGE_BYTES = 64 * 2**20
 class Segment(NamedTuple):
     """Elements of one parameter in a message."""
 
-    index: int
+    number: int
     """Of the parameter."""
     elements: range
     offset: int
@@ -156,18 +156,12 @@ class Exchange:
         dist.all_gather_into_tensor(everyone, padded, group=self.group)
         return part.joined(everyone[: sum(map(len, part.ranges))])  # only at the end slices are short
 
-    def everyone(self, mine: Any) -> list[Any]:
-        """`mine` of all ranks, in their order. Collective."""
-        found = [None] * self.ranks
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
-
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 def _elements(segments: Sequence[Segment], opened: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [opened[one.index][one.elements.start : one.elements.stop] for one in segments]
+    return [opened[one.number][one.elements.start : one.elements.stop] for one in segments]
 
 
 def _places(segments: Sequence[Segment], buffer: torch.Tensor) -> list[torch.Tensor]:

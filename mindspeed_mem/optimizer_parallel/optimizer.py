@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,38 @@ from mindspeed_mem.optimizer_kinds import settings_of_whole_group
 from mindspeed_mem.optimizer_parallel import state as states
 from mindspeed_mem.optimizer_parallel.assignment import Assignment, Size
 from mindspeed_mem.optimizer_parallel.exchange import MESSAGE_BYTES, Exchange
-from mindspeed_mem.optimizer_parallel.figures import Figures
 from mindspeed_mem.optimizer_parallel.part import Part, memory_order
 from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError, problems
+from mindspeed_mem.ranks import gather
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Who does how much. Bytes of a parameter are those of what is updated: its fp32 master if there is one."""
+
+    mode: str
+    parameters: int
+    """Tensors that are trained."""
+    bytes_by_rank: tuple[int, ...]
+    """Parameter bytes that each rank updates; optimizer states are in proportion."""
+    balance: float
+    """The largest of these over their mean: 1 is perfect."""
+    messages: int
+    """All-gathers of a step."""
+    sent_bytes: int
+    """What each rank puts into them, padding included."""
+    state_bytes: int
+    """Optimizer states that this rank holds now, with the masters; before the first step often none."""
+
+    def __str__(self) -> str:
+        most, mean = max(self.bytes_by_rank), sum(self.bytes_by_rank) / len(self.bytes_by_rank)
+        return (
+            f"{self.mode} of {self.parameters} parameters over {len(self.bytes_by_rank)} ranks: a rank updates "
+            f"{mean / 2**20:.2f} MiB of them in the mean and {most / 2**20:.2f} at most (balance {self.balance:.3f}), "
+            f"and sends {self.sent_bytes / 2**20:.2f} MiB a step (all-gathers: {self.messages})"
+        )
 
 
 class ParallelOptimizer(torch.optim.Optimizer):
@@ -220,8 +248,9 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     def _agree(self, parameters: list[torch.Tensor], trains: list[bool]) -> None:
         mine = [(tuple(p.shape), str(p.dtype), one) for p, one in zip(parameters, trains, strict=True)]
-        everyone = self.exchange.everyone((type(self.inner).__name__, self.mode, self.exchange.message_bytes, mine))
-        others = [rank for rank, one in enumerate(everyone) if one != everyone[0]]
+        exchange = self.exchange
+        told = gather((type(self.inner).__name__, self.mode, exchange.message_bytes, mine), exchange.group)
+        others = [rank for rank, one in enumerate(told) if one != told[0]]
         if others:
             found = f"ranks {others} of the process group have other parameters or options than rank 0"
             raise OptimizerParallelError(
@@ -237,8 +266,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
         for group, parts in zip(self.param_groups, self._parts, strict=True):
             numbers = {k: v for k, v in group.items() if isinstance(v, int | float) and not isinstance(v, bool)}
             mine.append(numbers if any(part.piece is not None for part in parts) else None)
-        everyone = self.exchange.everyone(mine)
-        return [next((one[i] for one in everyone if one[i] is not None), {}) for i in range(len(mine))]
+        told = gather(mine, self.exchange.group)
+        return [next((one[i] for one in told if one[i] is not None), {}) for i in range(len(mine))]
 
 
 def parallelize(

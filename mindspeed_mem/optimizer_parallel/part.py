@@ -96,5 +96,5 @@ class Part:
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions of `tensor` from the outermost to the innermost in memory; None if there are gaps or overlaps."""
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return order if tensor.permute(order).is_contiguous() else None

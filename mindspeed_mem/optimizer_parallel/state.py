@@ -15,6 +15,7 @@ import torch
 
 from mindspeed_mem.optimizer_parallel.exchange import Exchange
 from mindspeed_mem.optimizer_parallel.part import Part
+from mindspeed_mem.ranks import gather
 
 
 class _Tensor(NamedTuple):
@@ -32,7 +33,9 @@ def cut(state: Mapping[Any, Any], part: Part) -> dict[Any, Any]:
             value = value.detach()
             if value.shape != part.shape:
                 found[key] = value.clone()
-            elif part.whole:  # with the strides of the parameter: fused optimizers go by memory order alone
+            elif (
+                part.whole and part.piece is not None
+            ):  # with the strides of the parameter: fused optimizers go by memory order alone
                 found[key] = torch.empty_like(part.piece, dtype=value.dtype, device=value.device).copy_(value)
             else:
                 found[key] = part.cut(value).clone()
@@ -51,11 +54,11 @@ def whole(states: Mapping[torch.Tensor, Any], parts: Sequence[Part], exchange: E
         state = states.get(part.piece) if part.piece is not None else None
         if state:
             described[index] = {key: _describe(value, part) for key, value in state.items()}
-    everyone = exchange.everyone(described)
+    told = gather(described, exchange.group)
     found: dict[int, dict] = {}
     for index, part in enumerate(parts):
         owner = next((rank for rank, own in enumerate(part.ranges) if own), None)
-        description = None if owner is None else everyone[owner].get(index)
+        description = None if owner is None else told[owner].get(index)
         if description is None:
             continue
         entries = {}
@@ -79,5 +82,6 @@ def masters(parts: Sequence[Part], exchange: Exchange) -> Iterator[torch.Tensor]
 def _describe(value: Any, part: Part) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    collected = value.dim() > 0 if part.whole else value.shape == part.piece.shape
-    return _Tensor(value.shape, value.dtype) if collected else value.detach().cpu()
+    of_piece = part.piece is not None and value.shape == part.piece.shape
+    collected = value.dim() > 0 if part.whole else of_piece
+    return _Tensor(value.shape, value.dtype) if collected else value.detach().to("cpu", copy=True)

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mindspeed_mem.chunk import stores, swapped_step
-from mindspeed_mem.chunk.chunk import Chunk, Piece
-from mindspeed_mem.chunk.placement import placement
-from mindspeed_mem.chunk.residency import Reading, Residency
-from mindspeed_mem.chunk.stores import HostStore
 from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
+from mindspeed_mem.zero.core import shard_memory
+from mindspeed_mem.zero.core.chunk import Chunk, Piece
+from mindspeed_mem.zero.core.gathering import Gathering, Reading
+from mindspeed_mem.zero.core.placement import placement
+from mindspeed_mem.zero.core.shard_memory import HostStore
+from mindspeed_mem.zero.optimizer import swapped
 from tests import chunk_runs
 from tests.chunk_runs import Case, differences
 from tests.worlds import on_ranks
@@ -30,7 +31,7 @@ class OneRank:
 
 def resting(backend):
     """Chunks on the host, of which two may be gathered at once."""
-    managed, store, group = Residency(SLOTS * 4 * ELEMENTS), HostStore(backend), OneRank()
+    managed, store, group = Gathering(SLOTS * 4 * ELEMENTS), HostStore(backend), OneRank()
     for index in range(CHUNKS):
         param = torch.nn.Parameter(torch.empty(ELEMENTS))
         whole, grad = torch.arange(float(ELEMENTS)) + index, torch.empty(ELEMENTS)
@@ -74,14 +75,14 @@ def test_copies_beside_computation_have_no_races():
     backend = SimulatedBackend()
     shards = trained(backend)
     backend.check()
-    assert set(backend.reasons) == set(stores.WAITS)
+    assert set(backend.reasons) == set(shard_memory.WAITS)
     blocking = SimulatedBackend()
     blocking.copies_block = True
     assert all(map(torch.equal, shards, trained(blocking)))
     assert not blocking.reasons
 
 
-@pytest.mark.parametrize("wait", stores.WAITS)
+@pytest.mark.parametrize("wait", shard_memory.WAITS)
 def test_each_wait_is_missed_when_left_out(wait):
     backend = SimulatedBackend()
     backend.leave_out = {wait}
@@ -129,6 +130,8 @@ def test_training_with_late_copies_changes_no_bit():
     for found, reasons in on_ranks(2, with_late_copies):
         assert found == []
         for stage in (1, 2, 3):
-            assert reasons[stage] >= {stores.UP_AFTER_COMPUTE, stores.DOWN_AFTER_COMPUTE, swapped_step.STEP_AFTER_IN}
-        assert stores.USE_AFTER_UP not in reasons[3], "a collective is started where the copies are; it alone is met"
-        assert all(stores.USE_AFTER_UP in reasons[key] for key in (1, 2, "each"))
+            expected = {shard_memory.UP_AFTER_COMPUTE, shard_memory.DOWN_AFTER_COMPUTE, swapped.STEP_AFTER_IN}
+            assert reasons[stage] >= expected
+        met = shard_memory.USE_AFTER_UP
+        assert met not in reasons[3], "a collective is started where the copies are; it alone is met"
+        assert all(met in reasons[key] for key in (1, 2, "each"))

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_mem.chunk import runtime, settings
-from mindspeed_mem.chunk.materialize import ChunkStateError, copied_ahead
-from mindspeed_mem.chunk.placement import Placement
 from mindspeed_mem.device.cpu import CpuBackend
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.buffers.settings import ChunkSettings
+from mindspeed_mem.zero.buffers.whole_states import ChunkStateError, copied_ahead
+from mindspeed_mem.zero.core.placement import Placement
 from tests.worlds import RankError, applied, on_ranks, parallel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -44,10 +45,10 @@ def job(stage, dtype=torch.bfloat16, policy="device", budget=None, layout=None, 
     from tests.models import build_gpt, build_optimizer
 
     placed = Placement(policy, budget)
-    asked = settings.ChunkSettings(
+    asked = ChunkSettings(
         stage=stage, backend=Watching(), min_chunk_size=size, search_range=size, hidden_size=64, placement=placed
     )
-    settings.use(asked)
+    runtime.use(asked)
     own_apply = torch.nn.LayerNorm._apply
     try:
         with parallel(**(layout or {})), applied("chunk_*") if stage else contextlib.nullcontext():
@@ -59,8 +60,7 @@ def job(stage, dtype=torch.bfloat16, policy="device", budget=None, layout=None, 
             yield chunks, lambda: build_optimizer(chunks)
     finally:
         torch.nn.LayerNorm._apply = own_apply
-        settings.use(settings.ChunkSettings())
-        runtime.current()  # forgets the models
+        runtime.use(ChunkSettings())  # forgets the models
 
 
 class Watching(CpuBackend):
@@ -217,8 +217,8 @@ def plain_state_dicts():
         before = copy.deepcopy(norm).state_dict()  # a copy while parameters are still whole is a copy
         optimizer = make_optimizer()
         steps(chunks, optimizer, range(1))
-        watching = settings.current().backend
-        watching.chunks = runtime.current().residency.chunks
+        watching = runtime.current().backend
+        watching.chunks = runtime.current().gathering.chunks
         wanted = {
             name: value.bfloat16()
             for (name, key), value in masters(chunks, optimizer, digested=False).items()
@@ -278,12 +278,12 @@ def loading_state_dicts():
             optimizer.reload_model_params({name: wanted[name] * 4 for name in tensors})
             found, kept = gpt.state_dict(), masters(chunks, optimizer, digested=False)
             assert all(torch.equal(kept[name, "param"], wanted[name].float() * 4) for name in tensors)
-            if any(chunk.masters for chunk in runtime.current().residency.chunks):  # they stand for the shards
+            if any(chunk.masters for chunk in runtime.current().gathering.chunks):  # they stand for the shards
                 assert all(torch.equal(found[name], (wanted[name].float() * 4).to(found[name])) for name in tensors)
             elif gpt.config.bf16:  # else the masters are the parameters
                 assert torch.equal(found[part], wanted[part] + 1)
                 assert all(torch.equal(found[name], wanted[name]) for name in tensors if name != part)
-            assert not any(chunk.gathered for chunk in runtime.current().residency.chunks)
+            assert not any(chunk.gathered for chunk in runtime.current().gathering.chunks)
 
 
 def legacy_format(folder):
@@ -338,7 +338,7 @@ def example(folder, load_first, kill):
     schedule = SimpleNamespace(state_dict=dict, load_state_dict=dict)
     with job(**TIGHT) as (chunks, make_optimizer):
         optimizer = make_optimizer()
-        parts = chunks, optimizer, schedule, settings.current().backend
+        parts = chunks, optimizer, schedule, runtime.current().backend
         start = 0
         if load_first:
             start = gpt_checkpoint.find(args)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mindspeed_mem.chunk.model_tensors import published
 from mindspeed_mem.gemini import ChunkManager, GeminiManager, OptionError, ZeroDDP, init_chunk_manager
+from mindspeed_mem.zero.layout.model_tensors import published
 from tests.worlds import on_ranks
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini import ChunkManager, GeminiAdamOptimizer, GeminiDDP, OptionError, ProcessGroup, lazy_init
-from mindspeed_mem.gemini.groups import Alone
+from mindspeed_mem.ranks import Alone
 from tests.examples.jobs import EXAMPLES
 from tests.gemini_runs import BATCH, LENGTH, VOCABULARY, average, chunked, farthest, loss_of, masters, reference, train
 from tests.guarding import settled

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
-from mindspeed_mem.chunk import stores
-from mindspeed_mem.chunk.agreement import ChunkOrderError
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
 from mindspeed_mem.gemini import OptionError, chunk_manager
+from mindspeed_mem.zero.core import shard_memory
+from mindspeed_mem.zero.core.use_order import ChunkOrderError
 from tests.gemini_runs import TinyGPT, average, batches, chunked, farthest, loss_of, masters, plain, reference, train
 from tests.worlds import on_ranks
 
@@ -60,12 +60,12 @@ def test_copies_beside_computation_have_no_races_and_change_no_bit(place, monkey
         model.load_state_dict(model.state_dict())  # the host writes where copies may still read
         assert farthest(masters(model), wanted) == 0
     backend.check()
-    assert (stores.USE_AFTER_UP in backend.reasons) == (place != "device")
+    assert (shard_memory.USE_AFTER_UP in backend.reasons) == (place != "device")
 
 
 def test_parameters_made_of_masters_on_the_host_are_waited_for(monkeypatch):
     backend = SimulatedBackend()
-    backend.leave_out = {stores.USE_AFTER_UP}
+    backend.leave_out = {shard_memory.USE_AFTER_UP}
     monkeypatch.setattr(chunk_manager, "get_backend", lambda name: backend)
     (tokens,) = batches(1)[0]
     with backend.tracker(), pytest.raises(RaceError):
@@ -124,7 +124,7 @@ def test_recompute_gathers_no_more_and_changes_no_bit(recompute):
     for kind in ("none", recompute):
         # Enough for the chunks of one block, which recompute goes through forward and then backward.
         model, optimizer = chunked(plain(recompute=kind), placement_policy="host", gather_budget_mb=0.125)
-        found, counts = train(model, optimizer, data[:2]), model.chunk_manager.residency.counts
+        found, counts = train(model, optimizer, data[:2]), model.chunk_manager.gathering.counts
         before = counts.gathers  # in the first steps the order of uses is not known
         assert found + train(model, optimizer, data[2:]) == losses
         assert farthest(masters(model), wanted) == 0
@@ -156,11 +156,11 @@ def test_an_evaluation_between_steps_changes_nothing():
             loss_of(model, data[0, 0])
         with torch.inference_mode():
             loss_of(model, data[0, 0])
-        assert not any(chunk.gathered for chunk in model.chunk_manager.residency.chunks)
+        assert not any(chunk.gathered for chunk in model.chunk_manager.gathering.chunks)
 
     assert train(model, optimizer, data, evaluate) == losses
     assert farthest(masters(model), wanted) == 0
-    assert model.chunk_manager.residency.trace.deviations == 0
+    assert model.chunk_manager.gathering.order.deviations == 0
 
 
 def test_after_an_exception_training_goes_on():
@@ -172,7 +172,7 @@ def test_after_an_exception_training_goes_on():
     with pytest.raises(ZeroDivisionError):
         loss_of(model, data[0, 0])
     broken.remove()
-    assert not any(chunk.gathered for chunk in model.chunk_manager.residency.chunks)
+    assert not any(chunk.gathered for chunk in model.chunk_manager.gathering.chunks)
 
     def fail(grad):
         raise ZeroDivisionError
@@ -191,7 +191,7 @@ def test_a_gather_budget_is_kept_and_one_that_is_too_small_refused():
     budget = 40 * 2**10
     model, optimizer = chunked(gather_budget_mb=budget / 2**20)
     assert train(model, optimizer, data) == losses
-    counts = model.chunk_manager.residency.counts
+    counts = model.chunk_manager.gathering.counts
     assert 0 < counts.peak_bytes <= budget and counts.over_budget == 0
     with pytest.raises(OptionError, match="one module reads chunks of .* at once; give at least that"):
         chunked(gather_budget_mb=0.001)

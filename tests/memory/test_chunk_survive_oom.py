@@ -15,9 +15,9 @@ import weakref
 import pytest
 import torch
 
-from mindspeed_mem.chunk import hooks
-from mindspeed_mem.chunk.placement import Placement
-from mindspeed_mem.chunk.residency import Residency
+from mindspeed_mem.zero.core import hooks
+from mindspeed_mem.zero.core.gathering import Gathering
+from mindspeed_mem.zero.core.placement import Placement
 from tests.worlds import RankError, on_ranks, parallel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
@@ -87,7 +87,7 @@ def under_limits(cases):
     """What differs from the same training without a limit, all ranks limited and then the last one alone."""
     import torch.distributed as dist
 
-    from mindspeed_mem.chunk import runtime
+    from mindspeed_mem.zero.buffers import runtime
     from tests.limited_runs import counted, surviving
 
     found = []
@@ -110,9 +110,9 @@ def under_limits(cases):
                     if share is not None and training.peak > share * peak:
                         found.append(f"{name}, {share}: {training.peak} of {peak} bytes")
                 found += [f"{name}, step {n}" for n in range(len(results)) if results[n] != expected[n]]
-                residency = runtime.current().residency
-                if residency.trace.deviations or residency.live_bytes:
-                    found.append(f"{name}: {residency.trace.deviations} deviations, {residency.live_bytes} gathered")
+                gathering = runtime.current().gathering
+                if gathering.order.deviations or gathering.live_bytes:
+                    found.append(f"{name}: {gathering.order.deviations} deviations, {gathering.live_bytes} gathered")
             del training
             gc.collect()
     return found
@@ -138,7 +138,7 @@ def tried_again(stages):
     """Steps of which the last rank's fail half-way and are tried again: what differs, and the warnings."""
     import torch.distributed as dist
 
-    from mindspeed_mem.chunk import runtime
+    from mindspeed_mem.zero.buffers import runtime
     from tests.limited_runs import counted, surviving
     from tests.swap_runs import listening
 
@@ -157,8 +157,8 @@ def tried_again(stages):
                     asking_unseen(training, int(0.35 * peak))
                 results += [training.step(int(0.85 * peak) if last else None) for _ in range(2)]
                 found += [f"stage {stage}, step {n}" for n in range(3) if results[n] != expected[n]]
-                residency = runtime.current().residency
-                found += [f"stage {stage}: {residency.trace.deviations} deviations"] * bool(residency.trace.deviations)
+                gathering = runtime.current().gathering
+                found += [f"stage {stage}: {gathering.order.deviations} deviations"] * bool(gathering.order.deviations)
             del training
             gc.collect()
     return found, [message for message in messages if "tried again with all activations swapped" in message]
@@ -205,7 +205,7 @@ def test_what_follows_a_module_does_not_hold_its_inputs():
             return x + self.bias
 
     model = Shifted()
-    hooks.attach(model, Residency())
+    hooks.attach(model, Gathering())
     given = torch.ones(4, requires_grad=True) * 2
     held = weakref.ref(given)
     output = model(given)

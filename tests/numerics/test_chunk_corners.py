@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from mindspeed_mem.chunk import runtime
-from mindspeed_mem.chunk.placement import placement
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.core.placement import placement
 from tests.chunk_runs import Case, Failure, built, differences, failing_once, passed, stepped
 from tests.limited_runs import counted
 from tests.models import SEQUENCE
@@ -44,9 +44,9 @@ def is_called_directly(step, models, optimizer):
         models[0](text, torch.arange(SEQUENCE).unsqueeze(0).expand(2, -1), None, labels=text)
     now = runtime.current()
     if now is not None:
-        residency = now.residency
-        assert residency.budget is not None
-        assert residency.live_bytes <= residency.budget < sum(chunk.nbytes for chunk in residency.chunks)
+        gathering = now.gathering
+        assert gathering.budget is not None
+        assert gathering.live_bytes <= gathering.budget < sum(chunk.nbytes for chunk in gathering.chunks)
 
 
 def evaluates_first(step, models, optimizer):
@@ -101,7 +101,7 @@ def configured(more):
                 found.append((passed(models, case, step), stepped(optimizer)))
                 if step == 0 and more:
                     mem.configure(asked | more)
-        counts = runtime.current().residency.counts
+        counts = runtime.current().gathering.counts
         return found, counts.gathers, counts.ahead
     finally:
         mem.configure({})

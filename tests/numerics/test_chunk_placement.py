@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_mem.chunk import runtime, settings
-from mindspeed_mem.chunk.placement import Placement, placement
-from mindspeed_mem.chunk.runtime import BudgetError, HostMemoryError
-from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import get_backend, host_memory
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.buffers.runtime import BudgetError, HostMemoryError
+from mindspeed_mem.zero.buffers.settings import ChunkSettings
+from mindspeed_mem.zero.core.placement import Placement, placement
 from tests.chunk_runs import Case, built, chunked, differences, passed, stepped, trained
 from tests.guarding import settled
 from tests.limited_runs import counted
@@ -110,7 +110,7 @@ def test_gradients_on_the_host_beside_an_accelerator():
 
 def reducing_each(case):
     """Differences, and the most whole gradients there were at any time."""
-    from mindspeed_mem.chunk.chunk import Chunk
+    from mindspeed_mem.zero.core.chunk import Chunk
 
     most, original = [], Chunk.open_gradients
 
@@ -148,7 +148,7 @@ def under_a_limit(limit, steps=5):
                 memory.reset_peak()
                 numbers.append((passed(models, case, step), stepped(optimizer)))
                 peaks.append(memory.peak - before)
-                budgets.append(runtime.current().residency.budget if limit else None)
+                budgets.append(runtime.current().gathering.budget if limit else None)
             on_host = sum(one.on_host for one in runtime.current().resting) if limit else None
             total = len(runtime.current().resting) if limit else None
             del models, optimizer
@@ -185,7 +185,7 @@ def refused():
         with listening() as records, chunked(2, placement=Placement("host")):
             built(Case(dtype=torch.float32))
         said.append(records)
-    settings.use(ChunkSettings())
+    runtime.use(ChunkSettings())
     return said
 
 

@@ -202,7 +202,7 @@ def test_a_gradient_that_comes_on_one_rank_only():
 
 
 def refused(case):
-    from mindspeed_mem.chunk.agreement import ChunkOrderError
+    from mindspeed_mem.zero.core.use_order import ChunkOrderError
 
     with pytest.raises(ChunkOrderError, match="rank 0 .* chunk [0-9]+.*, rank 1 .*all data-parallel ranks have to run"):
         trained(3, case)
@@ -294,22 +294,22 @@ def one_after_the_other(dtype):
     """What is known of the first of two models when it is gone, and a second, larger one trains."""
     import gc
 
-    from mindspeed_mem.chunk import runtime
+    from mindspeed_mem.zero.buffers import runtime
 
     with parallel(), chunked(3):
         models, optimizer = built(Case(dtype=dtype))
         passed(models, Case(), 0)
         stepped(optimizer)
-        first = set(runtime.current().residency.chunks)
+        first = set(runtime.current().gathering.chunks)
         other = built(Case(dtype=dtype, model={"layers": 6}))
         passed(other[0], Case(), 0)
         passed(models, Case(), 1)  # both alive: each has its own order
         del models, optimizer
         gc.collect()
-        left = first & set(runtime.current().residency.chunks)
+        left = first & set(runtime.current().gathering.chunks)
         del first
         passed(other[0], Case(), 1)
-        deviations = runtime.current().residency.trace.deviations
+        deviations = runtime.current().gathering.order.deviations
         norm = stepped(other[1])
     return len(left), deviations, norm is not None
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mindspeed_mem.chunk.auto import AutoPlacement
-from mindspeed_mem.chunk.residency import Residency
 from mindspeed_mem.device.accelerator import AcceleratorBackend
+from mindspeed_mem.zero.core.gathering import Gathering
+from mindspeed_mem.zero.core.passes import AutoPlacement
 
 GB = 1 << 30
 
@@ -63,14 +63,14 @@ class Resting:
 
 def moved(device, building, step):
     """How many of 100 chunks come up after two steps, with what the allocator holds for building and for a step."""
-    residency, chunks = Residency(0), [Resting() for _ in range(100)]
-    auto = AutoPlacement(StandIn(device), residency)
+    gathering, chunks = Gathering(0), [Resting() for _ in range(100)]
+    auto = AutoPlacement(StandIn(device), gathering)
     for held in (building, step):
         auto.begin_pass(chunks)
         device.holds(2 * GB, held)
         auto.end_pass()
     auto.begin_pass(chunks)
-    return sum(not one.on_host for one in chunks), residency.budget
+    return sum(not one.on_host for one in chunks), gathering.budget
 
 
 @pytest.mark.parametrize("foreign, expected", [(0, 42), (20 * GB, 27), (56 * GB, 2)])

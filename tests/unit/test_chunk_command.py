@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mindspeed_mem.__main__ import main
-from mindspeed_mem.chunk.layout import ParameterSize, equal_chunks
-from mindspeed_mem.chunk.layout_text import cycles, lines
-from mindspeed_mem.chunk.model_tensors import GPTShape
-from mindspeed_mem.chunk.runtime import Runtime
 from mindspeed_mem.command_line import NO_MATPLOTLIB
 from mindspeed_mem.features import check, scan
 from mindspeed_mem.model_sizes import PUBLISHED
+from mindspeed_mem.zero.buffers.runtime import Runtime
+from mindspeed_mem.zero.layout.cutting import ParameterSize, equal_chunks
+from mindspeed_mem.zero.layout.model_tensors import GPTShape
+from mindspeed_mem.zero.layout.shown import cycles, lines
 
 SHAPE = "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
 

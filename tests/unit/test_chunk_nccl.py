@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindspeed_mem.chunk.nccl import keep_until_waited
+from mindspeed_mem.zero.core.nccl import keep_until_waited
 
 VARIABLE = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_mem.chunk.layout import ALIGNMENT, ParameterSize, equal_chunks, megatron_buckets, sizes_of
-from mindspeed_mem.chunk.model_tensors import GPTShape, gpt2, published
-from mindspeed_mem.chunk.search import MOST_WASTE, search_bucket_size, search_chunk_size
 from mindspeed_mem.model_sizes import PUBLISHED, Published
+from mindspeed_mem.zero.layout.cutting import ALIGNMENT, ParameterSize, equal_chunks, megatron_buckets, sizes_of
+from mindspeed_mem.zero.layout.model_tensors import GPTShape, gpt2, published
+from mindspeed_mem.zero.layout.size_search import MOST_WASTE, search_bucket_size, search_chunk_size
 from tests.worlds import on_ranks, parallel
 
 MI = 2**20

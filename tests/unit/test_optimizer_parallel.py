@@ -68,9 +68,9 @@ def test_slices_cover_a_parameter_in_rank_order(count, ranks):
 def test_every_element_has_one_owner(first, second, ranks, mode):
     assignment = Assignment(mode, ranks)
     for size, ranges in zip(first + second, assignment.assign(first) + assignment.assign(second), strict=True):
-        assert sorted(element for own in ranges for element in own) == list(range(size.count))
+        assert sorted(element for own in ranges for element in own) == list(range(size.elements))
         assert sum(map(bool, ranges)) <= 1 or (mode == "sharding" and size.divisible)
-    assert sum(assignment.loads) == sum(size.count * size.itemsize for size in first + second)
+    assert sum(assignment.loads) == sum(size.elements * size.itemsize for size in first + second)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 5))
@@ -92,14 +92,14 @@ def test_messages_carry_every_element_once_within_their_limit(sizes, ranks, mode
         for rank, segments in enumerate(message.segments):
             filled = 0
             for segment in segments:
-                assert segment.offset == filled and sizes[segment.index].itemsize == itemsize
+                assert segment.offset == filled and sizes[segment.number].itemsize == itemsize
                 filled += len(segment.elements)
                 assert filled <= message.length
-                assert set(segment.elements) <= set(ranges[segment.index][rank])
-                new = {(segment.index, element) for element in segment.elements}
+                assert set(segment.elements) <= set(ranges[segment.number][rank])
+                new = {(segment.number, element) for element in segment.elements}
                 assert len(new) == len(segment.elements) and not new & seen
                 seen |= new
-    assert len(seen) == sum(size.count for size in sizes)
+    assert len(seen) == sum(size.elements for size in sizes)
 
 
 class WithDefaults(torch.optim.AdamW):

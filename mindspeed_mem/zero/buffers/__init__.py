@@ -1,0 +1,1 @@
+"""Chunk ZeRO on Megatron's parameter-and-gradient buffers."""

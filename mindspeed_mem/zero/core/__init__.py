@@ -1,0 +1,1 @@
+"""Chunks, whoever made them: memory, gathering, order, gradients, passes."""

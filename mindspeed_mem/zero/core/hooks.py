@@ -1,0 +1,196 @@
+"""Hooks on a model's modules: what a module reads is gathered before its forward and before its backward.
+
+A module reads its own parameters and those that it is called with (an output layer the embedding's). In forward they
+are read until it returns; in backward from the first gradient of an output until the gradients of its inputs are
+there. A bias that a module returns is read after that: what is no longer read stays until its room is needed.
+
+Some code reads parameters without calling the module that owns them: torch.nn.MultiheadAttention its output projection,
+many models a weight that is used twice. Hooks on modules do not see it; the dictionary that an attribute is found in
+does (`ForeignReads`). Such a parameter is gathered when it is read, and counts from then on as one of the module whose
+forward is under way, in its backward as well. DeepSpeed's ZeRO-3 finds external parameters in the same place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
+
+from mindspeed_mem.zero.core.gathering import Gathering, Reading
+
+HELD_WHOLE: list[Callable[[torch.nn.Module], bool]] = []
+"""Modules for which one of these is true run parts of their forward again in backward, perhaps other parts on other
+ranks: all that they contain is gathered when their backward starts."""
+
+
+def attach(
+    model: torch.nn.Module,
+    gathering: Gathering,
+    before_backward: Callable[[tuple[torch.nn.Parameter, ...]], None] | None = None,
+    running: list[Reading] | None = None,
+) -> list[RemovableHandle]:
+    """Let `gathering` follow all modules of `model`; returns the hooks, to be removed.
+
+    before_backward: called with what a module reads before its backward starts.
+    running: is kept to what the modules read whose forward is under way, the innermost last.
+    """
+    handles = []
+    running = [] if running is None else running
+    for module in model.modules():
+        followed = _Followed(gathering, before_backward, running)
+        handles.append(module.register_forward_pre_hook(followed.before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(followed.after, with_kwargs=True, always_call=True))
+    return handles
+
+
+def uses(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+    """What is read at once: each module's own parameters, with those of the modules around it."""
+    stack: list[tuple[torch.nn.Module, tuple[torch.nn.Parameter, ...]]] = [(model, ())]
+    while stack:
+        module, around = stack.pop()
+        whole = _held_whole(module)
+        own = (*around, *module.parameters(recurse=whole))
+        yield own
+        stack += [(child, own) for child in module.children() if not whole]
+
+
+_TAKEN_BY = "_mem_chunk_taken_by"
+
+
+class _Followed:
+    """One module: its calls, which may be nested (recomputation within its own backward)."""
+
+    def __init__(self, gathering: Gathering, before_backward: Callable | None, running: list[Reading]) -> None:
+        self._gathering, self._before_backward, self._running = gathering, before_backward, running
+        self._calls: list[Reading] = []
+
+    def before(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for calls in (self._calls, self._running):
+            while calls and calls[-1].over:  # left by something that is no Exception, without the hook behind
+                calls.pop()
+        reading = Reading(_read(module, args, kwargs))
+        self._calls.append(reading)
+        self._running.append(reading)
+        self._gathering.acquire(reading)
+
+    def after(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if not self._calls:  # the hook before did not get to run: another one failed
+            return
+        reading = self._calls.pop()
+        self._running.remove(reading)
+        self._gathering.done(reading)
+        inside = module.parameters() if _held_whole(module) else ()
+        again = Reading((*reading.params, *inside))
+        if torch.is_grad_enabled() and again.params:
+            self._follow_backward(again, reading.params, list(_tensors((args, kwargs))), list(_tensors(output)))
+
+    def _follow_backward(
+        self,
+        reading: Reading,
+        own: tuple[torch.nn.Parameter, ...],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        waiting, number = 0, len(inputs)  # the hooks live as long as the graph: they must not hold the inputs
+
+        def begin(grad: torch.Tensor) -> None:
+            nonlocal waiting
+            if waiting == 0:
+                waiting = number
+                if self._before_backward is not None:
+                    self._before_backward(own)
+            self._gathering.acquire(reading)
+
+        def end(grad: torch.Tensor) -> None:
+            # One input's gradient may be complete while another's is not: an addend's before a factor's.
+            nonlocal waiting
+            if waiting:
+                waiting -= 1
+                if not waiting:
+                    self._gathering.done(reading)
+
+        # What takes a tensor is through with it before what made it begins; hooks run in the order they were made in.
+        for tensor in outputs:
+            if hasattr(tensor, _TAKEN_BY):
+                tensor.register_hook(begin)
+            else:
+                taken_by: list[Callable[[torch.Tensor], None]] = []
+                setattr(tensor, _TAKEN_BY, taken_by)
+                tensor.register_hook(functools.partial(_one_after_the_other, taken_by, begin))
+        for tensor in inputs:
+            before = getattr(tensor, _TAKEN_BY, None)
+            if before is None:
+                tensor.register_hook(end)
+            else:
+                before.append(end)
+
+
+def _one_after_the_other(
+    first: list[Callable[[torch.Tensor], None]], last: Callable[[torch.Tensor], None], grad: torch.Tensor
+) -> None:
+    for hook in (*first, last):
+        hook(grad)
+
+
+def _held_whole(module: torch.nn.Module) -> bool:
+    return any(whole(module) for whole in HELD_WHOLE)
+
+
+def _read(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.nn.Parameter, ...]:
+    given = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.nn.Parameter))
+    return tuple(dict.fromkeys((*module.parameters(recurse=False), *given)))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter):
+            yield leaf
+
+
+class ForeignReads:
+    """Watches the parameters of one model.
+
+    Args:
+        running: what the modules read whose forward is under way, the innermost last (`attach` keeps it).
+    """
+
+    def __init__(self, gathering: Gathering, running: list[Reading]) -> None:
+        self._gathering, self._running = gathering, running
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """From now on the attributes of `model` and its submodules are watched."""
+        for module in model.modules():
+            module._parameters = _Watched(module._parameters, self._seen)
+
+    def _seen(self, param: torch.nn.Parameter) -> None:
+        if not self._running or any(param in reading.open for reading in reversed(self._running)):
+            return
+        if self._gathering.manages(param):
+            reading = self._running[-1]
+            reading.params = (*reading.params, param)
+            self._allow()
+            self._gathering.acquire(reading)
+
+    def _allow(self) -> None:
+        """More is read at once than the modules alone say: the budget has to hold it."""
+        if self._gathering.budget is not None:
+            needed = self._gathering.largest_use([{p for reading in self._running for p in reading.params}])
+            self._gathering.budget = max(self._gathering.budget, needed)
+
+
+class _Watched(dict):
+    """A module's parameters by name."""
+
+    def __init__(self, parameters: dict, seen: Callable[[torch.nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._seen = seen
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        param = super().__getitem__(name)
+        if param is not None:
+            self._seen(param)
+        return param

@@ -1,0 +1,1 @@
+"""Which parameters lie in which chunk, by their sizes alone."""

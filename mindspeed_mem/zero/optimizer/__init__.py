@@ -1,0 +1,1 @@
+"""The optimizer's step for masters that rest in different places."""

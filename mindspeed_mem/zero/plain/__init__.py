@@ -1,0 +1,1 @@
+"""Chunks of plain torch modules."""
