@@ -55,7 +55,7 @@ doctor: environment
 	$(ENVIRONMENT) $(RUN) -m mindspeed_mem doctor
 
 hashes: environment
-	$(ENVIRONMENT) MINDSPEED_MEM_DEVICE=cpu $(RUN) -c "from mindspeed_mem import doctor; doctor.write_hashes()"
+	$(ENVIRONMENT) MINDSPEED_MEM_DEVICE=cpu $(RUN) -c "from mindspeed_mem.tools import examination; examination.write_hashes()"
 
 # Only the default environment: one that VENV names may hold other people's packages.
 clean:

@@ -27,7 +27,8 @@ from mindspeed_mem import features, patches
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
 from mindspeed_mem.activation.meter import ActivationMeter
 from mindspeed_mem.chunk import settings as chunk_settings
-from mindspeed_mem.device import Backend, numa
+from mindspeed_mem.device import Backend, delegation, numa
+from mindspeed_mem.experimental import delegating
 from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
@@ -330,4 +331,5 @@ def _limit_memory(settings: Settings) -> None:
     _State.limited, _State.limit = backend, settings.device_limit_bytes
 
 
+delegation.bring(delegating)
 _read_command_line(sys.argv[1:])

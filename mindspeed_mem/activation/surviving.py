@@ -28,7 +28,7 @@ from mindspeed_mem.activation.order import BACKWARD
 from mindspeed_mem.activation.records import DROPPED, HOST, KEEP, LOADED, Handle, Record, movable, native
 from mindspeed_mem.activation.saved import storage_mark
 from mindspeed_mem.activation.tightness import Tightness
-from mindspeed_mem.device import delegating, onednn
+from mindspeed_mem.device import delegation, onednn
 from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import storage_of
 
@@ -229,10 +229,9 @@ _asks: set[str] = set()  # the devices whose allocator asks for room before it f
 
 def _ask_before_failing(backend: Backend) -> None:
     """Where the delegating allocator was built, let it ask the engine of the moment: once for each device."""
-    if backend.type in _asks or delegating.available(backend.type) is None:
+    if backend.type in _asks or not delegation.ask_through_allocator(backend, _room_in_allocator):
         return
     _asks.add(backend.type)
-    delegating.install(backend, _room_in_allocator)
     logger.info("device memory is asked for by the delegating allocator (python -m mindspeed_mem build-allocator)")
 
 

@@ -20,8 +20,9 @@ import pytest
 import yaml
 
 from mindspeed_mem import features
-from mindspeed_mem.__main__ import main, parser
+from mindspeed_mem.__main__ import main
 from mindspeed_mem.plan import load_memory_config, resolve
+from mindspeed_mem.tools.main import parser
 from tests.operators import DENSE
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_mem.chunk.placement import placement
-from mindspeed_mem.options import Option, whole_numbers
+from mindspeed_mem.features.readers import whole_numbers
+from mindspeed_mem.features.rows import Option
 from mindspeed_mem.schedule import settings as schedule
 from mindspeed_mem.schedule.stages import describes
 

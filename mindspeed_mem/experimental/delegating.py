@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 
 from mindspeed_mem.device.base import Backend, DeviceError
-from mindspeed_mem.device.native_build import SOURCES, cache_folder, library_name
+from mindspeed_mem.device.native_build import cache_folder, library_name
 
 logger = logging.getLogger(__name__)
 
+SOURCES = Path(__file__).parent / "csrc"
 DEVICES = tuple(sorted(path.stem.partition("_")[2] for path in SOURCES.glob("delegating_*.cpp")))
 FOLDER_VARIABLE = "MINDSPEED_MEM_ALLOCATOR"
 _MakeRoom = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)

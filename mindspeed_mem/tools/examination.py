@@ -1,23 +1,22 @@
-"""The doctor: versions, devices, what makes results better, and whether each patch can be applied here."""
+"""What the doctor finds: versions, devices, what makes results better, and whether each patch can be applied here."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
 import platform
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
-from typing import TextIO
 
 import torch
 
-from mindspeed_mem import __version__, requirements, upstream
-from mindspeed_mem.device import available_backends, delegating, get_backend, native_build
+from mindspeed_mem import __version__, requirements
+from mindspeed_mem.device import available_backends, get_backend, native_build
+from mindspeed_mem.experimental import delegating
 from mindspeed_mem.megatron_adaptor import patch_modules
-from mindspeed_mem.patching import REGISTRY, Patch
+from mindspeed_mem.patching import REGISTRY, Patch, upstream
 
 PACKAGES = ("torch", "torch_npu", "megatron-core", "mindspeed", "wrapt", "PyYAML")
 _MODULES = {"megatron-core": "megatron.core", "PyYAML": "yaml"}
@@ -26,21 +25,13 @@ REQUIRED = {"torch", "megatron-core", "wrapt", "PyYAML"}
 GROUPS = ("cpu_*", "sdpa_*", "activation_*", "*")  # in the adaptor's order: repairs before megatron is imported
 
 
-def main(as_json: bool = False, out: TextIO | None = None) -> int:
-    """Print what was found, to `out` if given; returns 1 if something is wrong, else 0. Applies all patches: only for a
-    fresh process."""
-    logging.disable(logging.WARNING)  # drift is in the table
-    warnings.simplefilter("ignore")
-    found = examine()
-    print(json.dumps(found, indent=2) if as_json else _text(found), file=out)
-    return 1 if found["problems"] else 0
-
-
 def examine() -> dict:
     """Everything the doctor knows, as plain data: versions, devices, optional parts, patches and problems.
 
-    Of an optional part: what was found, or None, and then what its absence costs.
+    Of an optional part: what was found, or None, and then what its absence costs. Applies all patches: only for a fresh
+    process.
     """
+    _be_quiet()
     devices, optional = _devices(), _optional()  # before the patches for cpu change what torch.cuda says
     patches = _patches()
     versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
@@ -49,6 +40,11 @@ def examine() -> dict:
     problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
     found = {"versions": versions, "untested": requirements.untested(versions), "devices": devices}
     return {**found, "optional": optional, "patches": patches, "problems": problems}
+
+
+def _be_quiet() -> None:
+    logging.disable(logging.WARNING)  # drift is in the table
+    warnings.simplefilter("ignore")
 
 
 def _version(name: str) -> str | None:
@@ -121,8 +117,7 @@ def _patches() -> list[dict]:
 
 def write_hashes() -> None:
     """Write into the table (upstream.json) what the installed packages have where we patch. For a fresh process."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    _be_quiet()
     _patches()
     upstream.write(REGISTRY.originals(), upstream.TABLE)
 
@@ -151,26 +146,3 @@ def _why_waiting(patch: Patch, error: Exception) -> tuple[str, bool]:
             return f"{absent} is not installed", False
         return f"there is no module {absent} in the installed version", not patch.optional
     return f"{patch.module} cannot be imported: {type(error).__name__}: {error}", True
-
-
-def _text(found: dict) -> str:
-    lines = ["  ".join(f"{name} {number or '-'}" for name, number in found["versions"].items())]
-    tested = (f"{name} {' or '.join(numbers)}" for name, numbers in requirements.TESTED.items() if numbers)
-    lines += found["untested"] or [f"tested versions: {', '.join(tested)}"]
-    for entry in found["devices"]:
-        chosen = " (chosen when none is named)" if entry["chosen"] else ""
-        lines.append(f"device {entry['device']}{chosen} {', '.join(entry.get('names', []))}".rstrip())
-    for part in found["optional"]:
-        lines.append(f"{part['name']}: {part['found'] or 'none: ' + part['without']}")
-    rows = [(p["file"], p["target"], "; ".join([p["status"], *p["notes"]])) for p in found["patches"]]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-    lines += ["", *(f"{file:{widths[0]}}  {target:{widths[1]}}  {status}" for file, target, status in rows), ""]
-    if found["problems"]:
-        lines += [f"{len(found['problems'])} wrong:", *(f"  {problem}" for problem in found["problems"])]
-    else:
-        counted = {}
-        for patch in found["patches"]:
-            word = patch["status"].partition(",")[0]
-            counted[word] = counted.get(word, 0) + 1
-        lines.append("nothing is wrong: " + ", ".join(f"{n} {word}" for word, n in counted.items()))
-    return "\n".join(lines)

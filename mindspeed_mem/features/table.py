@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from mindspeed_mem import incompatible
 from mindspeed_mem.chunk.placement import placement
-from mindspeed_mem.optimizer_parallel.assignment import MODES
-from mindspeed_mem.options import (
-    Feature,
+from mindspeed_mem.features import incompatible
+from mindspeed_mem.features.readers import (
     at_least_one,
     by_pattern,
     gib,
@@ -16,6 +14,8 @@ from mindspeed_mem.options import (
     whole_numbers,
     zero_stage,
 )
+from mindspeed_mem.features.rows import Feature
+from mindspeed_mem.optimizer_parallel.assignment import MODES
 
 MEMORY_PATCHES = ("activation_*",)
 RECOMPUTE_PATCHES = ("recompute_*",)

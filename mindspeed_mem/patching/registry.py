@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from mindspeed_mem import upstream
+from mindspeed_mem.patching import upstream
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,21 @@
-"""The options of ``python -m mindspeed_mem plan``: read from text, so that all that is wrong is said at once."""
+"""``python -m mindspeed_mem plan``: what fits, the best plan, and what it is predicted to take."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mindspeed_mem import requirements
+from mindspeed_mem import output, requirements
+from mindspeed_mem.adaptive import estimate, picture, table, trace
+from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.devices import ASSUMED, DEVICES, assumptions, reached
-from mindspeed_mem.adaptive.problem import GIB
+from mindspeed_mem.adaptive.infeasible import InfeasibleError
+from mindspeed_mem.adaptive.problem import GIB, Problem
+from mindspeed_mem.adaptive.search import Found, Search
 from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
 from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
 from mindspeed_mem.model_sizes import (
@@ -22,7 +29,19 @@ from mindspeed_mem.model_sizes import (
     read_options,
     refuse_unknown,
 )
+from mindspeed_mem.reserve import Reserve, of_device
 from mindspeed_mem.schedule import problems as schedule_problems
+
+DESCRIPTION = """Finds which layers and operators should keep, swap or recompute their activations, from a model's shape
+or from a profile, and predicts step time and memory. Nothing is run; neither Megatron nor a device is needed:
+
+    python -m mindspeed_mem plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 \\
+        --micro-batch-size 1 --global-batch-size 16 --device-memory-gib 80 --link-gbps 50
+
+Options of the model have Megatron's names and defaults, dropout of 0.1 included; figures are for bf16. The exit status
+is 1 if nothing fits.
+"""
+_WIDTH = 100  # where there is no terminal
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
 _NUMBERS = MODEL_NUMBERS | {
@@ -58,23 +77,6 @@ _SPEEDS = {
 _OF_A_SHAPE = ("model", "device_name", *_NUMBERS, *_SWITCHES, *_CHOICES, *_DROPOUTS, *_SPEEDS)
 
 
-@dataclass
-class Request:
-    """What was asked for; `wrong` holds every reason why it cannot be done."""
-
-    shape: Shape | None = None
-    layout: Layout | None = None
-    machine: Machine | None = None
-    device_bytes: int | None = None
-    """Of the device."""
-    reserve_bytes: int | None = None
-    """What is not planned with, if that was said."""
-    host_bytes: int | None = None
-    assumed: str | None = None
-    """What a device's name was taken for."""
-    wrong: list[str] = field(default_factory=list)
-
-
 def add_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model and its layout (Megatron's options)")
     what = f"a published model, whatever other options say instead: {', '.join(PUBLISHED)}"
@@ -104,7 +106,111 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     files.add_argument("--picture", metavar="FILE", help="draw step time over memory limits: .svg, .png or .pdf")
 
 
-def read(given: argparse.Namespace) -> Request:
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    request = _read(given)
+    profile = None
+    if given.trace is not None:
+        try:
+            profile = trace.read(given.trace)
+        except trace.ProfileError as error:
+            request.wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
+    if request.wrong:
+        print("mindspeed_mem plan:", *(f"  {reason}" for reason in request.wrong), sep="\n", file=sys.stderr)
+        return 2
+    if profile is None:
+        problem = estimate.problem(request.shape, request.layout, request.machine)
+        profile = trace.Profile(
+            problem=problem,
+            origin="estimated",
+            machine=dataclasses.asdict(request.machine) | ({"assumed": request.assumed} if request.assumed else {}),
+            model=dataclasses.asdict(request.shape),
+            shapes=dataclasses.asdict(request.layout),
+        )
+    limits, kept = {}, None
+    if request.device_bytes is not None:
+        kept = _reserve(request, profile)
+        limits["device_limit"] = request.device_bytes - kept.bytes
+    if request.host_bytes is not None:
+        limits["host_limit"] = request.host_bytes
+    profile = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, **limits))
+    if given.write_trace:
+        trace.write(profile, given.write_trace)
+    return _plan(given, profile, kept)
+
+
+def _reserve(request: Request, profile: trace.Profile) -> Reserve:
+    """What of the device is not planned with."""
+    if request.reserve_bytes is not None:
+        return Reserve(asked=request.reserve_bytes)
+    sizes = {"pipeline": len(profile.problem.stages)} | {
+        name: profile.shapes.get(name) for name in ("tensor", "data", "context")
+    }
+    layout = Layout(**{name: size if isinstance(size, int) else 1 for name, size in sizes.items()})
+    return of_device(request.device_bytes, layout.groups)
+
+
+def _plan(given: argparse.Namespace, profile: trace.Profile, reserve: Reserve | None) -> int:
+    problem = profile.problem
+    search = Search(problem)
+    kept, full = keep_all(problem), full_recompute(problem)
+    status, found, error = 0, None, None
+    try:
+        if given.picture:
+            floor = search.floor()
+            asked = picture.limits(floor, max(kept.peaks), problem.device_limit)
+            curve = list(zip(asked, search.curve(asked), strict=True))
+            title = " ".join(table.head(profile, reserve)[:1])
+            picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
+        found = search.best()
+    except InfeasibleError as shortage:
+        status, error = 1, shortage
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    print("\n".join(table.lines(profile, reserve, kept, full, found, width)))
+    if error is not None:
+        states_are_split = bool(profile.shapes.get("distributed_optimizer"))
+        print(f"mindspeed_mem plan: {error.text(states_are_split)}", file=sys.stderr)
+        if reserve is not None and reserve.bytes:
+            print(f"  (a reserve of {table.gib(reserve.bytes)} GiB is kept besides: --reserve-gib)", file=sys.stderr)
+    if given.picture:
+        print(f"drawn to {given.picture}")
+    if given.output and found is not None:
+        _write(given.output, problem, found, table.head(profile, reserve), profile.origin)
+        print(f"written to {given.output}: train with --memory-config {given.output}")
+    return status
+
+
+def _write(target: str, problem: Problem, found: Found, head: list[str], origin: str) -> None:
+    from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config  # only this needs PyYAML
+
+    origin = "estimates" if origin == "estimated" else "a measured profile"
+    peak = table.gib(max(found.simulated.peaks))
+    first = f"mindspeed_mem plan: {found.simulated.seconds:.4g} s a step, {peak} GiB at most, from {origin}"
+    remarks = [first, *head]
+    output.write(target, as_yaml(memory_config(problem, found.plan), remarks))
+
+
+# ---- what the options say
+
+
+@dataclass
+class Request:
+    """What was asked for; `wrong` holds every reason why it cannot be done."""
+
+    shape: Shape | None = None
+    layout: Layout | None = None
+    machine: Machine | None = None
+    device_bytes: int | None = None
+    """Of the device."""
+    reserve_bytes: int | None = None
+    """What is not planned with, if that was said."""
+    host_bytes: int | None = None
+    assumed: str | None = None
+    """What a device's name was taken for."""
+    wrong: list[str] = field(default_factory=list)
+
+
+def _read(given: argparse.Namespace) -> Request:
     """Shape, layout and machine, or with a profile only the limits."""
     request = Request()
     wrong = request.wrong

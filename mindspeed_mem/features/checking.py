@@ -1,4 +1,4 @@
-"""What the flags of the table (feature_table.py) ask for.
+"""How our flags are checked: what those of the table (table.py) ask for.
 
 `check` turns arguments into `Settings`, or raises one FeatureError with every reason at once.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 from mindspeed_mem.chunk.settings import ChunkSettings
 from mindspeed_mem.device import Backend, DeviceError, get_backend
-from mindspeed_mem.feature_table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
-from mindspeed_mem.options import Feature, Option, dest_of
+from mindspeed_mem.features.rows import Feature, Option, dest_of
+from mindspeed_mem.features.table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 
 GROUP = "mindspeed_mem"
