@@ -57,8 +57,6 @@ class Backend(abc.ABC):
     is_host: bool = False
     """Whether it is the host itself: tensors and random generator are the host's, and Megatron has to be helped."""
 
-    for_tests: bool = False
-
     collectives: str = "gloo"
     """torch.distributed's backend for its tensors."""
 

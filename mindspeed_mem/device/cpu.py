@@ -19,6 +19,11 @@ _STREAM = Stream("cpu", "cpu", side=False)
 _DONE = Event()
 
 
+def why_absent() -> str | None:
+    """Nothing: it is always there."""
+    return None
+
+
 class CpuBackend(Backend):
     """Device memory is what an attached `Ledger` or `LimitedMemory` counts; host buffers are numpy's: outside it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_mem.chunk.placement import placement
+from mindspeed_mem.device import device_names
 from mindspeed_mem.features import incompatible
 from mindspeed_mem.features.readers import (
     at_least_one,
@@ -27,10 +28,10 @@ _RECOMPUTES = {
 FEATURES = (
     Feature(
         flag="--device",
-        choices=("auto", "cpu", "cuda", "npu"),
+        choices=("auto", *sorted(device_names())),
         default="auto",
-        help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of npu, "
-        "cuda, cpu. On cpu, megatron-core is made to train on host memory with gloo",
+        help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of "
+        f"{', '.join(device_names())}. On cpu, megatron-core is made to train on host memory with gloo",
     ),
     # Before all that wraps Megatron's schedules: it takes the place of what lies beneath it.
     Feature(

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from mindspeed_mem import __version__, requirements
-from mindspeed_mem.device import available_backends, get_backend, native_build
+from mindspeed_mem.device import available_backends, device_names, get_backend, native_build
 from mindspeed_mem.experimental import delegating
 from mindspeed_mem.megatron_adaptor import patch_modules
 from mindspeed_mem.patching import REGISTRY, Patch, upstream
@@ -67,9 +67,7 @@ def _version(name: str) -> str | None:
 
 def _devices() -> list[dict]:
     found = []
-    for name in available_backends():
-        if get_backend(name).for_tests:
-            continue
+    for name in filter(available_backends().__contains__, device_names()):
         entry = {"device": name, "chosen": get_backend().type == name}
         if not get_backend(name).is_host:
             module = torch.get_device_module(name)
