@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILE = '''
+FILE = """
 from mindspeed_mem.device.cpu import CpuBackend
 
 
@@ -22,7 +22,7 @@ class ToyBackend(CpuBackend):
     def copy(self, target, source, stream):
         ToyBackend.copies += 1
         super().copy(target, source, stream)
-'''
+"""
 SCRIPT = """
 import argparse
 import sys
