@@ -147,6 +147,7 @@ def observe() -> None:
     _State.observing = True
     settings = _check(_State.given)
     _apply(settings)
+    assert settings.backend is not None  # while observing, one is always chosen
     engines.start(load_memory_config(None), settings.backend, None, watch_only=True)
 
 

@@ -74,7 +74,7 @@ def _cuda() -> Needs:
             f"that version, or pip install {' '.join(f'nvidia-cuda-{name}' for name in names)}. Looked in: "
             f"{', '.join(map(str, folders)) or 'no folder: none of the usual ones exists'}"
         )
-    return Needs(list(dict.fromkeys(found.values())), [], ["c10_cuda"])
+    return Needs(list(dict.fromkeys(filter(None, found.values()))), [], ["c10_cuda"])
 
 
 def _cuda_folders() -> list[Path]:

@@ -218,7 +218,7 @@ def scan(arguments: list[str]) -> Namespace:
     """
     parser = _Scanner(add_help=False, allow_abbrev=False)
     for feature in FEATURES:
-        how = {"nargs": "+", "action": "extend"} if feature.many else {}
+        how: dict[str, Any] = {"nargs": "+", "action": "extend"} if feature.many else {}
         how = {"action": "store_true"} if feature.read is bool else how
         parser.add_argument(feature.flag, default=SUPPRESS, **how)
     ours = {f.flag for f in FEATURES}

@@ -97,10 +97,10 @@ def by_pattern(value: Any) -> Any:
     items = [value] if isinstance(value, str) else value
     if not (isinstance(items, list | tuple) and all(isinstance(item, str) for item in items)):
         raise ValueError(r"patterns, each with its layers or for all of them, such as mlp=0,3 or mlp\.linear_fc1")
-    found: dict[Any, Any] = {}
+    found: dict[str, Any] = {}
     for item in items:
         pattern, equals, layers = item.rpartition("=")
-        new = layer_list(layers) if equals else True
+        new: Any = layer_list(layers) if equals else True
         pattern = pattern if equals else item
         old = found.get(pattern, ())
         found[pattern] = True if new is True or old is True else (*old, *new)

@@ -79,7 +79,7 @@ class Feature:
         if self.read is bool:
             group.add_argument(self.flag, action="store_true", help=self.help)
         else:
-            kwargs = {"metavar": self.metavar} if self.choices is None else {"choices": self.choices}
+            kwargs: dict[str, Any] = {"metavar": self.metavar} if self.choices is None else {"choices": self.choices}
             if self.many:
                 kwargs |= {"nargs": "+", "action": "extend"}
             elif self.read is not str and self.choices is None:

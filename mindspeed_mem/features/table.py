@@ -20,10 +20,7 @@ from mindspeed_mem.optimizer_parallel.assignment import MODES
 
 MEMORY_PATCHES = ("activation_*",)
 RECOMPUTE_PATCHES = ("recompute_*",)
-_RECOMPUTES = {
-    "patches": (*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
-    "bars": (*incompatible.MEMORY, *incompatible.RECOMPUTE),
-}
+_RECOMPUTE_BARS = (*incompatible.MEMORY, *incompatible.RECOMPUTE)
 
 FEATURES = (
     Feature(
@@ -60,7 +57,8 @@ FEATURES = (
         help="layers whose forward runs again in backward, counted from 0 over the whole model: 0,3-5 or all; or in "
         "the stacks of a model that has several: encoder:0,decoder:1-3",
         section="recompute",
-        **_RECOMPUTES,
+        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
+        bars=_RECOMPUTE_BARS,
     ),
     Feature(
         flag="--select-recompute",
@@ -70,7 +68,8 @@ FEATURES = (
         help=r"operators whose forward runs again in backward, with their layers (none named: all), such as "
         r"'mlp=0,3' 'self_attention\.core_attention'",
         section="select_recompute",
-        **_RECOMPUTES,
+        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
+        bars=_RECOMPUTE_BARS,
     ),
     Feature(
         flag="--select-comm-recompute",
@@ -79,7 +78,8 @@ FEATURES = (
         metavar="PATTERN[=LAYERS]",
         help=r"the same for operators that communicate, and the norms that feed them, such as '.*\.norm'",
         section="select_comm_recompute",
-        **_RECOMPUTES,
+        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
+        bars=_RECOMPUTE_BARS,
     ),
     Feature(
         flag="--swap-host-memory-gib",

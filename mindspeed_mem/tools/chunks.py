@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mindspeed_mem.chunk import layout_picture, layout_text
 from mindspeed_mem.chunk.layout import Layout, ParameterSize, equal_chunks, megatron_buckets, sizes_of
@@ -84,21 +85,22 @@ def main(given: argparse.Namespace) -> int:
         print("mindspeed_mem chunks:", *(f"  {reason}" for reason in request.wrong), sep="\n", file=sys.stderr)
         return 2
     padded = given.ddp_pad_buckets_for_high_nccl_busbw
-    bounds = {
+    bounds: dict[str, Any] = {
         "range_elements": request.range_elements,
         "minimum_elements": request.minimum_elements,
         "step_elements": request.step_elements,
     }
     sizes, ranks = sizes_of(request.parameters), request.world_size
+    found: BucketSize | ChunkSize
     if given.compatible:
-        found = search_chunk_size(sizes, ranks, **bounds)
-        layout = equal_chunks(request.parameters, found.chunk_elements, ranks)
-        first, last = _equal(found, layout, request), []
+        found = size = search_chunk_size(sizes, ranks, **bounds)
+        layout = equal_chunks(request.parameters, size.chunk_elements, ranks)
+        first, last = _equal(size, layout, request), []
     else:
-        found = search_bucket_size(sizes, ranks, **bounds, high_bandwidth_padding=padded)
-        layout = megatron_buckets(request.parameters, found.target_elements, ranks, high_bandwidth_padding=padded)
-        first = _buckets(found, request)
-        last = _training(given, found)
+        found = bucket = search_bucket_size(sizes, ranks, **bounds, high_bandwidth_padding=padded)
+        layout = megatron_buckets(request.parameters, bucket.target_elements, ranks, high_bandwidth_padding=padded)
+        first = _buckets(bucket, request)
+        last = _training(given, bucket)
     if given.json:
         print(json.dumps(_as_json(found, layout, request, bounds)))
     else:
@@ -167,7 +169,7 @@ def _summary(layout: Layout, ranks: int) -> str:
     return f"{chunks}; {shard}; padding {layout.waste_fraction:.4%} ({waste})"
 
 
-def _as_json(found: BucketSize | ChunkSize, layout: Layout, request: Request, bounds: dict[str, int]) -> dict:
+def _as_json(found: BucketSize | ChunkSize, layout: Layout, request: Request, bounds: dict[str, int]) -> dict[str, Any]:
     """All numbers are elements, but for the fractions and counts."""
     return {
         "model": request.model,
@@ -247,9 +249,10 @@ def _shape(given: argparse.Namespace, request: Request) -> int:
     sizes = model_sizes(given, numbers, wrong)
     wrong += sizes.indivisible(ranks)
     if not wrong:
+        positions = numbers["max_position_embeddings"] or numbers["seq_length"] or 0
         shape = GPTShape(
             **sizes._asdict(),
-            max_position_embeddings=(numbers["max_position_embeddings"] or numbers["seq_length"]) if learned else 0,
+            max_position_embeddings=positions if learned else 0,
             layer_norm=given.normalization in (None, "LayerNorm"),
             tensor_parallel=ranks,
         )

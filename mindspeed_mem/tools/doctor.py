@@ -69,7 +69,7 @@ def _text(found: dict[str, Any]) -> str:
     if found["problems"]:
         lines += [f"{len(found['problems'])} wrong:", *(f"  {problem}" for problem in found["problems"])]
     else:
-        counted = {}
+        counted: dict[str, int] = {}
         for patch in found["patches"]:
             word = patch["status"].partition(",")[0]
             counted[word] = counted.get(word, 0) + 1

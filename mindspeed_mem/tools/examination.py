@@ -9,6 +9,7 @@ import platform
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ REQUIRED = {"torch", "megatron-core", "wrapt", "PyYAML"}
 GROUPS = ("cpu_*", "sdpa_*", "activation_*", "*")  # in the adaptor's order: repairs before megatron is imported
 
 
-def examine() -> dict:
+def examine() -> dict[str, Any]:
     """Everything the doctor knows, as plain data: versions, devices, optional parts, patches and problems.
 
     Of an optional part: what was found, or None, and then what its absence costs. Applies all patches: only for a fresh
@@ -34,7 +35,7 @@ def examine() -> dict:
     _be_quiet()
     devices, optional = _devices(), _optional()  # before the patches for cpu change what torch.cuda says
     patches = _patches()
-    versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "mindspeed_mem": __version__}
     versions |= {name: _version(name) for name in PACKAGES}  # megatron is imported by now, and had to come after them
     problems = [f"{name} is not installed" for name in PACKAGES if name in REQUIRED and versions[name] is None]
     problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
@@ -65,7 +66,7 @@ def _version(name: str) -> str | None:
         return "unknown"
 
 
-def _devices() -> list[dict]:
+def _devices() -> list[dict[str, Any]]:
     found = []
     for name in filter(available_backends().__contains__, device_names()):
         entry = {"device": name, "chosen": get_backend().type == name}
@@ -76,7 +77,7 @@ def _devices() -> list[dict]:
     return found
 
 
-def _optional() -> list[dict]:
+def _optional() -> list[dict[str, str | None]]:
     device = get_backend().type
     library = delegating.available(device)
     parts = (
@@ -96,7 +97,7 @@ def _optional() -> list[dict]:
     return [{"name": name, "found": found, "without": without} for name, found, without in parts]
 
 
-def _patches() -> list[dict]:
+def _patches() -> list[dict[str, Any]]:
     """Apply everything, import what the patches wait for, and look at each symbol."""
     modules = patch_modules(GROUPS)
     for module in modules:
@@ -120,7 +121,7 @@ def write_hashes() -> None:
     upstream.write(REGISTRY.originals(), upstream.TABLE)
 
 
-def _row(patch: Patch, error: Exception | None) -> dict:
+def _row(patch: Patch, error: Exception | None) -> dict[str, Any]:
     status, notes = patch.verify(), list(patch.notes)
     wrong = status.startswith(("FAILED", "LOST"))
     if status == "waiting" and error is not None:

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mindspeed_mem.tools import run
 
@@ -67,7 +67,9 @@ def _print_and_leave(adaptor: ModuleType) -> NoReturn:
     from mindspeed_mem.activation import regions
 
     tree = {layer: sorted(paths) for layer, paths in regions.tagged_layers().items()}
-    census = engines.current().census
+    engine = engines.current()
+    assert engine is not None and engine.census is not None  # `observe` has started it
+    census = engine.census
     everyone = adaptor.gather((census.storages(), census.choices(), tree, regions.layer_classes()))
     if everyone is not None:
         print(_merged(everyone), flush=True)
@@ -76,12 +78,15 @@ def _print_and_leave(adaptor: ModuleType) -> NoReturn:
     raise Finished(0)
 
 
-def _merged(everyone: list[tuple]) -> str:
+def _merged(everyone: list[tuple[Any, ...]]) -> str:
     """Each layer as the first rank sees it that has it: data and tensor parallel ranks hold the same operators."""
     from mindspeed_mem.plan import both_names
     from mindspeed_mem.report.ops_table import format_operators
 
-    storages, choices, operators, classes = [], [], {}, {}
+    storages: list[dict[str, Any]] = []
+    choices: list[dict[str, Any]] = []
+    operators: dict[int, list[str]] = {}
+    classes: dict[int, str] = {}
     for rows, again, tree, labels in everyone:
         new = set(tree) - set(operators)
         # What comes from outside the layers belongs to the layers that need it.

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mindspeed_mem import output, requirements
 from mindspeed_mem.adaptive import estimate, picture, table, trace
@@ -109,27 +110,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     request = _read(given)
-    profile = None
-    if given.trace is not None:
-        try:
-            profile = trace.read(given.trace)
-        except trace.ProfileError as error:
-            request.wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
-    if request.wrong:
+    profile = request.profile
+    if request.wrong or profile is None:
         print("mindspeed_mem plan:", *(f"  {reason}" for reason in request.wrong), sep="\n", file=sys.stderr)
         return 2
-    if profile is None:
-        problem = estimate.problem(request.shape, request.layout, request.machine)
-        profile = trace.Profile(
-            problem=problem,
-            origin="estimated",
-            machine=dataclasses.asdict(request.machine) | ({"assumed": request.assumed} if request.assumed else {}),
-            model=dataclasses.asdict(request.shape),
-            shapes=dataclasses.asdict(request.layout),
-        )
-    limits, kept = {}, None
+    limits: dict[str, Any] = {}
+    kept = None
     if request.device_bytes is not None:
-        kept = _reserve(request, profile)
+        kept = _reserve(request, profile, request.device_bytes)
         limits["device_limit"] = request.device_bytes - kept.bytes
     if request.host_bytes is not None:
         limits["host_limit"] = request.host_bytes
@@ -139,15 +127,15 @@ def main(given: argparse.Namespace) -> int:
     return _plan(given, profile, kept)
 
 
-def _reserve(request: Request, profile: trace.Profile) -> Reserve:
+def _reserve(request: Request, profile: trace.Profile, device_bytes: int) -> Reserve:
     """What of the device is not planned with."""
     if request.reserve_bytes is not None:
         return Reserve(asked=request.reserve_bytes)
-    sizes = {"pipeline": len(profile.problem.stages)} | {
+    sizes: dict[str, Any] = {"pipeline": len(profile.problem.stages)} | {
         name: profile.shapes.get(name) for name in ("tensor", "data", "context")
     }
-    layout = Layout(**{name: size if isinstance(size, int) else 1 for name, size in sizes.items()})
-    return of_device(request.device_bytes, layout.groups)
+    sizes = {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
+    return of_device(device_bytes, Layout(**sizes).groups)
 
 
 def _plan(given: argparse.Namespace, profile: trace.Profile, reserve: Reserve | None) -> int:
@@ -197,16 +185,13 @@ def _write(target: str, problem: Problem, found: Found, head: list[str], origin:
 class Request:
     """What was asked for; `wrong` holds every reason why it cannot be done."""
 
-    shape: Shape | None = None
-    layout: Layout | None = None
-    machine: Machine | None = None
+    profile: trace.Profile | None = None
+    """What to plan from; None where something is wrong."""
     device_bytes: int | None = None
     """Of the device."""
     reserve_bytes: int | None = None
     """What is not planned with, if that was said."""
     host_bytes: int | None = None
-    assumed: str | None = None
-    """What a device's name was taken for."""
     wrong: list[str] = field(default_factory=list)
 
 
@@ -216,22 +201,41 @@ def _read(given: argparse.Namespace) -> Request:
     wrong = request.wrong
     if given.trace is not None:
         instead_of("--trace", given, _OF_A_SHAPE, wrong)
-    request.assumed = _by_name(given, wrong)
+    assumed = _by_name(given, wrong)
     device = number("--device-memory-gib", given.device_memory_gib, wrong)
     request.device_bytes = None if device is None else round(device * GIB)
     kept = number("--reserve-gib", given.reserve_gib, wrong, least=0)
     request.reserve_bytes = None if kept is None else round(kept * GIB)
     if kept is not None and given.device_memory_gib is None:
         wrong.append("--reserve-gib is taken from --device-memory-gib, which is not given")
-    elif None not in (kept, device) and kept >= device:
+    elif kept is not None and device is not None and kept >= device:
         wrong.append(f"--reserve-gib {kept:g} leaves nothing of --device-memory-gib {device:g}")
     host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
     request.host_bytes = None if host is None else round(host * GIB)
+    described = None
     if given.trace is None:
         refuse_unknown(given, "plan does not know what it keeps: plan --trace takes a profile of such a model", wrong)
-        _shape(given, request)
+        described = _described(given, request)
     _files(given, wrong)
+    if given.trace is not None:
+        try:
+            request.profile = trace.read(given.trace)
+        except trace.ProfileError as error:
+            wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
+    elif described is not None and not wrong:
+        request.profile = _estimated(*described, assumed)
     return request
+
+
+def _estimated(shape: Shape, layout: Layout, machine: Machine, assumed: str | None) -> trace.Profile:
+    """A profile by formula. `assumed`: what a device's name was taken for."""
+    return trace.Profile(
+        problem=estimate.problem(shape, layout, machine),
+        origin="estimated",
+        machine=dataclasses.asdict(machine) | ({"assumed": assumed} if assumed else {}),
+        model=dataclasses.asdict(shape),
+        shapes=dataclasses.asdict(layout),
+    )
 
 
 def _by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
@@ -253,7 +257,8 @@ def _by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
     return assumed
 
 
-def _shape(given: argparse.Namespace, request: Request) -> None:
+def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Layout, Machine] | None:
+    """Model, layout and machine that the options describe; None where too much is missing or wrong."""
     wrong = request.wrong
     needed = (*_NEEDED, "device_memory_gib")
     missing = [flag(name) for name in needed if getattr(given, name) is None]
@@ -261,7 +266,8 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         wrong.append(
             f"{', '.join(missing)}: missing; without --trace the model's shape and the device's memory are needed"
         )
-    numbers = read_options(given, _NUMBERS, _CHOICES, wrong)
+    read = read_options(given, _NUMBERS, _CHOICES, wrong)
+    numbers = {name: size for name, size in read.items() if size is not None}
     speeds = {
         name: default if getattr(given, name) is None else number(flag(name), getattr(given, name), wrong)
         for name, (default, _) in _SPEEDS.items()
@@ -273,10 +279,10 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
     wrong += [
         f"{flag(name)} is a share below 1, not {share:g}" for name, share in dropouts.items() if (share or 0) >= 1
     ]
-    if wrong:
-        return
-    sizes = model_sizes(given, numbers, wrong)
-    request.shape = shape = Shape(
+    if wrong or request.device_bytes is None:
+        return None
+    sizes = model_sizes(given, read, wrong)
+    shape = Shape(
         **sizes._asdict(),
         seq_length=numbers["seq_length"],
         micro_batch_size=numbers["micro_batch_size"],
@@ -284,10 +290,10 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         rope=given.position_embedding_type == "rope",
         flash=given.attention_backend != "unfused",
         **{name: bool(share) for name, share in dropouts.items()},
-        context=numbers["context_parallel_size"] or 1,
+        context=numbers.get("context_parallel_size", 1),
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
     )
-    request.layout = layout = _layout(given, shape, numbers, wrong)
+    layout = _layout(given, shape, numbers, wrong)
     if not shape.flash and shape.num_query_groups < shape.num_attention_heads:
         wrong.append("--attention-backend unfused copies keys and values for each head; --num-query-groups needs flash")
     if shape.context > 1 and not shape.flash:
@@ -296,12 +302,14 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         twice = f"twice --context-parallel-size {shape.context}"
         wrong.append(f"--seq-length {shape.seq_length} is no multiple of {twice}: each rank takes two pieces")
     wrong += sizes.indivisible(layout.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
-    request.machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **speeds)
+    reached_speeds = {name: speed for name, speed in speeds.items() if speed is not None}
+    machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **reached_speeds)
+    return shape, layout, machine
 
 
-def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int | None], wrong: list[str]) -> Layout:
-    tensor, pipeline = numbers["tensor_model_parallel_size"] or 1, numbers["pipeline_model_parallel_size"] or 1
-    data, per_part = numbers["data_parallel_size"] or 1, numbers["num_layers_per_virtual_pipeline_stage"]
+def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], wrong: list[str]) -> Layout:
+    tensor, pipeline = numbers.get("tensor_model_parallel_size", 1), numbers.get("pipeline_model_parallel_size", 1)
+    data, per_part = numbers.get("data_parallel_size", 1), numbers.get("num_layers_per_virtual_pipeline_stage")
     virtual, micro_batches = 1, 1
     if per_part is not None and (shape.num_layers % (pipeline * per_part) or pipeline == 1):
         wrong.append(

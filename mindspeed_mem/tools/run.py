@@ -93,7 +93,7 @@ def start(script: str) -> None:
     main = ModuleType("__main__")
     main.__file__ = script
     main.__spec__ = importlib.util.find_spec(__name__)
-    main.__builtins__ = __builtins__
+    main.__dict__["__builtins__"] = __builtins__
     keep = sys.modules["__main__"]  # its code is still running
     # The second name, which multiprocessing has set already: what a child sends back refers to classes by it.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main

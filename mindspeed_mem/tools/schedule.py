@@ -6,6 +6,7 @@ import argparse
 import shutil
 import sys
 import textwrap
+from typing import Any
 
 from mindspeed_mem.command_line import AsGiven, as_given, check_picture, number, whole
 from mindspeed_mem.schedule import picture
@@ -54,19 +55,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     wrong: list[str] = []
-    sizes = [
+    found = [
         whole(as_given(given, *_STAGES), given.pp, wrong),
         whole(as_given(given, *_VIRTUAL), given.vpp, wrong),
         whole("--microbatches", given.microbatches, wrong),
     ]
-    limits = {
+    sizes = [size for size in found if size is not None]  # all three, or the others are in `wrong`
+    limits: dict[str, Any] = {
         "group_size": whole(as_given(given, *_GROUP), given.group_size, wrong),
         "cap": whole(as_given(given, *_CAP), given.max_inflight, wrong),
         "megatron_loop": given.megatron_loop,
     }
     numbers_wrong = bool(wrong)
-    backward = number("--backward-ratio", given.backward_ratio, wrong, 0.01)
-    send = number("--send-ratio", given.send_ratio, wrong, 0.0)
+    backward = number("--backward-ratio", given.backward_ratio, wrong, 0.01) or 1.0
+    send = number("--send-ratio", given.send_ratio, wrong, 0.0) or 0.0
     mib = number("--mib", given.mib, wrong, 0.0)
     if given.megatron_loop and given.max_inflight is None:
         wrong.append("--megatron-loop chooses among orders with a cap; give one with --max-inflight")
