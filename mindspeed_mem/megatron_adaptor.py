@@ -332,5 +332,5 @@ def _limit_memory(settings: Settings) -> None:
     _State.limited, _State.limit = backend, settings.device_limit_bytes
 
 
-delegation.bring(delegating)
+delegation.INSTALLERS[:] = [delegating.install_if_built]
 _read_command_line(sys.argv[1:])

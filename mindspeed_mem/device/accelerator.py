@@ -81,19 +81,7 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return NativeEvent(native, pool)
 
     def wait(self, stream: Stream, event: NativeEvent, reason: str) -> None:
-        if stream.side:
-            stream.native.wait_event(event.native)
-        else:
-            self.timed_wait(stream, event, reason)
-
-    def on_stream(self, stream: Stream) -> AbstractContextManager:
-        return self._module.stream(stream.native)
-
-    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
-        tensor.record_stream(stream.native)
-
-    def timed_wait(self, stream: Stream, event: NativeEvent, reason: str) -> None:
-        if event.native.query():
+        if stream.side or event.native.query():
             stream.native.wait_event(event.native)
             return
         begin, end = self._timing_event(), self._timing_event()
@@ -103,6 +91,12 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         self._stalls.append((begin, end))
         if len(self._stalls) > _PENDING_STALLS:
             self._add_up()
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager:
+        return self._module.stream(stream.native)
+
+    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
+        tensor.record_stream(stream.native)
 
     def done(self, event: NativeEvent) -> bool:
         return event.native.query()

@@ -126,10 +126,6 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
         """
         return None
 
-    def timed_wait(self, stream: AnyStream, event: AnyEvent, reason: str) -> None:
-        """`wait` whose stand-still counts in `stall_seconds` whatever the stream is."""
-        self.wait(stream, event, reason)
-
     @abc.abstractmethod
     def done(self, event: AnyEvent) -> bool:
         """Whether `event` has happened, as far as the host can tell without waiting."""

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol
 
 from mindspeed_mem.device.base import Backend
 
-
-class Delegating(Protocol):
-    """What brings such allocators (experimental/delegating.py)."""
-
-    def available(self, device: str) -> Path | None: ...
-
-    def install(self, backend: Backend, make_room: Callable[[int], int]) -> Callable[[], None]: ...
+MakeRoom = Callable[[int], int]
+INSTALLERS: list[Callable[[Backend, MakeRoom], bool]] = []
+"""Of those who bring one: each lets it call ``make_room(nbytes)``, which returns the bytes that it has freed, before a
+request on the backend's device fails; returns whether there is one for it."""
 
 
-_brought: list[Delegating] = []
-
-
-def bring(delegating: Delegating) -> None:
-    """Let engines use these allocators, wherever one is built."""
-    _brought[:] = [delegating]
-
-
-def ask_through_allocator(backend: Backend, make_room: Callable[[int], int]) -> bool:
-    """Let the allocator of the backend's device call ``make_room(nbytes)``, which returns the bytes that it has freed,
-    before a request fails; returns whether there is one."""
-    for delegating in _brought:
-        if delegating.available(backend.type) is not None:
-            delegating.install(backend, make_room)
-            return True
-    return False
+def ask_through_allocator(backend: Backend, make_room: MakeRoom) -> bool:
+    """Let an allocator ask for room, once for each device; returns whether there is one."""
+    return any(install(backend, make_room) for install in INSTALLERS)

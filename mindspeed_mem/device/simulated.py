@@ -176,11 +176,6 @@ class SimulatedBackend(HostBackend[SimulatedStream, SimulatedEvent]):
         if reason not in self.leave_out:
             self._known(tensor.untyped_storage()).used_on.append(stream)
 
-    def timed_wait(self, stream: SimulatedStream, event: SimulatedEvent, reason: str) -> None:
-        if stream.side and reason not in self.leave_out:
-            self._stalled += max(0.0, event.seconds - stream.seconds)
-        self.wait(stream, event, reason)
-
     def done(self, event: SimulatedEvent) -> bool:
         # As late as may be: a copy may have run, but the host has not been told.
         return covers(self._host, event.clock)

@@ -57,6 +57,14 @@ def file_name(device: str) -> str:
     return library_name(SOURCES / f"delegating_{device}.cpp", header + toolkit)
 
 
+def install_if_built(backend: Backend, make_room: Callable[[int], int]) -> bool:
+    """`install` for good, where the library is built; returns whether it is."""
+    built = available(backend.type) is not None
+    if built:
+        install(backend, make_room)
+    return built
+
+
 def install(backend: Backend, make_room: Callable[[int], int]) -> Callable[[], None]:
     """Put the allocator in front of the one of the backend's device; returns a function that takes it away again.
 
