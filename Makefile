@@ -2,8 +2,8 @@
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
 # make test-oldest  set up the oldest supported torch beside it (.venv-oldest) and run some tests of swapping
 # make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
-# make check      ruff and the unit tests: the quick loop
-# make lint, make doctor, make clean
+# make check      ruff, types and the unit tests: the quick loop
+# make lint, make types, make doctor, make clean
 #
 # PYTHON=python3.12       the interpreter to make the environment with (3.10, 3.11 or 3.12)
 # TORCH="torch==2.6.0"    another torch than the one in requirements-cpu.txt (export it, or give it in every call)
@@ -29,7 +29,7 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test test-oldest check lint doctor hashes clean environment
+.PHONY: help pretrain test test-oldest check lint types doctor hashes clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -53,9 +53,12 @@ test: environment
 test-oldest: environment
 	RUN="$(RUN)" OLDEST=$(OLDEST) .ci/oldest --quiet $(PARALLEL) $(OLDEST_TESTS)
 
-lint: environment
+lint: types
 	$(ENVIRONMENT) $(RUN) -m ruff check .
 	$(ENVIRONMENT) $(RUN) -m ruff format --check .
+
+types: environment
+	$(ENVIRONMENT) $(RUN) -m mypy
 
 check: lint
 	@$(MAKE) --no-print-directory test TESTS=tests/unit PYTEST_ARGS="-m 'not slow and not distributed' $(PYTEST_ARGS)"
