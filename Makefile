@@ -1,8 +1,9 @@
 # make pretrain   set up and train a small GPT with activation swap on CPU
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
+# make test-oldest  set up the oldest supported torch beside it (.venv-oldest) and run some tests of swapping
 # make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
-# make check      ruff and the unit tests: the quick loop
-# make lint, make doctor, make clean
+# make check      ruff, types and the unit tests: the quick loop
+# make lint, make types, make doctor, make clean
 #
 # PYTHON=python3.12       the interpreter to make the environment with (3.10, 3.11 or 3.12)
 # TORCH="torch==2.6.0"    another torch than the one in requirements-cpu.txt (export it, or give it in every call)
@@ -16,6 +17,9 @@ DEVICE ?= cpu
 TESTS ?= tests
 PYTEST_ARGS ?=
 JOBS ?= 2
+OLDEST := 2.6.0
+OLDEST_TESTS := tests/asynchrony/test_swap_waits.py tests/memory/test_life_cycle.py \
+    $(foreach kind,dense moe,'tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model[$(kind)]')
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
@@ -25,7 +29,7 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test check lint doctor hashes clean environment
+.PHONY: help pretrain test test-oldest check lint types doctor hashes clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -41,12 +45,20 @@ pretrain: environment
 	$(ENVIRONMENT) PYTHON="$(RUN)" DEVICE=$(DEVICE) examples/pretrain_gpt_swap.sh
 
 # tests/conftest.py puts the fast tests first; most of the others start up to four ranks of their own.
-test: environment
-	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist loadfile) $(PYTEST_ARGS) $(TESTS)
+PARALLEL = $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist loadfile)
 
-lint: environment
+test: environment
+	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 $(PARALLEL) $(PYTEST_ARGS) $(TESTS)
+
+test-oldest: environment
+	RUN="$(RUN)" OLDEST=$(OLDEST) .ci/oldest --quiet $(PARALLEL) $(OLDEST_TESTS)
+
+lint: types
 	$(ENVIRONMENT) $(RUN) -m ruff check .
 	$(ENVIRONMENT) $(RUN) -m ruff format --check .
+
+types: environment
+	$(ENVIRONMENT) $(RUN) -m mypy
 
 check: lint
 	@$(MAKE) --no-print-directory test TESTS=tests/unit PYTEST_ARGS="-m 'not slow and not distributed' $(PYTEST_ARGS)"
@@ -55,9 +67,9 @@ doctor: environment
 	$(ENVIRONMENT) $(RUN) -m mindspeed_mem doctor
 
 hashes: environment
-	$(ENVIRONMENT) MINDSPEED_MEM_DEVICE=cpu $(RUN) -c "from mindspeed_mem import doctor; doctor.write_hashes()"
+	$(ENVIRONMENT) MINDSPEED_MEM_DEVICE=cpu $(RUN) -c "from mindspeed_mem.tools import examination; examination.write_hashes()"
 
-# Only the default environment: one that VENV names may hold other people's packages.
+# Only the default environments: one that VENV names may hold other people's packages.
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,8 +27,6 @@ from mindspeed_mem.device import DeviceError, get_backend
 from mindspeed_mem.interruption import in_one_line
 from mindspeed_mem.plan import MemoryConfigError
 
-COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-
 
 @record
 def main():
@@ -124,7 +122,7 @@ def join_ranks(args):
     """The process group of all ranks; a process that was started without torchrun is alone in it."""
     alone = {} if "RANK" in os.environ else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    torch.distributed.init_process_group(COLLECTIVES[args.device], timeout=timeout, **alone)
+    torch.distributed.init_process_group(get_backend(args.device).collectives, timeout=timeout, **alone)
 
 
 def set_seed(args):

@@ -35,7 +35,6 @@ MODELS = {  # hidden size, layers, heads
     "gpt2_10b": (4096, 50, 16),
 }
 VOCABULARY = 50257
-COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -118,7 +117,7 @@ def train(args):
     if args.memory_limit_gib:
         backend.limit_memory(int(args.memory_limit_gib * 2**30))
     if "RANK" in os.environ:
-        dist.init_process_group(COLLECTIVES[backend.type])
+        dist.init_process_group(backend.collectives)
     rank = dist.get_rank() if dist.is_initialized() else 0
     group = ProcessGroup(tp_degree=args.tp_degree)
     replicas = group.dp_process_group()

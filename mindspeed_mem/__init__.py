@@ -5,6 +5,7 @@ Start a Megatron pretrain script with ``import mindspeed_mem.megatron_adaptor``;
 
 from pathlib import Path
 
+__all__ = ["__version__"]
 __version__ = "0.1.0"
 
 # The patches live in a top-level folder of the checkout and inside the package of an installed wheel: with this line

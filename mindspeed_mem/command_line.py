@@ -7,6 +7,7 @@ import importlib.util
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from mindspeed_mem import output
 
@@ -61,7 +62,7 @@ class AsGiven(argparse.Action):
     """Stores the text, and by which of the option's names it was given (`as_given`)."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: str, option: str | None = None
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         setattr(namespace, self.dest, values)
         setattr(namespace, _NAMED + self.option_strings[0], option)

@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+__all__ = ["STATUS", "in_one_line"]
+
 STATUS = 128 + signal.SIGINT
 """The exit status, as shells have it."""
 _LATER = 0.01  # seconds
@@ -49,7 +51,7 @@ def in_one_line(who: str) -> Iterator[None]:
     sys.unraisablehook = earlier
 
 
-def _again(unraisable: object) -> None:
+def _again(unraisable: sys.UnraisableHookArgs) -> None:
     """KeyboardInterrupt came up in a destructor or a callback, which lets nothing through: raise it once more."""
     if unraisable.exc_type is KeyboardInterrupt:
         main = threading.main_thread().ident  # a sleep there ends only with a signal of its own

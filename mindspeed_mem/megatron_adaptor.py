@@ -25,7 +25,8 @@ import torch.distributed as dist
 from mindspeed_mem import features, patches, ranks
 from mindspeed_mem.activation.functions import adapt_mem_func_wrapper
 from mindspeed_mem.activation.observe.meter import ActivationMeter
-from mindspeed_mem.device import Backend, numa
+from mindspeed_mem.device import Backend, delegation, numa
+from mindspeed_mem.experimental import delegating
 from mindspeed_mem.features import FeatureError, Settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
@@ -135,6 +136,7 @@ def observe() -> None:
     _State.observing = True
     settings = _check(_State.given)
     _apply(settings)
+    assert settings.backend is not None  # while observing, one is always chosen
     engines.start(load_memory_config(None), settings.backend, None, watch_only=True)
 
 
@@ -314,4 +316,5 @@ def _limit_memory(settings: Settings) -> None:
     _State.limited, _State.limit = backend, settings.device_limit_bytes
 
 
+delegation.INSTALLERS[:] = [delegating.install_if_built]
 _read_command_line(sys.argv[1:])

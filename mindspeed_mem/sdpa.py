@@ -55,7 +55,9 @@ def core_attention(
     if is_host_device(query.device):
         query, key, value = _for_the_cpu_kernel(query, key, value)
     output = scaled_dot_product_attention(
-        *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
         attn_mask=None if hidden is None else ~hidden,
         dropout_p=dropout,
         is_causal=causal,
@@ -82,7 +84,7 @@ def _cpu_kernel_takes_groups() -> bool:
     query, key = torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 1, 8)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         output = scaled_dot_product_attention(query.requires_grad_(), key, key, enable_gqa=True)
-    return "Flash" in output.grad_fn.name()
+    return "Flash" in str(output.grad_fn)
 
 
 def share_last_channels(key: torch.Tensor, channels: int, group: dist.ProcessGroup) -> torch.Tensor:

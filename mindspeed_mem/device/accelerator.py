@@ -9,6 +9,7 @@ import threading
 import warnings
 from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -26,26 +27,26 @@ class NativeEvent(Event):
 
     __slots__ = ("native", "_pool")
 
-    def __init__(self, native: object, pool: collections.deque) -> None:
+    def __init__(self, native: Any, pool: collections.deque[Any]) -> None:
         self.native, self._pool = native, pool
 
     def __del__(self) -> None:
         self._pool.append(self.native)
 
 
-class AcceleratorBackend(Backend):
+class AcceleratorBackend(Backend[Stream, NativeEvent]):
     """A device with real streams. `module` is torch.cuda or torch.npu, `type` its device type."""
 
-    driver_full: re.Pattern
+    driver_full: re.Pattern[str]
     """What libraries, and older torch_npu itself, say if there is no memory left: RuntimeErrors of no certain type."""
-    perhaps_full: re.Pattern
+    perhaps_full: re.Pattern[str]
     """What they say for this reason or another."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
-        self._events: dict[object, collections.deque] = {}  # native events ready for use, by device
-        self._timing: collections.deque = collections.deque()
-        self._stalls: collections.deque = collections.deque()
+        self._events: dict[object, collections.deque[Any]] = {}  # native events ready for use, by device
+        self._timing: collections.deque[Any] = collections.deque()
+        self._stalls: collections.deque[tuple[Any, Any]] = collections.deque()
         self._stalled = 0.0
         self._lock = threading.Lock()
         self._told_unpinned = False
@@ -69,7 +70,7 @@ class AcceleratorBackend(Backend):
     def new_stream(self, name: str) -> Stream:
         return Stream(self._module.Stream(), name, side=True)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> NativeEvent:
         # An event belongs to the device it was first recorded on.
         pool = self._events.setdefault(stream.native.device, collections.deque())
         try:
@@ -79,20 +80,8 @@ class AcceleratorBackend(Backend):
         native.record(stream.native)
         return NativeEvent(native, pool)
 
-    def wait(self, stream: Stream, event: Event, reason: str) -> None:
-        if stream.side:
-            stream.native.wait_event(event.native)
-        else:
-            self.timed_wait(stream, event, reason)
-
-    def on_stream(self, stream: Stream) -> AbstractContextManager:
-        return self._module.stream(stream.native)
-
-    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
-        tensor.record_stream(stream.native)
-
-    def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
-        if event.native.query():
+    def wait(self, stream: Stream, event: NativeEvent, reason: str) -> None:
+        if stream.side or event.native.query():
             stream.native.wait_event(event.native)
             return
         begin, end = self._timing_event(), self._timing_event()
@@ -103,10 +92,16 @@ class AcceleratorBackend(Backend):
         if len(self._stalls) > _PENDING_STALLS:
             self._add_up()
 
-    def done(self, event: Event) -> bool:
+    def on_stream(self, stream: Stream) -> AbstractContextManager:
+        return self._module.stream(stream.native)
+
+    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
+        tensor.record_stream(stream.native)
+
+    def done(self, event: NativeEvent) -> bool:
         return event.native.query()
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: NativeEvent | None = None) -> None:
         if event is None:
             self._module.synchronize()
         else:
@@ -116,7 +111,7 @@ class AcceleratorBackend(Backend):
         self._add_up()
         return self._stalled
 
-    def timestamp(self, stream: Stream | None = None) -> object:
+    def timestamp(self, stream: Stream | None = None) -> NativeEvent:
         native = self._timing_event()
         native.record(self._module.current_stream() if stream is None else stream.native)
         return NativeEvent(native, self._timing)
@@ -126,7 +121,7 @@ class AcceleratorBackend(Backend):
         end.native.synchronize()
         return begin.native.elapsed_time(end.native) / 1000.0
 
-    def _timing_event(self) -> object:
+    def _timing_event(self) -> Any:
         try:
             return self._timing.pop()
         except IndexError:
@@ -179,7 +174,7 @@ class AcceleratorBackend(Backend):
     def reset_peak(self) -> None:
         self._module.reset_peak_memory_stats()
 
-    def limit(self) -> int | None:
+    def limit(self) -> int:
         index = self._module.current_device()
         read = getattr(self._module, "get_per_process_memory_fraction", None)  # others may set it, too
         fraction = self._fractions.get(index, 1.0) if read is None else read(index)
@@ -252,9 +247,10 @@ class AcceleratorBackend(Backend):
     def pci_address(self) -> str | None:
         found = self._module.get_device_properties(self._module.current_device())
         place = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-        if not all(isinstance(number, int) for number in place):
+        numbers = [number for number in place if isinstance(number, int)]
+        if len(numbers) < len(place):
             return None  # older torch, and torch_npu, do not tell
-        return "{:04x}:{:02x}:{:02x}.0".format(*place)
+        return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
     def _total(self) -> int:
         return self._module.get_device_properties(self._module.current_device()).total_memory

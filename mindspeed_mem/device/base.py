@@ -6,9 +6,12 @@ import abc
 import re
 import time
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
 
 import torch
 
+AnyStream = TypeVar("AnyStream", bound="Stream")
+AnyEvent = TypeVar("AnyEvent", bound="Event")
 _WANTED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -25,7 +28,7 @@ class Stream:
 
     __slots__ = ("native", "name", "side")
 
-    def __init__(self, native: object, name: str, side: bool) -> None:
+    def __init__(self, native: Any, name: str, side: bool) -> None:  # of torch.cuda, of torch_npu, or none
         self.native, self.name, self.side = native, name, side
 
     def __eq__(self, other: object) -> bool:
@@ -49,15 +52,16 @@ class Event:
     __slots__ = ("__weakref__",)
 
 
-class Backend(abc.ABC):
-    """One device type. Tensors given to `copy` are one-dimensional uint8; sizes are in bytes, times in seconds."""
+class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
+    """One device type, with its kinds of streams and events.
+
+    Tensors given to `copy` are one-dimensional uint8; sizes are in bytes, times in seconds.
+    """
 
     type: str
 
     is_host: bool = False
     """Whether it is the host itself: tensors and random generator are the host's, and Megatron has to be helped."""
-
-    for_tests: bool = False
 
     collectives: str = "gloo"
     """torch.distributed's backend for its tensors."""
@@ -87,7 +91,7 @@ class Backend(abc.ABC):
     # ---- streams and events
 
     @abc.abstractmethod
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> AnyStream:
         """The stream that work of this thread goes to now; read live, so do not keep it."""
 
     def stream_key(self) -> object:
@@ -95,26 +99,26 @@ class Backend(abc.ABC):
         return self.current_stream()
 
     @abc.abstractmethod
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str) -> AnyStream:
         """A side stream; `name` is for messages and traces."""
 
     @abc.abstractmethod
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: AnyStream) -> AnyEvent:
         """An event after all work submitted to `stream` so far."""
 
     @abc.abstractmethod
-    def wait(self, stream: Stream, event: Event, reason: str) -> None:
+    def wait(self, stream: AnyStream, event: AnyEvent, reason: str) -> None:
         """Let later work of `stream` start only when `event` has happened; the host goes on.
 
         `reason` is a short constant label; the simulated device can leave out all waits of one reason. Where `stream`
         is no side stream, the time it stands still counts in `stall_seconds`.
         """
 
-    def on_stream(self, stream: Stream) -> AbstractContextManager:
+    def on_stream(self, stream: AnyStream) -> AbstractContextManager:
         """Inside, `stream` is this thread's current one: a collective started there waits for it, and for no other."""
         return nullcontext()
 
-    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
+    def used_on(self, tensor: torch.Tensor, stream: AnyStream, reason: str) -> None:
         """Let the allocator know that `stream`, not the one it was allocated on, uses the memory of `tensor`, too.
 
         Once freed, it is handed out again only when all that `stream` has been given by then is done. `reason` as for
@@ -122,26 +126,22 @@ class Backend(abc.ABC):
         """
         return None
 
-    def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
-        """`wait` whose stand-still counts in `stall_seconds` whatever the stream is."""
-        self.wait(stream, event, reason)
-
     @abc.abstractmethod
-    def done(self, event: Event) -> bool:
+    def done(self, event: AnyEvent) -> bool:
         """Whether `event` has happened, as far as the host can tell without waiting."""
 
     @abc.abstractmethod
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: AnyEvent | None = None) -> None:
         """Let the host wait for `event`, or for everything on the device."""
 
-    def timestamp(self, stream: Stream | None = None) -> object:
+    def timestamp(self, stream: AnyStream | None = None) -> Any:
         """The moment when all work submitted so far to `stream` (None: the current one) is done, for `seconds_between`.
 
         The host does not wait.
         """
         return time.perf_counter()
 
-    def seconds_between(self, begin: object, end: object) -> float:
+    def seconds_between(self, begin: Any, end: Any) -> float:
         """Seconds from one `timestamp` to a later one; the host may wait until both have happened."""
         return end - begin
 
@@ -163,7 +163,7 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: AnyStream) -> None:
         """Copy uint8[n] to uint8[n] on `stream`, in either direction, without waiting.
 
         Neither version counter changes, the GIL is released meanwhile, and both tensors must be kept until the copy

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 import numpy
 import torch
 
-from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_limit
+from mindspeed_mem.device.base import AnyEvent, AnyStream, Backend, Event, Stream, check_copy, check_limit
 from mindspeed_mem.device.ledger import Ledger
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 
@@ -19,15 +19,21 @@ _STREAM = Stream("cpu", "cpu", side=False)
 _DONE = Event()
 
 
-class CpuBackend(Backend):
-    """Device memory is what an attached `Ledger` or `LimitedMemory` counts; host buffers are numpy's: outside it."""
+def why_absent() -> str | None:
+    """Nothing: it is always there."""
+    return None
 
-    type = tensor_type = "cpu"
+
+class HostBackend(Backend[AnyStream, AnyEvent]):
+    """The host's memory as a device's; streams and events are a subclass's.
+
+    Device memory is what an attached `Ledger` or `LimitedMemory` counts; host buffers are numpy's: outside it.
+    """
+
+    tensor_type = "cpu"
     is_host = sums_float64 = fuses_adam = True
-    copies_block = True
 
     def __init__(self) -> None:
-        self._copy_seconds = 0.0
         self.ledger: Ledger | LimitedMemory | None = None
         self._own_memory: LimitedMemory | None = None  # attached by limit_memory
         self._unenforced: int | None = None
@@ -36,38 +42,11 @@ class CpuBackend(Backend):
         """Answer `allocated`, `peak` and `limit` from `ledger` from now on; None detaches it."""
         self.ledger = ledger
 
-    def current_stream(self) -> Stream:
-        return _STREAM
-
-    def stream_key(self) -> object:
-        return None
-
-    def new_stream(self, name: str) -> Stream:
-        return Stream(object(), name, side=True)
-
-    def record(self, stream: Stream) -> Event:
-        return _DONE
-
-    def wait(self, stream: Stream, event: Event, reason: str) -> None:
-        pass
-
-    def done(self, event: Event) -> bool:
-        return True
-
-    def synchronize(self, event: Event | None = None) -> None:
-        pass
-
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
         return torch.from_numpy(numpy.empty(nbytes, dtype=numpy.uint8))
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        check_copy(target, source)
-        begin = time.perf_counter()
-        target.data.copy_(source.data)  # .data: a version counter of its own; tensor.copy_: releases the GIL
-        self._copy_seconds += time.perf_counter() - begin
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -124,11 +103,49 @@ class CpuBackend(Backend):
     def set_rng_state(self, state: torch.Tensor, index: int | None = None) -> None:
         torch.set_rng_state(state)
 
-    def stall_seconds(self) -> float:
-        return self._copy_seconds
-
     def describe(self) -> dict[str, object]:
         return super().describe() | {
             "device": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
         }
+
+
+class CpuBackend(HostBackend[Stream, Event]):
+    """The CPU: everything has happened when a call returns."""
+
+    type = "cpu"
+    copies_block = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copy_seconds = 0.0
+
+    def current_stream(self) -> Stream:
+        return _STREAM
+
+    def stream_key(self) -> object:
+        return None
+
+    def new_stream(self, name: str) -> Stream:
+        return Stream(object(), name, side=True)
+
+    def record(self, stream: Stream) -> Event:
+        return _DONE
+
+    def wait(self, stream: Stream, event: Event, reason: str) -> None:
+        pass
+
+    def done(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self, event: Event | None = None) -> None:
+        pass
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        check_copy(target, source)
+        begin = time.perf_counter()
+        target.data.copy_(source.data)  # .data: a version counter of its own; tensor.copy_: releases the GIL
+        self._copy_seconds += time.perf_counter() - begin
+
+    def stall_seconds(self) -> float:
+        return self._copy_seconds

@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import weakref
+from typing import Any
 
 import numpy
 import torch
@@ -80,6 +81,6 @@ def _forget_error() -> None:
         pass
 
 
-def _unregister(runtime: object, address: int, process: int) -> None:
+def _unregister(runtime: Any, address: int, process: int) -> None:
     if os.getpid() == process:  # a forked child inherits the finalizer but not the registration
         runtime.cudaHostUnregister(address)

@@ -49,7 +49,7 @@ class FormulaKeepingMode(TorchDispatchMode):
         if chooses(op) and torch.is_grad_enabled():
             given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if any(leaf.requires_grad for leaf in given):
-                self._made.append((next(tree_iter(result)), sum(leaf.nbytes for leaf in given)))
+                self._made.append((next(iter(tree_iter(result))), sum(leaf.nbytes for leaf in given)))
         return result
 
     def __exit__(self, *error: Any) -> None:
@@ -67,7 +67,7 @@ class FormulaKeepingMode(TorchDispatchMode):
         """Have the nodes of what was made switch this mode off."""
         while self._made:
             made, nbytes = self._made.pop()
-            node = (made._base if made._is_view() else made).grad_fn  # changed in place, a view's node is its base's
+            node = (made if made._base is None else made._base).grad_fn  # changed in place, a view's node is its base's
             if node is not None:
                 node.register_prehook(functools.partial(self._switch_off, nbytes))
 

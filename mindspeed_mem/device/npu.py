@@ -23,7 +23,7 @@ def why_absent() -> str | None:
         return f"torch_npu cannot be imported ({error})"
     except (ImportError, OSError, RuntimeError) as error:  # a CANN toolkit that is missing or does not match
         return f"torch_npu cannot be imported ({error})"
-    if not torch.npu.is_available():
+    if not torch.npu.is_available():  # type: ignore[attr-defined]  # torch_npu adds it
         return "torch_npu finds no NPU (see npu-smi info)"
     return None
 
@@ -44,7 +44,7 @@ class NpuBackend(AcceleratorBackend):
     def __init__(self) -> None:
         import torch_npu
 
-        super().__init__(torch.npu)
+        super().__init__(torch.npu)  # type: ignore[attr-defined]  # torch_npu adds it
         self._version = torch_npu.__version__
 
     def describe(self) -> dict[str, object]:

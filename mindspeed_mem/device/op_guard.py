@@ -52,8 +52,6 @@ class OpGuard(FormulaKeepingMode):
         self._process = os.getpid()
         self.retries = 0
         """How often an operator ran again."""
-        self.rescued = 0
-        """How many operators came through in the end."""
         self.lacks = 0
         """How often there was too little memory: inside an operator, or before a collective."""
 
@@ -116,15 +114,12 @@ class OpGuard(FormulaKeepingMode):
             if random is not None:
                 _restore(self._backend, *random)
             try:
-                result = self._call(op, args, kwargs)
+                return self._call(op, args, kwargs)
             except (RuntimeError, MemoryError) as again:
                 if not self._backend.is_out_of_memory(again):
                     raise
                 error, wanted = again, max(wanted, self._backend.bytes_wanted(again))
                 why = self._why_changed(op, error)
-            else:
-                self.rescued += 1
-                return result
         raise self._give_up(str(op), wanted, why) from error.with_traceback(None)
 
     def _why_changed(self, op: Any, error: Exception) -> str:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from mindspeed_mem.device import collectives, onednn, refill
+from mindspeed_mem.device import DEVICES, collectives, onednn, refill
 
 # Whose operators only compute (also those of their namespaces' variants, such as flash_attn_3).
-_COMPUTE = ("aten", "prims", "flash_attn", "xformers", "npu")
+_COMPUTE = ("aten", "prims", "flash_attn", "xformers", *(name for row in DEVICES.values() for name in row.operators))
 _COMMUNICATES = ("all_reduce", "all_gather", "all_to_all", "alltoall", "reduce_scatter", "distribute")
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 # They allocate all they need before they write anything; pointwise operators (which torch marks as such) do, too.

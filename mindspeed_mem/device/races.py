@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 
 HOST = "host"
@@ -27,6 +29,12 @@ def covers(clock: Clock, other: Clock) -> bool:
     return all(clock.get(name, 0) >= count for name, count in other.items())
 
 
+class Owner(Protocol):
+    """The stream whose memory a storage is."""
+
+    freed: list[tuple[int, Clock]]
+
+
 class Access:
     """Who touched one storage last.
 
@@ -35,13 +43,13 @@ class Access:
     done with, so nothing else may touch it before that.
     """
 
-    def __init__(self, nbytes: int, owner: object | None, allocated: Clock) -> None:
+    def __init__(self, nbytes: int, owner: Owner | None, allocated: Clock) -> None:
         self.nbytes, self.owner, self.allocated = nbytes, owner, allocated
         self.on_host = owner is None
-        self.used_on: list = []  # streams that the allocator has been told of
+        self.used_on: list[Any] = []  # streams that the allocator has been told of
         self.writer: Clock = {}  # one entry at most: the last write
         self.readers: Clock = {}  # the last read of each stream since that write
-        self.copies: list = []  # copies on side streams that touch it and have not run yet
+        self.copies: list[Any] = []  # copies on side streams that touch it and have not run yet
 
     def read(self, name: str, clock: Clock, what: str) -> None:
         """Stream `name`, which knows `clock`, reads; raises RaceError unless everything it must follow is in it."""
@@ -91,7 +99,7 @@ _METADATA = {
 }
 
 
-def touches_data(op: object) -> bool:
+def touches_data(op: Any) -> bool:
     """Whether operator `op` reads or writes elements, rather than making a view or uninitialised memory."""
     schema = getattr(op, "_schema", None)  # higher-order operators have none
     return schema is None or not (op.is_view or schema.name in _METADATA)

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_mem.device.base import Event, Stream, check_copy
-from mindspeed_mem.device.cpu import CpuBackend
+from mindspeed_mem.device.cpu import HostBackend
 from mindspeed_mem.device.formulas import FormulaKeepingMode
 from mindspeed_mem.device.ledger import Ledger, storages
 from mindspeed_mem.device.op_rules import written_arguments
@@ -38,6 +38,11 @@ from mindspeed_mem.device.races import (
 )
 
 __all__ = ["RaceError", "SimulatedBackend"]
+
+
+def why_absent() -> str | None:
+    """Nothing: it is always there."""
+    return None
 
 
 class SimulatedStream(Stream):
@@ -75,7 +80,7 @@ class SimulatedEvent(Event):
         self.clock, self.seconds = dict(stream.clock), stream.seconds
 
 
-class SimulatedBackend(CpuBackend):
+class SimulatedBackend(HostBackend[SimulatedStream, SimulatedEvent]):
     """Make a fresh one for every test.
 
     `check=False` leaves out the happens-before check, so that only late copies and poison show. Time is virtual: a
@@ -86,8 +91,6 @@ class SimulatedBackend(CpuBackend):
     """
 
     type = "simulated"
-    for_tests = True
-    copies_block = False
 
     def __init__(
         self, *, check: bool = True, bandwidth: float = 10e9, latency: float = 1e-5, op_seconds: float = 1e-5
@@ -119,16 +122,16 @@ class SimulatedBackend(CpuBackend):
 
     # ---- streams and events
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> SimulatedStream:
         return self._current
 
     def stream_key(self) -> object:
         return self._current
 
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str) -> SimulatedStream:
         return self._new_stream(name, side=True)
 
-    def new_compute_stream(self, name: str) -> Stream:
+    def new_compute_stream(self, name: str) -> SimulatedStream:
         """A stream for operators, as a model may have for a branch that it computes beside; see `on_stream`."""
         return self._new_stream(name, side=False)
 
@@ -137,11 +140,11 @@ class SimulatedBackend(CpuBackend):
         stream = self._streams[unique] = SimulatedStream(unique, side)
         return stream
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
         join(stream.clock, self._host)
         return SimulatedEvent(stream)
 
-    def wait(self, stream: Stream, event: Event, reason: str) -> None:
+    def wait(self, stream: SimulatedStream, event: SimulatedEvent, reason: str) -> None:
         self.reasons[reason] += 1
         if reason in self.leave_out:
             return
@@ -153,7 +156,7 @@ class SimulatedBackend(CpuBackend):
             self._stand_still(stream, event.seconds)
             event.stream.run_until(event.position)
 
-    def on_stream(self, stream: Stream) -> AbstractContextManager:
+    def on_stream(self, stream: SimulatedStream) -> AbstractContextManager:
         if not stream.side:
             return self._switched_to(stream)
         # Collectives are the host's here.
@@ -168,21 +171,16 @@ class SimulatedBackend(CpuBackend):
         finally:
             self._current = before
 
-    def used_on(self, tensor: torch.Tensor, stream: Stream, reason: str) -> None:
+    def used_on(self, tensor: torch.Tensor, stream: SimulatedStream, reason: str) -> None:
         self.reasons[reason] += 1
         if reason not in self.leave_out:
             self._known(tensor.untyped_storage()).used_on.append(stream)
 
-    def timed_wait(self, stream: Stream, event: Event, reason: str) -> None:
-        if stream.side and reason not in self.leave_out:
-            self._stalled += max(0.0, event.seconds - stream.seconds)
-        self.wait(stream, event, reason)
-
-    def done(self, event: Event) -> bool:
+    def done(self, event: SimulatedEvent) -> bool:
         # As late as may be: a copy may have run, but the host has not been told.
         return covers(self._host, event.clock)
 
-    def synchronize(self, event: Event | None = None) -> None:
+    def synchronize(self, event: SimulatedEvent | None = None) -> None:
         for waited in [event] if event is not None else [self.record(stream) for stream in self._streams.values()]:
             join(self._host, waited.clock)
             self._stand_still(self._compute, waited.seconds)
@@ -191,7 +189,7 @@ class SimulatedBackend(CpuBackend):
     def stall_seconds(self) -> float:
         return self._stalled
 
-    def timestamp(self, stream: Stream | None = None) -> object:
+    def timestamp(self, stream: SimulatedStream | None = None) -> float:
         return (self._current if stream is None else stream).seconds
 
     def _stand_still(self, stream: SimulatedStream, until: float) -> None:
@@ -214,7 +212,7 @@ class SimulatedBackend(CpuBackend):
         access = self._accesses.get(tensor.untyped_storage()) if super().owns(tensor) else None
         return super().owns(tensor) and not (access is not None and access.on_host)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> None:
         check_copy(target, source)
         if target.numel() == 0:
             return
@@ -236,18 +234,19 @@ class SimulatedBackend(CpuBackend):
         for access in ends:
             access.copies = [(s, p) for s, p in access.copies if s.done < p] + [(stream, stream.submitted)]
 
-    def _deferred(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Callable[[], None]:
-        ends = [(weakref.ref(t.untyped_storage()), t.storage_offset()) for t in (target, source)]
+    def _deferred(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> Callable[[], None]:
+        ends = [(weakref.ref(t.untyped_storage()), int(t.storage_offset())) for t in (target, source)]
         nbytes, name = target.numel(), stream.name
 
         def run() -> None:
-            alive = [(ref(), offset) for ref, offset in ends]
-            for (storage, _), end in zip(alive, ("target", "source"), strict=True):
-                if storage is None or storage.nbytes() == 0:
-                    raise RaceError(f"copy of {nbytes} bytes on stream {name}: its {end} was freed before it ran")
             with torch.no_grad(), _disable_current_modes():
-                into, out_of = (whole(storage, offset, nbytes) for storage, offset in alive)
-                into.copy_(out_of)
+                alive = []
+                for (ref, offset), end in zip(ends, ("target", "source"), strict=True):
+                    storage = ref()
+                    if storage is None or storage.nbytes() == 0:
+                        raise RaceError(f"copy of {nbytes} bytes on stream {name}: its {end} was freed before it ran")
+                    alive.append(whole(storage, offset, nbytes))
+                alive[0].copy_(alive[1])
 
         return run
 
@@ -283,7 +282,8 @@ class SimulatedBackend(CpuBackend):
                 self._hand_out(self._current)
             owner = self._current if fresh else self._compute
             access = Access(storage.nbytes(), owner, allocated=dict(owner.clock) if fresh else {})
-            self.ledger.see(storage)
+            if isinstance(self.ledger, Ledger):
+                self.ledger.see(storage)
             self._add(storage, access)
         return access
 
@@ -296,13 +296,14 @@ class SimulatedBackend(CpuBackend):
         if not self._check:
             return
         known = dict(self._host)
-        if access.on_host:
+        owner = access.owner
+        if owner is None:
             self._freed_in_use("host buffer", access.nbytes, access.unordered(known))
             return
         for stream in access.used_on:  # the allocator waits for what these have been given so far
             join(known, stream.clock)
         if users := access.unordered(known):
-            access.owner.freed.append((access.nbytes, users))
+            owner.freed.append((access.nbytes, users))
 
     def _hand_out(self, stream: SimulatedStream) -> None:
         """What has been freed may be memory of a new tensor of `stream` from now on."""

@@ -150,7 +150,7 @@ class HostSlabs:
         slab = self._idle[size].popleft()
         if slab.ready is not None and not self._backend.done(slab.ready):
             self._backend.synchronize(slab.ready)  # unmapping pinned memory under a running copy is fatal
-        slab.buffer = slab.whole = None
+        del slab.buffer, slab.whole
         self._held -= size
         if not self._idle[size]:
             del self._idle[size]

@@ -6,11 +6,14 @@ What it rescues, the guard of operators never sees: it makes room inside of them
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from mindspeed_mem.device import delegating, get_backend
-from mindspeed_mem.device.allocator_build import build
+from mindspeed_mem.device import get_backend
+from mindspeed_mem.experimental import delegating
+from mindspeed_mem.experimental.building import build
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -58,3 +61,12 @@ def test_every_bit_is_the_same_with_half_the_memory(folder, kind):
     ((found, rescued, by_guard),) = on_ranks(1, with_less_memory, kind, 0.5, folder)
     assert [different(one, other) for one, other in zip(expected, found, strict=True)] == [[], [], []]
     assert rescued > 0 and by_guard == 0
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_the_flag_takes_it_where_it_is_built(folder, tmp_path, built):
+    code = "import mindspeed_mem.megatron_adaptor as mem; mem.configure({})"
+    environment = {**os.environ, "MINDSPEED_MEM_ALLOCATOR": folder if built else str(tmp_path)}
+    command = [sys.executable, "-c", code, "--survive-oom", "--device", "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ("device memory is asked for by the delegating allocator" in done.stdout + done.stderr) == built

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mindspeed_mem.device import delegating, get_backend
-from mindspeed_mem.device.allocator_build import build
+from mindspeed_mem.device import get_backend
+from mindspeed_mem.experimental import delegating
+from mindspeed_mem.experimental.building import build
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed

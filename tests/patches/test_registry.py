@@ -19,8 +19,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from mindspeed_mem import upstream
-from mindspeed_mem.patching import Patch, PatchError, Registry
+from mindspeed_mem.patching import Patch, PatchError, Registry, upstream
 
 PUSH = "megatron.core.utils:nvtx_range_push"
 

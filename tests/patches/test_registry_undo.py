@@ -14,8 +14,7 @@ import megatron.core.transformer.mlp as mlp
 import megatron.core.utils as megatron_utils
 import pytest
 
-from mindspeed_mem import upstream
-from mindspeed_mem.patching import Patch, PatchError, Registry
+from mindspeed_mem.patching import Patch, PatchError, Registry, upstream
 
 ROOT = Path(__file__).parents[2]
 PUSH = "megatron.core.utils:nvtx_range_push"
@@ -259,7 +258,7 @@ def test_a_missing_symbol_fails_the_late_import_and_applies_nothing():
 EVERYTHING = """
     import importlib, json, sys
     from pathlib import Path
-    from mindspeed_mem import upstream
+    from mindspeed_mem.patching import upstream
     from mindspeed_mem.megatron_adaptor import patch_modules
     from mindspeed_mem.patching import REGISTRY
     modules = patch_modules(["*"])

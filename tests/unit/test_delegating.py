@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from mindspeed_mem.__main__ import main
-from mindspeed_mem.device import DeviceError, allocator_build, delegating, get_backend
-from mindspeed_mem.device.allocator_build import build
+from mindspeed_mem.device import DeviceError, get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
-from mindspeed_mem.device.native_build import SOURCES, CompilerError, compile_library
+from mindspeed_mem.device.native_build import CompilerError, compile_library
+from mindspeed_mem.experimental import building, delegating
+from mindspeed_mem.experimental.building import build
 
 MB = 1 << 20
 
@@ -216,7 +217,7 @@ def test_missing_headers_are_named_with_the_packages_that_have_them(capsys, monk
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_runtime_api.h").touch()
-    monkeypatch.setattr(allocator_build, "_cuda_folders", lambda: [tmp_path / "include"])  # whatever this machine has
+    monkeypatch.setattr(building, "_cuda_folders", lambda: [tmp_path / "include"])  # whatever this machine has
     said = refusal(capsys, "--device", "cuda")
     assert f"headers of CUDA {cuda} are missing: crt/host_config.h. Set CUDA_HOME" in said
     assert f"pip install {packages}." in said and str(tmp_path / "include") in said
@@ -225,14 +226,14 @@ def test_missing_headers_are_named_with_the_packages_that_have_them(capsys, monk
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written for torch 2.13")
 def test_the_source_for_cuda_compiles(tmp_path):
     """Every method that the interface requires is there, with its types; linking takes a torch with CUDA."""
-    folders = allocator_build._cuda_folders()
-    found = [next((f for f in folders if (f / name).is_file()), None) for name in allocator_build._CUDA_HEADERS]
+    folders = building._cuda_folders()
+    found = [next((f for f in folders if (f / name).is_file()), None) for name in building._CUDA_HEADERS]
     if None in found:
         pytest.skip("this machine has no headers of CUDA")
     generated = tmp_path / "c10/cuda/impl/cuda_cmake_macros.h"  # torch's builds for the CPU lack it
     generated.parent.mkdir(parents=True)
     generated.write_text("#pragma once\n")
-    source, target = SOURCES / "delegating_cuda.cpp", tmp_path / "object.o"
+    source, target = delegating.SOURCES / "delegating_cuda.cpp", tmp_path / "object.o"
     compile_library(source, target, purpose="a test", includes=[*found, tmp_path], libraries=(), flags=["-c"])
     assert target.stat().st_size > 10_000
 

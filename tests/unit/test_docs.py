@@ -20,8 +20,9 @@ import pytest
 import yaml
 
 from mindspeed_mem import features
-from mindspeed_mem.__main__ import main, parser
+from mindspeed_mem.__main__ import main
 from mindspeed_mem.plan import load_memory_config, resolve
+from mindspeed_mem.tools.main import parser
 from tests.operators import DENSE
 
 ROOT = Path(__file__).parents[2]
@@ -215,7 +216,7 @@ def parser_flags(one: argparse.ArgumentParser) -> set[str]:
 def known_flags() -> set[str]:
     """Of our parsers, and what examples, benchmarks and the table's conditions on other people's options name."""
     ours = parser_flags(parser()) | parser_flags(features.add_arguments(argparse.ArgumentParser()))
-    files = [*ROOT.glob("examples/*.*"), *ROOT.glob("benchmarks/*.py"), ROOT / "mindspeed_mem/incompatible.py"]
+    files = [*ROOT.glob("examples/*.*"), *ROOT.glob("benchmarks/*.py"), ROOT / "mindspeed_mem/features/incompatible.py"]
     return ours.union(OTHERS, *(named_flags(path.read_text()) for path in files))
 
 

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from mindspeed_mem import features
 from mindspeed_mem.device import Backend
 from mindspeed_mem.features import FEATURES, FeatureError, Settings, add_arguments, check, conflicts, scan
-from mindspeed_mem.options import dest_of
+from mindspeed_mem.features.rows import dest_of
 from mindspeed_mem.zero.core.placement import Placement
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,5 @@
-"""The floors of the house, read from the source: imports go down only, and files stay small."""
+"""The floors of the house, read from the source: imports go down only and never in a circle; files and objects stay
+small."""
 
 import ast
 import statistics
@@ -16,51 +17,39 @@ FLOORS = {
     "reserve": -1,
     "interruption": -1,
     "command_line": 0,
-    "model_sizes": 1,
-    "optimizer_kinds": 0,
     "device": 0,
-    "upstream": 0,
+    "optimizer_kinds": 0,
+    "model_sizes": 1,
     "patching": 1,
     "ranks": 1,
     "plan": 1,
     "activation": 2,
-    "schedule": 2,
-    "chunk": 3,
     "zero": 2,
     "optimizer_parallel": 2,
-    "parallel": 2,
+    "schedule": 2,
     "sdpa": 2,
-    "report": 3,
     "adaptive": 3,
+    "experimental": 3,
     "gemini": 3,
-    "feature_table": 4,
-    "incompatible": 3,
-    "features": 5,
-    "options": 2,
-    "patches": 6,
-    "megatron_adaptor": 7,
-    "launch": 7,
-    "observation": 7,
-    "doctor": 7,
-    "__main__": 7,
+    "report": 3,
+    "features": 4,
+    "patches": 5,
+    "megatron_adaptor": 6,
+    "tools": 6,
+    "__main__": 6,
 }
-TOP = 7
+TOP = 6
 # What a script may build on, besides the adaptor: the rooms, not how they are wired into Megatron. (A benchmark may
 # take the patches away and put them back, to measure both side by side.)
-NOT_FOR_SCRIPTS = {
-    "patching",
-    "feature_table",
-    "incompatible",
-    "features",
-    "patches",
-    "launch",
-    "observation",
-    "doctor",
-    "__main__",
-}
+NOT_FOR_SCRIPTS = {"patching", "experimental", "features", "patches", "tools", "__main__"}
 HOSTS = {"megatron", "mindspeed", "transformer_engine"}
 MAX_LINES = 600
 MAX_MEDIAN = 200
+MAX_STATE = 25  # attributes that the methods of a class and of its bases assign to one object
+KNOWN_CIRCLES: set[str] = set()
+"""Rooms that still have some."""
+KNOWN_STATE: set[str] = set()
+"""Classes that still have more."""
 
 
 def problems(root: Path) -> list[str]:
@@ -127,13 +116,14 @@ def _wrong_floor(place: Path, room: str) -> str | None:
     return f"{own} (floor {FLOORS[own]}) imports {room} (floor {FLOORS[room]}); imports go down only"
 
 
-def _imports(path: Path, root: Path):
-    """Yields (line, module imported, whether inside a function) of each import in the file, as absolute names."""
+def _imports(path: Path, root: Path, for_types: bool = False):
+    """Yields (line, module imported, whether inside a function) of each import in the file, as absolute names; those
+    that only a type checker sees if asked for."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     place = path.relative_to(root).with_suffix("")
     package = ("mindspeed_mem", *place.parts) if place.parts[0] == "patches" else place.parts
     package = package[:-1]
-    for node, inside_function in _walk(tree, False):
+    for node, inside_function in _walk(tree, False, for_types):
         if isinstance(node, ast.Import):
             for name in node.names:
                 yield node.lineno, name.name, inside_function
@@ -165,15 +155,85 @@ def _is_module(root: Path, name: str) -> bool:
     return name in FLOORS or any((f / name).is_dir() or (f / f"{name}.py").is_file() for f in folders)
 
 
-def _walk(node: ast.AST, inside_function: bool):
+def _walk(node: ast.AST, inside_function: bool, for_types: bool):
     """All nodes below `node` that are executed, each with whether a function delays that."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
-            yield from _walk(ast.Module(child.orelse, []), inside_function)
+        types_only = isinstance(child, ast.If) and ast.unparse(child.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+        if types_only and not for_types:
+            yield from _walk(ast.Module(child.orelse, []), inside_function, for_types)
             continue
         yield child, inside_function
         delayed = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        yield from _walk(child, inside_function or delayed)
+        yield from _walk(child, inside_function or delayed, for_types)
+
+
+# ---- no circles, of modules or of the folders in a room
+
+
+def circles(root: Path) -> list[str]:
+    """Modules, and folders of modules, that import each other, as lines "a, b, c"; imports for type checkers and inside
+    functions count, too."""
+    paths = {}
+    for path in [path for folder in ("mindspeed_mem", "patches") for path in sorted((root / folder).rglob("*.py"))]:
+        parts = path.relative_to(root).with_suffix("").parts
+        parts = ("mindspeed_mem", *parts) if parts[0] == "patches" else parts
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    modules: dict[str, set[str]] = {name: set() for name in paths}
+    folders: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        for _, target, _ in _imports(path, root, for_types=True):
+            while target and target not in paths:
+                target = target.rpartition(".")[0]
+            if target in ("", name, "mindspeed_mem"):
+                continue
+            modules[name].add(target)
+            own, other = _folder(name, paths), _folder(target, paths)
+            if own != other and not f"{own}.".startswith(f"{other}.") and not f"{other}.".startswith(f"{own}."):
+                folders.setdefault(own, set()).add(other)
+    return [", ".join(circle) for circle in [*_circles(modules), *_circles(folders)]]
+
+
+def _folder(name: str, paths: dict[str, Path]) -> str:
+    return name if paths[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of nodes of which each reaches each other."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, open_ends = set(), [start]
+        while open_ends:
+            new = graph.get(open_ends.pop(), set()) - seen
+            seen |= new
+            open_ends += new
+        reached[start] = seen
+    groups = {tuple(sorted(two for two in reached[one] if one in reached.get(two, ()))) for one in graph}
+    return sorted(list(group) for group in groups if group)
+
+
+# ---- no object with more state than one can keep in mind
+
+
+def states(root: Path) -> dict[str, int]:
+    """How many attributes the methods of each class and of its bases in the tree assign to ``self``."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    for path in [path for folder in ("mindspeed_mem", "patches") for path in sorted((root / folder).rglob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            assigned = (
+                one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+            )
+            of_self = {one.attr for one in assigned if isinstance(one.value, ast.Name) and one.value.id == "self"}
+            own.setdefault(node.name, set()).update(of_self)
+            bases.setdefault(node.name, []).extend(ast.unparse(base).rpartition(".")[2] for base in node.bases)
+
+    def all_of(name: str, below: tuple[str, ...] = ()) -> set[str]:
+        above = [base for base in bases[name] if base in own and base not in (name, *below)]
+        return own[name].union(*(all_of(base, (name, *below)) for base in above))
+
+    return {name: len(all_of(name)) for name in own}
 
 
 def test_the_tree_keeps_its_floors():
@@ -182,13 +242,32 @@ def test_the_tree_keeps_its_floors():
     assert not found, "\n".join(found)
 
 
+def test_each_room_has_a_floor_and_each_floor_is_of_a_room():
+    rooms = {
+        path.stem
+        for path in (ROOT / "mindspeed_mem").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert rooms - {"__init__"} | {"patches"} == set(FLOORS)
+
+
+def test_no_circle_of_imports():
+    found = [circle for circle in circles(ROOT) if circle.split(".")[1] not in KNOWN_CIRCLES]
+    assert not found, "\n".join(found)
+
+
+def test_no_class_has_too_much_state():
+    found = {name: count for name, count in states(ROOT).items() if count > MAX_STATE and name not in KNOWN_STATE}
+    assert not found, f"at most {MAX_STATE} attributes"
+
+
 # A made-up tree that keeps every rule, the allowed edge cases included.
 GOOD = {
     "mindspeed_mem/__init__.py": "from pathlib import Path\n",
     "mindspeed_mem/__main__.py": "from mindspeed_mem import megatron_adaptor, patches\n",
     "mindspeed_mem/megatron_adaptor.py": "import mindspeed_mem.patches.torch_cpu\n"
     "from mindspeed_mem import __version__\n",
-    "mindspeed_mem/features.py": "from mindspeed_mem.plan import MemoryPlan\n",
+    "mindspeed_mem/features/checking.py": "from mindspeed_mem.plan import MemoryPlan\n",
     "mindspeed_mem/device/__init__.py": "from .npu import Npu\n",
     "mindspeed_mem/device/npu.py": "def load():\n    import torch_npu\n",
     "mindspeed_mem/plan/__init__.py": "from mindspeed_mem.plan.config import load\n",
@@ -233,8 +312,8 @@ def test_a_good_tree_has_no_problem(tree):
         ("mindspeed_mem/device/x.py", "import mindspeed_mem.patching", "imports go down only"),
         ("mindspeed_mem/activation/x.py", "import mindspeed_mem.zero.engine", "imports go down only"),
         ("mindspeed_mem/zero/x.py", "from mindspeed_mem import activation", "imports go down only"),
-        ("mindspeed_mem/features.py", "from mindspeed_mem import megatron_adaptor", "imports go down only"),
-        ("mindspeed_mem/features.py", "from mindspeed_mem.patches import torch_cpu", "only megatron_adaptor and"),
+        ("mindspeed_mem/features/x.py", "from mindspeed_mem import megatron_adaptor", "imports go down only"),
+        ("mindspeed_mem/features/x.py", "from mindspeed_mem.patches import torch_cpu", "only megatron_adaptor and"),
         ("mindspeed_mem/__init__.py", "from mindspeed_mem import plan", "imports no room"),
         ("mindspeed_mem/plan/x.py", "import mindspeed_mem.tests.unit", "has no floor"),
         ("mindspeed_mem/attic.py", "import mindspeed_mem.plan", "attic has no floor"),
@@ -252,7 +331,7 @@ def test_a_good_tree_has_no_problem(tree):
         ("patches/x.py", "from .schedules import patch", "do not import each other"),
         ("patches/_x.py", "from .schedules import patch", "do not import each other"),
         ("patches/_x.py", "from . import _shared", "is no patch, and imports none"),
-        ("mindspeed_mem/features.py", "from mindspeed_mem.patches import _shared", "only megatron_adaptor and"),
+        ("mindspeed_mem/features/x.py", "from mindspeed_mem.patches import _shared", "only megatron_adaptor and"),
         ("patches/x.py", "from mindspeed_mem import megatron_adaptor", "imports go down only"),
         ("patches/x.py", "from megatron.core import tensor_parallel", "only inside functions"),
         ("patches/x.py", "try:\n    import megatron.core\nexcept ImportError:\n    pass", "only inside functions"),
@@ -276,6 +355,41 @@ def test_many_large_files_are_caught_by_their_median(tree):
     assert found == ["mindspeed_mem, patches: the median file has 300 lines, at most 200"]
 
 
+FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {
+                "x": "from mindspeed_mem.plan import y",
+                "y": "from mindspeed_mem.plan.z import a",
+                "z": "import mindspeed_mem.plan.x",
+            },
+            ["x, y, z"],
+        ),
+        ({"x": "from . import y", "y": "def f():\n    from .x import a"}, ["x, y"]),
+        ({"x": "from . import y", "y": FOR_TYPES + "from .x import A"}, ["x, y"]),
+        ({"x": "import sys\nfrom . import y", "y": "import sys\na = sys.modules['mindspeed_mem.plan.x']"}, ["x, y"]),
+        ({"x": "from . import y", "y": "import torch", "z": "from . import x, y"}, []),
+        # No two modules, but two folders.
+        ({"a/x": "from ..b import y", "a/z": "", "b/y": "", "b/w": "from ..a.z import c"}, ["a, b"]),
+        ({"a/x": "from ..b import y", "a/__init__": "", "b/__init__": "", "b/y": "", "x": "from .a import x"}, []),
+    ],
+)
+def test_a_circle_is_found(tree, changes, expected):
+    found = circles(tree({f"mindspeed_mem/plan/{name}.py": text for name, text in changes.items()}))
+    assert [circle.replace("mindspeed_mem.plan.", "") for circle in found] == expected
+
+
+def test_state_of_bases_counts(tree):
+    below = "class A:\n    def __init__(self):\n        self.a = self.b = 1\n        self.c: int = 2\n"
+    above = "from .x import A\nclass B(A):\n    d = 1\n    def f(self, other):\n        self.e, other.g = self.a, 1\n"
+    found = states(tree({"mindspeed_mem/plan/x.py": below, "mindspeed_mem/plan/y.py": above}))
+    assert found == {"A": 3, "B": 4}
+
+
 def test_imports_for_type_checkers_are_free(tree):
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron.core import ModelParallelConfig\n"
     assert problems(tree({"patches/x.py": text})) == []
@@ -294,7 +408,7 @@ def named_devices(root: Path) -> list[str]:
     found = []
     for path in [path for folder in ("mindspeed_mem", "patches") for path in sorted((root / folder).rglob("*.py"))]:
         place = path.relative_to(root)
-        if place.parts[:2] == ("mindspeed_mem", "device") or place.name.startswith("cpu_"):
+        if place.parts[1] in {"device", "experimental"} or place.name.startswith("cpu_"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Compare):

@@ -257,7 +257,7 @@ def test_where_a_library_finds_no_memory_at_the_driver_the_allocator_gives_back_
     expected = one @ one
     with driver, guard:
         assert torch.equal(one @ one, expected)
-    assert (driver.failed, len(asked), guard.rescued, guard.lacks) == (1, 1, 1, 1)
+    assert (driver.failed, len(asked), guard.retries, guard.lacks) == (1, 1, 1, 1)
     driver.free, driver.kept = 0, 3
     with driver, guard, pytest.raises(GaveUp, match="changes its arguments"):
         one.addmm_(one, one)  # it may have begun to

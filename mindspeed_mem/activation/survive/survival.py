@@ -21,7 +21,7 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
-from mindspeed_mem.device import Backend, delegating, onednn
+from mindspeed_mem.device import Backend, delegation, onednn
 from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import storage_of
 
@@ -160,17 +160,17 @@ _asks: set[str] = set()  # the devices whose allocator asks for room before it f
 
 
 def ask_before_failing(backend: Backend, of_the_moment: Callable[[], Survival | None]) -> None:
-    """Where the delegating allocator was built, let it ask for room: once for each device."""
-    if backend.type in _asks or delegating.available(backend.type) is None:
+    """Where there is an allocator that can, let it ask for room: once for each device."""
+    if backend.type in _asks:
         return
-    _asks.add(backend.type)
 
     def make_room(nbytes: int) -> int:
         survival = of_the_moment()
         return survival.make_room(nbytes, set()) or 0 if survival is not None else 0
 
-    delegating.install(backend, make_room)
-    logger.info("device memory is asked for by the delegating allocator (python -m mindspeed_mem build-allocator)")
+    if delegation.ask_through_allocator(backend, make_room):
+        _asks.add(backend.type)
+        logger.info("device memory is asked for by the delegating allocator (python -m mindspeed_mem build-allocator)")
 
 
 def _name(layer: int, op: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_mem.options import Option, whole_numbers
+from mindspeed_mem.features.readers import whole_numbers
+from mindspeed_mem.features.rows import Option
 from mindspeed_mem.schedule.stages import describes
 from mindspeed_mem.zero.core.placement import placement
 

@@ -1,14 +1,22 @@
-"""The options of ``python -m mindspeed_mem plan``: read from text, so that all that is wrong is said at once."""
+"""``python -m mindspeed_mem plan``: what fits, the best plan, and what it is predicted to take."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from mindspeed_mem import requirements
+from mindspeed_mem import output, requirements
+from mindspeed_mem.adaptive import estimate, picture, table, trace
+from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.devices import ASSUMED, DEVICES, assumptions, reached
-from mindspeed_mem.adaptive.problem import GIB
+from mindspeed_mem.adaptive.infeasible import InfeasibleError
+from mindspeed_mem.adaptive.problem import GIB, Problem
+from mindspeed_mem.adaptive.search import Found, Search
 from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
 from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
 from mindspeed_mem.model_sizes import (
@@ -22,7 +30,19 @@ from mindspeed_mem.model_sizes import (
     read_options,
     refuse_unknown,
 )
+from mindspeed_mem.reserve import Reserve, of_device
 from mindspeed_mem.schedule import problems as schedule_problems
+
+DESCRIPTION = """Finds which layers and operators should keep, swap or recompute their activations, from a model's shape
+or from a profile, and predicts step time and memory. Nothing is run; neither Megatron nor a device is needed:
+
+    python -m mindspeed_mem plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 \\
+        --micro-batch-size 1 --global-batch-size 16 --device-memory-gib 80 --link-gbps 50
+
+Options of the model have Megatron's names and defaults, dropout of 0.1 included; figures are for bf16. The exit status
+is 1 if nothing fits.
+"""
+_WIDTH = 100  # where there is no terminal
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
 _NUMBERS = MODEL_NUMBERS | {
@@ -58,23 +78,6 @@ _SPEEDS = {
 _OF_A_SHAPE = ("model", "device_name", *_NUMBERS, *_SWITCHES, *_CHOICES, *_DROPOUTS, *_SPEEDS)
 
 
-@dataclass
-class Request:
-    """What was asked for; `wrong` holds every reason why it cannot be done."""
-
-    shape: Shape | None = None
-    layout: Layout | None = None
-    machine: Machine | None = None
-    device_bytes: int | None = None
-    """Of the device."""
-    reserve_bytes: int | None = None
-    """What is not planned with, if that was said."""
-    host_bytes: int | None = None
-    assumed: str | None = None
-    """What a device's name was taken for."""
-    wrong: list[str] = field(default_factory=list)
-
-
 def add_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model and its layout (Megatron's options)")
     what = f"a published model, whatever other options say instead: {', '.join(PUBLISHED)}"
@@ -104,28 +107,135 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     files.add_argument("--picture", metavar="FILE", help="draw step time over memory limits: .svg, .png or .pdf")
 
 
-def read(given: argparse.Namespace) -> Request:
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    request = _read(given)
+    profile = request.profile
+    if request.wrong or profile is None:
+        print("mindspeed_mem plan:", *(f"  {reason}" for reason in request.wrong), sep="\n", file=sys.stderr)
+        return 2
+    limits: dict[str, Any] = {}
+    kept = None
+    if request.device_bytes is not None:
+        kept = _reserve(request, profile, request.device_bytes)
+        limits["device_limit"] = request.device_bytes - kept.bytes
+    if request.host_bytes is not None:
+        limits["host_limit"] = request.host_bytes
+    profile = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, **limits))
+    if given.write_trace:
+        trace.write(profile, given.write_trace)
+    return _plan(given, profile, kept)
+
+
+def _reserve(request: Request, profile: trace.Profile, device_bytes: int) -> Reserve:
+    """What of the device is not planned with."""
+    if request.reserve_bytes is not None:
+        return Reserve(asked=request.reserve_bytes)
+    sizes: dict[str, Any] = {"pipeline": len(profile.problem.stages)} | {
+        name: profile.shapes.get(name) for name in ("tensor", "data", "context")
+    }
+    sizes = {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
+    return of_device(device_bytes, Layout(**sizes).groups)
+
+
+def _plan(given: argparse.Namespace, profile: trace.Profile, reserve: Reserve | None) -> int:
+    problem = profile.problem
+    search = Search(problem)
+    kept, full = keep_all(problem), full_recompute(problem)
+    status, found, error = 0, None, None
+    try:
+        if given.picture:
+            floor = search.floor()
+            asked = picture.limits(floor, max(kept.peaks), problem.device_limit)
+            curve = list(zip(asked, search.curve(asked), strict=True))
+            title = " ".join(table.head(profile, reserve)[:1])
+            picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
+        found = search.best()
+    except InfeasibleError as shortage:
+        status, error = 1, shortage
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    print("\n".join(table.lines(profile, reserve, kept, full, found, width)))
+    if error is not None:
+        states_are_split = bool(profile.shapes.get("distributed_optimizer"))
+        print(f"mindspeed_mem plan: {error.text(states_are_split)}", file=sys.stderr)
+        if reserve is not None and reserve.bytes:
+            print(f"  (a reserve of {table.gib(reserve.bytes)} GiB is kept besides: --reserve-gib)", file=sys.stderr)
+    if given.picture:
+        print(f"drawn to {given.picture}")
+    if given.output and found is not None:
+        _write(given.output, problem, found, table.head(profile, reserve), profile.origin)
+        print(f"written to {given.output}: train with --memory-config {given.output}")
+    return status
+
+
+def _write(target: str, problem: Problem, found: Found, head: list[str], origin: str) -> None:
+    from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config  # only this needs PyYAML
+
+    origin = "estimates" if origin == "estimated" else "a measured profile"
+    peak = table.gib(max(found.simulated.peaks))
+    first = f"mindspeed_mem plan: {found.simulated.seconds:.4g} s a step, {peak} GiB at most, from {origin}"
+    remarks = [first, *head]
+    output.write(target, as_yaml(memory_config(problem, found.plan), remarks))
+
+
+# ---- what the options say
+
+
+@dataclass
+class Request:
+    """What was asked for; `wrong` holds every reason why it cannot be done."""
+
+    profile: trace.Profile | None = None
+    """What to plan from; None where something is wrong."""
+    device_bytes: int | None = None
+    """Of the device."""
+    reserve_bytes: int | None = None
+    """What is not planned with, if that was said."""
+    host_bytes: int | None = None
+    wrong: list[str] = field(default_factory=list)
+
+
+def _read(given: argparse.Namespace) -> Request:
     """Shape, layout and machine, or with a profile only the limits."""
     request = Request()
     wrong = request.wrong
     if given.trace is not None:
         instead_of("--trace", given, _OF_A_SHAPE, wrong)
-    request.assumed = _by_name(given, wrong)
+    assumed = _by_name(given, wrong)
     device = number("--device-memory-gib", given.device_memory_gib, wrong)
     request.device_bytes = None if device is None else round(device * GIB)
     kept = number("--reserve-gib", given.reserve_gib, wrong, least=0)
     request.reserve_bytes = None if kept is None else round(kept * GIB)
     if kept is not None and given.device_memory_gib is None:
         wrong.append("--reserve-gib is taken from --device-memory-gib, which is not given")
-    elif None not in (kept, device) and kept >= device:
+    elif kept is not None and device is not None and kept >= device:
         wrong.append(f"--reserve-gib {kept:g} leaves nothing of --device-memory-gib {device:g}")
     host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
     request.host_bytes = None if host is None else round(host * GIB)
+    described = None
     if given.trace is None:
         refuse_unknown(given, "plan does not know what it keeps: plan --trace takes a profile of such a model", wrong)
-        _shape(given, request)
+        described = _described(given, request)
     _files(given, wrong)
+    if given.trace is not None:
+        try:
+            request.profile = trace.read(given.trace)
+        except trace.ProfileError as error:
+            wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
+    elif described is not None and not wrong:
+        request.profile = _estimated(*described, assumed)
     return request
+
+
+def _estimated(shape: Shape, layout: Layout, machine: Machine, assumed: str | None) -> trace.Profile:
+    """A profile by formula. `assumed`: what a device's name was taken for."""
+    return trace.Profile(
+        problem=estimate.problem(shape, layout, machine),
+        origin="estimated",
+        machine=dataclasses.asdict(machine) | ({"assumed": assumed} if assumed else {}),
+        model=dataclasses.asdict(shape),
+        shapes=dataclasses.asdict(layout),
+    )
 
 
 def _by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
@@ -147,7 +257,8 @@ def _by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
     return assumed
 
 
-def _shape(given: argparse.Namespace, request: Request) -> None:
+def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Layout, Machine] | None:
+    """Model, layout and machine that the options describe; None where too much is missing or wrong."""
     wrong = request.wrong
     needed = (*_NEEDED, "device_memory_gib")
     missing = [flag(name) for name in needed if getattr(given, name) is None]
@@ -155,7 +266,8 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         wrong.append(
             f"{', '.join(missing)}: missing; without --trace the model's shape and the device's memory are needed"
         )
-    numbers = read_options(given, _NUMBERS, _CHOICES, wrong)
+    read = read_options(given, _NUMBERS, _CHOICES, wrong)
+    numbers = {name: size for name, size in read.items() if size is not None}
     speeds = {
         name: default if getattr(given, name) is None else number(flag(name), getattr(given, name), wrong)
         for name, (default, _) in _SPEEDS.items()
@@ -167,10 +279,10 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
     wrong += [
         f"{flag(name)} is a share below 1, not {share:g}" for name, share in dropouts.items() if (share or 0) >= 1
     ]
-    if wrong:
-        return
-    sizes = model_sizes(given, numbers, wrong)
-    request.shape = shape = Shape(
+    if wrong or request.device_bytes is None:
+        return None
+    sizes = model_sizes(given, read, wrong)
+    shape = Shape(
         **sizes._asdict(),
         seq_length=numbers["seq_length"],
         micro_batch_size=numbers["micro_batch_size"],
@@ -178,10 +290,10 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         rope=given.position_embedding_type == "rope",
         flash=given.attention_backend != "unfused",
         **{name: bool(share) for name, share in dropouts.items()},
-        context=numbers["context_parallel_size"] or 1,
+        context=numbers.get("context_parallel_size", 1),
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
     )
-    request.layout = layout = _layout(given, shape, numbers, wrong)
+    layout = _layout(given, shape, numbers, wrong)
     if not shape.flash and shape.num_query_groups < shape.num_attention_heads:
         wrong.append("--attention-backend unfused copies keys and values for each head; --num-query-groups needs flash")
     if shape.context > 1 and not shape.flash:
@@ -190,12 +302,14 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         twice = f"twice --context-parallel-size {shape.context}"
         wrong.append(f"--seq-length {shape.seq_length} is no multiple of {twice}: each rank takes two pieces")
     wrong += sizes.indivisible(layout.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
-    request.machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **speeds)
+    reached_speeds = {name: speed for name, speed in speeds.items() if speed is not None}
+    machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **reached_speeds)
+    return shape, layout, machine
 
 
-def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int | None], wrong: list[str]) -> Layout:
-    tensor, pipeline = numbers["tensor_model_parallel_size"] or 1, numbers["pipeline_model_parallel_size"] or 1
-    data, per_part = numbers["data_parallel_size"] or 1, numbers["num_layers_per_virtual_pipeline_stage"]
+def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], wrong: list[str]) -> Layout:
+    tensor, pipeline = numbers.get("tensor_model_parallel_size", 1), numbers.get("pipeline_model_parallel_size", 1)
+    data, per_part = numbers.get("data_parallel_size", 1), numbers.get("num_layers_per_virtual_pipeline_stage")
     virtual, micro_batches = 1, 1
     if per_part is not None and (shape.num_layers % (pipeline * per_part) or pipeline == 1):
         wrong.append(

@@ -1,30 +1,51 @@
-"""Watch the first training step of a script, print what its operators keep and what recompute would do, and end."""
+"""``python -m mindspeed_mem ops``: watch a script's first training step, print what its operators keep, and end."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import socket
+import sys
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from mindspeed_mem import ranks
-from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import regions
-from mindspeed_mem.plan import both_names
-from mindspeed_mem.report.ops_table import format_operators
+from mindspeed_mem.tools import run
 
-NO_STEP = "the script ended without a training step of megatron-core, so there is nothing to print"
+DESCRIPTION = """\
+Runs a training script for one step, watches what every operator keeps for backward, prints a table of the
+operators (with Megatron's and MindFormers' names, either of which a memory configuration may use) and ends:
 
+    python -m mindspeed_mem ops pretrain_gpt.py --num-layers 2 ...
+"""
+_NO_STEP = "the script ended without a training step of megatron-core, so there is nothing to print"
 
-printed = False
+_printed = False
 """Whether a training step has been watched and this rank has done its part of the table."""
+
+add_arguments = run.add_arguments
 
 
 class Finished(SystemExit):
     """Ends the script after its first training step; its own clean-up runs."""
 
 
-def start(adaptor: ModuleType) -> None:
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    adaptor = run.prepare(given)
+    if adaptor is None:
+        return 2
+    _watch(adaptor)
+    with contextlib.suppress(Finished):  # torch's @record swallows it on its way here
+        run.start(given.script)
+    if _printed:
+        adaptor.leave()
+        return 0
+    print(f"mindspeed_mem ops: {_NO_STEP}", file=sys.stderr)
+    return 1
+
+
+def _watch(adaptor: ModuleType) -> None:
     """Before the script runs: let the engine watch everything, and end the process after one training step.
 
     Without torchrun the script becomes the only rank of a job of one.
@@ -42,19 +63,31 @@ def start(adaptor: ModuleType) -> None:
 
 
 def _print_and_leave() -> NoReturn:
+    from mindspeed_mem import ranks
+    from mindspeed_mem.activation import engine as engines
+    from mindspeed_mem.activation import regions
+
     tree = {layer: sorted(paths) for layer, paths in regions.tagged_layers().items()}
-    census = engines.current().observation.census
+    engine = engines.current()
+    assert engine is not None and engine.observation.census is not None  # `observe` has started it
+    census = engine.observation.census
     everyone = ranks.gather((census.storages(), census.choices(), tree, regions.layer_classes()))
     if ranks.number() == 0:
         print(_merged(everyone), flush=True)
-    global printed
-    printed = True
+    global _printed
+    _printed = True
     raise Finished(0)
 
 
-def _merged(everyone: list[tuple]) -> str:
+def _merged(everyone: list[tuple[Any, ...]]) -> str:
     """Each layer as the first rank sees it that has it: data and tensor parallel ranks hold the same operators."""
-    storages, choices, operators, classes = [], [], {}, {}
+    from mindspeed_mem.plan import both_names
+    from mindspeed_mem.report.ops_table import format_operators
+
+    storages: list[dict[str, Any]] = []
+    choices: list[dict[str, Any]] = []
+    operators: dict[int, list[str]] = {}
+    classes: dict[int, str] = {}
     for rows, again, tree, labels in everyone:
         new = set(tree) - set(operators)
         # What comes from outside the layers belongs to the layers that need it.

@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 
 from mindspeed_mem.device.base import Backend, DeviceError
-from mindspeed_mem.device.native_build import SOURCES, cache_folder, library_name
+from mindspeed_mem.device.native_build import cache_folder, library_name
 
 logger = logging.getLogger(__name__)
 
+SOURCES = Path(__file__).parent / "csrc"
 DEVICES = tuple(sorted(path.stem.partition("_")[2] for path in SOURCES.glob("delegating_*.cpp")))
 FOLDER_VARIABLE = "MINDSPEED_MEM_ALLOCATOR"
 _MakeRoom = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
@@ -54,6 +55,14 @@ def file_name(device: str) -> str:
             toolkit = importlib.metadata.version("torch_npu")
     header = (SOURCES / "delegating.h").read_text(encoding="utf-8")
     return library_name(SOURCES / f"delegating_{device}.cpp", header + toolkit)
+
+
+def install_if_built(backend: Backend, make_room: Callable[[int], int]) -> bool:
+    """`install` for good, where the library is built; returns whether it is."""
+    built = available(backend.type) is not None
+    if built:
+        install(backend, make_room)
+    return built
 
 
 def install(backend: Backend, make_room: Callable[[int], int]) -> Callable[[], None]:

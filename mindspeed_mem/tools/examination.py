@@ -1,23 +1,23 @@
-"""The doctor: versions, devices, what makes results better, and whether each patch can be applied here."""
+"""What the doctor finds: versions, devices, what makes results better, and whether each patch can be applied here."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
 import platform
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
-from typing import TextIO
+from typing import Any
 
 import torch
 
-from mindspeed_mem import __version__, requirements, upstream
-from mindspeed_mem.device import available_backends, delegating, get_backend, native_build
+from mindspeed_mem import __version__, requirements
+from mindspeed_mem.device import available_backends, device_names, get_backend, native_build
+from mindspeed_mem.experimental import delegating
 from mindspeed_mem.megatron_adaptor import patch_modules
-from mindspeed_mem.patching import REGISTRY, Patch
+from mindspeed_mem.patching import REGISTRY, Patch, upstream
 
 PACKAGES = ("torch", "torch_npu", "megatron-core", "mindspeed", "wrapt", "PyYAML")
 _MODULES = {"megatron-core": "megatron.core", "PyYAML": "yaml"}
@@ -26,29 +26,26 @@ REQUIRED = {"torch", "megatron-core", "wrapt", "PyYAML"}
 GROUPS = ("cpu_*", "sdpa_*", "activation_*", "*")  # in the adaptor's order: repairs before megatron is imported
 
 
-def main(as_json: bool = False, out: TextIO | None = None) -> int:
-    """Print what was found, to `out` if given; returns 1 if something is wrong, else 0. Applies all patches: only for a
-    fresh process."""
-    logging.disable(logging.WARNING)  # drift is in the table
-    warnings.simplefilter("ignore")
-    found = examine()
-    print(json.dumps(found, indent=2) if as_json else _text(found), file=out)
-    return 1 if found["problems"] else 0
-
-
-def examine() -> dict:
+def examine() -> dict[str, Any]:
     """Everything the doctor knows, as plain data: versions, devices, optional parts, patches and problems.
 
-    Of an optional part: what was found, or None, and then what its absence costs.
+    Of an optional part: what was found, or None, and then what its absence costs. Applies all patches: only for a fresh
+    process.
     """
+    _be_quiet()
     devices, optional = _devices(), _optional()  # before the patches for cpu change what torch.cuda says
     patches = _patches()
-    versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "mindspeed_mem": __version__}
     versions |= {name: _version(name) for name in PACKAGES}  # megatron is imported by now, and had to come after them
     problems = [f"{name} is not installed" for name in PACKAGES if name in REQUIRED and versions[name] is None]
     problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
     found = {"versions": versions, "untested": requirements.untested(versions), "devices": devices}
     return {**found, "optional": optional, "patches": patches, "problems": problems}
+
+
+def _be_quiet() -> None:
+    logging.disable(logging.WARNING)  # drift is in the table
+    warnings.simplefilter("ignore")
 
 
 def _version(name: str) -> str | None:
@@ -69,11 +66,9 @@ def _version(name: str) -> str | None:
         return "unknown"
 
 
-def _devices() -> list[dict]:
+def _devices() -> list[dict[str, Any]]:
     found = []
-    for name in available_backends():
-        if get_backend(name).for_tests:
-            continue
+    for name in filter(available_backends().__contains__, device_names()):
         entry = {"device": name, "chosen": get_backend().type == name}
         if not get_backend(name).is_host:
             module = torch.get_device_module(name)
@@ -82,7 +77,7 @@ def _devices() -> list[dict]:
     return found
 
 
-def _optional() -> list[dict]:
+def _optional() -> list[dict[str, str | None]]:
     device = get_backend().type
     library = delegating.available(device)
     parts = (
@@ -102,7 +97,7 @@ def _optional() -> list[dict]:
     return [{"name": name, "found": found, "without": without} for name, found, without in parts]
 
 
-def _patches() -> list[dict]:
+def _patches() -> list[dict[str, Any]]:
     """Apply everything, import what the patches wait for, and look at each symbol."""
     modules = patch_modules(GROUPS)
     for module in modules:
@@ -121,13 +116,12 @@ def _patches() -> list[dict]:
 
 def write_hashes() -> None:
     """Write into the table (upstream.json) what the installed packages have where we patch. For a fresh process."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    _be_quiet()
     _patches()
     upstream.write(REGISTRY.originals(), upstream.TABLE)
 
 
-def _row(patch: Patch, error: Exception | None) -> dict:
+def _row(patch: Patch, error: Exception | None) -> dict[str, Any]:
     status, notes = patch.verify(), list(patch.notes)
     wrong = status.startswith(("FAILED", "LOST"))
     if status == "waiting" and error is not None:
@@ -151,26 +145,3 @@ def _why_waiting(patch: Patch, error: Exception) -> tuple[str, bool]:
             return f"{absent} is not installed", False
         return f"there is no module {absent} in the installed version", not patch.optional
     return f"{patch.module} cannot be imported: {type(error).__name__}: {error}", True
-
-
-def _text(found: dict) -> str:
-    lines = ["  ".join(f"{name} {number or '-'}" for name, number in found["versions"].items())]
-    tested = (f"{name} {' or '.join(numbers)}" for name, numbers in requirements.TESTED.items() if numbers)
-    lines += found["untested"] or [f"tested versions: {', '.join(tested)}"]
-    for entry in found["devices"]:
-        chosen = " (chosen when none is named)" if entry["chosen"] else ""
-        lines.append(f"device {entry['device']}{chosen} {', '.join(entry.get('names', []))}".rstrip())
-    for part in found["optional"]:
-        lines.append(f"{part['name']}: {part['found'] or 'none: ' + part['without']}")
-    rows = [(p["file"], p["target"], "; ".join([p["status"], *p["notes"]])) for p in found["patches"]]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-    lines += ["", *(f"{file:{widths[0]}}  {target:{widths[1]}}  {status}" for file, target, status in rows), ""]
-    if found["problems"]:
-        lines += [f"{len(found['problems'])} wrong:", *(f"  {problem}" for problem in found["problems"])]
-    else:
-        counted = {}
-        for patch in found["patches"]:
-            word = patch["status"].partition(",")[0]
-            counted[word] = counted.get(word, 0) + 1
-        lines.append("nothing is wrong: " + ", ".join(f"{n} {word}" for word, n in counted.items()))
-    return "\n".join(lines)

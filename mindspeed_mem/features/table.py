@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mindspeed_mem import incompatible
-from mindspeed_mem.optimizer_parallel.assignment import MODES
-from mindspeed_mem.options import (
-    Feature,
+from mindspeed_mem.device import device_names
+from mindspeed_mem.features import incompatible
+from mindspeed_mem.features.readers import (
     at_least_one,
     by_pattern,
     gib,
@@ -15,22 +14,21 @@ from mindspeed_mem.options import (
     whole_numbers,
     zero_stage,
 )
+from mindspeed_mem.features.rows import Feature
+from mindspeed_mem.optimizer_parallel.assignment import MODES
 from mindspeed_mem.zero.core.placement import placement
 
 MEMORY_PATCHES = ("activation_*",)
 RECOMPUTE_PATCHES = ("recompute_*",)
-_RECOMPUTES = {
-    "patches": (*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
-    "bars": (*incompatible.MEMORY, *incompatible.RECOMPUTE),
-}
+_RECOMPUTE_BARS = (*incompatible.MEMORY, *incompatible.RECOMPUTE)
 
 FEATURES = (
     Feature(
         flag="--device",
-        choices=("auto", "cpu", "cuda", "npu"),
+        choices=("auto", *sorted(device_names())),
         default="auto",
-        help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of npu, "
-        "cuda, cpu. On cpu, megatron-core is made to train on host memory with gloo",
+        help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of "
+        f"{', '.join(device_names())}. On cpu, megatron-core is made to train on host memory with gloo",
         same_plan="the device that was chosen is compared by itself",
     ),
     Feature(
@@ -60,7 +58,8 @@ FEATURES = (
         help="layers whose forward runs again in backward, counted from 0 over the whole model: 0,3-5 or all; or in "
         "the stacks of a model that has several: encoder:0,decoder:1-3",
         section="recompute",
-        **_RECOMPUTES,
+        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
+        bars=_RECOMPUTE_BARS,
     ),
     Feature(
         flag="--select-recompute",
@@ -70,7 +69,8 @@ FEATURES = (
         help=r"operators whose forward runs again in backward, with their layers (none named: all), such as "
         r"'mlp=0,3' 'self_attention\.core_attention'",
         section="select_recompute",
-        **_RECOMPUTES,
+        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
+        bars=_RECOMPUTE_BARS,
     ),
     Feature(
         flag="--select-comm-recompute",
@@ -79,7 +79,8 @@ FEATURES = (
         metavar="PATTERN[=LAYERS]",
         help=r"the same for operators that communicate, and the norms that feed them, such as '.*\.norm'",
         section="select_comm_recompute",
-        **_RECOMPUTES,
+        patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
+        bars=_RECOMPUTE_BARS,
     ),
     Feature(
         flag="--swap-host-memory-gib",

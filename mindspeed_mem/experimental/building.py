@@ -1,24 +1,22 @@
-"""``python -m mindspeed_mem build-allocator``: builds the delegating allocator of a device, which `delegating` loads.
+"""Builds the delegating allocator of a device, which `delegating` loads (``python -m mindspeed_mem build-allocator``).
 
 Nothing of it is built at installation: it needs the device's headers, which training does not.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from mindspeed_mem.device.base import DeviceError
-from mindspeed_mem.device.delegating import FOLDER_VARIABLE, file_name
-from mindspeed_mem.device.native_build import SOURCES, cache_folder, compile_library
+from mindspeed_mem.device.native_build import cache_folder, compile_library
+from mindspeed_mem.experimental.delegating import SOURCES, file_name
 
 _VERSION = "2.13"  # of torch and torch_npu, whose allocator interfaces the sources pass on method by method
 # Without what nothing uses: default methods of the base classes need symbols that torch_npu does not export.
@@ -32,20 +30,6 @@ class Needs(NamedTuple):
     includes: list[Path]
     library_folders: list[Path]
     libraries: list[str]
-
-
-def main(given: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
-    device = given.device or ("npu" if importlib.util.find_spec("torch_npu") else "cuda")
-    try:
-        library = build(device, None if given.output is None else Path(given.output))
-    except DeviceError as error:
-        print(f"mindspeed_mem build-allocator: {error}", file=sys.stderr)
-        return 2
-    print(library)
-    if given.output is not None:
-        print(f"where you train: export {FOLDER_VARIABLE}={library.parent}")
-    return 0
 
 
 def build(device: str, folder: Path | None = None) -> Path:
@@ -90,7 +74,7 @@ def _cuda() -> Needs:
             f"that version, or pip install {' '.join(f'nvidia-cuda-{name}' for name in names)}. Looked in: "
             f"{', '.join(map(str, folders)) or 'no folder: none of the usual ones exists'}"
         )
-    return Needs(list(dict.fromkeys(found.values())), [], ["c10_cuda"])
+    return Needs(list(dict.fromkeys(filter(None, found.values()))), [], ["c10_cuda"])
 
 
 def _cuda_folders() -> list[Path]:

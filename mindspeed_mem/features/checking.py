@@ -1,4 +1,4 @@
-"""What the flags of the table (feature_table.py) ask for.
+"""How our flags are checked: what those of the table (table.py) ask for.
 
 `check` turns arguments into `Settings`, or raises one FeatureError with every reason at once.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mem.device import Backend, DeviceError, get_backend
-from mindspeed_mem.feature_table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
-from mindspeed_mem.options import Feature, Option, dest_of
+from mindspeed_mem.features.rows import Feature, Option, dest_of
+from mindspeed_mem.features.table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
@@ -244,7 +244,7 @@ def scan(arguments: list[str]) -> Namespace:
     """
     parser = _Scanner(add_help=False, allow_abbrev=False)
     for feature in FEATURES:
-        how = {"nargs": "+", "action": "extend"} if feature.many else {}
+        how: dict[str, Any] = {"nargs": "+", "action": "extend"} if feature.many else {}
         how = {"action": "store_true"} if feature.read is bool else how
         parser.add_argument(feature.flag, default=SUPPRESS, **how)
     ours = {f.flag for f in FEATURES}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from mindspeed_mem import upstream
+from mindspeed_mem.patching import upstream
 
 logger = logging.getLogger(__name__)
 
@@ -383,7 +383,7 @@ def _around(function: Callable, original: Callable, declared_by: str) -> Callabl
     def patched(*args, **kwargs):
         return function(original, *args, **kwargs)
 
-    patched._declared_by = declared_by
+    patched.__dict__["_declared_by"] = declared_by
     return patched
 
 

@@ -1,4 +1,4 @@
-"""Run a user's script as ``__main__`` after importing the adaptor, in this process and in those it spawns.
+"""``python -m mindspeed_mem run``: a user's script as ``__main__`` after the adaptor, here and in what it spawns.
 
 Megatron's distributed checkpoints start processes by ``spawn``, and such a child imports the parent's ``__main__``
 again, under the name ``__mp_main__``. Python does that by the module name in ``__main__.__spec__``; with the name of
@@ -7,6 +7,7 @@ this module there, the child comes here, imports the adaptor and then the script
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -16,6 +17,12 @@ from types import ModuleType
 
 from mindspeed_mem import requirements
 
+DESCRIPTION = """\
+Imports mindspeed_mem.megatron_adaptor, which reads our flags among the script's arguments, and runs the
+script as python would. An unmodified pretrain_gpt.py of Megatron-LM needs nothing else:
+
+    torchrun --nproc-per-node 2 -m mindspeed_mem run pretrain_gpt.py --memory-config swap.yaml ...
+"""
 _SCRIPT = "MINDSPEED_MEM_SCRIPT"  # a spawned child inherits the environment, but not what argv[0] was
 
 
@@ -23,7 +30,30 @@ class LaunchError(ValueError):
     """The script cannot be run; the message says why."""
 
 
-def prepare(script: str, arguments: list[str]) -> ModuleType:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("script", help="the Python file of the script")
+    what = "the script's own arguments, ours among them"
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help=what).required = False
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    if prepare(given) is None:
+        return 2
+    start(given.script)
+    return 0
+
+
+def prepare(given: argparse.Namespace) -> ModuleType | None:
+    """`prepared` for what a command was given; None where the script cannot be run, and that has been said."""
+    try:
+        return prepared(given.script, given.arguments)
+    except LaunchError as error:
+        print(f"mindspeed_mem {given.command}: {error}", file=sys.stderr)
+        return None
+
+
+def prepared(script: str, arguments: list[str]) -> ModuleType:
     """Import the adaptor as the first import of `script` would; returns the adaptor.
 
     Sets ``sys.argv`` to what Python would set for the script, and puts its folder on ``sys.path``: in front, as Python
@@ -40,7 +70,7 @@ def prepare(script: str, arguments: list[str]) -> ModuleType:
         raise LaunchError(f"{script} {what}; give the Python file to run, with its arguments after it")
     os.environ[_SCRIPT] = str(path.resolve())
     sys.argv = [script, *arguments]
-    own = str(Path(__file__).resolve().parents[1])
+    own = str(Path(__file__).resolve().parents[2])
     folder = str(path.resolve().parent)
     del sys.path[0]
     sys.path.insert(len(sys.path) if _borrows_core(folder) else 0, folder)
@@ -58,12 +88,12 @@ def _borrows_core(folder: str) -> bool:
     return Path(folder, "megatron", "core").is_dir() and not compiled(folder) and any(map(compiled, sys.path))
 
 
-def run(script: str) -> None:
+def start(script: str) -> None:
     """Run the prepared script as ``__main__``. What it raises, SystemExit included, is for the caller."""
     main = ModuleType("__main__")
     main.__file__ = script
     main.__spec__ = importlib.util.find_spec(__name__)
-    main.__builtins__ = __builtins__
+    main.__dict__["__builtins__"] = __builtins__
     keep = sys.modules["__main__"]  # its code is still running
     # The second name, which multiprocessing has set already: what a child sends back refers to classes by it.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
@@ -79,7 +109,7 @@ def _execute(script: str, namespace: dict) -> None:
 
 
 def _import_again() -> None:
-    """In a spawned child: what `prepare` and `run` did in its parent, but not the script's ``__main__`` part."""
+    """In a spawned child: what `prepared` and `start` did in its parent, but not the script's ``__main__`` part."""
     script = os.environ[_SCRIPT]
     sys.argv[0] = script
     importlib.import_module("mindspeed_mem.megatron_adaptor")

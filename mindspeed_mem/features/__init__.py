@@ -1,0 +1,30 @@
+"""What can be switched on: the table of flags (table.py), and how they are read and checked (checking.py)."""
+
+from mindspeed_mem.features.checking import (
+    FeatureError,
+    Settings,
+    add_arguments,
+    check,
+    check_configs,
+    conflicts,
+    in_force,
+    plan_facts,
+    put_into_force,
+    scan,
+)
+from mindspeed_mem.features.table import FEATURES, ON_HOST
+
+__all__ = [
+    "FEATURES",
+    "ON_HOST",
+    "FeatureError",
+    "Settings",
+    "add_arguments",
+    "check",
+    "check_configs",
+    "conflicts",
+    "in_force",
+    "plan_facts",
+    "put_into_force",
+    "scan",
+]

@@ -1,0 +1,60 @@
+"""The parser of ``python -m mindspeed_mem`` with all its commands, and what they have in common.
+
+A command is a row here and a module with DESCRIPTION, `add_arguments` and `main`. Neither of them may import torch or
+PyYAML at its top: help, and plans and schedules on paper, do without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from mindspeed_mem import __version__, interruption
+from mindspeed_mem.tools import build_allocator, chunks, doctor, ops, plan, run, schedule
+
+COMMANDS = (
+    ("run", "run a training script with this package switched on by its flags", run),
+    ("ops", "print the operators of the model that a training script trains", ops),
+    ("plan", "find a memory plan", plan),
+    ("schedule", "show a pipeline schedule", schedule),
+    ("chunks", "find a size of chunks", chunks),
+    ("doctor", "check versions, devices and patches", doctor),
+    ("build-allocator", "build the delegating allocator", build_allocator),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    top = argparse.ArgumentParser(prog="mindspeed_mem", description="The command line of mindspeed_mem.")
+    top.add_argument("--version", action="version", version=f"mindspeed_mem {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    for name, brief, module in COMMANDS:
+        form = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=brief, description=module.DESCRIPTION, formatter_class=form)
+        module.add_arguments(command)
+        command.set_defaults(main=module.main, refuse=command.error)
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    given, unknown = parser().parse_known_args(arguments)
+    if unknown and "script" in given:
+        given.refuse(f"the script comes first, then its arguments and ours; before any script stands {unknown[0]}")
+    if unknown:  # said with the usage of the command that does not know them
+        given.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    with interruption.in_one_line(f"mindspeed_mem {given.command}"):
+        try:
+            status = given.main(given)
+            sys.stdout.flush()
+        except OSError as error:
+            if "script" in given:  # what it makes of that is its own affair
+                raise
+            if isinstance(error, BrokenPipeError):  # the reader has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            else:
+                what = f"{error.filename} cannot be written or read: " * bool(error.filename)
+                print(f"mindspeed_mem {given.command}: {what}{error.strerror or error}", file=sys.stderr)
+            return 1
+        return status
