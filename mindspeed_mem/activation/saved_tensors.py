@@ -301,11 +301,11 @@ class SavedTensors:
             return None
         record = self._make(owner, storage, token, tensor, found)
         if made_here and type(rerun) is ModuleRerun:
-            if rerun.kept is None:
+            if rerun.untried is None:
                 rerun.take(record)
             else:  # it may turn out not to repeat itself
                 record.distance = STAYS
-                rerun.kept.add(record)
+                rerun.untried.kept.add(record)
         return record
 
     def _make(

@@ -75,6 +75,20 @@ class _Enough(BaseException):
     """All that was wanted is there. No Exception: nobody on the way may swallow it."""
 
 
+class Untried:
+    """Of a first run of which nobody knows whether it repeats itself."""
+
+    __slots__ = ("kept", "saved", "leaves")
+
+    def __init__(self) -> None:
+        self.kept: set[Record] = set()
+        """What it made and backward needs: kept until it has turned out to repeat itself."""
+        self.saved: list[tuple[Record, Layout] | None] = []
+        """Each tensor that it saved, if it made that."""
+        self.leaves: list[tuple[torch.Tensor, int]] = []
+        """The tensors that it took, with their versions then."""
+
+
 class ModuleRerun(Rerun):
     """One run of an operator. Holds its inputs; what it made is held weakly."""
 
@@ -86,14 +100,12 @@ class ModuleRerun(Rerun):
         "call",
         "state",
         "training",
-        "kept",
+        "untried",
         "_given",
         "_random",
         "_autocast",
         "_places",
         "_then",
-        "_saved",
-        "_leaves",
         "_noted_again",
         "_entered",
         "_entries",
@@ -131,16 +143,13 @@ class ModuleRerun(Rerun):
         self.training = training
         self._then: list[tuple[Place, Any]] = []
         self._starts_with(places or {})
-        self.kept: set[Record] | None = set() if places is None else None
-        """What it made and backward needs, as long as it may turn out not to repeat itself; None: is not kept."""
-        self._saved: list[tuple[Record, Layout] | None] = []
-        self._leaves: list[tuple[torch.Tensor, int]] = []
+        self.untried = untried = Untried() if places is None else None
 
         def take(tensor: torch.Tensor) -> tuple[Handle, bool, dict[str, Any]] | None:
             if type(tensor) is not torch.Tensor:
                 return None
-            if self.kept is not None:
-                self._leaves.append((tensor.detach(), tensor._version))
+            if untried is not None:
+                untried.leaves.append((tensor.detach(), tensor._version))
             return hold(tensor), tensor.requires_grad, dict(vars(tensor))
 
         self._given = split((args, kwargs, attributes), take, self.inputs)
@@ -176,11 +185,11 @@ class ModuleRerun(Rerun):
 
     def saves(self, record: Record | None, tensor: torch.Tensor) -> None:
         """The operator saves one more tensor, of the storage of ``record``."""
-        mine = None  # the record, of a storage that it made
-        if record is not None and (record.way_back is self if self.kept is None else record in self.kept):
+        mine, untried = None, self.untried  # the record, of a storage that it made
+        if record is not None and (record.way_back is self if untried is None else record in untried.kept):
             mine = record
-        if self.kept is not None:
-            self._saved.append((mine, layout_of(tensor)) if mine is not None else None)
+        if untried is not None:
+            untried.saved.append((mine, layout_of(tensor)) if mine is not None else None)
         if mine is None or mine.handles:
             self.slots.append(None)
         else:  # its first
@@ -315,7 +324,7 @@ class ModuleRerun(Rerun):
     # ---- once: whether it repeats itself
     def input_changed(self) -> bool:
         """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
-        return any(leaf._version != version for leaf, version in self._leaves)
+        return self.untried is not None and any(leaf._version != version for leaf, version in self.untried.leaves)
 
     def repeats(self, result: Any, places: Sequence[Place]) -> tuple[str, dict[Place, bool]]:
         """Run it again at once, and compare what it returns (None: that is not made again) and what backward needs.
@@ -323,6 +332,8 @@ class ModuleRerun(Rerun):
         Returns why it does not repeat itself (empty if it does), and those of ``places`` that the second run changed,
         and whether to another value: they are as before.
         """
+        assert self.untried is not None
+        saved, leaves_then = self.untried.saved, self.untried.leaves
         changed: dict[Place, bool] = {}
         index, nearly, otherwise = 0, False, False
 
@@ -339,25 +350,25 @@ class ModuleRerun(Rerun):
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal index
-            if index >= len(self._saved):
+            if index >= len(saved):
                 compare(None, tensor)
                 return
-            saved = self._saved[index]
+            before = saved[index]
             index += 1
-            if saved is not None and saved[0].live_handles():  # somebody still needs it
-                compare(_content(*saved, tensor), tensor)
-            if index == len(self._saved) and result is None:
+            if before is not None and before[0].live_handles():  # somebody still needs it
+                compare(_content(*before, tensor), tensor)
+            if index == len(saved) and result is None:
                 raise _Enough
 
         why_not = ""
-        now = rng.capture(leaf for leaf, _ in self._leaves)
-        given = zip(self._leaves, self.inputs or (), strict=True)
+        now = rng.capture(leaf for leaf, _ in leaves_then)
+        given = zip(leaves_then, self.inputs or (), strict=True)
         leaves = [_leaf(leaf, wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
-        self._leaves = []
+        self.untried.leaves = leaves_then = []
         try:
             with put_back(places, changed), self._as_then(leaves, pack) as run, contextlib.suppress(_Enough):
                 again, before = list(tensors_in(run())), list(tensors_in(result))
-                otherwise = otherwise or index != len(self._saved)
+                otherwise = otherwise or index != len(saved)
                 for one, other in zip_longest(before, again) if result is not None else ():
                     compare(one, other)
         except (torch.OutOfMemoryError, MemoryError):
@@ -378,20 +389,20 @@ class ModuleRerun(Rerun):
 
     def settle(self, why_not: str, places: Mapping[Place, bool]) -> None:
         """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""
-        kept, self.kept, self._saved, self._leaves = self.kept, None, [], []
+        untried, self.untried = self.untried, None
         self.why_not = why_not
         if why_not:
             self.inputs = None
             return
         self._starts_with(places)
-        for record in kept or ():
+        for record in untried.kept if untried is not None else ():
             if record.state == KEPT and record.live_handles():
                 record.distance = 0
                 self.take_if_kept(record)
 
     def enters_again(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """In the second run, what an operator takes is there before it runs."""
-        if self.kept is not None:
+        if self.untried is not None:
             return
         number, self._entered_again = self._entered_again, self._entered_again + 1
         wanted = self._entries.get(number)
