@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mem.adaptive import InfeasibleError, Plan, Problem, Search, Simulated, StagePlan, simulate
-from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
-from mindspeed_mem.adaptive.layout import KEEP, NOTHING, RECOMPUTE
-from mindspeed_mem.adaptive.plan_file import memory_config
-from mindspeed_mem.adaptive.problem import LayerClass
+from mindspeed_mem.adaptive.problem.definition import LayerClass
+from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE
+from mindspeed_mem.adaptive.search.plan_file import memory_config
 
 KEEP_ALL, FULL = "keep all, no cap", "Megatron full recompute"
 RECOMPUTE_ONLY, ADAPTIVE = "recompute only, planned", "adaptive plan"

@@ -310,7 +310,7 @@ def _start_engine(settings: Settings) -> None:
 def _kind(settings: Settings) -> Any:
     """The engine to start: called with what every engine is."""
     if settings.adaptive:
-        from mindspeed_mem.adaptive.engine import AdaptiveEngine
+        from mindspeed_mem.adaptive.run.engine import AdaptiveEngine
 
         return functools.partial(AdaptiveEngine, plan_file=settings.plan_file)
     from mindspeed_mem.activation import engine as engines

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from mindspeed_mem import __version__
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
-from mindspeed_mem.adaptive.adaptation import Call, Ranks
-from mindspeed_mem.adaptive.engine import AdaptiveEngine
+from mindspeed_mem.adaptive.run.adaptation import Call, Ranks
+from mindspeed_mem.adaptive.run.engine import AdaptiveEngine
 from mindspeed_mem.chunk import settings as chunk_settings
 from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patches import _schedule_calls as calls

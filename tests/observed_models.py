@@ -22,9 +22,10 @@ from mindspeed_mem.activation.rank_profile import (
     OutsideProfile,
     RankProfile,
 )
-from mindspeed_mem.adaptive import Plan, StagePlan, measured
-from mindspeed_mem.adaptive.improve import is_valid
-from mindspeed_mem.adaptive.problem import Pipeline, Problem
+from mindspeed_mem.adaptive import Plan, StagePlan
+from mindspeed_mem.adaptive.problem import from_profile
+from mindspeed_mem.adaptive.problem.definition import Pipeline, Problem
+from mindspeed_mem.adaptive.search.hill_climb import is_valid
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.plan import load_memory_config
 from tests.models import build_gpt, forget_routing, global_parameters
@@ -81,7 +82,7 @@ def rank_profile(engine: Listing, layers_of_chunks: list[range], stage: int = 0)
 
 
 def problem_of(model: dict[str, Any], layers: int) -> Problem:
-    return measured.problem([profile(model, layers)], Pipeline(micro_batches=1), 10**12)
+    return from_profile.problem([profile(model, layers)], Pipeline(micro_batches=1), 10**12)
 
 
 def with_head(problem: Problem, nbytes: int) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_mem.adaptive.problem import (
+from mindspeed_mem.adaptive.problem.definition import (
     Chunk,
     Group,
     LayerClass,

@@ -8,12 +8,14 @@ import shutil
 import sys
 
 from mindspeed_mem import output
-from mindspeed_mem.adaptive import command_options, estimate, picture, table, trace
-from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
-from mindspeed_mem.adaptive.infeasible import InfeasibleError
-from mindspeed_mem.adaptive.problem import Problem
-from mindspeed_mem.adaptive.search import Found, Search
-from mindspeed_mem.adaptive.shape import Layout
+from mindspeed_mem.adaptive import command_options
+from mindspeed_mem.adaptive.problem import from_shape, profile_file
+from mindspeed_mem.adaptive.problem.definition import Problem
+from mindspeed_mem.adaptive.problem.shape import Layout
+from mindspeed_mem.adaptive.search import plan_picture, plan_table
+from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
+from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.reserve import Reserve, of_device
 
 DESCRIPTION = """Finds which layers and operators should keep, swap or recompute their activations, from a model's shape
@@ -36,15 +38,15 @@ def main(given: argparse.Namespace) -> int:
     profile = None
     if given.trace is not None:
         try:
-            profile = trace.read(given.trace)
-        except trace.ProfileError as error:
+            profile = profile_file.read(given.trace)
+        except profile_file.ProfileError as error:
             request.wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
     if request.wrong:
         print("mindspeed_mem plan:", *(f"  {reason}" for reason in request.wrong), sep="\n", file=sys.stderr)
         return 2
     if profile is None:
-        problem = estimate.problem(request.shape, request.layout, request.machine)
-        profile = trace.Profile(
+        problem = from_shape.problem(request.shape, request.layout, request.machine)
+        profile = profile_file.Profile(
             problem=problem,
             origin="estimated",
             machine=dataclasses.asdict(request.machine) | ({"assumed": request.assumed} if request.assumed else {}),
@@ -59,11 +61,11 @@ def main(given: argparse.Namespace) -> int:
         limits["host_limit"] = request.host_bytes
     profile = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, **limits))
     if given.write_trace:
-        trace.write(profile, given.write_trace)
+        profile_file.write(profile, given.write_trace)
     return _plan(given, profile, kept)
 
 
-def _reserve(request: command_options.Request, profile: trace.Profile) -> Reserve:
+def _reserve(request: command_options.Request, profile: profile_file.Profile) -> Reserve:
     """What of the device is not planned with."""
     if request.reserve_bytes is not None:
         return Reserve(asked=request.reserve_bytes)
@@ -74,7 +76,7 @@ def _reserve(request: command_options.Request, profile: trace.Profile) -> Reserv
     return of_device(request.device_bytes, layout.groups)
 
 
-def _plan(given: argparse.Namespace, profile: trace.Profile, reserve: Reserve | None) -> int:
+def _plan(given: argparse.Namespace, profile: profile_file.Profile, reserve: Reserve | None) -> int:
     problem = profile.problem
     search = Search(problem)
     kept, full = keep_all(problem), full_recompute(problem)
@@ -82,33 +84,35 @@ def _plan(given: argparse.Namespace, profile: trace.Profile, reserve: Reserve | 
     try:
         if given.picture:
             floor = search.floor()
-            asked = picture.limits(floor, max(kept.peaks), problem.device_limit)
+            asked = plan_picture.limits(floor, max(kept.peaks), problem.device_limit)
             curve = list(zip(asked, search.curve(asked), strict=True))
-            title = " ".join(table.head(profile, reserve)[:1])
-            picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
+            title = " ".join(plan_table.head(profile, reserve)[:1])
+            plan_picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
         found = search.best()
     except InfeasibleError as shortage:
         status, error = 1, shortage
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    print("\n".join(table.lines(profile, reserve, kept, full, found, width)))
+    print("\n".join(plan_table.lines(profile, reserve, kept, full, found, width)))
     if error is not None:
         states_are_split = bool(profile.shapes.get("distributed_optimizer"))
         print(f"mindspeed_mem plan: {error.text(states_are_split)}", file=sys.stderr)
         if reserve is not None and reserve.bytes:
-            print(f"  (a reserve of {table.gib(reserve.bytes)} GiB is kept besides: --reserve-gib)", file=sys.stderr)
+            print(
+                f"  (a reserve of {plan_table.gib(reserve.bytes)} GiB is kept besides: --reserve-gib)", file=sys.stderr
+            )
     if given.picture:
         print(f"drawn to {given.picture}")
     if given.output and found is not None:
-        _write(given.output, problem, found, table.head(profile, reserve), profile.origin)
+        _write(given.output, problem, found, plan_table.head(profile, reserve), profile.origin)
         print(f"written to {given.output}: train with --memory-config {given.output}")
     return status
 
 
 def _write(target: str, problem: Problem, found: Found, head: list[str], origin: str) -> None:
-    from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config  # only this needs PyYAML
+    from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config  # only this needs PyYAML
 
     origin = "estimates" if origin == "estimated" else "a measured profile"
-    peak = table.gib(max(found.simulated.peaks))
+    peak = plan_table.gib(max(found.simulated.peaks))
     first = f"mindspeed_mem plan: {found.simulated.seconds:.4g} s a step, {peak} GiB at most, from {origin}"
     remarks = [first, *head]
     output.write(target, as_yaml(memory_config(problem, found.plan), remarks))

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mindspeed_mem import requirements
-from mindspeed_mem.adaptive.devices import ASSUMED, DEVICES, assumptions, reached
-from mindspeed_mem.adaptive.problem import GIB
-from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive.problem.definition import GIB
+from mindspeed_mem.adaptive.problem.devices import ASSUMED, DEVICES, assumptions, reached
+from mindspeed_mem.adaptive.problem.shape import Layout, Machine, Shape
 from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
 from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
@@ -125,6 +125,7 @@ def read(given: argparse.Namespace) -> Request:
         refuse_unknown(given, "plan does not know what it keeps: plan --trace takes a profile of such a model", wrong)
         _shape(given, request)
     _files(given, wrong)
+    wrong += [reason for reason in [requirements.without_solver()] if reason is not None]
     return request
 
 

@@ -24,7 +24,7 @@ CASES = {
 
 
 def shape_of(case: str) -> Any:
-    from mindspeed_mem.adaptive.shape import Shape
+    from mindspeed_mem.adaptive.problem.shape import Shape
 
     kind, flash, fused, more = CASES[case]
     gated = kind.startswith("swiglu")
@@ -98,9 +98,9 @@ def counted(case: str, plans: dict[str, dict[str, Any]]) -> tuple[list[dict], di
 
 def plan_of(kind: Any, group: Any, letter: str) -> dict[str, Any]:
     """A memory configuration that does this to one group of one layer, as the planner writes it."""
-    from mindspeed_mem.adaptive.layout import Plan, StagePlan
-    from mindspeed_mem.adaptive.plan_file import memory_config
-    from mindspeed_mem.adaptive.problem import Chunk, Link, Pipeline, Problem, Stage
+    from mindspeed_mem.adaptive.problem.definition import Chunk, Link, Pipeline, Problem, Stage
+    from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan
+    from mindspeed_mem.adaptive.search.plan_file import memory_config
 
     letters = "".join(letter if other is group else "K" for other in kind.groups)
     kept = "K" * len(kind.groups)
@@ -115,9 +115,9 @@ def plan_of(kind: Any, group: Any, letter: str) -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_census_and_what_is_freed_is_that_of_the_ledger(case):
-    from mindspeed_mem.adaptive.estimate import layer_class
-    from mindspeed_mem.adaptive.layer_bytes import INPUT, layer_bytes
-    from mindspeed_mem.adaptive.shape import Layout, Machine
+    from mindspeed_mem.adaptive.problem.from_shape import layer_class
+    from mindspeed_mem.adaptive.problem.layer_bytes import INPUT, layer_bytes
+    from mindspeed_mem.adaptive.problem.shape import Layout, Machine
 
     shape = shape_of(case)
     sizes = layer_bytes(shape, Layout())

@@ -16,14 +16,15 @@ LAYERS, CASE = 6, "dense GELU"
 
 def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
     """One stage of real layers whose head and loss keep so many bytes, and plans of all kinds for it."""
-    from mindspeed_mem.adaptive import Plan, StagePlan, estimate
-    from mindspeed_mem.adaptive.improve import is_valid
-    from mindspeed_mem.adaptive.layer_bytes import stream_bytes
-    from mindspeed_mem.adaptive.problem import Outside
-    from mindspeed_mem.adaptive.shape import Layout, Machine
+    from mindspeed_mem.adaptive import Plan, StagePlan
+    from mindspeed_mem.adaptive.problem import from_shape
+    from mindspeed_mem.adaptive.problem.definition import Outside
+    from mindspeed_mem.adaptive.problem.layer_bytes import stream_bytes
+    from mindspeed_mem.adaptive.problem.shape import Layout, Machine
+    from mindspeed_mem.adaptive.search.hill_climb import is_valid
 
     shape = dataclasses.replace(shape_of(CASE), num_layers=LAYERS)
-    problem = estimate.problem(shape, Layout(), Machine(memory_bytes=10**12))
+    problem = from_shape.problem(shape, Layout(), Machine(memory_bytes=10**12))
     [kind] = problem.classes
     stream = stream_bytes(shape, Layout())
     after = Outside(bytes=stream + 2 * 2 * shape.tokens + head)  # the final norm's input and statistics
@@ -76,8 +77,8 @@ def measured(configs: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.distributed
 def test_the_peak_is_the_ledgers():
     from mindspeed_mem.adaptive import simulate
-    from mindspeed_mem.adaptive.baselines import keep_all
-    from mindspeed_mem.adaptive.plan_file import memory_config
+    from mindspeed_mem.adaptive.search.baselines import keep_all
+    from mindspeed_mem.adaptive.search.plan_file import memory_config
 
     problem, plans = problem_and_plans()
     nothing = {"swap_config": {"swap": True, "op_swap": []}}

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from mindspeed_mem.adaptive import estimate
-from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
-from mindspeed_mem.adaptive.checks import problems_of
-from mindspeed_mem.adaptive.layer_bytes import BDA1, CORE, FC1, INPUT, NORM1, QKV, layer_bytes
-from mindspeed_mem.adaptive.problem import GIB
-from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive.problem import from_shape
+from mindspeed_mem.adaptive.problem.checks import problems_of
+from mindspeed_mem.adaptive.problem.definition import GIB
+from mindspeed_mem.adaptive.problem.layer_bytes import BDA1, CORE, FC1, INPUT, NORM1, QKV, layer_bytes
+from mindspeed_mem.adaptive.problem.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 
 GPT = Shape(
     num_layers=16,
@@ -28,7 +28,7 @@ MACHINE = Machine(memory_bytes=80 * GIB)
 @pytest.mark.parametrize("shape", [GPT, LLAMA, dataclasses.replace(GPT, flash=False, fused=False)])
 @pytest.mark.parametrize("layout", [Layout(micro_batches=4), Layout(tensor=4, pipeline=4, virtual=2, micro_batches=8)])
 def test_a_problem_is_sound_and_full_recompute_costs_about_a_forward(shape, layout):
-    problem = estimate.problem(shape, layout, MACHINE)
+    problem = from_shape.problem(shape, layout, MACHINE)
     assert problems_of(problem) == [] and problem.num_layers == 16
     kept, full = keep_all(problem), full_recompute(problem)
     assert 1.2 < full.seconds / kept.seconds < 1.36
@@ -82,7 +82,7 @@ def test_flash_attention_keeps_no_mask_of_its_scores_but_the_residual_stream_doe
         BDA1: mask,
     }
     problems = [
-        estimate.problem(
+        from_shape.problem(
             dataclasses.replace(GPT, hidden_dropout=on), Layout(pipeline=2, virtual=2, micro_batches=4), MACHINE
         )
         for on in (False, True)
@@ -96,9 +96,9 @@ def test_flash_attention_keeps_no_mask_of_its_scores_but_the_residual_stream_doe
 
 def test_context_parallel_ranks_split_the_tokens_and_the_states():
     machine = dataclasses.replace(MACHINE, tensor_gbps=1e4)  # so that the ring is hidden
-    alone = estimate.problem(GPT, Layout(), machine)
+    alone = from_shape.problem(GPT, Layout(), machine)
     split = dataclasses.replace(GPT, context=4)
-    four = estimate.problem(split, Layout(context=4, distributed_optimizer=True), machine)
+    four = from_shape.problem(split, Layout(context=4, distributed_optimizer=True), machine)
     for one, other in zip(alone.classes[0].groups, four.classes[0].groups, strict=True):
         assert one.bytes == 4 * other.bytes
     assert alone.stages[0].static_bytes == 2 * four.stages[0].static_bytes
@@ -107,15 +107,15 @@ def test_context_parallel_ranks_split_the_tokens_and_the_states():
 
 
 def test_static_memory_is_18_bytes_a_parameter_or_less_with_a_distributed_optimizer():
-    alone = estimate.problem(GPT, Layout(), MACHINE).stages[0].static_bytes
-    shared = estimate.problem(GPT, Layout(data=4, distributed_optimizer=True), MACHINE).stages[0].static_bytes
+    alone = from_shape.problem(GPT, Layout(), MACHINE).stages[0].static_bytes
+    shared = from_shape.problem(GPT, Layout(data=4, distributed_optimizer=True), MACHINE).stages[0].static_bytes
     parameters = 16 * GPT.layer_parameters + GPT.embedding_parameters
     assert (alone, shared) == (18 * parameters, 9 * parameters)
 
 
 def test_twice_the_speed_is_half_the_time():
     slow, fast = (
-        estimate.problem(GPT, Layout(micro_batches=2), dataclasses.replace(MACHINE, tflops=t, memory_gbps=m))
+        from_shape.problem(GPT, Layout(micro_batches=2), dataclasses.replace(MACHINE, tflops=t, memory_gbps=m))
         for t, m in ((200, 1000), (400, 2000))
     )
     assert keep_all(slow).seconds == pytest.approx(2 * keep_all(fast).seconds)

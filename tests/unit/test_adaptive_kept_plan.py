@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mindspeed_mem.adaptive import kept_plan
+from mindspeed_mem.adaptive.run import kept_plan
 from mindspeed_mem.plan import load_memory_config
 
 CONFIG = {

@@ -4,12 +4,13 @@ import dataclasses
 
 import yaml
 
-from mindspeed_mem.adaptive import Plan, StagePlan, estimate
-from mindspeed_mem.adaptive.grid import LEGEND, grid
-from mindspeed_mem.adaptive.layout import Count, in_order, key, lay_out
-from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config
-from mindspeed_mem.adaptive.problem import blocks
-from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive import Plan, StagePlan
+from mindspeed_mem.adaptive.problem import from_shape
+from mindspeed_mem.adaptive.problem.definition import blocks
+from mindspeed_mem.adaptive.problem.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out
+from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config
+from mindspeed_mem.adaptive.search.plan_grid import LEGEND, grid
 from mindspeed_mem.plan import load_memory_config, resolve
 from tests.operators import DENSE
 from tests.planning import LAYER, small_problem
@@ -28,7 +29,7 @@ GPT = Shape(
 
 
 def gpt(**layout):
-    return estimate.problem(GPT, Layout(**layout), Machine(memory_bytes=1))
+    return from_shape.problem(GPT, Layout(**layout), Machine(memory_bytes=1))
 
 
 def letters(**changes):

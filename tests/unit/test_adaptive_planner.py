@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from mindspeed_mem.adaptive import simulate
-from mindspeed_mem.adaptive.correction import Measured, corrected, passes_seconds
-from mindspeed_mem.adaptive.planner import ROUNDS, Planner
-from mindspeed_mem.adaptive.search import Search
+from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
+from mindspeed_mem.adaptive.run.planner import ROUNDS, Planner
+from mindspeed_mem.adaptive.search.search import Search
 from mindspeed_mem.plan import load_memory_config
 from tests.planning import MB, small_problem
 

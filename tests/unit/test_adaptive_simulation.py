@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_mem.adaptive import Plan, StagePlan, simulate
-from mindspeed_mem.adaptive.improve import is_valid
-from mindspeed_mem.adaptive.problem import GB
+from mindspeed_mem.adaptive.problem.definition import GB
+from mindspeed_mem.adaptive.search.hill_climb import is_valid
 from tests.planning import LAYER, small_problem
 from tests.streams import Machine
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mindspeed_mem.adaptive import trace
+from mindspeed_mem.adaptive.problem import profile_file
 from tests.planning import LAYER, small_problem
 
 
@@ -13,22 +13,24 @@ from tests.planning import LAYER, small_problem
 def written(tmp_path):
     """A profile's file and its content, to be changed."""
     problem = small_problem(stages=2, virtual=2, layers=2, micro_batches=4, host=10**9)
-    profile = trace.Profile(problem=problem, machine={"device": "x", "ranks": 8}, model={"layers": 8}, shapes={"tp": 1})
+    profile = profile_file.Profile(
+        problem=problem, machine={"device": "x", "ranks": 8}, model={"layers": 8}, shapes={"tp": 1}
+    )
     path = tmp_path / "profile.json"
-    trace.write(profile, path)
+    profile_file.write(profile, path)
     return profile, path, json.loads(path.read_text())
 
 
 def change(path, content):
     path.write_text(json.dumps(content))
-    with pytest.raises(trace.ProfileError) as error:
-        trace.read(path)
+    with pytest.raises(profile_file.ProfileError) as error:
+        profile_file.read(path)
     return error.value.problems
 
 
 def test_what_was_written_is_read_back(written):
     profile, path, content = written
-    assert trace.read(path) == profile
+    assert profile_file.read(path) == profile
     assert content["in_flight"] == [[[3, 2], [4, 1]], [[2, 1], [3, 0]]]
     assert content["problem"]["classes"][0]["groups"][1]["name"] == LAYER.groups[1].name
 
@@ -37,11 +39,11 @@ def test_a_link_that_blocks_is_kept_and_links_of_older_files_do_not_block(writte
     profile, path, content = written
     assert content["problem"]["link"].pop("blocking") is False
     path.write_text(json.dumps(content))
-    assert trace.read(path) == profile
+    assert profile_file.read(path) == profile
     link = dataclasses.replace(profile.problem.link, blocking=True)
     blocking = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, link=link))
-    trace.write(blocking, path)
-    assert trace.read(path) == blocking != profile
+    profile_file.write(blocking, path)
+    assert profile_file.read(path) == blocking != profile
 
 
 def test_all_problems_of_a_file_are_said_at_once(written):
@@ -96,10 +98,10 @@ def test_in_flight_counts_are_those_of_the_schedule(written):
 def test_what_is_no_profile_is_refused(tmp_path, text):
     path = tmp_path / "profile.json"
     path.write_text(text)
-    with pytest.raises(trace.ProfileError, match="1 problem"):
-        trace.read(path)
-    with pytest.raises(trace.ProfileError, match="cannot be read"):
-        trace.read(tmp_path / "absent.json")
+    with pytest.raises(profile_file.ProfileError, match="1 problem"):
+        profile_file.read(path)
+    with pytest.raises(profile_file.ProfileError, match="cannot be read"):
+        profile_file.read(tmp_path / "absent.json")
 
 
 def test_limits_can_be_changed_without_reading_again(written):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from mindspeed_mem.adaptive.plan_file import as_yaml, by_name
+from mindspeed_mem.adaptive.search.plan_file import as_yaml, by_name
 from mindspeed_mem.features import FeatureError, check
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config, resolve
 

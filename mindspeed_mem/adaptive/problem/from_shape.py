@@ -1,0 +1,218 @@
+"""A planning problem from a model's shape alone: bytes by formula, seconds from FLOPs and bytes moved.
+
+Seconds are estimates. A matrix product takes its FLOPs at `Machine.tflops`, a flash attention its causal FLOPs at 0.7
+of that forward and 2.5 times as many at 0.6 backward (what flash attention reaches on an H200 against 700 TFLOP/s of
+matrix products), other operators what they read and write at `Machine.memory_gbps`, collectives what each rank
+receives at `Machine.tensor_gbps`. A backward is twice its forward. Left out: launch gaps, copies slowing compute down,
+data-parallel traffic that is not hidden.
+"""
+
+from __future__ import annotations
+
+from mindspeed_mem.adaptive.problem.definition import (
+    GB,
+    Chunk,
+    Group,
+    LayerClass,
+    Link,
+    Operator,
+    Outside,
+    Pipeline,
+    Problem,
+    Stage,
+)
+from mindspeed_mem.adaptive.problem.layer_bytes import (
+    ACT,
+    BDA1,
+    BDA2,
+    CORE,
+    FC1,
+    FC2,
+    INPUT,
+    NORM1,
+    NORM2,
+    PROJ,
+    QKV,
+    ROTARY,
+    SPLIT,
+    layer_bytes,
+    mask_bytes,
+    norm_bytes,
+    stream_bytes,
+)
+from mindspeed_mem.adaptive.problem.shape import ELEMENT, Layout, Machine, Shape
+
+FLASH_FORWARD, FLASH_BACKWARD = 0.7, 0.6
+LAYER = "layer"
+
+# The operators of a layer as the engine counts them, with the modules and markers that do nothing themselves.
+_ATTENTION = ("", NORM1, "self_attention", SPLIT, QKV, "self_attention.adjust_key_value", ROTARY, CORE)
+_IN_UNFUSED = (f"{CORE}.scale_mask_softmax", f"{CORE}.attention_dropout")
+_REST = (PROJ, BDA1, NORM2, "mlp", FC1, ACT, FC2, BDA2)
+# Whose backward reads what an operator produced, and which groups its second run starts from.
+_USED_BY = {
+    INPUT: (NORM1,),
+    NORM1: (NORM1, QKV),
+    QKV: (CORE,),
+    ROTARY: (ROTARY, CORE),
+    CORE: (CORE, PROJ),
+    BDA1: (BDA1, NORM2),
+    NORM2: (NORM2, FC1),
+    FC1: (ACT,),
+    ACT: (ACT, FC2),
+}
+_NEEDS = {
+    NORM1: (INPUT,),
+    QKV: (NORM1,),
+    ROTARY: (QKV,),
+    CORE: (QKV, ROTARY),
+    BDA1: (INPUT, CORE),
+    NORM2: (BDA1,),
+    FC1: (NORM2,),
+    ACT: (FC1,),
+}
+# What has to run again besides the producer: its inputs are in no group.
+_ALSO = {ROTARY: (SPLIT,), BDA1: (PROJ,)}
+
+
+class Times:
+    """Seconds of one layer's operators, forward and backward, for one micro-batch on one rank."""
+
+    def __init__(self, shape: Shape, layout: Layout, machine: Machine):
+        self.shape, self.layout, self.machine = shape, layout, machine
+        tokens, tensor = shape.tokens, layout.tensor
+        stream = stream_bytes(shape, layout)
+        query, key = (tokens * width * ELEMENT / tensor for width in (shape.query_width, shape.key_width))
+        fc1 = tokens * shape.fc1_width * ELEMENT / tensor
+        act = tokens * shape.ffn_hidden_size * ELEMENT / tensor
+        gather = tokens * shape.hidden_size * ELEMENT * (tensor - 1) / tensor / (machine.tensor_gbps * GB)
+        ahead = gather if layout.sequence_parallel else 0.0  # gathered before, scattered after; or reduced after
+        after = gather if layout.sequence_parallel else 2 * gather
+        products = {
+            QKV: self.product(shape.hidden_size, shape.query_width + 2 * shape.key_width),
+            PROJ: self.product(shape.query_width, shape.hidden_size),
+            FC1: self.product(shape.hidden_size, shape.fc1_width),
+            FC2: self.product(shape.ffn_hidden_size, shape.hidden_size),
+        }
+        flops = 2 * tokens * shape.seq_length * shape.query_width / tensor  # two products, of which causality halves
+        flash = flops / (machine.tflops * 1e12)
+        moved = {
+            NORM1: 2 * stream,
+            ROTARY: 2 * (query + key) * shape.rope,
+            BDA1: 3 * stream,
+            NORM2: 2 * stream,
+            ACT: fc1 + act,
+            BDA2: 3 * stream,
+        }
+        self.forward = {name: self.move(size) for name, size in moved.items()}
+        self.backward = {name: 2 * seconds for name, seconds in self.forward.items()}
+        around = {QKV: ahead, PROJ: after, FC1: ahead, FC2: after}
+        for name, seconds in products.items():
+            self.forward[name] = seconds + around[name]
+            again = gather if name in (QKV, FC1) and layout.sequence_parallel else 0.0  # its input, gathered once more
+            returned = {QKV: after, FC1: after, PROJ: ahead, FC2: ahead}[name]
+            self.backward[name] = 2 * seconds + returned + again
+        if shape.flash:
+            # Context-parallel ranks hand keys and values round while they compute; backward, their gradients too.
+            ring = 2 * (shape.context - 1) * key / (machine.tensor_gbps * GB)
+            self.forward[CORE] = max(flash / FLASH_FORWARD, ring)
+            self.backward[CORE] = max(2.5 * flash / FLASH_BACKWARD, 2 * ring)
+        else:
+            scores = self.move(6 * layer_bytes(shape, layout)[CORE])
+            self.forward[CORE], self.backward[CORE] = 2 * flash + scores, 4 * flash + 2 * scores
+
+    def product(self, inner: int, width: int) -> float:
+        """A matrix product of all tokens, its weight split over the tensor-parallel ranks."""
+        return 2 * self.shape.tokens * inner * width / self.layout.tensor / (self.machine.tflops * 1e12)
+
+    def move(self, nbytes: float) -> float:
+        return nbytes / (self.machine.memory_gbps * GB)
+
+
+def layer_class(shape: Shape, layout: Layout, machine: Machine) -> LayerClass:
+    """One decoder layer."""
+    times, sizes = Times(shape, layout, machine), layer_bytes(shape, layout)
+    stream = stream_bytes(shape, layout)
+    order = (*_ATTENTION, *(() if shape.flash else _IN_UNFUSED), *_REST)
+    seconds = [(name, times.forward.get(name, 0.0), times.backward.get(name, 0.0)) for name in order]
+    operators = [Operator(name=name, forward_seconds=f, backward_seconds=b) for name, f, b in seconds]
+    groups = []
+    for name, size in sizes.items():
+        if not size:
+            continue
+        also = _ALSO.get(name, ())
+        needs = tuple(other for other in _NEEDS.get(name, ()) if sizes[other])
+        keeps = 0
+        if name == ACT and not sizes[FC1]:  # nothing keeps what the activation function starts from
+            also, needs = (FC1,), (NORM2,)
+        elif name in (NORM1, NORM2) and not needs:
+            keeps = stream
+        again = sum(times.forward.get(other, 0.0) for other in (*also, name))
+        from_previous = name == INPUT
+        groups.append(
+            Group(
+                name=name,
+                bytes=size,
+                operators=(BDA2,) if from_previous else (name,),
+                used_by=_USED_BY[name],
+                recompute_seconds=None if from_previous else again,
+                recompute_keeps=keeps,
+                recompute_operators=(*also, name) if also else (),
+                needs=needs,
+                from_previous=from_previous,
+            )
+        )
+    return LayerClass(name=LAYER, operators=tuple(operators), groups=tuple(groups), input_bytes=stream)
+
+
+def problem(shape: Shape, layout: Layout, machine: Machine) -> Problem:
+    """The whole model: equal numbers of layers in all parts, the embedding in the first, head and loss in the last."""
+    times, layer = Times(shape, layout, machine), layer_class(shape, layout, machine)
+    stages = []
+    for number in range(layout.pipeline):
+        stages.append(_stage(number, shape, layout, times, layer))
+    return Problem(
+        classes=(layer,),
+        stages=tuple(stages),
+        pipeline=Pipeline(micro_batches=layout.micro_batches),
+        link=Link(out=machine.link_gbps, back=machine.link_gbps),
+        device_limit=machine.memory_bytes,
+        host_limit=machine.host_bytes,
+    )
+
+
+def _stage(number: int, shape: Shape, layout: Layout, times: Times, layer: LayerClass) -> Stage:
+    first, last = number == 0, number == layout.pipeline - 1
+    parts = layout.pipeline * layout.virtual
+    each = shape.num_layers // parts
+    logits = shape.tokens * shape.vocab_size // layout.tensor
+    stream = stream_bytes(shape, layout)
+    product = times.product(shape.hidden_size, shape.vocab_size)
+    pointwise = times.move(3 * 4 * logits)
+    mask = mask_bytes(shape, layout)  # of the last layer's end, and of the embedding
+    head = Outside(
+        forward_seconds=product + pointwise,
+        backward_seconds=2 * product + pointwise,
+        bytes=(4 + ELEMENT) * logits + norm_bytes(shape, layout) + layer_bytes(shape, layout)[INPUT],
+    )
+    chunks = tuple(
+        Chunk(
+            layers=(layer.name,) * each,
+            first_layer=(chunk * layout.pipeline + number) * each,
+            before=Outside(bytes=stream + mask * (first and chunk == 0)),
+            after=head if last and chunk == layout.virtual - 1 else Outside(bytes=mask),
+        )
+        for chunk in range(layout.virtual)
+    )
+    embeddings = first + (last and (shape.untied or layout.pipeline > 1))
+    parameters = (
+        shape.layer_parameters * each * layout.virtual + embeddings * shape.embedding_parameters
+    ) // layout.tensor
+    gradients = 2 * shape.tokens * shape.fc1_width * ELEMENT // layout.tensor + stream
+    travelling = 4 * shape.tokens * shape.key_width * ELEMENT // layout.tensor * (shape.context > 1)  # keys and values
+    return Stage(
+        chunks=chunks,
+        static_bytes=round(parameters * layout.bytes_per_parameter),
+        temporary_bytes=max(gradients, travelling, ELEMENT * logits if last else 0),
+        step_seconds=times.move(parameters * (layout.bytes_per_parameter + 12)),
+    )
