@@ -10,7 +10,7 @@ from functools import lru_cache
 from mindspeed_mem.plan.checks import Distance
 from mindspeed_mem.plan.config import OpSwap, SwapConfig
 from mindspeed_mem.plan.layers import Layers, as_ranges
-from mindspeed_mem.plan.operators import Match, match, selects
+from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
 
 __all__ = ["DEFAULT_PATTERN", "MemoryPlan", "Swap", "SwapRule", "swap_rules"]
@@ -229,8 +229,7 @@ def _listing(listed: list[tuple[SwapRule, Match]], rules: list[SwapRule]) -> str
     parts = []
     for rule, hit in sorted(listed, key=lambda item: order.index(item[0].pattern)):
         inside = any(
-            _kind(other.swap) == _kind(rule.swap) and hit.node.startswith(f"{container.node}.")
-            for other, container in listed
+            _kind(other.swap) == _kind(rule.swap) and within(hit.node, container.node) for other, container in listed
         )
         if not inside:
             parent, _, name = hit.shown.rpartition(".")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_mem.plan.layers import as_ranges
-from mindspeed_mem.plan.operators import Match, match, selects
+from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recompute_config import RecomputeRule
 
 __all__ = ["Recompute", "Recomputation", "outermost"]
@@ -112,7 +112,7 @@ class Recomputation:
     def _holds_excluded(self, layer: int, op: str) -> bool:
         if not op:  # a layer with unknown operators may hold what is excluded
             return bool(self._excluded[layer] or (layer not in self._layers and self._excludes[layer]))
-        return any(other.startswith(f"{op}.") for other in self._excluded[layer])
+        return any(within(other, op) for other in self._excluded[layer])
 
     def _selected(self, rules: Sequence[RecomputeRule], op: str) -> bool:
         return any(rule.pattern is not None and self._selects(rule.pattern, op) for rule in rules)
@@ -132,7 +132,7 @@ class Recomputation:
         shown: dict[str, str] = {}
         for exclude in self._excludes[layer]:
             for hit in self._found(exclude, layer):
-                if not node or hit.node.startswith(f"{node}."):
+                if within(hit.node, node):
                     shown.setdefault(hit.node, hit.shown)
         names = ", ".join(shown[name] for name in outermost(shown))
         return f" (except {names})" if names else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mindspeed_mem.plan.operators import within
 from mindspeed_mem.report.units import mib
 
 OUTSIDE = -1
@@ -67,11 +68,11 @@ def _rows(
     used = [op for one in storages for at, op in [*one["saved_by"], (one["layer"], one["op"])] if at == layer]
     rows = []
     for op, parent, depth in _in_order(dict.fromkeys([*choices, *used, *operators])):
-        produced = [one for one in storages if one["layer"] == layer and _within(one["op"], op)]
-        saved = [one for one in storages if any(at == layer and _within(by, op) for at, by in one["saved_by"])]
-        shared = any(not (at == layer and _within(by, op)) for one in saved for at, by in one["saved_by"])
+        produced = [one for one in storages if one["layer"] == layer and _is_in(one["op"], op)]
+        saved = [one for one in storages if any(at == layer and _is_in(by, op) for at, by in one["saved_by"])]
+        shared = any(not (at == layer and _is_in(by, op)) for one in saved for at, by in one["saved_by"])
         needed = {tuple(saver) for one in produced for saver in one["saved_by"]}
-        needed = {(at, by) for at, by in needed if by == op or at != layer or not _within(by, op)}
+        needed = {(at, by) for at, by in needed if by == op or at != layer or not _is_in(by, op)}
         indent = "  " * depth
         rows.append(
             (
@@ -89,7 +90,7 @@ def _rows(
 def _in_order(listed: Iterable[str]) -> list[tuple[str, str, int]]:
     """(operator, the module above it that is listed, depth): each module before what is below it."""
     listed = list(listed)
-    parents = {op: max((p for p in listed if p and p != op and _within(op, p)), key=len, default="") for op in listed}
+    parents = {op: max((p for p in listed if p and within(op, p)), key=len, default="") for op in listed}
     first: dict[str, int] = {}
     for index, op in enumerate(listed):
         while op:
@@ -105,8 +106,8 @@ def _in_order(listed: Iterable[str]) -> list[tuple[str, str, int]]:
     ]
 
 
-def _within(op: str, module: str) -> bool:
-    return not module or op == module or op.startswith(module + ".")
+def _is_in(op: str, module: str) -> bool:
+    return op == module or within(op, module)
 
 
 def _below(op: str, parent: str) -> str:
@@ -147,7 +148,7 @@ def _from(layer: int, op: str, parent: str, saver: tuple[int, str]) -> str:
     if saver == (layer, op):
         return "itself"
     if saver[0] == layer:
-        siblings = parent and saver[1].startswith(parent + ".")
+        siblings = parent and within(saver[1], parent)
         return _below(saver[1], parent) if siblings else saver[1] or "the layer itself"
     return f"layer {saver[0] - layer:+d} {saver[1]}".rstrip()
 

@@ -116,8 +116,9 @@ def plan_of(kind: Any, group: Any, letter: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_census_and_what_is_freed_is_that_of_the_ledger(case):
     from mindspeed_mem.adaptive.problem.from_shape import layer_class
-    from mindspeed_mem.adaptive.problem.layer_bytes import INPUT, layer_bytes
+    from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes
     from mindspeed_mem.adaptive.problem.shape import Layout, Machine
+    from mindspeed_mem.plan.operators import INPUT
 
     shape = shape_of(case)
     sizes = layer_bytes(shape, Layout())

@@ -7,9 +7,10 @@ import pytest
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.checks import problems_of
 from mindspeed_mem.adaptive.problem.definition import GIB
-from mindspeed_mem.adaptive.problem.layer_bytes import BDA1, CORE, FC1, INPUT, NORM1, QKV, layer_bytes
+from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes
 from mindspeed_mem.adaptive.problem.shape import Layout, Machine, Shape
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
+from mindspeed_mem.plan.operators import ATTENTION_ADD, CORE, FC1, INPUT, INPUT_NORM, QKV
 
 GPT = Shape(
     num_layers=16,
@@ -41,7 +42,7 @@ def test_tensor_parallel_ranks_divide_what_they_compute_and_sequence_parallelism
     )
     for name in (QKV, CORE, FC1):
         assert whole[name] == 4 * split[name] == 4 * both[name]
-    for name in (INPUT, NORM1, BDA1):
+    for name in (INPUT, INPUT_NORM, ATTENTION_ADD):
         assert whole[name] == split[name] == 4 * both[name]
 
 
@@ -79,7 +80,7 @@ def test_flash_attention_keeps_no_mask_of_its_scores_but_the_residual_stream_doe
     mask = GPT.tokens * GPT.hidden_size
     assert {name: dropped[name] - plain[name] for name in plain if dropped[name] != plain[name]} == {
         INPUT: mask,
-        BDA1: mask,
+        ATTENTION_ADD: mask,
     }
     problems = [
         from_shape.problem(

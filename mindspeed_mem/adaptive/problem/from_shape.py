@@ -21,58 +21,27 @@ from mindspeed_mem.adaptive.problem.definition import (
     Problem,
     Stage,
 )
-from mindspeed_mem.adaptive.problem.layer_bytes import (
-    ACT,
-    BDA1,
-    BDA2,
+from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes, mask_bytes, norm_bytes, stream_bytes
+from mindspeed_mem.adaptive.problem.shape import ELEMENT, Layout, Machine, Shape
+from mindspeed_mem.plan.operators import (
+    ACTIVATION,
+    ATTENTION_ADD,
     CORE,
+    DENSE,
     FC1,
     FC2,
     INPUT,
-    NORM1,
-    NORM2,
+    INPUT_NORM,
+    MLP_ADD,
+    MLP_NORM,
     PROJ,
     QKV,
     ROTARY,
-    SPLIT,
-    layer_bytes,
-    mask_bytes,
-    norm_bytes,
-    stream_bytes,
+    within,
 )
-from mindspeed_mem.adaptive.problem.shape import ELEMENT, Layout, Machine, Shape
 
 FLASH_FORWARD, FLASH_BACKWARD = 0.7, 0.6
 LAYER = "layer"
-
-# The operators of a layer as the engine counts them, with the modules and markers that do nothing themselves.
-_ATTENTION = ("", NORM1, "self_attention", SPLIT, QKV, "self_attention.adjust_key_value", ROTARY, CORE)
-_IN_UNFUSED = (f"{CORE}.scale_mask_softmax", f"{CORE}.attention_dropout")
-_REST = (PROJ, BDA1, NORM2, "mlp", FC1, ACT, FC2, BDA2)
-# Whose backward reads what an operator produced, and which groups its second run starts from.
-_USED_BY = {
-    INPUT: (NORM1,),
-    NORM1: (NORM1, QKV),
-    QKV: (CORE,),
-    ROTARY: (ROTARY, CORE),
-    CORE: (CORE, PROJ),
-    BDA1: (BDA1, NORM2),
-    NORM2: (NORM2, FC1),
-    FC1: (ACT,),
-    ACT: (ACT, FC2),
-}
-_NEEDS = {
-    NORM1: (INPUT,),
-    QKV: (NORM1,),
-    ROTARY: (QKV,),
-    CORE: (QKV, ROTARY),
-    BDA1: (INPUT, CORE),
-    NORM2: (BDA1,),
-    FC1: (NORM2,),
-    ACT: (FC1,),
-}
-# What has to run again besides the producer: its inputs are in no group.
-_ALSO = {ROTARY: (SPLIT,), BDA1: (PROJ,)}
 
 
 class Times:
@@ -97,12 +66,12 @@ class Times:
         flops = 2 * tokens * shape.seq_length * shape.query_width / tensor  # two products, of which causality halves
         flash = flops / (machine.tflops * 1e12)
         moved = {
-            NORM1: 2 * stream,
+            INPUT_NORM: 2 * stream,
             ROTARY: 2 * (query + key) * shape.rope,
-            BDA1: 3 * stream,
-            NORM2: 2 * stream,
-            ACT: fc1 + act,
-            BDA2: 3 * stream,
+            ATTENTION_ADD: 3 * stream,
+            MLP_NORM: 2 * stream,
+            ACTIVATION: fc1 + act,
+            MLP_ADD: 3 * stream,
         }
         self.forward = {name: self.move(size) for name, size in moved.items()}
         self.backward = {name: 2 * seconds for name, seconds in self.forward.items()}
@@ -133,33 +102,37 @@ def layer_class(shape: Shape, layout: Layout, machine: Machine) -> LayerClass:
     """One decoder layer."""
     times, sizes = Times(shape, layout, machine), layer_bytes(shape, layout)
     stream = stream_bytes(shape, layout)
-    order = (*_ATTENTION, *(() if shape.flash else _IN_UNFUSED), *_REST)
-    seconds = [(name, times.forward.get(name, 0.0), times.backward.get(name, 0.0)) for name in order]
-    operators = [Operator(name=name, forward_seconds=f, backward_seconds=b) for name, f, b in seconds]
-    groups = []
-    for name, size in sizes.items():
+    dense = [one for one in DENSE if not (shape.flash and within(one.path, CORE))]
+    operators = [
+        Operator(
+            name=name,
+            forward_seconds=times.forward.get(name, 0.0),
+            backward_seconds=times.backward.get(name, 0.0),
+        )
+        for name in ("", *(one.path for one in dense))
+    ]
+    given = Group(name=INPUT, bytes=sizes[INPUT], operators=(MLP_ADD,), used_by=(INPUT_NORM,), from_previous=True)
+    groups = [given] if given.bytes else []
+    for one in dense:
+        size = sizes.get(one.path, 0)
         if not size:
             continue
-        also = _ALSO.get(name, ())
-        needs = tuple(other for other in _NEEDS.get(name, ()) if sizes[other])
-        keeps = 0
-        if name == ACT and not sizes[FC1]:  # nothing keeps what the activation function starts from
-            also, needs = (FC1,), (NORM2,)
-        elif name in (NORM1, NORM2) and not needs:
+        also, keeps = one.with_it, 0
+        needs = tuple(other for other in one.starts_from if sizes[other])
+        if one.path == ACTIVATION and not sizes[FC1]:  # nothing keeps what the activation function starts from
+            also, needs = (FC1,), (MLP_NORM,)
+        elif one.path in (INPUT_NORM, MLP_NORM) and not needs:
             keeps = stream
-        again = sum(times.forward.get(other, 0.0) for other in (*also, name))
-        from_previous = name == INPUT
         groups.append(
             Group(
-                name=name,
+                name=one.path,
                 bytes=size,
-                operators=(BDA2,) if from_previous else (name,),
-                used_by=_USED_BY[name],
-                recompute_seconds=None if from_previous else again,
+                operators=(one.path,),
+                used_by=one.used_by,
+                recompute_seconds=sum(times.forward.get(other, 0.0) for other in (*also, one.path)),
                 recompute_keeps=keeps,
-                recompute_operators=(*also, name) if also else (),
+                recompute_operators=(*also, one.path) if also else (),
                 needs=needs,
-                from_previous=from_previous,
             )
         )
     return LayerClass(name=LAYER, operators=tuple(operators), groups=tuple(groups), input_bytes=stream)

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 
 from mindspeed_mem.adaptive.problem.part_view import ChunkView, Storage
 from mindspeed_mem.adaptive.problem.recompute_sets import SecondRun, SecondRuns
-
-INPUT = "input"
-"""The name of what the layer before produced."""
+from mindspeed_mem.plan.operators import INPUT, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +51,14 @@ class _Grouping:
         passed_on = view.passed_on(layer)
         kept = {op: some for op, some in view.kept_of(layer).items() if op not in passed_on}
         self.seen = view.operators(layer)
-        containers = {op for op in kept if any(_within(other, op) for other in kept)}
+        containers = {op for op in kept if any(within(other, op) for other in kept)}
         merged = {op for op in containers if self._is_named(op) and self._is_one(op, kept)}
         self.fixed = {op for op in kept if (op in containers and op not in merged) or not self._is_named(op)}
         self.groups: dict[str, list[Storage]] = {}
         self.operators: dict[str, list[str]] = {}
         self.inner: dict[str, set[str]] = {}
         for op in sorted(kept, key=lambda op: min(one.id for one in kept[op])):
-            outer = min((one for one in merged if _within(op, one)), key=len, default=op)
+            outer = min((one for one in merged if within(op, one)), key=len, default=op)
             name = alike(outer)
             self.groups.setdefault(name, []).extend(kept[op])
             if outer not in self.operators.setdefault(name, []):
@@ -74,9 +72,9 @@ class _Grouping:
 
     def _is_one(self, op: str, kept: Mapping[str, list[Storage]]) -> bool:
         """Whether an operator is one with all in it: see above."""
-        inside = {name: one for name, one in self.seen.items() if _within(name, op)}
-        tops = [one for name, one in inside.items() if not any(_within(name, other) for other in inside)]
-        sizes = {name: sum(one.bytes for one in some) for name, some in kept.items() if name == op or _within(name, op)}
+        inside = {name: one for name, one in self.seen.items() if within(name, op)}
+        tops = [one for name, one in inside.items() if not any(within(name, other) for other in inside)]
+        sizes = {name: sum(one.bytes for one in some) for name, some in kept.items() if name == op or within(name, op)}
         return 2 * sum(one.flops for one in tops) < self.seen[op].flops or 2 * sizes[op] >= sum(sizes.values())
 
     def drafts(self) -> list[Draft]:
@@ -160,7 +158,7 @@ class _Grouping:
         """Whether naming this operator of the layer before names nothing else."""
         before = self.view.layers[self.view.layers.index(self.layer) - 1]
         one = self.view.operators(before).get(op)
-        inside = any(_within(other, op) for other in self.view.kept_of(before))
+        inside = any(within(other, op) for other in self.view.kept_of(before))
         return one is not None and one.named and not inside
 
     def _users(self, storages: list[Storage]) -> tuple[str, ...]:
@@ -169,7 +167,3 @@ class _Grouping:
 
     def _in_order(self, names: Collection[str]) -> tuple[str, ...]:
         return tuple(name for name in self.names if name in names)
-
-
-def _within(op: str, container: str) -> bool:
-    return op != container and (not container or op.startswith(container + "."))

@@ -24,13 +24,19 @@ or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two
 from __future__ import annotations
 
 from mindspeed_mem.adaptive.problem.shape import ELEMENT, Layout, Shape
-
-INPUT = "input"
-"""The layer's input, which the layer before produces."""
-NORM1, NORM2 = "input_layernorm", "pre_mlp_layernorm"
-QKV, SPLIT, ROTARY = "self_attention.linear_qkv", "self_attention.qkv", "self_attention.rotary_pos_emb"
-CORE, PROJ, BDA1 = "self_attention.core_attention", "self_attention.linear_proj", "self_attn_bda"
-FC1, ACT, FC2, BDA2 = "mlp.linear_fc1", "mlp.activation_func", "mlp.linear_fc2", "mlp_bda"
+from mindspeed_mem.plan.operators import (
+    ACTIVATION,
+    ATTENTION_ADD,
+    CORE,
+    FC1,
+    FC2,
+    INPUT,
+    INPUT_NORM,
+    MLP_NORM,
+    PROJ,
+    QKV,
+    ROTARY,
+)
 
 
 def layer_bytes(shape: Shape, layout: Layout) -> dict[str, int]:
@@ -44,13 +50,13 @@ def layer_bytes(shape: Shape, layout: Layout) -> dict[str, int]:
     keeps_input = not _decomposed(shape)
     return {
         INPUT: stream * keeps_input + mask_bytes(shape, layout),
-        NORM1: norm,
+        INPUT_NORM: norm,
         QKV: qkv,
         ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
         CORE: _core_bytes(shape, tensor),
         PROJ: 0,
-        BDA1: stream * keeps_input + mask_bytes(shape, layout),
-        NORM2: norm,
+        ATTENTION_ADD: stream * keeps_input + mask_bytes(shape, layout),
+        MLP_NORM: norm,
         **_mlp_bytes(shape, tokens * shape.ffn_hidden_size * ELEMENT // tensor),
         FC2: 0,
     }
@@ -68,7 +74,7 @@ def mask_bytes(shape: Shape, layout: Layout) -> int:
 
 def norm_bytes(shape: Shape, layout: Layout) -> int:
     """What a norm produces for backward, its output included."""
-    return layer_bytes(shape, layout)[NORM1]
+    return layer_bytes(shape, layout)[INPUT_NORM]
 
 
 def _decomposed(shape: Shape) -> bool:
@@ -103,5 +109,5 @@ def _core_bytes(shape: Shape, tensor: int) -> int:
 
 def _mlp_bytes(shape: Shape, hidden: int) -> dict[str, int]:
     if shape.swiglu:
-        return {FC1: 2 * hidden, ACT: hidden if shape.fused else 3 * hidden}
-    return {FC1: hidden if shape.fused else 0, ACT: hidden if shape.fused else 2 * hidden}
+        return {FC1: 2 * hidden, ACTIVATION: hidden if shape.fused else 3 * hidden}
+    return {FC1: hidden if shape.fused else 0, ACTIVATION: hidden if shape.fused else 2 * hidden}

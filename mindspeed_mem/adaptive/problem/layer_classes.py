@@ -14,8 +14,9 @@ from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Operato
 from mindspeed_mem.adaptive.problem.groups import Draft, alike, drafts
 from mindspeed_mem.adaptive.problem.part_view import ChunkView
 from mindspeed_mem.plan.layers import as_ranges
+from mindspeed_mem.plan.operators import EXPERTS, within
 
-_ROUTED = {"router", "dispatch", "experts", "local_experts"}
+_ROUTED = {one.name for one in EXPERTS}
 
 
 class LayerClasses:
@@ -108,7 +109,7 @@ def _routed(names: Sequence[str]) -> Callable[[str], bool]:
         for path, _ in parts
         if _ROUTED & set(path)
     }
-    return lambda name: any(one and (name == one or name.startswith(one + ".")) for one in around)
+    return lambda name: any(one and (name == one or within(name, one)) for one in around)
 
 
 def _group(some: Sequence[Draft], names: Sequence[str], forward: dict[str, float]) -> Group:
@@ -120,7 +121,7 @@ def _group(some: Sequence[Draft], names: Sequence[str], forward: dict[str, float
     seconds = None
     if first.again is not None and keeps < size:
         seconds = sum(
-            share * sum(forward[name] for name in names if name == op or name.startswith(op + "."))
+            share * sum(forward[name] for name in names if name == op or (op and within(name, op)))
             for op, share in shares.items()
         )
     return Group(

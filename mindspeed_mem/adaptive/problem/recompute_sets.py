@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mindspeed_mem.adaptive.problem.part_view import ChunkView, Storage
+from mindspeed_mem.plan.operators import within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class SecondRuns:
                 others, kept = self._obtain(key, frozenset(operators))
                 chosen |= others
                 held |= kept
-        chosen = {name for name in chosen if not any(_within(name, other) for other in chosen)}
+        chosen = {name for name in chosen if not any(other and within(name, other) for other in chosen)}
         makes = {key for name in chosen for key in self._operators[name].makes}
         reads = {key for name in chosen for key in self._operators[name].reads} - makes
         held -= makes
@@ -103,9 +104,9 @@ class SecondRuns:
 
     def _may_join(self, maker: str, running: Collection[str]) -> bool:
         """Whether naming it recomputes nothing that is decided about elsewhere, nor what runs again anyway."""
-        if any(maker == one or _within(one, maker) for one in self._producers | {*running}):
+        if any(maker == one or within(one, maker) for one in self._producers | {*running}):
             return False
-        return not any(_within(maker, one) for one in (self._producers - self._fixed) | {*running})
+        return not any(one and within(maker, one) for one in (self._producers - self._fixed) | {*running})
 
     def _share(self, name: str, chosen: Collection[str]) -> float:
         """Without what comes after the last storage that is wanted; by FLOPs, where it has any."""
@@ -114,7 +115,3 @@ class SecondRuns:
         if not one.flops or any(key in asked and not self._storages[key].saved for key in one.makes):
             return 1.0
         return one.again / one.flops
-
-
-def _within(op: str, container: str) -> bool:
-    return bool(container) and op.startswith(container + ".")
