@@ -67,11 +67,11 @@ def selective(problem: Problem, modules: tuple[str, ...]) -> Simulated:
     paths = [path for module in modules for path in _PATHS[module]]
     stages = []
     for stage in problem.stages:
-        chunks = []
-        for chunk in stage.chunks:
-            kinds = [problem.class_of[name] for name in chunk.layers]
-            chunks.append(tuple(_letters(kind, paths, first=not place) for place, kind in enumerate(kinds)))
-        stages.append(StagePlan(chunks=tuple(chunks)))
+        parts = []
+        for part in stage.parts:
+            kinds = [problem.class_of[name] for name in part.layers]
+            parts.append(tuple(_letters(kind, paths, first=not place) for place, kind in enumerate(kinds)))
+        stages.append(StagePlan(parts=tuple(parts)))
     return simulate(problem, Plan(stages=tuple(stages)))
 
 

@@ -38,38 +38,38 @@ def _bounds(problem: Problem, block: Block, counts: Sequence[Count], rules: Rule
 def stage_gb(problem: Problem, counts: Counts, stage: int, rules: Rules) -> float:
     """The most that a stage holds."""
     of_stage = problem.stages[stage]
-    chunks = [one.before.bytes + one.after.bytes for one in of_stage.chunks]
+    parts = [one.before.bytes + one.after.bytes for one in of_stage.parts]
     transient = 0.0
     for block in blocks(problem):
         if block.stage == stage:
             rows = list(zip(block.kind.groups, counts[key(block)], strict=True))
-            chunks[block.chunk] += sum(g.bytes * (len(block.movable(g)) - c.swap - c.recompute) for g, c in rows)
-            chunks[block.chunk] += sum(g.recompute_keeps * c.recompute for g, c in rows)
+            parts[block.part] += sum(g.bytes * (len(block.movable(g)) - c.swap - c.recompute) for g, c in rows)
+            parts[block.part] += sum(g.recompute_keeps * c.recompute for g, c in rows)
             shares = [(g.bytes / max(1, len(block.movable(g))), c) for g, c in rows]
             transient = max(transient, sum(a * ((1 + rules.ahead) * c.swap + c.recompute) for a, c in shares))
-    held = max(sum(n * size for n, size in zip(held, chunks, strict=True)) for held in problem.in_flight[stage])
+    held = max(sum(n * size for n, size in zip(held, parts, strict=True)) for held in problem.in_flight[stage])
     return (of_stage.static_bytes + of_stage.temporary_bytes + held + transient) / GB
 
 
 def host_gb(problem: Problem, counts: Counts, stage: int) -> float:
     """The most that a stage has on the host."""
-    chunks = [0] * problem.virtual_stages
+    parts = [0] * problem.virtual_stages
     for block in blocks(problem):
         if block.stage == stage:
             rows = zip(block.kind.groups, counts[key(block)], strict=True)
-            chunks[block.chunk] += sum(group.bytes * count.swap for group, count in rows)
-    return max(sum(n * size for n, size in zip(held, chunks, strict=True)) for held in problem.in_flight[stage]) / GB
+            parts[block.part] += sum(group.bytes * count.swap for group, count in rows)
+    return max(sum(n * size for n, size in zip(held, parts, strict=True)) for held in problem.in_flight[stage]) / GB
 
 
 def cycle_seconds(problem: Problem, counts: Counts, stage: int) -> float:
-    """Forward and backward of one micro-batch through all chunks of a stage, waits included."""
+    """Forward and backward of one micro-batch through all parts of a stage, waits included."""
     total = 0.0
-    for number, chunk in enumerate(problem.stages[stage].chunks):
-        forward = chunk.before.forward_seconds + chunk.after.forward_seconds
-        backward = chunk.before.backward_seconds + chunk.after.backward_seconds
+    for number, part in enumerate(problem.stages[stage].parts):
+        forward = part.before.forward_seconds + part.after.forward_seconds
+        backward = part.before.backward_seconds + part.after.backward_seconds
         moved = 0.0
         for block in blocks(problem):
-            if (block.stage, block.chunk) != (stage, number):
+            if (block.stage, block.part) != (stage, number):
                 continue
             forward += block.kind.forward_seconds * len(block.layers)
             backward += block.kind.backward_seconds * len(block.layers)

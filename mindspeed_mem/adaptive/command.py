@@ -11,7 +11,7 @@ from mindspeed_mem import output
 from mindspeed_mem.adaptive import command_options
 from mindspeed_mem.adaptive.problem import from_shape, profile_file
 from mindspeed_mem.adaptive.problem.definition import Problem
-from mindspeed_mem.adaptive.problem.shape import Layout
+from mindspeed_mem.adaptive.problem.shape import Split
 from mindspeed_mem.adaptive.search import plan_picture, plan_table
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
@@ -45,13 +45,13 @@ def main(given: argparse.Namespace) -> int:
         print("mindspeed_mem plan:", *(f"  {reason}" for reason in request.wrong), sep="\n", file=sys.stderr)
         return 2
     if profile is None:
-        problem = from_shape.problem(request.shape, request.layout, request.machine)
+        problem = from_shape.problem(request.shape, request.split, request.machine)
         profile = profile_file.Profile(
             problem=problem,
             origin="estimated",
             machine=dataclasses.asdict(request.machine) | ({"assumed": request.assumed} if request.assumed else {}),
             model=dataclasses.asdict(request.shape),
-            shapes=dataclasses.asdict(request.layout),
+            shapes=dataclasses.asdict(request.split),
         )
     limits, kept = {}, None
     if request.device_bytes is not None:
@@ -72,8 +72,8 @@ def _reserve(request: command_options.Request, profile: profile_file.Profile) ->
     sizes = {"pipeline": len(profile.problem.stages)} | {
         name: profile.shapes.get(name) for name in ("tensor", "data", "context")
     }
-    layout = Layout(**{name: size if isinstance(size, int) else 1 for name, size in sizes.items()})
-    return of_device(request.device_bytes, layout.groups)
+    split = Split(**{name: size if isinstance(size, int) else 1 for name, size in sizes.items()})
+    return of_device(request.device_bytes, split.groups)
 
 
 def _plan(given: argparse.Namespace, profile: profile_file.Profile, reserve: Reserve | None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mindspeed_mem import requirements
 from mindspeed_mem.adaptive.problem.definition import GIB
 from mindspeed_mem.adaptive.problem.devices import ASSUMED, DEVICES, assumptions, reached
-from mindspeed_mem.adaptive.problem.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
 from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
 from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
@@ -63,7 +63,7 @@ class Request:
     """What was asked for; `wrong` holds every reason why it cannot be done."""
 
     shape: Shape | None = None
-    layout: Layout | None = None
+    split: Split | None = None
     machine: Machine | None = None
     device_bytes: int | None = None
     """Of the device."""
@@ -105,7 +105,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def read(given: argparse.Namespace) -> Request:
-    """Shape, layout and machine, or with a profile only the limits."""
+    """Shape, split and machine, or with a profile only the limits."""
     request = Request()
     wrong = request.wrong
     if given.trace is not None:
@@ -182,7 +182,7 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
         context=numbers["context_parallel_size"] or 1,
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
     )
-    request.layout = layout = _layout(given, shape, numbers, wrong)
+    request.split = split = _split(given, shape, numbers, wrong)
     if not shape.flash and shape.num_query_groups < shape.num_attention_heads:
         wrong.append("--attention-backend unfused copies keys and values for each head; --num-query-groups needs flash")
     if shape.context > 1 and not shape.flash:
@@ -190,11 +190,11 @@ def _shape(given: argparse.Namespace, request: Request) -> None:
     if shape.seq_length % (2 * shape.context) and shape.context > 1:
         twice = f"twice --context-parallel-size {shape.context}"
         wrong.append(f"--seq-length {shape.seq_length} is no multiple of {twice}: each rank takes two pieces")
-    wrong += sizes.indivisible(layout.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
+    wrong += sizes.indivisible(split.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
     request.machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **speeds)
 
 
-def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int | None], wrong: list[str]) -> Layout:
+def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int | None], wrong: list[str]) -> Split:
     tensor, pipeline = numbers["tensor_model_parallel_size"] or 1, numbers["pipeline_model_parallel_size"] or 1
     data, per_part = numbers["data_parallel_size"] or 1, numbers["num_layers_per_virtual_pipeline_stage"]
     virtual, micro_batches = 1, 1
@@ -215,7 +215,7 @@ def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int |
     else:
         micro_batches = batch // each
         wrong += schedule_problems(pipeline, virtual, micro_batches)
-    return Layout(
+    return Split(
         tensor=tensor,
         pipeline=pipeline,
         virtual=virtual,

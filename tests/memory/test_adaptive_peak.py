@@ -20,16 +20,16 @@ def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
     from mindspeed_mem.adaptive.problem import from_shape
     from mindspeed_mem.adaptive.problem.definition import Outside
     from mindspeed_mem.adaptive.problem.layer_bytes import stream_bytes
-    from mindspeed_mem.adaptive.problem.shape import Layout, Machine
+    from mindspeed_mem.adaptive.problem.shape import Machine, Split
     from mindspeed_mem.adaptive.search.hill_climb import is_valid
 
     shape = dataclasses.replace(shape_of(CASE), num_layers=LAYERS)
-    problem = from_shape.problem(shape, Layout(), Machine(memory_bytes=10**12))
+    problem = from_shape.problem(shape, Split(), Machine(memory_bytes=10**12))
     [kind] = problem.classes
-    stream = stream_bytes(shape, Layout())
+    stream = stream_bytes(shape, Split())
     after = Outside(bytes=stream + 2 * 2 * shape.tokens + head)  # the final norm's input and statistics
-    chunk = dataclasses.replace(problem.stages[0].chunks[0], before=Outside(bytes=stream), after=after)
-    stage = dataclasses.replace(problem.stages[0], chunks=(chunk,), static_bytes=0, temporary_bytes=0)
+    part = dataclasses.replace(problem.stages[0].parts[0], before=Outside(bytes=stream), after=after)
+    stage = dataclasses.replace(problem.stages[0], parts=(part,), static_bytes=0, temporary_bytes=0)
     problem = dataclasses.replace(problem, stages=(stage,))
     chance, plans = random.Random(1), []
     for distance, inputs_move in ((1, False), (6, False), (20, False), (1, True), (6, True), (20, True)):
@@ -42,7 +42,7 @@ def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
                 fine = letter == "-" or is_valid(kind, text + letter + rest, inputs_move)
                 text += letter if fine else "S" if inputs_move else "K"
             letters.append(text)
-        stage_plan = StagePlan(chunks=(tuple(letters),), distance=distance)
+        stage_plan = StagePlan(parts=(tuple(letters),), distance=distance)
         plans.append(Plan(stages=(stage_plan,), inputs_move=inputs_move))
     return problem, plans
 

@@ -91,7 +91,7 @@ def observed_class(case: str) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_groups_are_those_that_are_estimated_from_the_shape(case):
     from mindspeed_mem.adaptive.problem.from_shape import layer_class
-    from mindspeed_mem.adaptive.problem.shape import Layout, Machine
+    from mindspeed_mem.adaptive.problem.shape import Machine, Split
 
     def groups(kind: Any) -> dict[str, tuple]:
         return {
@@ -106,7 +106,7 @@ def test_groups_are_those_that_are_estimated_from_the_shape(case):
         }
 
     [(observed,)] = on_ranks(1, observed_class, case)
-    estimated = layer_class(shape_of(case), Layout(), Machine(memory_bytes=1))
+    estimated = layer_class(shape_of(case), Split(), Machine(memory_bytes=1))
     assert observed.name == "layers 0-2"
     assert list(observed.index) == list(estimated.index)
     assert observed.input_bytes == estimated.input_bytes
@@ -189,10 +189,10 @@ def test_all_chunks_of_all_stages_are_one_problem(tmp_path):
     assert problems_of(problem) == []
     [kind] = problem.classes
     assert kind.name == "layers 0-7"
-    assert [[chunk.first_layer for chunk in stage.chunks] for stage in problem.stages] == [[0, 4], [2, 6]]
-    ends = [[chunk.after.bytes > 0 for chunk in stage.chunks] for stage in problem.stages]
+    assert [[chunk.first_layer for chunk in stage.parts] for stage in problem.stages] == [[0, 4], [2, 6]]
+    ends = [[chunk.after.bytes > 0 for chunk in stage.parts] for stage in problem.stages]
     assert ends == [[False, False], [False, True]]  # the final norm
     profile_file.write(profile_file.Profile(problem=problem), tmp_path / "profile.json")
     assert profile_file.read(tmp_path / "profile.json").problem == problem
     found = Search(problem).best(int(0.6 * max(Search(problem).best().simulated.peaks)))
-    assert any("S" in text or "R" in text for stage in found.plan.stages for chunk in stage.chunks for text in chunk)
+    assert any("S" in text or "R" in text for stage in found.plan.stages for chunk in stage.parts for text in chunk)

@@ -7,7 +7,7 @@ import yaml
 from mindspeed_mem.adaptive import Plan, StagePlan
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import blocks
-from mindspeed_mem.adaptive.problem.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
 from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out
 from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config
 from mindspeed_mem.adaptive.search.plan_grid import LEGEND, grid
@@ -29,7 +29,7 @@ GPT = Shape(
 
 
 def gpt(**layout):
-    return from_shape.problem(GPT, Layout(**layout), Machine(memory_bytes=1))
+    return from_shape.problem(GPT, Split(**layout), Machine(memory_bytes=1))
 
 
 def letters(**changes):
@@ -41,8 +41,8 @@ def letters(**changes):
 def test_every_decision_is_in_the_resolved_plan(tmp_path):
     problem = gpt(pipeline=2, micro_batches=2)
     moved = letters(linear_qkv="S", input_layernorm="S", activation_func="R", rotary_pos_emb="R")
-    first = StagePlan(chunks=((moved.replace("K", "-", 1), letters(input="S", self_attn_bda="R")),), distance=5)
-    second = StagePlan(chunks=((letters().replace("K", "-", 1), letters(core_attention="S")),), distance=2)
+    first = StagePlan(parts=((moved.replace("K", "-", 1), letters(input="S", self_attn_bda="R")),), distance=5)
+    second = StagePlan(parts=((letters().replace("K", "-", 1), letters(core_attention="S")),), distance=2)
     config = memory_config(problem, Plan(stages=(first, second)))
     path = tmp_path / "plan.yaml"
     path.write_text(as_yaml(config, ["a remark"]))
@@ -72,7 +72,7 @@ def test_every_decision_is_in_the_resolved_plan(tmp_path):
 def test_inputs_of_recomputation_move_where_the_plan_says_so():
     problem = gpt()
     row = letters(input_layernorm="R", input="S")
-    stage = StagePlan(chunks=((row.replace("S", "-"), row, row, row),), distance=7)
+    stage = StagePlan(parts=((row.replace("S", "-"), row, row, row),), distance=7)
     for move in (False, True):
         config = memory_config(problem, Plan(stages=(stage,), inputs_move=move))
         loaded = load_memory_config(config, num_layers=4)
@@ -82,7 +82,7 @@ def test_inputs_of_recomputation_move_where_the_plan_says_so():
 
 def test_a_plan_that_changes_nothing_swaps_nothing():
     problem = gpt()
-    stage = StagePlan(chunks=((letters(),) * 4,))
+    stage = StagePlan(parts=((letters(),) * 4,))
     loaded = load_memory_config(memory_config(problem, Plan(stages=(stage,))))
     assert loaded.swap.op_swap == () and not loaded.recompute.active
 
@@ -90,7 +90,7 @@ def test_a_plan_that_changes_nothing_swaps_nothing():
 def test_the_grid_has_a_row_for_each_group_and_a_column_for_each_layer():
     problem = small_problem(stages=2, layers=6, micro_batches=2)
     first, second = ("-KKKKK", *["SRKKKR"] * 5), ("-KKKKK", *["KKKKKK"] * 5)
-    plan = Plan(stages=(StagePlan(chunks=(first,)), StagePlan(chunks=(second,))))
+    plan = Plan(stages=(StagePlan(parts=(first,)), StagePlan(parts=(second,))))
     assert grid(problem, plan) == [
         "layer       |    11",
         "      012345|678901",
@@ -110,10 +110,10 @@ def test_the_grid_has_a_row_for_each_group_and_a_column_for_each_layer():
 def test_a_group_that_a_class_lacks_is_a_dot():
     other = dataclasses.replace(LAYER, name="other", groups=LAYER.groups[:2])
     problem = small_problem(layers=2)
-    chunk = dataclasses.replace(problem.stages[0].chunks[0], layers=("layer", "other"))
-    stage = dataclasses.replace(problem.stages[0], chunks=(chunk,))
+    part = dataclasses.replace(problem.stages[0].parts[0], layers=("layer", "other"))
+    stage = dataclasses.replace(problem.stages[0], parts=(part,))
     problem = dataclasses.replace(problem, classes=(LAYER, other), stages=(stage,))
-    plan = Plan(stages=(StagePlan(chunks=(("-KKKKK", "SK"),)),))
+    plan = Plan(stages=(StagePlan(parts=(("-KKKKK", "SK"),)),))
     assert "qkv   K." in grid(problem, plan)
 
 

@@ -74,15 +74,15 @@ def test_the_program_finds_the_shortest_cycle_of_all_counts(problem, inputs_move
 
 def every_plan(problem, distances):
     """All plans of a problem of one stage."""
-    chunk = problem.stages[0].chunks[0]
-    groups = len(problem.class_of[chunk.layers[0]].groups)
+    part = problem.stages[0].parts[0]
+    groups = len(problem.class_of[part.layers[0]].groups)
     texts = ["".join(text) for text in itertools.product("KSR", repeat=groups)]
     for inputs_move in (False, True):
-        kind = problem.class_of[chunk.layers[0]]
+        kind = problem.class_of[part.layers[0]]
         fine = [text for text in texts if is_valid(kind, text, inputs_move)]
-        for letters in itertools.product(fine, repeat=len(chunk.layers)):
+        for letters in itertools.product(fine, repeat=len(part.layers)):
             for distance in distances if any("S" in text for text in letters) else distances[:1]:
-                stage = StagePlan(chunks=(letters,), distance=distance)
+                stage = StagePlan(parts=(letters,), distance=distance)
                 if problem.host_limit is None or host_bytes(problem, 0, stage) <= problem.host_limit:
                     yield Plan(stages=(stage,), inputs_move=inputs_move)
 
@@ -139,7 +139,7 @@ def test_on_a_pipeline_every_stage_fits_and_early_stages_do_more(virtual, blocki
     found = searching.best(limit)
     assert max(found.simulated.peaks) <= limit
     assert found.simulated == simulate(problem, found.plan)
-    kept = [sum(text.count("K") for chunk in stage.chunks for text in chunk) for stage in found.plan.stages]
+    kept = [sum(text.count("K") for part in stage.parts for text in part) for stage in found.plan.stages]
     assert kept[0] < kept[2]
 
 
@@ -148,7 +148,7 @@ def test_over_a_link_that_blocks_each_group_goes_the_cheaper_way():
     problem = small_problem(kind=kind, layers=4, micro_batches=2, link=4.0, blocking=True)
     for limit, letters in ((1_250, {"R", "K"}), (1_000, {"R", "S", "K"})):
         found = Search(problem).best(limit * MB)
-        [texts] = found.plan.stages[0].chunks
+        [texts] = found.plan.stages[0].parts
         assert {letter for text in texts for letter in text} == letters
         assert {text[0] for text in texts} <= {"R", "K"} and {text[1] for text in texts} <= {"R", "K"}
         assert {text[2] for text in texts} <= {"S", "K"}
@@ -160,7 +160,7 @@ def test_without_swap_plans_keep_and_recompute():
     assert joint.floor() < alone.floor()
     limit = round(alone.floor() * 1.1)
     found, best = alone.best(limit), joint.best(limit)
-    letters = {letter for text in found.plan.stages[0].chunks[0] for letter in text}
+    letters = {letter for text in found.plan.stages[0].parts[0] for letter in text}
     assert letters == {"-", "K", "R"} and not found.plan.inputs_move
     assert simulate(problem, found.plan) == found.simulated
     assert max(found.simulated.peaks) <= limit and found.simulated.seconds > best.simulated.seconds
@@ -192,7 +192,7 @@ def test_the_host_limit_holds():
 def test_where_everything_fits_everything_is_kept():
     problem = small_problem(stages=2, layers=3, micro_batches=4)
     found = Search(problem).best()
-    assert {letter for stage in found.plan.stages for text in stage.chunks[0] for letter in text} == {"K", "-"}
+    assert {letter for stage in found.plan.stages for text in stage.parts[0] for letter in text} == {"K", "-"}
 
 
 def test_what_the_solver_prints_is_not_our_output(monkeypatch, capfd):

@@ -52,7 +52,7 @@ def test_layers_that_are_alike_are_one_class():
         ("act", 256, ("act",), ("down",), ("up",)),
     ]
     assert [one.recompute_seconds for one in kind.groups] == [None, SECONDS, 0.005, SECONDS]
-    [[part]] = [stage.chunks for stage in problem.stages]
+    [[part]] = [stage.parts for stage in problem.stages]
     assert part.layers == ("layers 0-2",) * 3
     assert part.before.bytes == 64
     assert part.after.bytes == 10 + 64  # the last layer's output, which the final norm keeps
@@ -63,7 +63,7 @@ def test_it_is_searched_and_kept_in_a_file(tmp_path):
     most = max(Search(problem).best().simulated.peaks)
     found = Search(problem).best(most - 1000)
     assert max(found.simulated.peaks) <= most - 1000
-    assert any(set(text) - set("K-") for text in found.plan.stages[0].chunks[0])
+    assert any(set(text) - set("K-") for text in found.plan.stages[0].parts[0])
     profile_file.write(profile_file.Profile(problem=problem), tmp_path / "profile.json")
     assert profile_file.read(tmp_path / "profile.json").problem == problem
 
@@ -193,7 +193,7 @@ def test_all_that_an_operator_hands_to_the_next_layer_leaves_together():
     [kind] = problem.classes
     assert [one.name for one in kind.groups] == ["input", "norm", "up", "act"]
     assert group_of(kind, "input").bytes == 80
-    assert problem.stages[0].chunks[0].after.bytes == 10 + 80
+    assert problem.stages[0].parts[0].after.bytes == 10 + 80
 
 
 def test_an_input_that_no_operator_of_its_own_makes_stays():

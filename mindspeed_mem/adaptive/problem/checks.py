@@ -22,7 +22,7 @@ def problems_of(problem: Problem) -> list[str]:
         if getattr(problem.link, name) <= 0:
             found.append(f"link.{name}: got {getattr(problem.link, name)}; allowed: GB/s above 0")
     line = problem.pipeline
-    sizes = (len(problem.stages), len(problem.stages[0].chunks), line.micro_batches)
+    sizes = (len(problem.stages), len(problem.stages[0].parts), line.micro_batches)
     limits = {"group_size": line.group_size, "cap": line.cap, "megatron_loop": line.megatron_loop}
     return found + [f"pipeline: {text}" for text in schedule_problems(*sizes, **limits)]
 
@@ -57,27 +57,27 @@ def _of_class(problem: Problem, kind: LayerClass) -> Iterator[str]:
 
 
 def _previous(problem: Problem, kind: LayerClass) -> set[str]:
-    """The classes of layers that stand before one of this class in a chunk."""
-    chunks = (chunk.layers for stage in problem.stages for chunk in stage.chunks)
-    pairs = {pair for layers in chunks for pair in zip(layers, layers[1:], strict=False)}
+    """The classes of layers that stand before one of this class in a part."""
+    parts = (part.layers for stage in problem.stages for part in stage.parts)
+    pairs = {pair for layers in parts for pair in zip(layers, layers[1:], strict=False)}
     return {first for first, second in pairs if second == kind.name and first in problem.class_of}
 
 
 def _of_stages(problem: Problem, known: set[str]) -> Iterator[str]:
-    virtual, first = len(problem.stages[0].chunks), 0
+    virtual, first = len(problem.stages[0].parts), 0
     for number, stage in enumerate(problem.stages):
-        if len(stage.chunks) != virtual or not virtual:
-            yield f"stages[{number}].chunks: there are {len(stage.chunks)}; all stages need the same number, at least 1"
-        for place, chunk in enumerate(stage.chunks):
-            for name in sorted(set(chunk.layers) - known):
-                yield f"stages[{number}].chunks[{place}].layers: there is no class {name!r}"
-    if all(len(stage.chunks) == virtual for stage in problem.stages):
+        if len(stage.parts) != virtual or not virtual:
+            yield f"stages[{number}].parts: there are {len(stage.parts)}; all stages need the same number, at least 1"
+        for place, part in enumerate(stage.parts):
+            for name in sorted(set(part.layers) - known):
+                yield f"stages[{number}].parts[{place}].layers: there is no class {name!r}"
+    if all(len(stage.parts) == virtual for stage in problem.stages):
         for place in range(virtual):
             for number, stage in enumerate(problem.stages):
-                chunk = stage.chunks[place]
-                if chunk.first_layer != first:
+                part = stage.parts[place]
+                if part.first_layer != first:
                     yield (
-                        f"stages[{number}].chunks[{place}].first_layer: got {chunk.first_layer}; allowed: {first}, the "
+                        f"stages[{number}].parts[{place}].first_layer: got {part.first_layer}; allowed: {first}, the "
                         "number of layers before it in the model"
                     )
-                first += len(chunk.layers)
+                first += len(part.layers)

@@ -51,7 +51,7 @@ class Group:
     """The groups that the second run reads; one of them that is recomputed as well runs again before it."""
     swappable: bool = True
     from_previous: bool = False
-    """`operators` are those of the layer before. The first layer of a chunk gets them from outside (`Outside.bytes`),
+    """`operators` are those of the layer before. The first layer of a part gets them from outside (`Outside.bytes`),
     where nothing can be done about them."""
 
 
@@ -93,7 +93,7 @@ class LayerClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """What runs before the first or after the last layer of a chunk: embedding; final norm, output head, loss."""
+    """What runs before the first or after the last layer of a part: embedding; final norm, output head, loss."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -103,7 +103,7 @@ class Outside:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Part:
     """The part of the model that one stage runs in a row; with virtual stages a stage has several."""
 
     layers: tuple[str, ...]
@@ -118,7 +118,7 @@ class Chunk:
 class Stage:
     """One rank of a pipeline stage."""
 
-    chunks: tuple[Chunk, ...]
+    parts: tuple[Part, ...]
     static_bytes: int
     """Parameters, gradients, optimizer states and whatever else is there all the time."""
     temporary_bytes: int = 0
@@ -165,11 +165,11 @@ class Problem:
 
     @property
     def virtual_stages(self) -> int:
-        return len(self.stages[0].chunks)
+        return len(self.stages[0].parts)
 
     @property
     def num_layers(self) -> int:
-        return sum(len(chunk.layers) for stage in self.stages for chunk in stage.chunks)
+        return sum(len(part.layers) for stage in self.stages for part in stage.parts)
 
     @cached_property
     def class_of(self) -> dict[str, LayerClass]:
@@ -184,7 +184,7 @@ class Problem:
 
     @cached_property
     def in_flight(self) -> list[list[tuple[int, ...]]]:
-        """For each stage how many passes of each of its chunks are held at once: every maximum there is.
+        """For each stage how many passes of each of its parts are held at once: every maximum there is.
 
         Without virtual stages that is one number; with them several combinations may be the largest.
         """
@@ -213,13 +213,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Block:
-    """The layers of one class in one chunk of one stage: they are alike, so a plan only counts them."""
+    """The layers of one class in one part of one stage: they are alike, so a plan only counts them."""
 
     stage: int
-    chunk: int
+    part: int
     kind: LayerClass
     layers: tuple[int, ...]
-    """Their places in the chunk."""
+    """Their places in the part."""
 
     def movable(self, group: Group) -> tuple[int, ...]:
         """Those of its layers in which there is something to decide about this group."""
@@ -227,18 +227,18 @@ class Block:
 
 
 def blocks(problem: Problem) -> Iterator[Block]:
-    """All blocks, stage by stage and chunk by chunk."""
+    """All blocks, stage by stage and part by part."""
     for stage, of_stage in enumerate(problem.stages):
-        for number, chunk in enumerate(of_stage.chunks):
-            for name in dict.fromkeys(chunk.layers):
-                places = tuple(place for place, other in enumerate(chunk.layers) if other == name)
+        for number, part in enumerate(of_stage.parts):
+            for name in dict.fromkeys(part.layers):
+                places = tuple(place for place, other in enumerate(part.layers) if other == name)
                 yield Block(stage, number, problem.class_of[name], places)
 
 
-def _maxima(passes: list[Pass], chunks: int) -> list[tuple[int, ...]]:
-    held, seen = [0] * chunks, set()
-    for direction, _, chunk in passes:
-        held[chunk] += 1 if direction == FORWARD else -1
+def _maxima(passes: list[Pass], parts: int) -> list[tuple[int, ...]]:
+    held, seen = [0] * parts, set()
+    for direction, _, part in passes:
+        held[part] += 1 if direction == FORWARD else -1
         if direction == FORWARD:
             seen.add(tuple(held))
     covered = {a for a in seen for b in seen if a != b and all(x <= y for x, y in zip(a, b, strict=True))}

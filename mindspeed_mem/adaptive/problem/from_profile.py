@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mindspeed_mem.activation.rank_profile import ChunkProfile, OperatorProfile, OutsideProfile, RankProfile
-from mindspeed_mem.adaptive.problem.definition import Chunk, Link, Outside, Pipeline, Problem, Stage
+from mindspeed_mem.adaptive.problem.definition import Link, Outside, Part, Pipeline, Problem, Stage
 from mindspeed_mem.adaptive.problem.layer_classes import LayerClasses
-from mindspeed_mem.adaptive.problem.part_view import ChunkView
+from mindspeed_mem.adaptive.problem.part_view import PartView
 
 
 def problem(
@@ -24,13 +24,13 @@ def problem(
     if not ranks or numbers != list(range(len(numbers))):
         raise ValueError(f"profiles of stages {numbers} were given; at least one of each stage from 0 on is needed")
     of_stages = [_worst([rank for rank in ranks if rank.stage == number]) for number in numbers]
-    views = [[ChunkView(chunk) for chunk in rank.chunks] for rank in of_stages]
+    views = [[PartView(chunk) for chunk in rank.chunks] for rank in of_stages]
     classes = LayerClasses(view for of_stage in views for view in of_stage)
     stages = []
     for rank, of_stage in zip(of_stages, views, strict=True):
         stages.append(
             Stage(
-                chunks=tuple(_chunk(view, classes) for view in of_stage),
+                parts=tuple(_part(view, classes) for view in of_stage),
                 static_bytes=rank.static_bytes,
                 temporary_bytes=rank.temporary_bytes,
                 step_seconds=rank.step_seconds,
@@ -52,11 +52,11 @@ def _link(ranks: Sequence[RankProfile]) -> Link:
     return Link(**slowest, blocking=any(rank.link.blocking for rank in ranks))
 
 
-def _chunk(view: ChunkView, classes: LayerClasses) -> Chunk:
+def _part(view: PartView, classes: LayerClasses) -> Part:
     before, after = view.profile.before, view.profile.after
     if not view.layers:
         raise ValueError("a pipeline stage has a part without layers, which cannot be planned: give each at least one")
-    return Chunk(
+    return Part(
         layers=tuple(classes.name_of[layer] for layer in view.layers),
         first_layer=view.layers[0],
         before=Outside(

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from mindspeed_mem.adaptive.problem.definition import (
     GB,
-    Chunk,
     Group,
     LayerClass,
     Link,
     Operator,
     Outside,
+    Part,
     Pipeline,
     Problem,
     Stage,
 )
 from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes, mask_bytes, norm_bytes, stream_bytes
-from mindspeed_mem.adaptive.problem.shape import ELEMENT, Layout, Machine, Shape
+from mindspeed_mem.adaptive.problem.shape import ELEMENT, Machine, Shape, Split
 from mindspeed_mem.plan.operators import (
     ACTIVATION,
     ATTENTION_ADD,
@@ -47,16 +47,16 @@ LAYER = "layer"
 class Times:
     """Seconds of one layer's operators, forward and backward, for one micro-batch on one rank."""
 
-    def __init__(self, shape: Shape, layout: Layout, machine: Machine):
-        self.shape, self.layout, self.machine = shape, layout, machine
-        tokens, tensor = shape.tokens, layout.tensor
-        stream = stream_bytes(shape, layout)
+    def __init__(self, shape: Shape, split: Split, machine: Machine):
+        self.shape, self.split, self.machine = shape, split, machine
+        tokens, tensor = shape.tokens, split.tensor
+        stream = stream_bytes(shape, split)
         query, key = (tokens * width * ELEMENT / tensor for width in (shape.query_width, shape.key_width))
         fc1 = tokens * shape.fc1_width * ELEMENT / tensor
         act = tokens * shape.ffn_hidden_size * ELEMENT / tensor
         gather = tokens * shape.hidden_size * ELEMENT * (tensor - 1) / tensor / (machine.tensor_gbps * GB)
-        ahead = gather if layout.sequence_parallel else 0.0  # gathered before, scattered after; or reduced after
-        after = gather if layout.sequence_parallel else 2 * gather
+        ahead = gather if split.sequence_parallel else 0.0  # gathered before, scattered after; or reduced after
+        after = gather if split.sequence_parallel else 2 * gather
         products = {
             QKV: self.product(shape.hidden_size, shape.query_width + 2 * shape.key_width),
             PROJ: self.product(shape.query_width, shape.hidden_size),
@@ -78,7 +78,7 @@ class Times:
         around = {QKV: ahead, PROJ: after, FC1: ahead, FC2: after}
         for name, seconds in products.items():
             self.forward[name] = seconds + around[name]
-            again = gather if name in (QKV, FC1) and layout.sequence_parallel else 0.0  # its input, gathered once more
+            again = gather if name in (QKV, FC1) and split.sequence_parallel else 0.0  # its input, gathered once more
             returned = {QKV: after, FC1: after, PROJ: ahead, FC2: ahead}[name]
             self.backward[name] = 2 * seconds + returned + again
         if shape.flash:
@@ -87,21 +87,21 @@ class Times:
             self.forward[CORE] = max(flash / FLASH_FORWARD, ring)
             self.backward[CORE] = max(2.5 * flash / FLASH_BACKWARD, 2 * ring)
         else:
-            scores = self.move(6 * layer_bytes(shape, layout)[CORE])
+            scores = self.move(6 * layer_bytes(shape, split)[CORE])
             self.forward[CORE], self.backward[CORE] = 2 * flash + scores, 4 * flash + 2 * scores
 
     def product(self, inner: int, width: int) -> float:
         """A matrix product of all tokens, its weight split over the tensor-parallel ranks."""
-        return 2 * self.shape.tokens * inner * width / self.layout.tensor / (self.machine.tflops * 1e12)
+        return 2 * self.shape.tokens * inner * width / self.split.tensor / (self.machine.tflops * 1e12)
 
     def move(self, nbytes: float) -> float:
         return nbytes / (self.machine.memory_gbps * GB)
 
 
-def layer_class(shape: Shape, layout: Layout, machine: Machine) -> LayerClass:
+def layer_class(shape: Shape, split: Split, machine: Machine) -> LayerClass:
     """One decoder layer."""
-    times, sizes = Times(shape, layout, machine), layer_bytes(shape, layout)
-    stream = stream_bytes(shape, layout)
+    times, sizes = Times(shape, split, machine), layer_bytes(shape, split)
+    stream = stream_bytes(shape, split)
     dense = [one for one in DENSE if not (shape.flash and within(one.path, CORE))]
     operators = [
         Operator(
@@ -138,54 +138,54 @@ def layer_class(shape: Shape, layout: Layout, machine: Machine) -> LayerClass:
     return LayerClass(name=LAYER, operators=tuple(operators), groups=tuple(groups), input_bytes=stream)
 
 
-def problem(shape: Shape, layout: Layout, machine: Machine) -> Problem:
+def problem(shape: Shape, split: Split, machine: Machine) -> Problem:
     """The whole model: equal numbers of layers in all parts, the embedding in the first, head and loss in the last."""
-    times, layer = Times(shape, layout, machine), layer_class(shape, layout, machine)
+    times, layer = Times(shape, split, machine), layer_class(shape, split, machine)
     stages = []
-    for number in range(layout.pipeline):
-        stages.append(_stage(number, shape, layout, times, layer))
+    for number in range(split.pipeline):
+        stages.append(_stage(number, shape, split, times, layer))
     return Problem(
         classes=(layer,),
         stages=tuple(stages),
-        pipeline=Pipeline(micro_batches=layout.micro_batches),
+        pipeline=Pipeline(micro_batches=split.micro_batches),
         link=Link(out=machine.link_gbps, back=machine.link_gbps),
         device_limit=machine.memory_bytes,
         host_limit=machine.host_bytes,
     )
 
 
-def _stage(number: int, shape: Shape, layout: Layout, times: Times, layer: LayerClass) -> Stage:
-    first, last = number == 0, number == layout.pipeline - 1
-    parts = layout.pipeline * layout.virtual
+def _stage(number: int, shape: Shape, split: Split, times: Times, layer: LayerClass) -> Stage:
+    first, last = number == 0, number == split.pipeline - 1
+    parts = split.pipeline * split.virtual
     each = shape.num_layers // parts
-    logits = shape.tokens * shape.vocab_size // layout.tensor
-    stream = stream_bytes(shape, layout)
+    logits = shape.tokens * shape.vocab_size // split.tensor
+    stream = stream_bytes(shape, split)
     product = times.product(shape.hidden_size, shape.vocab_size)
     pointwise = times.move(3 * 4 * logits)
-    mask = mask_bytes(shape, layout)  # of the last layer's end, and of the embedding
+    mask = mask_bytes(shape, split)  # of the last layer's end, and of the embedding
     head = Outside(
         forward_seconds=product + pointwise,
         backward_seconds=2 * product + pointwise,
-        bytes=(4 + ELEMENT) * logits + norm_bytes(shape, layout) + layer_bytes(shape, layout)[INPUT],
+        bytes=(4 + ELEMENT) * logits + norm_bytes(shape, split) + layer_bytes(shape, split)[INPUT],
     )
-    chunks = tuple(
-        Chunk(
+    made = tuple(
+        Part(
             layers=(layer.name,) * each,
-            first_layer=(chunk * layout.pipeline + number) * each,
-            before=Outside(bytes=stream + mask * (first and chunk == 0)),
-            after=head if last and chunk == layout.virtual - 1 else Outside(bytes=mask),
+            first_layer=(part * split.pipeline + number) * each,
+            before=Outside(bytes=stream + mask * (first and part == 0)),
+            after=head if last and part == split.virtual - 1 else Outside(bytes=mask),
         )
-        for chunk in range(layout.virtual)
+        for part in range(split.virtual)
     )
-    embeddings = first + (last and (shape.untied or layout.pipeline > 1))
+    embeddings = first + (last and (shape.untied or split.pipeline > 1))
     parameters = (
-        shape.layer_parameters * each * layout.virtual + embeddings * shape.embedding_parameters
-    ) // layout.tensor
-    gradients = 2 * shape.tokens * shape.fc1_width * ELEMENT // layout.tensor + stream
-    travelling = 4 * shape.tokens * shape.key_width * ELEMENT // layout.tensor * (shape.context > 1)  # keys and values
+        shape.layer_parameters * each * split.virtual + embeddings * shape.embedding_parameters
+    ) // split.tensor
+    gradients = 2 * shape.tokens * shape.fc1_width * ELEMENT // split.tensor + stream
+    travelling = 4 * shape.tokens * shape.key_width * ELEMENT // split.tensor * (shape.context > 1)  # keys and values
     return Stage(
-        chunks=chunks,
-        static_bytes=round(parameters * layout.bytes_per_parameter),
+        parts=made,
+        static_bytes=round(parameters * split.bytes_per_parameter),
         temporary_bytes=max(gradients, travelling, ELEMENT * logits if last else 0),
-        step_seconds=times.move(parameters * (layout.bytes_per_parameter + 12)),
+        step_seconds=times.move(parameters * (split.bytes_per_parameter + 12)),
     )

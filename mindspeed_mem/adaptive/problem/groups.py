@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from mindspeed_mem.adaptive.problem.part_view import ChunkView, Storage
+from mindspeed_mem.adaptive.problem.part_view import PartView, Storage
 from mindspeed_mem.adaptive.problem.recompute_sets import SecondRun, SecondRuns
 from mindspeed_mem.plan.operators import INPUT, within
 
@@ -34,7 +34,7 @@ class Draft:
     from_previous: bool = False
 
 
-def drafts(view: ChunkView, layer: int) -> list[Draft]:
+def drafts(view: PartView, layer: int) -> list[Draft]:
     """The groups of a layer, each after those that it needs."""
     return _Grouping(view, layer).drafts()
 
@@ -45,7 +45,7 @@ def alike(name: str) -> str:
 
 
 class _Grouping:
-    def __init__(self, view: ChunkView, layer: int):
+    def __init__(self, view: PartView, layer: int):
         self.view, self.layer = view, layer
         self.names = view.names(layer)
         passed_on = view.passed_on(layer)

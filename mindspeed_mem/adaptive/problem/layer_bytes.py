@@ -23,7 +23,7 @@ or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two
 
 from __future__ import annotations
 
-from mindspeed_mem.adaptive.problem.shape import ELEMENT, Layout, Shape
+from mindspeed_mem.adaptive.problem.shape import ELEMENT, Shape, Split
 from mindspeed_mem.plan.operators import (
     ACTIVATION,
     ATTENTION_ADD,
@@ -39,42 +39,42 @@ from mindspeed_mem.plan.operators import (
 )
 
 
-def layer_bytes(shape: Shape, layout: Layout) -> dict[str, int]:
+def layer_bytes(shape: Shape, split: Split) -> dict[str, int]:
     """The bytes that each operator produces for backward, for one micro-batch on one rank; 0 for those that keep
     nothing. `INPUT` is what the layer before leaves: its output where backward keeps that, and its last mask."""
-    tokens, tensor = shape.tokens, layout.tensor
-    between = tensor if layout.sequence_parallel else 1
+    tokens, tensor = shape.tokens, split.tensor
+    between = tensor if split.sequence_parallel else 1
     stream = tokens * shape.hidden_size * ELEMENT // between
     qkv = tokens * (shape.query_width + 2 * shape.key_width) * ELEMENT // tensor
     norm = stream + _norm_bytes(shape, tokens // between)
     keeps_input = not _decomposed(shape)
     return {
-        INPUT: stream * keeps_input + mask_bytes(shape, layout),
+        INPUT: stream * keeps_input + mask_bytes(shape, split),
         INPUT_NORM: norm,
         QKV: qkv,
         ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
         CORE: _core_bytes(shape, tensor),
         PROJ: 0,
-        ATTENTION_ADD: stream * keeps_input + mask_bytes(shape, layout),
+        ATTENTION_ADD: stream * keeps_input + mask_bytes(shape, split),
         MLP_NORM: norm,
         **_mlp_bytes(shape, tokens * shape.ffn_hidden_size * ELEMENT // tensor),
         FC2: 0,
     }
 
 
-def stream_bytes(shape: Shape, layout: Layout) -> int:
+def stream_bytes(shape: Shape, split: Split) -> int:
     """What one layer hands to the next."""
-    return shape.tokens * shape.hidden_size * ELEMENT // (layout.tensor if layout.sequence_parallel else 1)
+    return shape.tokens * shape.hidden_size * ELEMENT // (split.tensor if split.sequence_parallel else 1)
 
 
-def mask_bytes(shape: Shape, layout: Layout) -> int:
+def mask_bytes(shape: Shape, split: Split) -> int:
     """What dropout keeps of the numbers that one layer hands to the next."""
-    return stream_bytes(shape, layout) // ELEMENT * shape.mask_element * shape.hidden_dropout
+    return stream_bytes(shape, split) // ELEMENT * shape.mask_element * shape.hidden_dropout
 
 
-def norm_bytes(shape: Shape, layout: Layout) -> int:
+def norm_bytes(shape: Shape, split: Split) -> int:
     """What a norm produces for backward, its output included."""
-    return layer_bytes(shape, layout)[INPUT_NORM]
+    return layer_bytes(shape, split)[INPUT_NORM]
 
 
 def _decomposed(shape: Shape) -> bool:

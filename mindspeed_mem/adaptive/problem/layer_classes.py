@@ -12,7 +12,7 @@ from statistics import median
 
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Operator
 from mindspeed_mem.adaptive.problem.groups import Draft, alike, drafts
-from mindspeed_mem.adaptive.problem.part_view import ChunkView
+from mindspeed_mem.adaptive.problem.part_view import PartView
 from mindspeed_mem.plan.layers import as_ranges
 from mindspeed_mem.plan.operators import EXPERTS, within
 
@@ -22,8 +22,8 @@ _ROUTED = {one.name for one in EXPERTS}
 class LayerClasses:
     """The classes of all layers of the model."""
 
-    def __init__(self, views: Iterable[ChunkView]):
-        self._views: dict[int, ChunkView] = {}
+    def __init__(self, views: Iterable[PartView]):
+        self._views: dict[int, PartView] = {}
         self._drafts: dict[int, list[Draft]] = {}
         first = []
         for view in views:
@@ -59,7 +59,7 @@ class LayerClasses:
         groups = []
         for place in range(len(self._drafts[layers[0]])):
             some = [self._drafts[layer][place] for layer in layers]
-            if some[0].from_previous:  # the first layer of a chunk does not know who made it, and that alone
+            if some[0].from_previous:  # the first layer of a part does not know who made it, and that alone
                 some = [one for one, layer in zip(some, layers, strict=True) if layer not in first] or some
             groups.append(_group(some, names, forward))
         views = [(self._views[layer], layer) for layer in layers]

@@ -1,4 +1,4 @@
-"""What was observed of one model chunk, looked up by storage, layer and operator."""
+"""What was observed of one model chunk, a part of the planned model, looked up by storage, layer and operator."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Observed:
     """A plan can name it."""
 
 
-class ChunkView:
-    """One chunk's storages and operators."""
+class PartView:
+    """One part's storages and operators."""
 
     def __init__(self, profile: ChunkProfile):
         self.profile = profile
@@ -105,7 +105,7 @@ class ChunkView:
         return {max(own, key=lambda key: (self.storages[key].bytes, -key))} if own else set()
 
     def left_over(self, layer: int) -> int:
-        """Bytes that a layer passes on to no layer of this chunk: to the final norm, to the head."""
+        """Bytes that a layer passes on to no layer of this part: to the final norm, to the head."""
         after = self.layers[self.layers.index(layer) + 1 :][:1]
         taken = self.received(after[0]) if after else {}
         return sum(one.bytes for op, some in self.passed_on(layer).items() if op not in taken for one in some)

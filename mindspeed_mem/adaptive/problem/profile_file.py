@@ -1,11 +1,11 @@
 """The JSON file that holds a profile: what was measured, on what, and the planning problem that follows from it.
 
-    {"format": "mindspeed_mem profile", "version": 1, "origin": "measured",
+    {"format": "mindspeed_mem profile", "version": 2, "origin": "measured",
      "machine": {...}, "model": {...}, "shapes": {...}, "in_flight": [[[2]], [[1]]], "problem": {...}}
 
-`machine`, `model` and `shapes` are names with texts or numbers, for readers and to tell whether a profile is of the
-same job; `problem` has the fields of `Problem` with bytes, seconds and GB/s; `in_flight` repeats what follows from its
-schedule.
+Version 1 called the parts of a stage chunks, and is read as well. `machine`, `model` and `shapes` are names with texts or
+numbers, for readers and to tell whether a profile is of the same job; `problem` has the fields of `Problem` with bytes,
+seconds and GB/s; `in_flight` repeats what follows from its schedule.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from mindspeed_mem import output
+from mindspeed_mem import __version__, output
 from mindspeed_mem.adaptive.problem.checks import problems_of
 from mindspeed_mem.adaptive.problem.definition import Problem
 
-FORMAT, VERSION = "mindspeed_mem profile", 1
+FORMAT, VERSION = "mindspeed_mem profile", 2
 ORIGINS = ("measured", "estimated")
 _ALLOWED = {float: "a number of at least 0", int: "a whole number of at least 0", str: "a text", bool: "true or false"}
 
@@ -80,8 +80,7 @@ def read(source: str | os.PathLike[str]) -> Profile:
         raise ProfileError(name, [f"is not JSON ({error})"]) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ProfileError(name, [f"is no profile: its format is not {FORMAT!r}"])
-    if content.get("version") != VERSION:
-        raise ProfileError(name, [f"version: got {content.get('version')!r}; allowed: {VERSION}"])
+    content = _as_of_today(content, name)
     wrong: list[str] = []
     known = {"format", "version", "origin", "machine", "model", "shapes", "in_flight", "problem"}
     wrong += [f"{key}: unknown; allowed: {', '.join(sorted(known))}" for key in content if key not in known]
@@ -98,6 +97,25 @@ def read(source: str | os.PathLike[str]) -> Profile:
     if wrong:
         raise ProfileError(name, wrong)
     return Profile(problem=problem, origin=content["origin"], **facts)
+
+
+def _as_of_today(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """The content in the words of the present version."""
+    version = content.get("version")
+    if version == VERSION:
+        return content
+    if version != 1:
+        ours = f"this mindspeed_mem {__version__} reads 1 to {VERSION}; use the one that wrote it, or profile again"
+        raise ProfileError(name, [f"version: got {version!r}; {ours}"])
+    problem = content.get("problem")
+    stages = problem.get("stages") if isinstance(problem, dict) else None
+    if not isinstance(problem, dict) or not isinstance(stages, list):
+        return content  # as wrong as it was
+    stages = [
+        {{"chunks": "parts"}.get(key, key): value for key, value in stage.items()} if isinstance(stage, dict) else stage
+        for stage in stages
+    ]
+    return {**content, "problem": {**problem, "stages": stages}}
 
 
 def _facts(value: Any, path: str, wrong: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from mindspeed_mem.adaptive.problem.part_view import ChunkView, Storage
+from mindspeed_mem.adaptive.problem.part_view import PartView, Storage
 from mindspeed_mem.plan.operators import within
 
 
@@ -40,7 +40,7 @@ class SecondRuns:
     """
 
     def __init__(
-        self, view: ChunkView, layer: int, names: Collection[str], producers: Collection[str], fixed: Collection[str]
+        self, view: PartView, layer: int, names: Collection[str], producers: Collection[str], fixed: Collection[str]
     ):
         self._storages, self._operators = view.storages, view.operators(layer)
         self._layer, self._inputs = layer, view.inputs(layer)

@@ -68,9 +68,9 @@ def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measure
     stages = tuple(
         dataclasses.replace(
             stage,
-            chunks=tuple(
-                dataclasses.replace(chunk, before=_outside(chunk.before, ratio), after=_outside(chunk.after, ratio))
-                for chunk in stage.chunks
+            parts=tuple(
+                dataclasses.replace(part, before=_outside(part.before, ratio), after=_outside(part.after, ratio))
+                for part in stage.parts
             ),
         )
         for stage in problem.stages

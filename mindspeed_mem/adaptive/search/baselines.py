@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mindspeed_mem.adaptive.problem.definition import Chunk, Group, LayerClass, Problem
+from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Part, Problem
 from mindspeed_mem.adaptive.search.decisions import RECOMPUTE, Plan, StagePlan, all_kept, lay_out
 from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
 
@@ -20,31 +20,31 @@ def full_recompute(problem: Problem, layers: int | None = None) -> Simulated:
     """Megatron's full recomputation, layer by layer: only layers' inputs are kept, whole forwards run again, the last
     matrix product included.
 
-    layers: of only so many layers, the first of each chunk (``--recompute-method block --recompute-num-layers``).
+    layers: of only so many layers, the first of each part (``--recompute-method block --recompute-num-layers``).
     """
     again = tuple(_checkpointed(kind) for kind in problem.classes)
     stages = tuple(
-        dataclasses.replace(stage, chunks=tuple(_of_chunk(chunk, layers) for chunk in stage.chunks))
+        dataclasses.replace(stage, parts=tuple(_of_part(part, layers) for part in stage.parts))
         for stage in problem.stages
     )
     changed = dataclasses.replace(problem, classes=(*problem.classes, *again), stages=stages)
     plan = _kept(changed)
     of_stages = []
     for stage, of_stage in zip(stages, plan.stages, strict=True):
-        rows = [zip(chunk.layers, text, strict=True) for chunk, text in zip(stage.chunks, of_stage.chunks, strict=True)]
+        rows = [zip(part.layers, text, strict=True) for part, text in zip(stage.parts, of_stage.parts, strict=True)]
         texts = [tuple(text[:1] + RECOMPUTE if name.endswith(_AGAIN) else text for name, text in row) for row in rows]
-        of_stages.append(StagePlan(chunks=tuple(texts)))
+        of_stages.append(StagePlan(parts=tuple(texts)))
     return simulate(changed, Plan(stages=tuple(of_stages)))
 
 
 def _kept(problem: Problem) -> Plan:
     letters = lay_out(problem, all_kept(problem), "first", False)
-    return Plan(stages=tuple(StagePlan(chunks=tuple(map(tuple, one))) for one in letters))
+    return Plan(stages=tuple(StagePlan(parts=tuple(map(tuple, one))) for one in letters))
 
 
-def _of_chunk(chunk: Chunk, layers: int | None) -> Chunk:
-    names = (name + _AGAIN for name in chunk.layers[:layers])
-    return dataclasses.replace(chunk, layers=(*names, *(() if layers is None else chunk.layers[layers:])))
+def _of_part(part: Part, layers: int | None) -> Part:
+    names = (name + _AGAIN for name in part.layers[:layers])
+    return dataclasses.replace(part, layers=(*names, *(() if layers is None else part.layers[layers:])))
 
 
 def _checkpointed(kind: LayerClass) -> LayerClass:

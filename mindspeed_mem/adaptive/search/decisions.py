@@ -1,7 +1,7 @@
 """From counts to layers: which layers of a block keep, swap or recompute each group.
 
 A swapped group needs time between its forward and its backward, and what is kept last is freed first. So swaps go to
-the first layers of a chunk, recomputation to those after them, and the last layers keep (facts: the first layer of
+the first layers of a part, recomputation to those after them, and the last layers keep (facts: the first layer of
 the backward is the last of the forward). "spread" deals the same counts out evenly instead: the link is then busy all
 through a pass, not only in its first part, which pays where a pass has others in flight beside it.
 """
@@ -17,7 +17,7 @@ from mindspeed_mem.adaptive.problem.definition import Block, LayerClass, Problem
 KEEP, SWAP, RECOMPUTE = "K", "S", "R"
 NOTHING = "-"
 """Where there is nothing to decide: the first layer's input, which comes from outside."""
-LAYOUTS = ("first", "spread")
+ORDERS = ("first", "spread")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Count:
 
 
 Key = tuple[int, int, str]
-"""Stage, chunk, name of the class."""
+"""Stage, part, name of the class."""
 Counts = Mapping[Key, tuple[Count, ...]]
 """For each block a count for each group of its class."""
 
@@ -38,8 +38,8 @@ Counts = Mapping[Key, tuple[Count, ...]]
 class StagePlan:
     """The decisions of one stage."""
 
-    chunks: tuple[tuple[str, ...], ...]
-    """For each chunk and layer a letter for each group of the layer's class."""
+    parts: tuple[tuple[str, ...], ...]
+    """For each part and layer a letter for each group of the layer's class."""
     distance: int = 1
     """How far ahead swaps are released and fetched, in operators."""
 
@@ -48,7 +48,7 @@ class StagePlan:
 
     @cached_property
     def _hash(self) -> int:  # plans are looked up far more often than made
-        return hash((self.chunks, self.distance))
+        return hash((self.parts, self.distance))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Plan:
 
 
 def key(block: Block) -> Key:
-    return block.stage, block.chunk, block.kind.name
+    return block.stage, block.part, block.kind.name
 
 
 def all_kept(problem: Problem) -> dict[Key, tuple[Count, ...]]:
@@ -73,14 +73,14 @@ def all_kept(problem: Problem) -> dict[Key, tuple[Count, ...]]:
 def lay_out(
     problem: Problem, counts: Counts, how: str, inputs_move: bool, last: int = 1, only: int | None = None
 ) -> list[list[list[str]]]:
-    """Letters by stage, chunk and layer, where a layer is a string with a letter for each group; `only` for one stage.
+    """Letters by stage, part and layer, where a layer is a string with a letter for each group; `only` for one stage.
 
     Where the rule about what recomputation starts from leaves no layer for a recomputation, the group is kept.
     """
-    letters = [[[""] * len(chunk.layers) for chunk in stage.chunks] for stage in problem.stages]
+    letters = [[[""] * len(part.layers) for part in stage.parts] for stage in problem.stages]
     for block in (one for one in blocks(problem) if only in (None, one.stage)):
         for layer, text in _of_block(block, counts[key(block)], how, inputs_move, last).items():
-            letters[block.stage][block.chunk][layer] = text
+            letters[block.stage][block.part][layer] = text
     return letters
 
 
@@ -148,17 +148,17 @@ def is_valid(kind: LayerClass, text: str, inputs_move: bool) -> bool:
 
 def is_valid_stage(problem: Problem, number: int, plan: StagePlan, inputs_move: bool) -> bool:
     """Whether all of a stage's letters can be carried out."""
-    chunks = zip(problem.stages[number].chunks, plan.chunks, strict=True)
-    rows = {(name, text) for chunk, letters in chunks for name, text in zip(chunk.layers, letters, strict=True)}
+    parts = zip(problem.stages[number].parts, plan.parts, strict=True)
+    rows = {(name, text) for part, letters in parts for name, text in zip(part.layers, letters, strict=True)}
     return all(is_valid(problem.class_of[name], text, inputs_move) for name, text in rows)
 
 
 def host_bytes(problem: Problem, number: int, plan: StagePlan) -> int:
     """The most that a stage has on the host."""
-    chunks = []
-    for letters, chunk in zip(plan.chunks, problem.stages[number].chunks, strict=True):
-        rows = zip(letters, (problem.class_of[name] for name in chunk.layers), strict=True)
-        chunks.append(
+    parts = []
+    for letters, part in zip(plan.parts, problem.stages[number].parts, strict=True):
+        rows = zip(letters, (problem.class_of[name] for name in part.layers), strict=True)
+        parts.append(
             sum(g.bytes for text, kind in rows for g, one in zip(kind.groups, text, strict=True) if one == SWAP)
         )
-    return max(sum(n * size for n, size in zip(held, chunks, strict=True)) for held in problem.in_flight[number])
+    return max(sum(n * size for n, size in zip(held, parts, strict=True)) for held in problem.in_flight[number])

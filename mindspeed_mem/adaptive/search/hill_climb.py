@@ -37,8 +37,8 @@ class _Climb:
     ):
         self.problem, self.number, self.inputs_move = problem, number, inputs_move
         self.judge, self.distances, self.work = judge, distances, work
-        self.kinds = [[problem.class_of[n] for n in chunk.layers] for chunk in problem.stages[number].chunks]
-        operators = sum(len(kind.operators) for of_chunk in self.kinds for kind in of_chunk)
+        self.kinds = [[problem.class_of[n] for n in part.layers] for part in problem.stages[number].parts]
+        operators = sum(len(kind.operators) for of_part in self.kinds for kind in of_part)
         self.price = max(1, operators * min(8, len(problem.passes[number])))
 
     def run(self, plan: StagePlan) -> StagePlan:
@@ -81,11 +81,11 @@ class _Climb:
 
     def _changes(self, plan: StagePlan) -> Iterator[StagePlan]:
         """Each group changed from one action to another, in the first and the last layer that has it."""
-        for number, (chunk, kinds) in enumerate(zip(plan.chunks, self.kinds, strict=True)):
+        for number, (part, kinds) in enumerate(zip(plan.parts, self.kinds, strict=True)):
             seen: set[tuple[str, int, str, str]] = set()
-            layers = range(len(chunk))
+            layers = range(len(part))
             for layer in (*layers, *reversed(layers)):
-                kind, text = kinds[layer], chunk[layer]
+                kind, text = kinds[layer], part[layer]
                 end = layer == layers[-1]
                 for place, old in enumerate(text):
                     for new in (KEEP, SWAP, RECOMPUTE):
@@ -95,9 +95,9 @@ class _Climb:
                         changed = text[:place] + new + text[place + 1 :]
                         if self._allowed(kind, changed):
                             seen.add(mark)
-                            one = (*chunk[:layer], changed, *chunk[layer + 1 :])
-                            chunks = (*plan.chunks[:number], one, *plan.chunks[number + 1 :])
-                            yield dataclasses.replace(plan, chunks=chunks)
+                            one = (*part[:layer], changed, *part[layer + 1 :])
+                            parts = (*plan.parts[:number], one, *plan.parts[number + 1 :])
+                            yield dataclasses.replace(plan, parts=parts)
 
     def _allowed(self, kind: LayerClass, text: str) -> bool:
         return is_valid(kind, text, self.inputs_move)

@@ -48,9 +48,9 @@ def holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, i
     }
     flights = problem.in_flight[number]
     counts = max(flights, key=sum)
-    for letters, chunk, count in zip(plan.stages[number].chunks, stage.chunks, counts, strict=True):
-        held["layer inputs, head and loss"] += count * (chunk.before.bytes + chunk.after.bytes)
-        for text, name in zip(letters, chunk.layers, strict=True):
+    for letters, part, count in zip(plan.stages[number].parts, stage.parts, counts, strict=True):
+        held["layer inputs, head and loss"] += count * (part.before.bytes + part.after.bytes)
+        for text, name in zip(letters, part.layers, strict=True):
             for group, letter in zip(problem.class_of[name].groups, text, strict=True):
                 size = {KEEP: group.bytes, RECOMPUTE: group.recompute_keeps}.get(letter, 0)
                 if size:
@@ -65,11 +65,11 @@ def _advice(largest: str, states_are_split: bool, host_is_limited: bool) -> list
     smaller = "a smaller --micro-batch-size, or --context-parallel-size for long sequences"
     if largest == STATIC:
         states = "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)"
-        chunks = (
+        parts = (
             "split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
             "--placement-policy host, which the planner does not count)"
         )
-        return [*[states] * (not states_are_split), chunks, split, smaller][:3]
+        return [*[states] * (not states_are_split), parts, split, smaller][:3]
     sequence = "--sequence-parallel beside --tensor-model-parallel-size, which splits what stands between the blocks"
     host = "more host memory for swap (--swap-host-memory-gib)"
     return [*[host] * host_is_limited, smaller, sequence, split][:3]

@@ -43,7 +43,7 @@ class Rules:
     inputs_move: bool = False
     """See `Plan.inputs_move`."""
     guard: int = 1
-    """Layers at the end of a chunk that swap nothing where each backward follows its forward at once."""
+    """Layers at the end of a part that swap nothing where each backward follows its forward at once."""
     ahead: float = 2.0
     """What a swapped group holds besides, in layers: on the way out and back."""
     swap: bool = True
@@ -136,9 +136,9 @@ def solve(
     program = Program()
     over = program.variable(("over",), high=math.inf if overflow else 0.0, price=_OVERFLOW)
     ahead = program.variable(("ahead",))
-    for chunk in range(problem.virtual_stages):
-        program.variable(("out", chunk), price=1.0)  # the wait for copies, in seconds
-        program.variable(("back", chunk), price=1.0)
+    for part in range(problem.virtual_stages):
+        program.variable(("out", part), price=1.0)  # the wait for copies, in seconds
+        program.variable(("back", part), price=1.0)
     mine = [block for block in blocks(problem) if block.stage == stage]
     for block in mine:
         _block(program, problem, block, rules)
@@ -153,15 +153,15 @@ def most_swapped(problem: Problem, block: Block, name: str, rules: Rules) -> int
     if not (rules.swap and group.swappable):
         return 0
     movable = block.movable(group)
-    chunk = problem.stages[block.stage].chunks[block.chunk]
-    end = len(chunk.layers) - (rules.guard if at_once(problem, block.stage, block.chunk) else 0)
+    part = problem.stages[block.stage].parts[block.part]
+    end = len(part.layers) - (rules.guard if at_once(problem, block.stage, block.part) else 0)
     return sum(layer < end for layer in movable)
 
 
-def at_once(problem: Problem, stage: int, chunk: int) -> bool:
-    """Whether a backward of this chunk follows its forward with nothing in between."""
+def at_once(problem: Problem, stage: int, part: int) -> bool:
+    """Whether a backward of this part follows its forward with nothing in between."""
     passes = problem.passes[stage]
-    return any(a[1:] == b[1:] and a[2] == chunk for a, b in zip(passes, passes[1:], strict=False))
+    return any(a[1:] == b[1:] and a[2] == part for a, b in zip(passes, passes[1:], strict=False))
 
 
 def _counts(values: dict[tuple, float], block: Block) -> tuple[Count, ...]:
@@ -205,11 +205,11 @@ def _stage(
     stage, link = problem.stages[number], problem.link
     kept: list[tuple[float, dict[tuple, float]]] = []
     moved: list[dict[tuple, float]] = []
-    for place, chunk in enumerate(stage.chunks):
-        forward = chunk.before.forward_seconds + chunk.after.forward_seconds
-        backward = chunk.before.backward_seconds + chunk.after.backward_seconds
-        held, terms, swapped, again = (chunk.before.bytes + chunk.after.bytes) / GB, {}, {}, {}
-        for block in (one for one in mine if one.chunk == place):
+    for place, part in enumerate(stage.parts):
+        forward = part.before.forward_seconds + part.after.forward_seconds
+        backward = part.before.backward_seconds + part.after.backward_seconds
+        held, terms, swapped, again = (part.before.bytes + part.after.bytes) / GB, {}, {}, {}
+        for block in (one for one in mine if one.part == place):
             forward += block.kind.forward_seconds * len(block.layers)
             backward += block.kind.backward_seconds * len(block.layers)
             for group in block.kind.groups:

@@ -1,6 +1,6 @@
 """What happens in one pass of a stage, in the order of its operators: compute, copies, waits, memory.
 
-This is what the engine does with a plan (activation/frame.py). Operators of a chunk count from 1 in forward order. A
+This is what the engine does with a plan in each micro-batch. Operators of a part count from 1 in forward order. A
 swapped group that operator n produced, whose backward is needed last by operator u, with distance k: its copy out
 starts when the first operator that saves it has run; its memory is released after operator n + k, or at the end of the
 forward, and compute waits for the copy there; its copy back starts before the backward of operator u + k, which may be
@@ -17,7 +17,7 @@ from itertools import accumulate, islice
 from operator import sub
 from typing import NamedTuple
 
-from mindspeed_mem.adaptive.problem.definition import GB, Chunk, LayerClass, Link, Outside, Problem
+from mindspeed_mem.adaptive.problem.definition import GB, LayerClass, Link, Outside, Part, Problem
 from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
 
 OUT, RELEASE, BACK, AHEAD, WAIT = range(5)
@@ -49,7 +49,7 @@ class Copy(NamedTuple):
 
 
 class _Direction:
-    """One direction of a chunk: seconds, copies and memory by operator number."""
+    """One direction of a part: seconds, copies and memory by operator number."""
 
     def __init__(self, count: int):
         self.seconds = [0.0] * (count + 2)
@@ -61,16 +61,16 @@ class _Direction:
         """(operator, what happens there, copy)"""
 
 
-class Course:
-    """The passes of one chunk under these actions and this distance."""
+class PartScripts:
+    """The passes of one part under these actions and this distance."""
 
-    def __init__(self, problem: Problem, chunk: Chunk, letters: Sequence[str], distance: int):
-        self.chunk = chunk
+    def __init__(self, problem: Problem, part: Part, letters: Sequence[str], distance: int):
+        self.part = part
         self.copies: list[Copy] = []
-        kinds = [problem.class_of[name] for name in chunk.layers]
+        kinds = [problem.class_of[name] for name in part.layers]
         bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
         self.count = count = bases[-1]
-        self._tail = int(chunk.after != Outside())  # the final norm counts as an operator, too
+        self._tail = int(part.after != Outside())  # the final norm counts as an operator, too
         self._forward, self._backward = _Direction(count), _Direction(count)
         for base, kind in zip(bases, kinds, strict=False):
             end = base + 1 + len(kind.operators)
@@ -115,7 +115,7 @@ class Course:
             backward.take[start] += life.nbytes
         backward.steps.append((needed, WAIT, number))
 
-    def script(self, forward: bool, ahead: Course | None, fetched: bool) -> Script:
+    def script(self, forward: bool, ahead: PartScripts | None, fetched: bool) -> Script:
         """A pass. ahead: whose backward follows and lets its first copies start here; fetched: for a backward, its own
         first copies have started in the pass before."""
         key = forward, None if ahead is None else id(ahead), fetched
@@ -123,9 +123,9 @@ class Course:
             self._cache[key] = self._write_forward(ahead) if forward else self._write_backward(ahead, fetched)
         return self._cache[key]
 
-    def _write_forward(self, ahead: Course | None) -> Script:
-        """Time and memory run through the chunk's operators from 1 to count, and on to count + 1, the loss."""
-        before, after, line = self.chunk.before, self.chunk.after, self._forward
+    def _write_forward(self, ahead: PartScripts | None) -> Script:
+        """Time and memory run through the part's operators from 1 to count, and on to count + 1, the loss."""
+        before, after, line = self.part.before, self.part.after, self._forward
         ends = list(accumulate(line.seconds[1 : self.count + 1], initial=before.forward_seconds))
         whole = ends[-1] + after.forward_seconds
         ends.append(whole)
@@ -138,9 +138,9 @@ class Course:
             take[number] += ahead.copies[copy].nbytes
         return _script(steps, whole, before.bytes, take[1:], line.give[1:])
 
-    def _write_backward(self, ahead: Course | None, fetched: bool) -> Script:
+    def _write_backward(self, ahead: PartScripts | None, fetched: bool) -> Script:
         """From the loss down to operator 1; an event of an operator comes before its backward."""
-        before, after, line = self.chunk.before, self.chunk.after, self._backward
+        before, after, line = self.part.before, self.part.after, self._backward
         numbers = range(self.count, 0, -1)
         begins = list(accumulate((line.seconds[number] for number in numbers), initial=after.backward_seconds))
         whole = begins[-1] + before.backward_seconds

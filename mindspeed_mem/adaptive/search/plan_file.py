@@ -17,9 +17,9 @@ def memory_config(problem: Problem, plan: Plan) -> dict[str, Any]:
     swapped: dict[tuple[str, int], list[int]] = {}
     recomputed: dict[str, list[int]] = {}
     for stage, of_stage in zip(problem.stages, plan.stages, strict=True):
-        for chunk, letters in zip(stage.chunks, of_stage.chunks, strict=True):
-            for place, (text, name) in enumerate(zip(letters, chunk.layers, strict=True)):
-                layer = chunk.first_layer + place
+        for part, letters in zip(stage.parts, of_stage.parts, strict=True):
+            for place, (text, name) in enumerate(zip(letters, part.layers, strict=True)):
+                layer = part.first_layer + place
                 for group, letter in zip(problem.class_of[name].groups, text, strict=True):
                     if letter == SWAP:
                         for operator in group.operators:

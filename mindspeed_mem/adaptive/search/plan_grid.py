@@ -10,14 +10,14 @@ _ABSENT = "."
 
 
 def grid(problem: Problem, plan: Plan, width: int = 100) -> list[str]:
-    """The lines of the picture. A bar stands between pipeline stages (or their chunks); what is wider than `width`
+    """The lines of the picture. A bar stands between pipeline stages (or their parts); what is wider than `width`
     continues below."""
     columns: list[tuple[int, dict[str, str], bool]] = []
     groups: dict[str, None] = {}
     parts = sorted(
-        (chunk.first_layer, chunk.layers, letters)
+        (part.first_layer, part.layers, letters)
         for stage, of_stage in zip(problem.stages, plan.stages, strict=True)
-        for chunk, letters in zip(stage.chunks, of_stage.chunks, strict=True)
+        for part, letters in zip(stage.parts, of_stage.parts, strict=True)
     )
     for first, names, letters in parts:
         for place, (name, text) in enumerate(zip(names, letters, strict=True)):

@@ -1,7 +1,7 @@
 """A plan played over time: each stage has a compute stream and one copy stream each way.
 
-Every stream runs in the order in which it is given work, and what waits for what is known beforehand (course.py). So
-time follows from one walk over each stage's passes; stages wait for each other as in schedule/simulation.py. Over a
+Every stream runs in the order in which it is given work, and what waits for what is known beforehand (pass_script.py).
+So time follows from one walk over each stage's passes; stages wait for each other as in schedule/simulation.py. Over a
 link that blocks, copies run in the compute stream.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, Course, Script
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, PartScripts, Script
 from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
 from mindspeed_mem.schedule import Span, Timeline
 from mindspeed_mem.schedule.simulation import before
@@ -90,9 +90,9 @@ class Track:
         stage = problem.stages[number]
         self._blocking = problem.link.blocking
         self.passes = problem.passes[number]
-        self.courses = [
-            Course(problem, chunk, letters, plan.distance)
-            for chunk, letters in zip(stage.chunks, plan.chunks, strict=True)
+        self.parts = [
+            PartScripts(problem, part, letters, plan.distance)
+            for part, letters in zip(stage.parts, plan.parts, strict=True)
         ]
         self._scripts = [self._script(place) for place in range(len(self.passes))]
         self.peak = stage.static_bytes + stage.temporary_bytes + self._most_held()
@@ -119,15 +119,15 @@ class Track:
         if self._blocking:
             stall = self._copy_seconds(place)
             return self._end(work, start, start + script.seconds + stall, stall)
-        course = self.courses[work[2]]
+        part = self.parts[work[2]]
         out_free, back_free, stall = self._out_free, self._back_free, 0.0
-        copies = course.copies
+        copies = part.copies
         out_done = [0.0] * len(copies) if work[0] == FORWARD else []
         back_done = self._back_done.pop(work[1:], None) or [0.0] * len(copies)
         ahead = ahead_done = None
         if self._fetches(place):
             key = self.passes[place + 1][1:]
-            ahead = self.courses[key[1]]
+            ahead = self.parts[key[1]]
             ahead_done = self._back_done[key] = [0.0] * len(ahead.copies)
         for seconds, what, copy in script.steps:
             now += seconds
@@ -156,8 +156,8 @@ class Track:
 
     def _copy_seconds(self, place: int) -> float:
         """All copies that start in a pass, one after the other."""
-        copies = self.courses[self.passes[place][2]].copies
-        ahead = self.courses[self.passes[place + 1][2]].copies if self._fetches(place) else []
+        copies = self.parts[self.passes[place][2]].copies
+        ahead = self.parts[self.passes[place + 1][2]].copies if self._fetches(place) else []
         total = 0.0
         for _, what, copy in self._scripts[place].steps:
             if what == OUT:
@@ -176,9 +176,9 @@ class Track:
         return coming[0] == BACKWARD and coming[1:] != work[1:]
 
     def _script(self, place: int) -> Script:
-        direction, _, chunk = self.passes[place]
-        ahead = self.courses[self.passes[place + 1][2]] if self._fetches(place) else None
-        return self.courses[chunk].script(direction == FORWARD, ahead, place > 0 and self._fetches(place - 1))
+        direction, _, part = self.passes[place]
+        ahead = self.parts[self.passes[place + 1][2]] if self._fetches(place) else None
+        return self.parts[part].script(direction == FORWARD, ahead, place > 0 and self._fetches(place - 1))
 
     def _most_held(self) -> int:
         held = highest = 0

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
-from mindspeed_mem.adaptive.search.decisions import LAYOUTS, SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
+from mindspeed_mem.adaptive.search.decisions import ORDERS, SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
 from mindspeed_mem.adaptive.search.hill_climb import improved
 from mindspeed_mem.adaptive.search.milp import Rules, at_once, solve
 from mindspeed_mem.adaptive.search.simulation import Track
@@ -42,7 +42,7 @@ class StageSearch:
         self._least: dict[bool, StagePlan] = {}
         self._pool: dict[StagePlan, tuple[bool, bool]] = {}  # whether it is valid with inputs that stay, that move
         letters = lay_out(problem, all_kept(problem), "first", False)[number]
-        self.keep_all = StagePlan(chunks=tuple(map(tuple, letters)))
+        self.keep_all = StagePlan(parts=tuple(map(tuple, letters)))
         self._guards = (1, 0) if any(at_once(problem, number, c) for c in range(problem.virtual_stages)) else (1,)
 
     def judge(self, plan: StagePlan) -> tuple[float, int]:
@@ -94,10 +94,10 @@ class StageSearch:
                 rules = Rules(inputs_move=inputs_move, guard=guard, ahead=ahead)
                 counts = solve(self._short, self.number, 0.0, rules, overflow=True)
                 if counts is not None:
-                    for how in LAYOUTS:
+                    for how in ORDERS:
                         self._lay_out(counts, rules, how, 0)
             pool = [plan for plan, valid in self._pool.items() if valid[inputs_move]]
-            lowest = min(pool, key=lambda plan: (self.judge(plan)[1], plan.chunks), default=self.keep_all)
+            lowest = min(pool, key=lambda plan: (self.judge(plan)[1], plan.parts), default=self.keep_all)
             none = self._short.with_limit(0)
             lowest, _ = improved(lowest, none, self.number, inputs_move, self.judge, self.distances)
             self._remember([lowest])
@@ -112,7 +112,7 @@ class StageSearch:
         pool = (plan for plan, valid in self._pool.items() if valid[inputs_move])
         fitting = [plan for plan in pool if self.judge(plan)[1] <= problem.device_limit]
         # Ties by what they are made of: the same plan in every run and on every rank.
-        return min(fitting, key=lambda plan: (self.judge(plan), plan.distance, plan.chunks), default=None)
+        return min(fitting, key=lambda plan: (self.judge(plan), plan.distance, plan.parts), default=None)
 
     def _refine(self, problem: Problem, rules: Rules) -> StagePlan | None:
         """Solve, lay out and simulate, moving the budget by what the peak is off the limit; the last plan laid out."""
@@ -126,7 +126,7 @@ class StageSearch:
                 break
             tried.add(mark)
             plans = []
-            for how in LAYOUTS:
+            for how in ORDERS:
                 plans.append(self._lay_out(counts, rules, how, limit))
                 if self.judge(plans[-1])[1] <= limit and self.is_good(plans[-1]):
                     return plans[-1]
@@ -140,11 +140,11 @@ class StageSearch:
     def _lay_out(self, counts: Counts, rules: Rules, how: str, limit: int) -> StagePlan:
         """The counts laid out, with the distance that is fastest within the limit."""
         one = lay_out(self._short, counts, how, rules.inputs_move, max(1, rules.guard), only=self.number)[self.number]
-        chunks = tuple(map(tuple, one))
-        swaps = any(SWAP in text for chunk in chunks for text in chunk)
+        parts = tuple(map(tuple, one))
+        swaps = any(SWAP in text for part in parts for text in part)
         choices: list[StagePlan] = []
         for far in self.distances if swaps else (1,):
-            choices.append(StagePlan(chunks=chunks, distance=far))
+            choices.append(StagePlan(parts=parts, distance=far))
             (seconds, peak), before = self.judge(choices[-1]), choices[-2:-1]
             # Further ahead holds more; it is no faster once nothing is waited for.
             if peak > limit or any(seconds >= self.judge(one)[0] * (1 - 1e-4) for one in before):

@@ -35,6 +35,18 @@ def test_what_was_written_is_read_back(written):
     assert content["problem"]["classes"][0]["groups"][1]["name"] == LAYER.groups[1].name
 
 
+def test_the_version_before_is_read_and_another_is_refused_with_what_to_do(written):
+    profile, path, content = written
+    for stage in content["problem"]["stages"]:
+        stage["chunks"] = stage.pop("parts")
+    path.write_text(json.dumps({**content, "version": 1}))
+    assert profile_file.read(path) == profile
+    assert "unknown" in change(path, content)[0]  # it says that it is of today
+    assert change(path, {"format": content["format"], "version": 1, "problem": {"stages": 3}})
+    [said] = change(path, {**content, "version": 3})
+    assert "got 3" in said and "reads 1 to 2" in said and "profile again" in said
+
+
 def test_a_link_that_blocks_is_kept_and_links_of_older_files_do_not_block(written):
     profile, path, content = written
     assert content["problem"]["link"].pop("blocking") is False
@@ -69,8 +81,8 @@ def test_names_that_do_not_fit_together_are_found(written):
     _, path, content = written
     group = content["problem"]["classes"][0]["groups"][1]
     group.update(used_by=["nobody"], needs=["act"], operators=["norm", "other"], recompute_keeps=10**12)
-    content["problem"]["stages"][1]["chunks"][0]["layers"] = ["layer", "moe"]
-    content["problem"]["stages"][0]["chunks"][1]["first_layer"] = 7
+    content["problem"]["stages"][1]["parts"][0]["layers"] = ["layer", "moe"]
+    content["problem"]["stages"][0]["parts"][1]["first_layer"] = 7
     content["problem"]["link"]["out"] = 0
     content["problem"]["pipeline"]["micro_batches"] = 1
     found = change(path, content)
