@@ -9,7 +9,7 @@ from mindspeed_mem.adaptive import InfeasibleError, Plan, Problem, Search, Simul
 from mindspeed_mem.adaptive.problem.definition import LayerClass
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE
-from mindspeed_mem.adaptive.search.plan_file import memory_config
+from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
 
 KEEP_ALL, FULL = "keep all, no cap", "Megatron full recompute"
 RECOMPUTE_ONLY, ADAPTIVE = "recompute only, planned", "adaptive plan"
@@ -58,7 +58,7 @@ def planned(problem: Problem, limit: int, swap: bool = True) -> Policy | Infeasi
         found = Search(problem, swap=swap).best(limit)
     except InfeasibleError as error:
         return error
-    return Policy(plan=memory_config(problem, found.plan), predicted=found.simulated)
+    return Policy(plan=sections(memory_config(problem, found.plan)), predicted=found.simulated)
 
 
 def selective(problem: Problem, modules: tuple[str, ...]) -> Simulated:

@@ -7,11 +7,13 @@ A stack is called what its module is called below the model: T5's ``encoder`` an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 Layers = Literal[True] | tuple[int | str, ...]
 """True for all; numbers; ``encoder:0`` or ``encoder:all``. `numbered` leaves numbers only."""
+Stages = Literal[True] | tuple[int, ...]
+"""True for all pipeline stages, or their numbers."""
 
 _SPAN = range(100_000)
 
@@ -48,7 +50,7 @@ def numbered(layers: Layers, stacks: Mapping[str, range | None]) -> tuple[Layers
         return True, []
     found: list[int] = []
     unknown: dict[str, None] = {}
-    outside: dict[str, set[int]] = {}
+    outside: dict[tuple[str, int], set[int]] = {}  # by stack and how many layers it has
     for layer in layers:
         if isinstance(layer, int):
             found.append(layer)
@@ -62,10 +64,15 @@ def numbered(layers: Layers, stacks: Mapping[str, range | None]) -> tuple[Layers
         elif int(number) < len(numbers):
             found.append(numbers[int(number)])
         else:
-            outside.setdefault(stack, set()).add(int(number))
+            outside.setdefault((stack, len(numbers)), set()).add(int(number))
     problems = [f"got the stack {stack!r}; {_allowed(stack, stacks)}" for stack in unknown]
-    problems += [out_of_range(those, len(stacks[stack]), stack) for stack, those in outside.items()]
+    problems += [out_of_range(those, count, stack) for (stack, count), those in outside.items()]
     return tuple(dict.fromkeys(found)), problems
+
+
+def numbers_in(layers: Layers | Iterable[int | str]) -> set[int]:
+    """Those that are numbers: all of a list, once stacks' names are replaced."""
+    return set() if layers is True else {layer for layer in layers if isinstance(layer, int)}
 
 
 def named(layers: Collection[int], stacks: Mapping[str, range | None]) -> list[int | str]:
@@ -73,7 +80,7 @@ def named(layers: Collection[int], stacks: Mapping[str, range | None]) -> list[i
     found: list[int | str] = []
     rest = set(layers)
     for stack, numbers in stacks.items():
-        if inside := rest.intersection(numbers or ()):
+        if numbers is not None and (inside := rest.intersection(numbers)):
             found.append(f"{stack}:{as_ranges([numbers.index(layer) for layer in inside]).replace(' ', '')}")
             rest -= inside
     return [*found, *sorted(rest)]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_mem.plan.checks import Distance
-from mindspeed_mem.plan.config import OpSwap, SwapConfig
-from mindspeed_mem.plan.layers import Layers, as_ranges
+from mindspeed_mem.plan.config import LayerSwap, OpSwap, SwapConfig
+from mindspeed_mem.plan.layers import Layers, Stages, as_ranges
 from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
 
@@ -39,7 +39,7 @@ class SwapRule:
     layers: Layers
     swap: Swap
     path: str
-    stages: Layers = True
+    stages: Stages = True
     """As in the entry; `resolve` has put it into `layers`."""
 
     def covers(self, layer: int) -> bool:
@@ -246,9 +246,10 @@ def swap_rules(config: SwapConfig) -> list[SwapRule]:
         swap = Swap(distance=config.default_prefetch, activations=config.activations, entry=path)
         return [SwapRule(pattern=DEFAULT_PATTERN, layers=True, swap=swap, path=path)]
     rules = []
-    for entry in (*(config.op_swap or ()), *(config.layer_swap or ())):
+    entries: list[OpSwap | LayerSwap] = [*(config.op_swap or ()), *(config.layer_swap or ())]
+    for entry in entries:
         swap = Swap(distance=entry.backward_prefetch, activations=entry.activations, entry=entry.entry)
-        names = entry.op_name if isinstance(entry, OpSwap) else (None,)
+        names: tuple[str | None, ...] = entry.op_name if isinstance(entry, OpSwap) else (None,)
         for index, name in enumerate(names):
             path = entry.entry if name is None else f"{entry.entry}.op_name"
             path += f"[{index}]" if len(names) > 1 else ""

@@ -107,7 +107,7 @@ class Recomputation:
             return None
         rules = (r for r in self._rules[layer] if r.pattern is None or (op and self._selects(r.pattern, op)))
         rule = next(rules, None)
-        return rule and Recompute(entry=rule.entry, communication=rule.kind == "communication")
+        return None if rule is None else Recompute(entry=rule.entry, communication=rule.kind == "communication")
 
     def _holds_excluded(self, layer: int, op: str) -> bool:
         if not op:  # a layer with unknown operators may hold what is excluded

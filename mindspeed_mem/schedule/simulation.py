@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
 
@@ -77,47 +78,76 @@ def simulate(
     """
     count = len(passes)
     times = {FORWARD: _of_each(forward, count), BACKWARD: _of_each(backward, count)}
+    tracks = [
+        _Uniform(of_stage, times[FORWARD][stage], times[BACKWARD][stage]) for stage, of_stage in enumerate(passes)
+    ]
+    timeline = play(tracks, virtual_stages, send)
+    _check_done(passes, timeline, virtual_stages)
+    return timeline
+
+
+class Track(Protocol):
+    """A stage as `play` sees it."""
+
+    spans: list[Span]
+    """The passes that it has run."""
+
+    @property
+    def next(self) -> Pass | None:
+        """The pass that comes next; None: it has run all."""
+
+    def run(self, arrival: float) -> float:
+        """Run that pass, no earlier than what it works on arrives; returns when it ends."""
+
+
+def play(tracks: Sequence[Track], virtual_stages: int, send: float) -> Timeline:
+    """Run the passes of all stages, each when what it works on has arrived, for as long as any can run."""
     ended: dict[tuple[int, Pass], float] = {}
     waiting: dict[tuple[int, Pass], list[int]] = {}
-    spans: list[list[Span]] = [[] for _ in passes]
-    runnable = deque(range(count))
+    runnable = deque(range(len(tracks)))
     while runnable:
         stage = runnable.popleft()
-        while len(spans[stage]) < len(passes[stage]):
-            work = passes[stage][len(spans[stage])]
-            needs = _needs(work, stage, count, virtual_stages)
-            missing = next((need for need in needs if need not in ended), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(stage)
+        track = tracks[stage]
+        while (work := track.next) is not None:
+            need = before(work, stage, len(tracks), virtual_stages)
+            if need is not None and need not in ended:
+                waiting.setdefault(need, []).append(stage)
                 break
-            arrivals = [ended[need] + (send if need[0] != stage else 0.0) for need in needs]
-            start = max([spans[stage][-1].end if spans[stage] else 0.0, *arrivals])
-            end = start + times[work[0]][stage]
-            spans[stage].append(Span(work, start, end))
-            ended[stage, work] = end
+            arrival = 0.0 if need is None else ended[need] + (send if need[0] != stage else 0.0)
+            ended[stage, work] = track.run(arrival)
             runnable.extend(waiting.pop((stage, work), ()))
-    _check_done(passes, spans, virtual_stages)
-    return Timeline(tuple(tuple(of_stage) for of_stage in spans))
+    return Timeline(tuple(tuple(track.spans) for track in tracks))
+
+
+class _Uniform:
+    """A stage all of whose passes in one direction take the same time."""
+
+    def __init__(self, passes: Sequence[Pass], forward: float, backward: float) -> None:
+        self.spans: list[Span] = []
+        self._passes, self._times = passes, {FORWARD: forward, BACKWARD: backward}
+
+    @property
+    def next(self) -> Pass | None:
+        return self._passes[len(self.spans)] if len(self.spans) < len(self._passes) else None
+
+    def run(self, arrival: float) -> float:
+        work = self._passes[len(self.spans)]
+        start = max(self.spans[-1].end if self.spans else 0.0, arrival)
+        self.spans.append(Span(work, start, start + self._times[work[0]]))
+        return self.spans[-1].end
 
 
 def _of_each(time: float | Sequence[float], count: int) -> list[float]:
     return [float(time)] * count if isinstance(time, (int, float)) else [float(t) for t in time]
 
 
-def _needs(work: Pass, stage: int, stages: int, virtual_stages: int) -> list[tuple[int, Pass]]:
-    need = before(work, stage, stages, virtual_stages)
-    own = [(stage, (FORWARD, *work[1:]))] if work[0] == BACKWARD else []
-    return own if need is None or need in own else [need, *own]
-
-
-def _check_done(passes: Sequence[Sequence[Pass]], spans: list[list[Span]], virtual_stages: int) -> None:
+def _check_done(passes: Sequence[Sequence[Pass]], timeline: Timeline, virtual_stages: int) -> None:
     stuck = []
-    for stage, (all_of_it, done) in enumerate(zip(passes, spans, strict=True)):
+    for stage, (all_of_it, done) in enumerate(zip(passes, timeline.stages, strict=True)):
         if len(done) < len(all_of_it):
             work = all_of_it[len(done)]
-            ran = {(stage, span.work) for stage, of_stage in enumerate(spans) for span in of_stage}
-            need = next(n for n in _needs(work, stage, len(passes), virtual_stages) if n not in ran)
-            stuck.append(f"stage {stage} cannot run {name(work)}: it waits for {name(need[1])} of stage {need[0]}")
+            needed_on, needed = before(work, stage, len(passes), virtual_stages) or (stage, work)
+            stuck.append(f"stage {stage} cannot run {name(work)}: it waits for {name(needed)} of stage {needed_on}")
     if stuck:
         raise DeadlockError("; ".join(stuck))
 

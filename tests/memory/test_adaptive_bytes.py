@@ -100,7 +100,7 @@ def plan_of(kind: Any, group: Any, letter: str) -> dict[str, Any]:
     """A memory configuration that does this to one group of one layer, as the planner writes it."""
     from mindspeed_mem.adaptive.problem.definition import Link, Part, Pipeline, Problem, Stage
     from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan
-    from mindspeed_mem.adaptive.search.plan_file import memory_config
+    from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
 
     letters = "".join(letter if other is group else "K" for other in kind.groups)
     kept = "K" * len(kind.groups)
@@ -109,7 +109,7 @@ def plan_of(kind: Any, group: Any, letter: str) -> dict[str, Any]:
         classes=(kind,), stages=(stage,), pipeline=Pipeline(micro_batches=1), link=Link(out=1, back=1), device_limit=1
     )
     of_layers = (kept, letters, kept)
-    return memory_config(problem, Plan(stages=(StagePlan(parts=(of_layers,)),)))
+    return sections(memory_config(problem, Plan(stages=(StagePlan(parts=(of_layers,)),))))
 
 
 @pytest.mark.distributed

@@ -78,11 +78,11 @@ def measured(configs: list[dict[str, Any]]) -> list[int]:
 def test_the_peak_is_the_ledgers():
     from mindspeed_mem.adaptive import simulate
     from mindspeed_mem.adaptive.search.baselines import keep_all
-    from mindspeed_mem.adaptive.search.plan_file import memory_config
+    from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
 
     problem, plans = problem_and_plans()
     nothing = {"swap_config": {"swap": True, "op_swap": []}}
-    [[kept, *found]] = on_ranks(1, measured, [nothing, *(memory_config(problem, plan) for plan in plans)])
+    [[kept, *found]] = on_ranks(1, measured, [nothing, *(sections(memory_config(problem, plan)) for plan in plans)])
     head = kept - keep_all(problem).peaks[0]
     problem, _ = problem_and_plans(head)
     expected = [simulate(problem, plan).peaks[0] for plan in plans]

@@ -35,7 +35,7 @@ def simulated_and_executed(model: str) -> tuple[dict, list, list[str], int]:
 
     from mindspeed_mem.adaptive import Search, simulate
     from mindspeed_mem.adaptive.search.baselines import keep_all
-    from mindspeed_mem.adaptive.search.plan_file import memory_config
+    from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
     from tests.observed_models import executed, problem_of, random_plan, single_plans, with_head
     from tests.swap_runs import SDPA, patched
 
@@ -51,7 +51,7 @@ def simulated_and_executed(model: str) -> tuple[dict, list, list[str], int]:
         for share in (0.4, 0.7):
             plans[f"searched {share}"] = search.best(int(share * kept)).plan
         nothing = {"swap_config": {"swap": True, "op_swap": []}}
-        configs = [nothing, *(memory_config(problem, plan) for plan in plans.values())]
+        configs = [nothing, *(sections(memory_config(problem, plan)) for plan in plans.values())]
         [held, *peaks], differ = executed(configs, fields, LAYERS)
     problem = with_head(problem, held - kept)
     found = {

@@ -9,7 +9,7 @@ from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import blocks
 from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
 from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out
-from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config
+from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config, sections
 from mindspeed_mem.adaptive.search.plan_grid import LEGEND, grid
 from mindspeed_mem.plan import load_memory_config, resolve
 from tests.operators import DENSE
@@ -46,9 +46,9 @@ def test_every_decision_is_in_the_resolved_plan(tmp_path):
     config = memory_config(problem, Plan(stages=(first, second)))
     path = tmp_path / "plan.yaml"
     path.write_text(as_yaml(config, ["a remark"]))
-    assert path.read_text().startswith("# a remark\n") and yaml.safe_load(path.read_text()) == config
+    assert path.read_text().startswith("# a remark\n") and yaml.safe_load(path.read_text()) == sections(config)
     loaded = load_memory_config(path, num_layers=4)
-    assert loaded.notices == () and loaded.swap.pp_aware is False
+    assert loaded == dataclasses.replace(config, source=str(path)) and loaded.swap.pp_aware is False
     plan = resolve(loaded, dict.fromkeys(range(4), DENSE), 4)
     swapped = {(layer, op): plan.decision(layer, op) for layer in range(4) for op in (*DENSE, "mlp_bda")}
     assert {place: swap.distance for place, swap in swapped.items() if swap is not None} == {
@@ -75,7 +75,8 @@ def test_inputs_of_recomputation_move_where_the_plan_says_so():
     stage = StagePlan(parts=((row.replace("S", "-"), row, row, row),), distance=7)
     for move in (False, True):
         config = memory_config(problem, Plan(stages=(stage,), inputs_move=move))
-        loaded = load_memory_config(config, num_layers=4)
+        loaded = load_memory_config(sections(config), num_layers=4)
+        assert loaded == config
         assert loaded.swap.swap_recompute_inputs is move
         assert loaded.swap.default_prefetch == (7 if move else 1)
 
@@ -83,8 +84,9 @@ def test_inputs_of_recomputation_move_where_the_plan_says_so():
 def test_a_plan_that_changes_nothing_swaps_nothing():
     problem = gpt()
     stage = StagePlan(parts=((letters(),) * 4,))
-    loaded = load_memory_config(memory_config(problem, Plan(stages=(stage,))))
-    assert loaded.swap.op_swap == () and not loaded.recompute.active
+    config = memory_config(problem, Plan(stages=(stage,)))
+    loaded = load_memory_config(sections(config))
+    assert loaded.swap == config.swap and loaded.swap.op_swap == () and not loaded.recompute.active
 
 
 def test_the_grid_has_a_row_for_each_group_and_a_column_for_each_layer():

@@ -23,8 +23,8 @@ def problems_of(problem: Problem) -> list[str]:
             found.append(f"link.{name}: got {getattr(problem.link, name)}; allowed: GB/s above 0")
     line = problem.pipeline
     sizes = (len(problem.stages), len(problem.stages[0].parts), line.micro_batches)
-    limits = {"group_size": line.group_size, "cap": line.cap, "megatron_loop": line.megatron_loop}
-    return found + [f"pipeline: {text}" for text in schedule_problems(*sizes, **limits)]
+    wrong = schedule_problems(*sizes, group_size=line.group_size, cap=line.cap, megatron_loop=line.megatron_loop)
+    return found + [f"pipeline: {text}" for text in wrong]
 
 
 def _of_class(problem: Problem, kind: LayerClass) -> Iterator[str]:

@@ -179,8 +179,14 @@ class Problem:
     def passes(self) -> list[list[Pass]]:
         """The passes of each stage in the order they run."""
         line = self.pipeline
-        limits = {"group_size": line.group_size, "cap": line.cap, "megatron_loop": line.megatron_loop}
-        return order(len(self.stages), self.virtual_stages, line.micro_batches, **limits)
+        return order(
+            len(self.stages),
+            self.virtual_stages,
+            line.micro_batches,
+            group_size=line.group_size,
+            cap=line.cap,
+            megatron_loop=line.megatron_loop,
+        )
 
     @cached_property
     def in_flight(self) -> list[list[tuple[int, ...]]]:

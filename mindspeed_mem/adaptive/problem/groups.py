@@ -111,9 +111,10 @@ class _Grouping:
                 for other, operators in self.operators.items()
                 if op in operators and other != name and 2 * nbytes > sum(one.bytes for one in self.groups[name])
             )
-            name, other = next(pairs, (None, None))
-            if name is None:
+            pair = next(pairs, None)
+            if pair is None:
                 return runs
+            name, other = pair
             both = f"{other} + {name}"
             self.groups[both] = self.groups.pop(other) + self.groups.pop(name)
             self.operators[both] = self.operators.pop(other) + self.operators.pop(name)
@@ -124,7 +125,8 @@ class _Grouping:
 
     def _draft(self, name: str, run: SecondRun | None, group_of: Mapping[int, str], there: list[str]) -> Draft:
         storages = self.groups[name]
-        again, keeps, needs = None, 0, ()
+        again, keeps = None, 0
+        needs: tuple[str, ...] = ()
         if run is not None:
             wanted = {group_of[key] for key in run.reads if group_of.get(key, name) != name}
             if wanted <= set(there):

@@ -25,7 +25,7 @@ class LayerClasses:
     def __init__(self, views: Iterable[PartView]):
         self._views: dict[int, PartView] = {}
         self._drafts: dict[int, list[Draft]] = {}
-        first = []
+        first: list[int] = []
         for view in views:
             for layer in view.layers:
                 self._views[layer], self._drafts[layer] = view, drafts(view, layer)
@@ -84,19 +84,15 @@ class LayerClasses:
 
 
 def _mark(draft: Draft, routed: Callable[[str], bool], with_input: bool) -> Hashable:
-    sizes = None if any(map(routed, draft.operators)) else (draft.bytes, draft.keeps)
-    made_by = tuple(dict.fromkeys(map(alike, draft.operators)))
-    swappable = draft.swappable
-    if draft.from_previous and not with_input:
-        sizes = made_by = swappable = None
+    any_input = draft.from_previous and not with_input
     return (
         draft.name,
-        sizes,
-        made_by,
+        None if any_input or any(map(routed, draft.operators)) else (draft.bytes, draft.keeps),
+        None if any_input else tuple(dict.fromkeys(map(alike, draft.operators))),
         frozenset(map(alike, draft.used_by)),
         draft.again is not None and tuple(dict.fromkeys(alike(name) for name, _ in draft.again)),
         draft.needs,
-        swappable,
+        None if any_input else draft.swappable,
         draft.from_previous,
     )
 
@@ -112,7 +108,7 @@ def _routed(names: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: any(one and (name == one or within(name, one)) for one in around)
 
 
-def _group(some: Sequence[Draft], names: Sequence[str], forward: dict[str, float]) -> Group:
+def _group(some: Sequence[Draft], names: tuple[str, ...], forward: dict[str, float]) -> Group:
     """One group of a class from those of its layers."""
     first, size, keeps = some[0], max(one.bytes for one in some), max(one.keeps for one in some)
     shares = {name: share for one in reversed(some) for name, share in one.again or ()}

@@ -3,9 +3,9 @@
     {"format": "mindspeed_mem profile", "version": 2, "origin": "measured",
      "machine": {...}, "model": {...}, "shapes": {...}, "in_flight": [[[2]], [[1]]], "problem": {...}}
 
-Version 1 called the parts of a stage chunks, and is read as well. `machine`, `model` and `shapes` are names with texts or
-numbers, for readers and to tell whether a profile is of the same job; `problem` has the fields of `Problem` with bytes,
-seconds and GB/s; `in_flight` repeats what follows from its schedule.
+Version 1 called the parts of a stage chunks, and is read as well. `machine`, `model` and `shapes` are names with texts
+or numbers, for readers and to tell whether a profile is of the same job; `problem` has the fields of `Problem` with
+bytes, seconds and GB/s; `in_flight` repeats what follows from its schedule.
 """
 
 from __future__ import annotations

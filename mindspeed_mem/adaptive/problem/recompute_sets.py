@@ -68,7 +68,7 @@ class SecondRuns:
                     conflicts[maker] += self._storages[key].bytes
                     break
         return SecondRun(
-            shares=tuple((name, self._share(name, chosen)) for name in sorted(chosen, key=self._place.get)),
+            shares=tuple((name, self._share(name, chosen)) for name in sorted(chosen, key=self._place.__getitem__)),
             reads=frozenset(key for key in reads if self._is_kept(self._storages[key])),
             makes=frozenset(makes),
             held=sum(self._storages[key].bytes for key in held),
@@ -112,6 +112,10 @@ class SecondRuns:
         """Without what comes after the last storage that is wanted; by FLOPs, where it has any."""
         one = self._operators[name]
         asked = {key for other in chosen if other != name for key in self._operators[other].reads}
-        if not one.flops or any(key in asked and not self._storages[key].saved for key in one.makes):
+        if (
+            one.again is None
+            or not one.flops
+            or any(key in asked and not self._storages[key].saved for key in one.makes)
+        ):
             return 1.0
         return one.again / one.flops

@@ -26,7 +26,7 @@ from mindspeed_mem.adaptive.run import kept_plan
 from mindspeed_mem.adaptive.run.call_meter import CallMeter
 from mindspeed_mem.adaptive.run.planner import Decision, Planner
 from mindspeed_mem.adaptive.search import plan_file
-from mindspeed_mem.plan import MemoryConfigError, load_memory_config
+from mindspeed_mem.plan import MemoryConfig, MemoryConfigError
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.surviving import SurvivingEngine
@@ -82,8 +82,8 @@ class Adaptation:
         self._retries = self._retried = 0  # of the allocator when a call began; calls of a settled plan that had any
         self.has_settled = False
         """On any plan so far."""
-        self._config: dict[str, Any] | None = None  # in force
-        self._settled: dict[Call, dict[str, Any] | None] = {}
+        self._config: MemoryConfig | None = None  # in force
+        self._settled: dict[Call, MemoryConfig | None] = {}
 
     # ---- a training call
     def begin(self, call: Call, ranks: Ranks, facts: Callable[[], dict[str, Any]]) -> None:
@@ -258,12 +258,12 @@ class Adaptation:
             self._go(SETTLED)
             self._keep()
 
-    def _adopt(self, config: dict[str, Any] | None) -> bool:
+    def _adopt(self, config: MemoryConfig | None) -> bool:
         """Put it into force on all ranks; False where it turned out not to fit this model."""
         try:
-            self.engine.adopt(load_memory_config(config), self._ranks.gather, self._ranks.partners, tell=False)
+            self.engine.adopt(config or MemoryConfig(), self._ranks.gather, self._ranks.partners, tell=False)
         except MemoryConfigError as error:  # on all ranks alike
-            self.engine.adopt(load_memory_config(None), self._ranks.gather, self._ranks.partners, tell=False)
+            self.engine.adopt(MemoryConfig(), self._ranks.gather, self._ranks.partners, tell=False)
             self._config = None
             self._stop(f"the plan cannot be executed: {error}")
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
@@ -12,6 +12,7 @@ from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
 from mindspeed_mem.adaptive.search.plan_grid import grid
 from mindspeed_mem.adaptive.search.search import Found, Search
+from mindspeed_mem.plan import MemoryConfig
 
 ROUNDS = 4
 """Plans tried before the best of them is kept."""
@@ -22,7 +23,7 @@ _WORTH = 0.01
 class Decision(NamedTuple):
     """What all ranks do next."""
 
-    config: dict[str, Any] | None
+    config: MemoryConfig | None
     """The memory configuration to execute from now on; None: the one that is in force."""
     settled: bool
     lines: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class Try:
 
     problem: Problem
     found: Found
-    config: dict[str, Any]
+    config: MemoryConfig
     measured: tuple[Measured, ...] = ()
 
     @property

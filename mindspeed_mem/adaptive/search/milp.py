@@ -81,7 +81,8 @@ class Program:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
-        data, columns, starts = [], [], [0]
+        data: list[float] = []
+        columns, starts = [], [0]
         for terms, _ in self._rows:
             columns += [self.index[name] for name in terms]
             data += terms.values()
@@ -165,8 +166,9 @@ def at_once(problem: Problem, stage: int, part: int) -> bool:
 
 
 def _counts(values: dict[tuple, float], block: Block) -> tuple[Count, ...]:
-    names = (key(block) + (group.name,) for group in block.kind.groups)
-    return tuple(Count(round(values[("s", *name)]), round(values[("r", *name)])) for name in names)
+    names = [(*key(block), group.name) for group in block.kind.groups]
+    of_both = [(("s", *name), ("r", *name)) for name in names]
+    return tuple(Count(round(values[s]), round(values[r])) for s, r in of_both)
 
 
 def _block(program: Program, problem: Problem, block: Block, rules: Rules) -> None:
@@ -208,16 +210,19 @@ def _stage(
     for place, part in enumerate(stage.parts):
         forward = part.before.forward_seconds + part.after.forward_seconds
         backward = part.before.backward_seconds + part.after.backward_seconds
-        held, terms, swapped, again = (part.before.bytes + part.after.bytes) / GB, {}, {}, {}
+        held = (part.before.bytes + part.after.bytes) / GB
+        terms: dict[tuple, float] = {}
+        swapped: dict[tuple, float] = {}
+        again: dict[tuple, float] = {}
         for block in (one for one in mine if one.part == place):
             forward += block.kind.forward_seconds * len(block.layers)
             backward += block.kind.backward_seconds * len(block.layers)
             for group in block.kind.groups:
-                size, name = group.bytes / GB, (*key(block), group.name)
+                size, s, r = group.bytes / GB, ("s", *key(block), group.name), ("r", *key(block), group.name)
                 held += size * len(block.movable(group))
-                terms |= {("s", *name): -size, ("r", *name): group.recompute_keeps / GB - size}
-                swapped[("s", *name)] = size
-                again[("r", *name)] = -link.back * (group.recompute_seconds or 0.0)
+                terms |= {s: -size, r: group.recompute_keeps / GB - size}
+                swapped[s] = size
+                again[r] = -link.back * (group.recompute_seconds or 0.0)
         # What every plan takes, so that the gap is one of the cycle and not of what is added to it.
         program.variable(("compute", place), forward + backward, price=1.0, low=forward + backward)
         if link.blocking:  # nothing hides behind compute

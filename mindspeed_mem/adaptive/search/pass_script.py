@@ -132,10 +132,10 @@ class PartScripts:
         steps = [(number, what, copy, copy, ends[number]) for number, what, copy in line.steps]
         take = line.take.copy()
         take[self.count + 1] += after.bytes
-        for rank, copy in enumerate(ahead.early if ahead is not None else ()):
-            number = max(1, self.count + 1 - ahead.copies[copy].early)
+        for rank, (copy, early, nbytes) in enumerate(_fetched(ahead)):
+            number = max(1, self.count + 1 - early)
             steps.append((number - 1, AHEAD, rank, copy, ends[number - 1]))
-            take[number] += ahead.copies[copy].nbytes
+            take[number] += nbytes
         return _script(steps, whole, before.bytes, take[1:], line.give[1:])
 
     def _write_backward(self, ahead: PartScripts | None, fetched: bool) -> Script:
@@ -154,11 +154,16 @@ class PartScripts:
         if not fetched:
             steps += [(-1, BACK, rank, copy, 0.0) for rank, copy in enumerate(self.early)]
             at_start = sum(self.copies[copy].nbytes for copy in self.early)
-        for rank, copy in enumerate(ahead.early if ahead is not None else ()):
-            place = self.count - min(ahead.copies[copy].early, self.count)
+        for rank, (copy, early, nbytes) in enumerate(_fetched(ahead)):
+            place = self.count - min(early, self.count)
             steps.append((place, AHEAD, rank, copy, begins[place]))
-            take[place] += ahead.copies[copy].nbytes
+            take[place] += nbytes
         return _script(steps, whole, at_start, [0, *take], [after.bytes, *give], before.bytes)
+
+
+def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:
+    """The copies that start in the pass before: number, operators left in it, bytes."""
+    return [] if ahead is None else [(n, ahead.copies[n].early, ahead.copies[n].nbytes) for n in ahead.early]
 
 
 def _script(
@@ -210,7 +215,7 @@ def _lives(kind: LayerClass, previous: LayerClass | None, letters: str) -> tuple
     for group, letter in zip(kind.groups, letters, strict=True):
         if letter == NOTHING:
             continue
-        maker = previous if group.from_previous else kind
+        maker = previous if previous is not None and group.from_previous else kind
         produced = max(maker.index[name] for name in group.operators)
         first, last = min(uses[group.name]), max(uses[group.name])
         found.append(

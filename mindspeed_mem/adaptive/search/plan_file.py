@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import yaml
 
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import RECOMPUTE, SWAP, Plan
+from mindspeed_mem.plan import MemoryConfig, OpSwap, RecomputeConfig, RecomputeRule, SwapConfig
 from mindspeed_mem.plan.layers import named
 
 
-def memory_config(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """The sections `swap_config` and `recompute_config`, in Megatron's operator names and global layer indices."""
+def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
+    """What `--memory-config` would have to say for this plan, in Megatron's operator names and global layer indices.
+
+    Args:
+        problem: what the plan was found for; its groups say which operators a letter is about.
+        plan: a letter for each group of each layer, for all stages.
+    """
     swapped: dict[tuple[str, int], list[int]] = {}
     recomputed: dict[str, list[int]] = {}
     for stage, of_stage in zip(problem.stages, plan.stages, strict=True):
@@ -28,42 +34,81 @@ def memory_config(problem: Problem, plan: Plan) -> dict[str, Any]:
                     elif letter == RECOMPUTE:
                         for operator in group.recompute_operators or group.operators:
                             recomputed.setdefault(operator, []).append(layer)
-    swap: dict[str, Any] = {"swap": True, "pp_aware": False}
-    if plan.inputs_move and recomputed:
-        swap |= {"swap_recompute_inputs": True, "default_prefetch": max(stage.distance for stage in plan.stages)}
-    swap["op_swap"] = [
-        {
-            "op_name": names if len(names) > 1 else names[0],
-            "backward_prefetch": distance,
-            "layers": list(layers),
-        }
-        for (layers, distance), names in _by_layers(swapped).items()
-    ]
-    config: dict[str, Any] = {"swap_config": swap}
-    if recomputed:
-        chosen = {_pattern(name): sorted(set(layers)) for name, layers in sorted(recomputed.items())}
-        config["recompute_config"] = {"select_recompute": chosen}
-    return config
+    inputs_move = plan.inputs_move and bool(recomputed)
+    swaps = tuple(
+        OpSwap(
+            op_name=tuple(names),
+            layers=layers,
+            backward_prefetch=distance,
+            activations="produced",
+            entry=f"swap_config.op_swap[{number}]",
+        )
+        for number, ((layers, distance), names) in enumerate(_by_layers(swapped).items())
+    )
+    return MemoryConfig(
+        swap=SwapConfig(
+            swap=True,
+            pp_aware=False,
+            swap_recompute_inputs=inputs_move,
+            default_prefetch=max(stage.distance for stage in plan.stages) if inputs_move else 1,
+            op_swap=swaps,
+        ),
+        recompute=RecomputeConfig(
+            rules=tuple(
+                RecomputeRule(
+                    kind="operator",
+                    pattern=_pattern(name),
+                    layers=tuple(sorted(set(layers))),
+                    entry=f"recompute_config.select_recompute.{_pattern(name)}",
+                )
+                for name, layers in sorted(recomputed.items())
+            )
+        ),
+    )
 
 
-def by_name(config: dict[str, Any], stacks: Mapping[str, range | None]) -> dict[str, Any]:
+def by_name(config: MemoryConfig, stacks: Mapping[str, range | None]) -> MemoryConfig:
     """The same in a model of several stacks, with their names and the numbers in them."""
     if len(stacks) < 2:
         return config
-    swap = config["swap_config"]
-    entries = [{**entry, "layers": named(entry["layers"], stacks)} for entry in swap["op_swap"]]
-    found = {**config, "swap_config": {**swap, "op_swap": entries}}
-    if "recompute_config" in config:
-        chosen = config["recompute_config"]["select_recompute"]
-        chosen = {pattern: named(layers, stacks) for pattern, layers in chosen.items()}
-        found["recompute_config"] = {"select_recompute": chosen}
-    return found
+    swaps = tuple(replace(one, layers=_named(one, stacks)) for one in config.swap.op_swap or ())
+    rules = tuple(replace(one, layers=_named(one, stacks)) for one in config.recompute.rules)
+    return replace(config, swap=replace(config.swap, op_swap=swaps), recompute=replace(config.recompute, rules=rules))
 
 
-def as_yaml(config: dict[str, Any], remarks: Sequence[str] = ()) -> str:
-    """The text of the file, with remarks on top; lists of layers on one line."""
+def _named(entry: OpSwap | RecomputeRule, stacks: Mapping[str, range | None]) -> tuple[int | str, ...]:
+    return tuple(named([layer for layer in _layers(entry) if isinstance(layer, int)], stacks))
+
+
+def _layers(entry: OpSwap | RecomputeRule) -> tuple[int | str, ...]:
+    if not isinstance(entry.layers, tuple):
+        raise TypeError(f"{entry.entry}: a plan names its layers one by one")
+    return entry.layers
+
+
+def sections(config: MemoryConfig) -> dict[str, dict[str, object]]:
+    """What a `--memory-config` file contains that says the same; `config` is from `memory_config` or `by_name`."""
+    swap: dict[str, object] = {"swap": config.swap.swap, "pp_aware": config.swap.pp_aware}
+    if config.swap.swap_recompute_inputs:
+        swap |= {"swap_recompute_inputs": True, "default_prefetch": config.swap.default_prefetch}
+    swap["op_swap"] = [
+        {
+            "op_name": list(one.op_name) if len(one.op_name) > 1 else one.op_name[0],
+            "backward_prefetch": one.backward_prefetch,
+            "layers": list(_layers(one)),
+        }
+        for one in config.swap.op_swap or ()
+    ]
+    if not config.recompute.rules:
+        return {"swap_config": swap}
+    chosen = {rule.pattern: list(_layers(rule)) for rule in config.recompute.rules}
+    return {"swap_config": swap, "recompute_config": {"select_recompute": chosen}}
+
+
+def as_yaml(config: MemoryConfig, remarks: Sequence[str] = ()) -> str:
+    """The text of that file, with these lines on top; lists of layers on one line."""
     head = "".join(f"# {line}\n" for line in remarks)
-    return head + yaml.dump(config, Dumper=_Dumper, sort_keys=False, width=120)
+    return head + yaml.dump(sections(config), Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def _by_layers(swapped: dict[tuple[str, int], list[int]]) -> dict[tuple[tuple[int, ...], int], list[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.problem.profile_file import Profile
 from mindspeed_mem.adaptive.search.decisions import host_bytes
@@ -37,7 +39,7 @@ def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
     limits += f", host {gib(problem.host_limit)} GiB" if problem.host_limit is not None else ""
     first = f"{', '.join(words)}; {limits} on each rank"
     if profile.origin == "estimated":
-        assumed = [profile.machine["assumed"]] if "assumed" in profile.machine else []
+        assumed = [str(profile.machine["assumed"])] if "assumed" in profile.machine else []
         return [first, *assumed, *(text.format(**profile.machine) for text in _ESTIMATED)]
     facts = ", ".join(f"{name} {value}" for name, value in profile.machine.items())
     blocking = ["Computation stands still while anything is copied to or from the host."] * problem.link.blocking
@@ -122,7 +124,7 @@ def _remarks(problem: Problem, reserve: Reserve | None, found: Found) -> list[st
     return text
 
 
-def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns of equal width; the first to the left, numbers to the right."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     numbers = "".join(f"  {{:>{width}}}" for width in widths[1:])

@@ -55,7 +55,7 @@ class Search:
 
     def curve(self, limits: Sequence[int]) -> list[Found | None]:
         """The best plan for each limit; None where there is none."""
-        found = {}
+        found: dict[int, Found | None] = {}
         for limit in sorted(set(limits)):
             try:
                 found[limit] = self.best(limit)
@@ -84,8 +84,8 @@ class Search:
 
     def _try(self, problem: Problem, inputs_move: bool) -> bool:
         """Search with this rule for inputs; whether what was found is as good as keeping everything."""
-        stages = [stage.best(problem, inputs_move) for stage in self._stages]
-        if None in stages:
+        stages = [found for stage in self._stages if (found := stage.best(problem, inputs_move)) is not None]
+        if len(stages) < len(self._stages):
             return False
         self.simulated(Plan(stages=tuple(stages), inputs_move=inputs_move))
         if all(map(StageSearch.is_good, self._stages, stages)):

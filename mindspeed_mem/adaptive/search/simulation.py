@@ -7,16 +7,14 @@ link that blocks, copies run in the compute stream.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, PartScripts, Script
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, Copy, PartScripts, Script
 from mindspeed_mem.plan.passes import BACKWARD, FORWARD, Pass
 from mindspeed_mem.schedule import Span, Timeline
-from mindspeed_mem.schedule.simulation import before
+from mindspeed_mem.schedule.simulation import play
 
 _ROUNDS = 3
 """Micro-batches simulated, in pipeline depths, before the rest is taken to go on at the same pace."""
@@ -41,46 +39,25 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
     """Play a step. With very many micro-batches only the first are played, and the pace of the last of them goes on."""
     tracks = [Track(problem, number, stage) for number, stage in enumerate(plan.stages)]
     peaks = tuple(track.peak for track in tracks)
-    micro_batches = problem.pipeline.micro_batches
+    micro_batches, send = problem.pipeline.micro_batches, problem.pipeline.send_seconds
     step = problem.pipeline.group_size or (len(problem.stages) if problem.virtual_stages > 1 else 1)
     few = -(-max(_FEW, _ROUNDS * len(problem.stages)) // step) * step + micro_batches % step
     once = max(stage.step_seconds for stage in problem.stages)
-    timeline = _play(problem, tracks) if micro_batches <= few else None
-    if timeline is not None:
+    if micro_batches <= few:
+        timeline = play(tracks, problem.virtual_stages, send)
         stalls = tuple(track.stall for track in tracks)
         return Simulated(seconds=timeline.makespan + once, peaks=peaks, stalls=stalls, timeline=timeline)
     less = -(-len(problem.stages) // step) * step
-    makespans, stalls = [], []
+    played = []
     for count in (few - less, few):
         shorter = problem.with_micro_batches(count)
         tracks = [Track(shorter, number, stage) for number, stage in enumerate(plan.stages)]
-        timeline = _play(shorter, tracks)
-        makespans.append(timeline.makespan)
-        stalls.append([track.stall for track in tracks])
+        played.append((play(tracks, problem.virtual_stages, send), [track.stall for track in tracks]))
+    (early, early_stalls), (late, late_stalls) = played
     more = (micro_batches - few) / less
-    seconds = makespans[1] + more * (makespans[1] - makespans[0])
-    waits = tuple(late + more * (late - early) for early, late in zip(*stalls, strict=True))
-    return Simulated(seconds=seconds + once, peaks=peaks, stalls=waits, timeline=timeline)
-
-
-def _play(problem: Problem, tracks: Sequence[Track]) -> Timeline:
-    stages, virtual = len(tracks), problem.virtual_stages
-    send = problem.pipeline.send_seconds
-    ended: dict[tuple[int, Pass], float] = {}
-    waiting: dict[tuple[int, Pass], list[int]] = {}
-    runnable = deque(range(stages))
-    while runnable:
-        stage = runnable.popleft()
-        track = tracks[stage]
-        while (work := track.next) is not None:
-            need = before(work, stage, stages, virtual)
-            if need is not None and need not in ended:
-                waiting.setdefault(need, []).append(stage)
-                break
-            arrival = 0.0 if need is None else ended[need] + (send if need[0] != stage else 0.0)
-            ended[stage, work] = track.run(arrival)
-            runnable.extend(waiting.pop((stage, work), ()))
-    return Timeline(tuple(tuple(track.spans) for track in tracks))
+    seconds = late.makespan + more * (late.makespan - early.makespan)
+    stalls = tuple(b + more * (b - a) for a, b in zip(early_stalls, late_stalls, strict=True))
+    return Simulated(seconds=seconds + once, peaks=peaks, stalls=stalls, timeline=late)
 
 
 class Track:
@@ -124,11 +101,12 @@ class Track:
         copies = part.copies
         out_done = [0.0] * len(copies) if work[0] == FORWARD else []
         back_done = self._back_done.pop(work[1:], None) or [0.0] * len(copies)
-        ahead = ahead_done = None
+        ahead: list[Copy] = []
+        ahead_done: list[float] = []
         if self._fetches(place):
             key = self.passes[place + 1][1:]
-            ahead = self.parts[key[1]]
-            ahead_done = self._back_done[key] = [0.0] * len(ahead.copies)
+            ahead = self.parts[key[1]].copies
+            ahead_done = self._back_done[key] = [0.0] * len(ahead)
         for seconds, what, copy in script.steps:
             now += seconds
             if what == OUT:
@@ -138,7 +116,7 @@ class Track:
                 back_free = (back_free if back_free > now else now) + copies[copy].back_seconds
                 back_done[copy] = back_free
             elif what == AHEAD:
-                back_free = (back_free if back_free > now else now) + ahead.copies[copy].back_seconds
+                back_free = (back_free if back_free > now else now) + ahead[copy].back_seconds
                 ahead_done[copy] = back_free
             else:
                 done = out_done[copy] if what == RELEASE else back_done[copy]

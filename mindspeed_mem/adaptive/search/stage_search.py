@@ -7,7 +7,9 @@ the simulated peak is off the limit, up or down, so that a guide that is too car
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
 from mindspeed_mem.adaptive.search.decisions import ORDERS, SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
@@ -37,7 +39,7 @@ class StageSearch:
         distances = {round(len(kind.operators) * reach) for kind in problem.classes for reach in _REACH}
         # Over a link that blocks a copy costs the same whenever it starts: the nearest distance holds the least.
         self.distances = [1] if problem.link.blocking else sorted(distances | {1})
-        self._ahead = {"ahead": 0.0} if problem.link.blocking else {}  # and no copy is ever under way
+        self._ahead = 0.0 if problem.link.blocking else Rules.ahead  # and no copy is ever under way
         self._known: dict[StagePlan, tuple[float, int]] = {}
         self._least: dict[bool, StagePlan] = {}
         self._pool: dict[StagePlan, tuple[bool, bool]] = {}  # whether it is valid with inputs that stay, that move
@@ -64,7 +66,7 @@ class StageSearch:
         for guard in self._guards:
             if found is not None and self.is_good(found):
                 return found
-            self._refine(problem, Rules(inputs_move=inputs_move, guard=guard, **self._ahead))
+            self._refine(problem, Rules(inputs_move=inputs_move, guard=guard, ahead=self._ahead))
             found = self._fitting(problem, inputs_move)
         if found is None:
             least = self.least(inputs_move)
@@ -73,10 +75,10 @@ class StageSearch:
 
     def climbed(self, problem: Problem, best: StagePlan, inputs_move: bool, work: int) -> tuple[StagePlan, int]:
         """The best after small changes to it, and, as long as there is work left, to plans of other kinds."""
-        starts = [lambda: best]
-        others = ({"ahead": 0.0}, {"swap": False}, {"recompute": False})
-        kinds = [Rules(inputs_move=inputs_move, **(self._ahead | other)) for other in others]
-        starts += [lambda rules=rules: self._refine(problem, rules) for rules in kinds]
+        rules = Rules(inputs_move=inputs_move, ahead=self._ahead)
+        kinds = [replace(rules, ahead=0.0), replace(rules, swap=False), replace(rules, recompute=False)]
+        starts: list[Callable[[], StagePlan | None]] = [lambda: best]
+        starts += [partial(self._refine, problem, kind) for kind in kinds]
         starts.append(lambda: self.least(inputs_move))
         for start in starts:
             plan = start() if work > 0 else None
@@ -105,8 +107,8 @@ class StageSearch:
         return self._least[inputs_move]
 
     def _remember(self, plans: Sequence[StagePlan]) -> None:
-        valid = tuple(is_valid_stage(self._short, self.number, plans[0], move) for move in (False, True))
-        self._pool.update(dict.fromkeys(plans, valid))
+        stay, move = (is_valid_stage(self._short, self.number, plans[0], inputs_move) for inputs_move in (False, True))
+        self._pool.update(dict.fromkeys(plans, (stay, move)))
 
     def _fitting(self, problem: Problem, inputs_move: bool) -> StagePlan | None:
         pool = (plan for plan, valid in self._pool.items() if valid[inputs_move])
@@ -117,7 +119,8 @@ class StageSearch:
     def _refine(self, problem: Problem, rules: Rules) -> StagePlan | None:
         """Solve, lay out and simulate, moving the budget by what the peak is off the limit; the last plan laid out."""
         limit = problem.device_limit
-        budget, tried, best = limit / GB, set(), None
+        budget, tried = limit / GB, set()
+        best: StagePlan | None = None
         for _ in range(ROUNDS):
             counts = solve(problem, self.number, budget, rules)
             counts = counts or solve(problem, self.number, budget, rules, overflow=True)
