@@ -96,7 +96,7 @@ def report() -> str:
     parts = []
     for running, formatted in ((engines.current(), format_report), (runtime.current(), format_chunks)):
         everyone = gather(None if running is None else running.report()) or ()
-        ranks = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
+        ranks: list[Any] = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
         parts += [formatted(ranks)] if ranks else []
     text = "\n".join(parts)
     if text:

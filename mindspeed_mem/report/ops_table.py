@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from mindspeed_mem.plan.operators import within
 from mindspeed_mem.report.units import mib
@@ -20,23 +20,45 @@ MiB per micro-batch and rank; each storage counted once, views of it included.
   FLOPs:    what its second run computes, of its layer's forward (matrix products in torch's operations)"""
 
 
+class Storage(TypedDict):
+    """One storage kept for backward, as the census counts it."""
+
+    layer: int
+    """Who produced it; -1: it came from outside the layers."""
+    op: str
+    bytes: int
+    saved_by: list[tuple[int, str]]
+    """Layer and operator."""
+
+
+class Choice(TypedDict):
+    """One operator that ran."""
+
+    layer: int
+    op: str
+    frees: int
+    """Bytes that recomputing it frees."""
+    flops: int
+    """Of its second run."""
+    forward: int
+    """FLOPs of its forward."""
+
+
 def format_operators(
-    storages: Sequence[Mapping[str, Any]],
+    storages: Sequence[Storage],
     operators: Mapping[int, Sequence[str]],
     classes: Mapping[int, str],
     names: Callable[[str], Sequence[str]],
-    choices: Sequence[Mapping[str, Any]] = (),
+    choices: Sequence[Choice] = (),
 ) -> str:
     """A text with one table for each class of layers that are alike.
 
     Args:
-        storages: one mapping per storage kept for backward: ``layer`` and ``op`` that produced it (layer -1: came from
-            outside the layers), ``bytes``, ``saved_by`` (a list of (layer, op)).
+        storages: what is kept for backward, of all layers.
         operators: the operator paths of each layer, by global index; those that keep nothing are listed as well.
         classes: a label for each layer.
         names: an operator's other names.
-        choices: one mapping per operator that ran, in that order: ``layer`` and ``op``, bytes that recomputing it
-            ``frees``, ``flops`` of its second run and of its ``forward``.
+        choices: what recomputing each operator would do, in the order in which they ran.
     """
     tables: dict[tuple, list[int]] = {}
     for layer in sorted(operators):
@@ -61,9 +83,9 @@ def format_operators(
 def _rows(
     layer: int,
     operators: Sequence[str],
-    storages: Sequence[Mapping[str, Any]],
+    storages: Sequence[Storage],
     names: Callable[[str], Sequence[str]],
-    choices: Mapping[str, Mapping[str, Any]],
+    choices: Mapping[str, Choice],
 ) -> tuple:
     used = [op for one in storages for at, op in [*one["saved_by"], (one["layer"], one["op"])] if at == layer]
     rows = []
@@ -71,7 +93,7 @@ def _rows(
         produced = [one for one in storages if one["layer"] == layer and _is_in(one["op"], op)]
         saved = [one for one in storages if any(at == layer and _is_in(by, op) for at, by in one["saved_by"])]
         shared = any(not (at == layer and _is_in(by, op)) for one in saved for at, by in one["saved_by"])
-        needed = {tuple(saver) for one in produced for saver in one["saved_by"]}
+        needed = {(at, by) for one in produced for at, by in one["saved_by"]}
         needed = {(at, by) for at, by in needed if by == op or at != layer or not _is_in(by, op)}
         indent = "  " * depth
         rows.append(
@@ -121,7 +143,7 @@ def _other_name(op: str, parent: str, names: Callable[[str], Sequence[str]]) -> 
     return "" if name == _below(op, parent) else name
 
 
-def _recompute(choice: Mapping[str, Any] | None, layer: Mapping[str, Any] | None) -> tuple[str, str]:
+def _recompute(choice: Choice | None, layer: Choice | None) -> tuple[str, str]:
     if choice is None or choice["frees"] <= 0:
         return "-", "-"
     if not layer or not layer["forward"]:

@@ -28,6 +28,7 @@ ORIGINS = ("measured", "estimated")
 _ALLOWED = {float: "a number of at least 0", int: "a whole number of at least 0", str: "a text", bool: "true or false"}
 
 Facts = Mapping[str, str | int | float | bool | None]
+"""Plain values by name: what tells one job from another."""
 
 
 class ProfileError(ValueError):

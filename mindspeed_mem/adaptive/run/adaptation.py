@@ -22,6 +22,7 @@ from mindspeed_mem.activation.ledger import LEDGER
 from mindspeed_mem.activation.profiler import Profiler, link_profile
 from mindspeed_mem.adaptive.problem import from_profile, profile_file
 from mindspeed_mem.adaptive.problem.definition import Pipeline, Problem
+from mindspeed_mem.adaptive.problem.profile_file import Facts
 from mindspeed_mem.adaptive.run import kept_plan
 from mindspeed_mem.adaptive.run.call_meter import CallMeter
 from mindspeed_mem.adaptive.run.planner import Decision, Planner
@@ -67,6 +68,9 @@ class Ranks(NamedTuple):
 class Adaptation:
     """One per engine."""
 
+    _ranks: Ranks
+    """Of the training call that runs."""
+
     def __init__(self, engine: SurvivingEngine, target: Path | None = None):
         self.engine, self.target = engine, target
         self.state = SURVIVE
@@ -74,8 +78,7 @@ class Adaptation:
         self.profiles: list[Any] = []  # on rank 0
         self.profiled = False
         self.call: Call | None = None
-        self._ranks: Ranks | None = None
-        self._facts: dict[str, Any] = {}
+        self._facts: Facts = {}
         self._calls = 0  # in this state
         self._meter = CallMeter(engine)
         self._evicted = self._overruns = self._reshaped = 0
@@ -86,7 +89,7 @@ class Adaptation:
         self._settled: dict[Call, MemoryConfig | None] = {}
 
     # ---- a training call
-    def begin(self, call: Call, ranks: Ranks, facts: Callable[[], dict[str, Any]]) -> None:
+    def begin(self, call: Call, ranks: Ranks, facts: Callable[[], Facts]) -> None:
         """A training call begins on every rank. ``facts`` tells what a kept plan must have been made for."""
         self._ranks = ranks
         if self.call is None:
@@ -120,7 +123,7 @@ class Adaptation:
         return [f"adaptive memory plan: taken from {self.target}"] if used else []
 
     # ---- states
-    def _start(self, facts: Callable[[], dict[str, Any]]) -> None:
+    def _start(self, facts: Callable[[], Facts]) -> None:
         if not self.engine.num_layers:
             self._stop("no layer is known")
             return
@@ -165,7 +168,7 @@ class Adaptation:
         limit = min(self._ranks.gather(self._limit()))
 
         def start() -> Decision:
-            self.planner = Planner(self._problem(limit), self._facts["states_are_split"])
+            self.planner = Planner(self._problem(limit), bool(self._facts["states_are_split"]))
             return self.planner.start()
 
         self._go(TRY)
@@ -180,7 +183,7 @@ class Adaptation:
             self._go(TRY)
             return
         self._go(TRY)
-        self._follow(lambda: self.planner.judge(seen))
+        self._follow(lambda: self._planner().judge(seen))
 
     def _watch(self) -> None:
         if self._calls % _WATCHED or not self._calls:
@@ -202,12 +205,12 @@ class Adaptation:
             self._profile_again()
             return
         self._go(TRY)
-        self._follow(lambda: self.planner.overrun(everyone))
+        self._follow(lambda: self._planner().overrun(everyone))
 
-    def _changed(self, call: Call, facts: Callable[[], dict[str, Any]]) -> None:
+    def _changed(self, call: Call, facts: Callable[[], Facts]) -> None:
         """Other shapes need another profile, another number of micro-batches only another plan."""
-        same_shapes = call._replace(micro_batches=0) == self.call._replace(micro_batches=0)
-        self.call = call
+        before, self.call = self.call, call
+        same_shapes = before is not None and call._replace(micro_batches=before.micro_batches) == before
         if self.state == OFF:
             return
         self._facts = facts()
@@ -254,7 +257,7 @@ class Adaptation:
         if decision.config is not None and not self._adopt(decision.config):
             return
         if decision.settled:
-            self._settled[self.call] = self._config
+            self._settled[self._call()] = self._config
             self._go(SETTLED)
             self._keep()
 
@@ -280,10 +283,9 @@ class Adaptation:
         """Write down the plan that was settled on, and the profile beside it."""
         if self._ranks.rank != 0 or self.target is None:
             return
-        kept = self.planner.kept
-        profile = profile_file.Profile(
-            problem=self.planner.problem, shapes=self.call._asdict(), machine=self._machine()
-        )
+        planner = self._planner()
+        kept = planner.kept or planner.tries[-1]
+        profile = profile_file.Profile(problem=planner.problem, shapes=self._call()._asdict(), machine=self._machine())
         try:
             beside = self.target.with_suffix(".profile.json")
             config = plan_file.by_name(kept.config, self.engine.stacks)
@@ -296,17 +298,29 @@ class Adaptation:
     def _limit(self) -> int:
         """What a plan may take of this rank's memory, in bytes."""
         backend = self.engine.backend
-        room, limit = backend.room(), backend.limit()
-        mine = limit if room is None else min(limit, room + backend.allocated())  # contexts are there already
-        return mine - reserve.fragmentation(mine)
+        room, allocated, limit = backend.room(), backend.allocated(), backend.limit()
+        assert limit is not None  # or nothing would be planned
+        if room is not None and allocated is not None:  # contexts are there already
+            limit = min(limit, room + allocated)
+        return limit - reserve.fragmentation(limit)
 
     def _problem(self, limit: int) -> Problem:
-        call = self.call
+        call = self._call()
         line = Pipeline(micro_batches=call.micro_batches, group_size=call.group_size, cap=call.cap)
         return from_profile.problem(self.profiles, line, limit, self.engine.mover.slabs.limit_bytes)
 
-    def _machine(self) -> dict[str, Any]:
-        return {key: value for key, value in self.engine.backend.describe().items() if value is not None}
+    def _machine(self) -> Facts:
+        described = self.engine.backend.describe().items()
+        return {key: value for key, value in described if isinstance(value, str | int | float)}
+
+    def _planner(self) -> Planner:
+        """On rank 0, once there was a plan."""
+        assert self.planner is not None
+        return self.planner
+
+    def _call(self) -> Call:
+        assert self.call is not None
+        return self.call
 
     def _go(self, state: str) -> None:
         self.state, self._calls = state, 0

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 from mindspeed_mem import output
+from mindspeed_mem.adaptive.problem.profile_file import Facts
 from mindspeed_mem.adaptive.search.plan_file import as_yaml
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 
@@ -22,8 +23,6 @@ VERSION = 1
 _MARK = "made for: "
 _MOST = 3
 """Differences named."""
-
-Facts = Mapping[str, str | int | float | bool | None]
 
 
 def write(target: str | os.PathLike[str], config: MemoryConfig, facts: Facts, remarks: Sequence[str] = ()) -> None:
