@@ -108,11 +108,16 @@ def as_ranges(numbers: Collection[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
+def in_words(numbers: Collection[int]) -> str:
+    """``layer 3``, or ``layers 0-2, 5``."""
+    return f"layer{'s' * (len(numbers) > 1)} {as_ranges(numbers)}"
+
+
 def out_of_range(outside: Collection[int], num_layers: int, stack: str = "") -> str:
     """``stack``: they were counted in this one."""
-    plural, of = "s" if len(outside) > 1 else "", f" of {stack}" if stack else ""
+    of = f" of {stack}" if stack else ""
     whose = stack or "the model"
     allowed = {0: f"none, since {whose} has no layers", 1: f"0, since {whose} has one layer"}.get(
         num_layers, f"0 to {num_layers - 1}, since {whose} has {num_layers} layers counted from 0"
     )
-    return f"got layer{plural} {as_ranges(outside)}{of}; allowed: {allowed}"
+    return f"got {in_words(outside)}{of}; allowed: {allowed}"

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from mindspeed_mem.plan.checks import Distance
 from mindspeed_mem.plan.config import LayerSwap, OpSwap, SwapConfig
-from mindspeed_mem.plan.layers import Layers, Stages, as_ranges
+from mindspeed_mem.plan.layers import Layers, Stages, in_words
 from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
 
@@ -77,8 +77,7 @@ class MemoryPlan:
             self._log += recomputation.log_lines(layer)
             self._fill(layer, matches)
         swaps_idle = (
-            f"{path} has no effect{on} in layer{'s' if len(found) > 1 else ''} {as_ranges(found)}: {why}"
-            for (path, on, why), found in self._idle.items()
+            f"{path} has no effect{on} in {in_words(found)}: {why}" for (path, on, why), found in self._idle.items()
         )
         self.notices: tuple[str, ...] = (*notices, *swaps_idle, *recomputation.notices)
         """What is configured but has no effect, one line each; to be logged once, on rank 0."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_mem.plan.layers import as_ranges
+from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recompute_config import RecomputeRule
 
@@ -149,7 +149,7 @@ class Recomputation:
             places = [layer for layer in self._layers if rule.covers(layer)]
             absent = [layer for layer in places if not self._found(rule, layer)]
             if absent and rule.layers is not True:
-                yield f"{rule.entry} has no effect in {_layers(absent)}: {rule.pattern!r} matches no operator there"
+                yield f"{rule.entry} has no effect in {in_words(absent)}: {rule.pattern!r} matches no operator there"
         for rule in (rule for rule in rules if rule.pattern is not None):
             hidden = [
                 layer
@@ -159,7 +159,7 @@ class Recomputation:
                 and not any(self.decision(layer, op) for hit in self._found(rule, layer) for op in hit.operators)
             ]
             if hidden:
-                yield f"{rule.entry} has no effect in {_layers(hidden)}: it is excluded there"
+                yield f"{rule.entry} has no effect in {in_words(hidden)}: it is excluded there"
         for exclude in excludes:
             places = [layer for layer in self._layers if exclude.covers(layer)]
             if places and not any(self._takes_out(exclude, layer) for layer in places):
@@ -171,7 +171,3 @@ class Recomputation:
             rule.pattern is None or any(self._selects(rule.pattern, op) for op in operators)
             for rule in (self._rules[layer] if operators else ())
         )
-
-
-def _layers(numbers: Collection[int]) -> str:
-    return f"layer{'s' if len(numbers) > 1 else ''} {as_ranges(numbers)}"

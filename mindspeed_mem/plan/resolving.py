@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mindspeed_mem.plan.checks import MemoryConfigError, given
 from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig
-from mindspeed_mem.plan.layers import Layers, as_ranges, numbered, numbers_in, out_of_range
+from mindspeed_mem.plan.layers import Layers, as_ranges, in_words, numbered, numbers_in, out_of_range
 from mindspeed_mem.plan.memory_plan import MemoryPlan, SwapRule, swap_rules
 from mindspeed_mem.plan.operators import match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
@@ -225,7 +225,7 @@ class _Stages:
         """What fits only because more layers than there are count as all, and a missing count as none."""
         for where, count, there, name in self._cells(counts):
             if count is not True and count > len(there):
-                have = f"layer{'s' if len(there) > 1 else ''} {as_ranges(there)}" if there else "no layers"
+                have = in_words(there) if there else "no layers"
                 yield where, f"got {count}, but {name} has {have}: these are all that count"
         if not counts.nested and len(row := self._rows(counts)[0]) < self.pipeline:
             missing = f"stage{'s' if self.pipeline - len(row) > 1 else ''} {as_ranges(range(len(row), self.pipeline))}"
@@ -264,6 +264,6 @@ def _name_problem(name: _Name, known: Mapping[int, tuple[str, ...]]) -> str:
     )
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return (
-        f"{name.path}: got {name.pattern!r}, which matches no operator in layer{'s' * (len(places) > 1)} "
-        f"{as_ranges(places)}; {hint}allowed: what `python -m mindspeed_mem ops` prints"
+        f"{name.path}: got {name.pattern!r}, which matches no operator in "
+        f"{in_words(places)}; {hint}allowed: what `python -m mindspeed_mem ops` prints"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypedDict
 
+from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.plan.operators import within
 from mindspeed_mem.report.units import mib
 
@@ -71,7 +72,7 @@ def format_operators(
         total = sum(one["bytes"] for one in storages if one["layer"] == layers[0])
         forward = f", forward {_count(flops)}" if flops else ""
         alike = f", each of these {len(layers)} layers" if len(layers) > 1 else ""
-        parts.append(f"{_span(layers)}: {label}, {mib(total)} MiB produced{forward}{alike}\n{_align(rows)}")
+        parts.append(f"{in_words(layers)}: {label}, {mib(total)} MiB produced{forward}{alike}\n{_align(rows)}")
     outside = [one for one in storages if one["layer"] == OUTSIDE]
     if outside:
         total = sum(one["bytes"] for one in outside)
@@ -184,18 +185,6 @@ def _joined(names: Sequence[str]) -> str:
         shared += 1
     ends = "|".join(".".join(path[shared:]) for path in paths)
     return ".".join([*paths[0][:shared], ends]) if shared or dotted else ends
-
-
-def _span(layers: Sequence[int]) -> str:
-    """``layers 0-3, 5``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"layer{'s' if len(layers) > 1 else ''} {text}"
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from mindspeed_mem.plan.layers import as_ranges
+from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.report.units import mib
 
 _OF_PLANS = (
@@ -115,9 +115,8 @@ def _second_runs(ranks: Sequence[RankFigures]) -> list[str]:
     for op, ones in found.items():
         layers = {one["layer"] for one in ones}
         nbytes, runs = sum(one["bytes"] for one in ones), sum(one["runs"] for one in ones)
-        where = f"layer{'s' if len(layers) > 1 else ''} {as_ranges(layers)}"
         lines.append(
-            f"recomputed: {op + ' of ' if op else 'the whole of '}{where}: {mib(nbytes)} MiB dropped, "
+            f"recomputed: {op + ' of ' if op else 'the whole of '}{in_words(layers)}: {mib(nbytes)} MiB dropped, "
             f"{runs} second run{'' if runs == 1 else 's'}"
         )
     return lines

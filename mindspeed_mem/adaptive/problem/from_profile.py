@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from mindspeed_mem.activation.rank_profile import ChunkProfile, OperatorProfile, OutsideProfile, RankProfile
 from mindspeed_mem.adaptive.problem.definition import Link, Outside, Part, Pipeline, Problem, Stage
 from mindspeed_mem.adaptive.problem.layer_classes import LayerClasses
 from mindspeed_mem.adaptive.problem.part_view import PartView
 
+_SECONDS = ("forward_seconds", "backward_seconds")
+_MOST = ("static_bytes", "temporary_bytes", "step_seconds")
+
 
 def problem(
     ranks: Sequence[RankProfile], pipeline: Pipeline, device_limit: int, host_limit: int | None = None
 ) -> Problem:
-    """What is to be planned.
+    """What is to be planned, with limits in bytes of one rank.
 
     Of several ranks of one pipeline stage the slowest times and the most bytes count; what operators keep and read is
-    taken from the one that keeps most. The link is the slowest that any rank measured. Limits are bytes of one rank.
+    taken from the one that keeps most. The link is the slowest that any rank measured.
 
-    Raises ValueError where a stage is missing, or has a part without layers.
+    Raises:
+        ValueError: a stage is missing, or has a part without layers.
     """
     numbers = sorted({rank.stage for rank in ranks})
     if not ranks or numbers != list(range(len(numbers))):
@@ -47,8 +52,8 @@ def problem(
 
 
 def _link(ranks: Sequence[RankProfile]) -> Link:
-    slowest = {name: min(getattr(rank.link, name) for rank in ranks) for name in ("out", "back")}
-    slowest |= {name: min(getattr(rank.link, name) for rank in ranks) for name in ("out_alone", "back_alone")}
+    speeds = ("out", "back", "out_alone", "back_alone")
+    slowest = {name: min(getattr(rank.link, name) for rank in ranks) for name in speeds}
     return Link(**slowest, blocking=any(rank.link.blocking for rank in ranks))
 
 
@@ -59,14 +64,8 @@ def _part(view: PartView, classes: LayerClasses) -> Part:
     return Part(
         layers=tuple(classes.name_of[layer] for layer in view.layers),
         first_layer=view.layers[0],
-        before=Outside(
-            forward_seconds=before.forward_seconds, backward_seconds=before.backward_seconds, bytes=before.bytes
-        ),
-        after=Outside(
-            forward_seconds=after.forward_seconds,
-            backward_seconds=after.backward_seconds,
-            bytes=after.bytes + sum(map(view.left_over, view.layers)),
-        ),
+        before=Outside(**asdict(before)),
+        after=Outside(**asdict(replace(after, bytes=after.bytes + sum(map(view.left_over, view.layers))))),
     )
 
 
@@ -78,43 +77,24 @@ def _worst(ranks: Sequence[RankProfile]) -> RankProfile:
     if len(ranks) == 1:
         return ranks[0]
     fullest = max(ranks, key=lambda rank: sum(row["bytes"] for chunk in rank.chunks for row in chunk.storages))
-    most = {name: max(getattr(rank, name) for rank in ranks) for name in ("static_bytes", "temporary_bytes")}
+    most = {name: max(getattr(rank, name) for rank in ranks) for name in _MOST}
     chunks = zip(fullest.chunks, *(rank.chunks for rank in ranks), strict=True)
-    return RankProfile(
-        stage=fullest.stage,
-        chunks=tuple(_slowest(chunk, others) for chunk, *others in chunks),
-        step_seconds=max(rank.step_seconds for rank in ranks),
-        link=fullest.link,
-        **most,
-    )
+    return replace(fullest, chunks=tuple(_slowest(chunk, others) for chunk, *others in chunks), **most)
 
 
 def _slowest(chunk: ChunkProfile, others: Sequence[ChunkProfile]) -> ChunkProfile:
-    rows: dict[tuple[int, str], list] = {}
+    rows: dict[tuple[int, str], list[OperatorProfile]] = {}
     for other in others:
         for one in other.operators:
             rows.setdefault((one.layer, one.op), []).append(one)
     operators = []
     for one in chunk.operators:
         same = rows[one.layer, one.op]
-        operators.append(
-            OperatorProfile(
-                layer=one.layer,
-                op=one.op,
-                forward_seconds=max(other.forward_seconds for other in same),
-                backward_seconds=max(other.backward_seconds for other in same),
-            )
-        )
-    return ChunkProfile(
-        layers=chunk.layers,
-        operators=tuple(operators),
-        storages=chunk.storages,
-        dataflow=chunk.dataflow,
-        before=_most([other.before for other in others]),
-        after=_most([other.after for other in others]),
-    )
+        forward, backward = (max(getattr(other, name) for other in same) for name in _SECONDS)
+        operators.append(replace(one, forward_seconds=forward, backward_seconds=backward))
+    before, after = _most([other.before for other in others]), _most([other.after for other in others])
+    return replace(chunk, operators=tuple(operators), before=before, after=after)
 
 
 def _most(parts: Sequence[OutsideProfile]) -> OutsideProfile:
-    names = ("forward_seconds", "backward_seconds", "bytes")
-    return OutsideProfile(**{name: max(getattr(part, name) for part in parts) for name in names})
+    return OutsideProfile(**{name: max(getattr(part, name) for part in parts) for name in (*_SECONDS, "bytes")})

@@ -23,22 +23,7 @@ from mindspeed_mem.adaptive.problem.definition import (
 )
 from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes, mask_bytes, norm_bytes, stream_bytes
 from mindspeed_mem.adaptive.problem.shape import ELEMENT, Machine, Shape, Split
-from mindspeed_mem.plan.operators import (
-    ACTIVATION,
-    ATTENTION_ADD,
-    CORE,
-    DENSE,
-    FC1,
-    FC2,
-    INPUT,
-    INPUT_NORM,
-    MLP_ADD,
-    MLP_NORM,
-    PROJ,
-    QKV,
-    ROTARY,
-    within,
-)
+from mindspeed_mem.plan import operators as op
 
 FLASH_FORWARD, FLASH_BACKWARD = 0.7, 0.6
 LAYER = "layer"
@@ -58,37 +43,38 @@ class Times:
         ahead = gather if split.sequence_parallel else 0.0  # gathered before, scattered after; or reduced after
         after = gather if split.sequence_parallel else 2 * gather
         products = {
-            QKV: self.product(shape.hidden_size, shape.query_width + 2 * shape.key_width),
-            PROJ: self.product(shape.query_width, shape.hidden_size),
-            FC1: self.product(shape.hidden_size, shape.fc1_width),
-            FC2: self.product(shape.ffn_hidden_size, shape.hidden_size),
+            op.QKV: self.product(shape.hidden_size, shape.query_width + 2 * shape.key_width),
+            op.PROJ: self.product(shape.query_width, shape.hidden_size),
+            op.FC1: self.product(shape.hidden_size, shape.fc1_width),
+            op.FC2: self.product(shape.ffn_hidden_size, shape.hidden_size),
         }
         flops = 2 * tokens * shape.seq_length * shape.query_width / tensor  # two products, of which causality halves
         flash = flops / (machine.tflops * 1e12)
         moved = {
-            INPUT_NORM: 2 * stream,
-            ROTARY: 2 * (query + key) * shape.rope,
-            ATTENTION_ADD: 3 * stream,
-            MLP_NORM: 2 * stream,
-            ACTIVATION: fc1 + act,
-            MLP_ADD: 3 * stream,
+            op.INPUT_NORM: 2 * stream,
+            op.ROTARY: 2 * (query + key) * shape.rope,
+            op.ATTENTION_ADD: 3 * stream,
+            op.MLP_NORM: 2 * stream,
+            op.ACTIVATION: fc1 + act,
+            op.MLP_ADD: 3 * stream,
         }
         self.forward = {name: self.move(size) for name, size in moved.items()}
         self.backward = {name: 2 * seconds for name, seconds in self.forward.items()}
-        around = {QKV: ahead, PROJ: after, FC1: ahead, FC2: after}
+        around = {op.QKV: ahead, op.PROJ: after, op.FC1: ahead, op.FC2: after}
         for name, seconds in products.items():
             self.forward[name] = seconds + around[name]
-            again = gather if name in (QKV, FC1) and split.sequence_parallel else 0.0  # its input, gathered once more
-            returned = {QKV: after, FC1: after, PROJ: ahead, FC2: ahead}[name]
+            once_more = name in (op.QKV, op.FC1) and split.sequence_parallel
+            again = gather if once_more else 0.0  # its input, gathered once more
+            returned = {op.QKV: after, op.FC1: after, op.PROJ: ahead, op.FC2: ahead}[name]
             self.backward[name] = 2 * seconds + returned + again
         if shape.flash:
             # Context-parallel ranks hand keys and values round while they compute; backward, their gradients too.
             ring = 2 * (shape.context - 1) * key / (machine.tensor_gbps * GB)
-            self.forward[CORE] = max(flash / FLASH_FORWARD, ring)
-            self.backward[CORE] = max(2.5 * flash / FLASH_BACKWARD, 2 * ring)
+            self.forward[op.CORE] = max(flash / FLASH_FORWARD, ring)
+            self.backward[op.CORE] = max(2.5 * flash / FLASH_BACKWARD, 2 * ring)
         else:
-            scores = self.move(6 * layer_bytes(shape, split)[CORE])
-            self.forward[CORE], self.backward[CORE] = 2 * flash + scores, 4 * flash + 2 * scores
+            scores = self.move(6 * layer_bytes(shape, split)[op.CORE])
+            self.forward[op.CORE], self.backward[op.CORE] = 2 * flash + scores, 4 * flash + 2 * scores
 
     def product(self, inner: int, width: int) -> float:
         """A matrix product of all tokens, its weight split over the tensor-parallel ranks."""
@@ -102,16 +88,13 @@ def layer_class(shape: Shape, split: Split, machine: Machine) -> LayerClass:
     """One decoder layer."""
     times, sizes = Times(shape, split, machine), layer_bytes(shape, split)
     stream = stream_bytes(shape, split)
-    dense = [one for one in DENSE if not (shape.flash and within(one.path, CORE))]
-    operators = [
-        Operator(
-            name=name,
-            forward_seconds=times.forward.get(name, 0.0),
-            backward_seconds=times.backward.get(name, 0.0),
-        )
-        for name in ("", *(one.path for one in dense))
-    ]
-    given = Group(name=INPUT, bytes=sizes[INPUT], operators=(MLP_ADD,), used_by=(INPUT_NORM,), from_previous=True)
+    dense = [one for one in op.DENSE if not (shape.flash and op.within(one.path, op.CORE))]
+    paths = [one.path for one in dense]
+    seconds = [(name, times.forward.get(name, 0.0), times.backward.get(name, 0.0)) for name in ("", *paths)]
+    operators = [Operator(name=name, forward_seconds=f, backward_seconds=b) for name, f, b in seconds]
+    given = Group(
+        name=op.INPUT, bytes=sizes[op.INPUT], operators=(op.MLP_ADD,), used_by=(op.INPUT_NORM,), from_previous=True
+    )
     groups = [given] if given.bytes else []
     for one in dense:
         size = sizes.get(one.path, 0)
@@ -119,9 +102,9 @@ def layer_class(shape: Shape, split: Split, machine: Machine) -> LayerClass:
             continue
         also, keeps = one.with_it, 0
         needs = tuple(other for other in one.starts_from if sizes[other])
-        if one.path == ACTIVATION and not sizes[FC1]:  # nothing keeps what the activation function starts from
-            also, needs = (FC1,), (MLP_NORM,)
-        elif one.path in (INPUT_NORM, MLP_NORM) and not needs:
+        if one.path == op.ACTIVATION and not sizes[op.FC1]:  # nothing keeps what the activation function starts from
+            also, needs = (op.FC1,), (op.MLP_NORM,)
+        elif one.path in (op.INPUT_NORM, op.MLP_NORM) and not needs:
             keeps = stream
         groups.append(
             Group(
@@ -166,7 +149,7 @@ def _stage(number: int, shape: Shape, split: Split, times: Times, layer: LayerCl
     head = Outside(
         forward_seconds=product + pointwise,
         backward_seconds=2 * product + pointwise,
-        bytes=(4 + ELEMENT) * logits + norm_bytes(shape, split) + layer_bytes(shape, split)[INPUT],
+        bytes=(4 + ELEMENT) * logits + norm_bytes(shape, split) + layer_bytes(shape, split)[op.INPUT],
     )
     made = tuple(
         Part(

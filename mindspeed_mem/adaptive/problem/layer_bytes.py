@@ -24,19 +24,7 @@ or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two
 from __future__ import annotations
 
 from mindspeed_mem.adaptive.problem.shape import ELEMENT, Shape, Split
-from mindspeed_mem.plan.operators import (
-    ACTIVATION,
-    ATTENTION_ADD,
-    CORE,
-    FC1,
-    FC2,
-    INPUT,
-    INPUT_NORM,
-    MLP_NORM,
-    PROJ,
-    QKV,
-    ROTARY,
-)
+from mindspeed_mem.plan import operators as op
 
 
 def layer_bytes(shape: Shape, split: Split) -> dict[str, int]:
@@ -49,16 +37,16 @@ def layer_bytes(shape: Shape, split: Split) -> dict[str, int]:
     norm = stream + _norm_bytes(shape, tokens // between)
     keeps_input = not _decomposed(shape)
     return {
-        INPUT: stream * keeps_input + mask_bytes(shape, split),
-        INPUT_NORM: norm,
-        QKV: qkv,
-        ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
-        CORE: _core_bytes(shape, tensor),
-        PROJ: 0,
-        ATTENTION_ADD: stream * keeps_input + mask_bytes(shape, split),
-        MLP_NORM: norm,
+        op.INPUT: stream * keeps_input + mask_bytes(shape, split),
+        op.INPUT_NORM: norm,
+        op.QKV: qkv,
+        op.ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
+        op.CORE: _core_bytes(shape, tensor),
+        op.PROJ: 0,
+        op.ATTENTION_ADD: stream * keeps_input + mask_bytes(shape, split),
+        op.MLP_NORM: norm,
         **_mlp_bytes(shape, tokens * shape.ffn_hidden_size * ELEMENT // tensor),
-        FC2: 0,
+        op.FC2: 0,
     }
 
 
@@ -74,7 +62,7 @@ def mask_bytes(shape: Shape, split: Split) -> int:
 
 def norm_bytes(shape: Shape, split: Split) -> int:
     """What a norm produces for backward, its output included."""
-    return layer_bytes(shape, split)[INPUT_NORM]
+    return layer_bytes(shape, split)[op.INPUT_NORM]
 
 
 def _decomposed(shape: Shape) -> bool:
@@ -109,5 +97,5 @@ def _core_bytes(shape: Shape, tensor: int) -> int:
 
 def _mlp_bytes(shape: Shape, hidden: int) -> dict[str, int]:
     if shape.swiglu:
-        return {FC1: 2 * hidden, ACTIVATION: hidden if shape.fused else 3 * hidden}
-    return {FC1: hidden if shape.fused else 0, ACTIVATION: hidden if shape.fused else 2 * hidden}
+        return {op.FC1: 2 * hidden, op.ACTIVATION: hidden if shape.fused else 3 * hidden}
+    return {op.FC1: hidden if shape.fused else 0, op.ACTIVATION: hidden if shape.fused else 2 * hidden}

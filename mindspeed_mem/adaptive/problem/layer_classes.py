@@ -13,7 +13,7 @@ from statistics import median
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Operator
 from mindspeed_mem.adaptive.problem.groups import Draft, alike, drafts
 from mindspeed_mem.adaptive.problem.part_view import PartView
-from mindspeed_mem.plan.layers import as_ranges
+from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.plan.operators import EXPERTS, within
 
 _ROUTED = {one.name for one in EXPERTS}
@@ -42,7 +42,7 @@ class LayerClasses:
         self.name_of: dict[int, str] = {}
         made = []
         for layers in sorted(map(sorted, members.values())):
-            name = f"layer{'s' if len(layers) > 1 else ''} {as_ranges(layers)}"
+            name = in_words(layers)
             self.name_of |= dict.fromkeys(layers, name)
             made.append(self._class(name, layers, first))
         self.made: tuple[LayerClass, ...] = tuple(made)

@@ -24,6 +24,8 @@ from mindspeed_mem.adaptive.problem.checks import problems_of
 from mindspeed_mem.adaptive.problem.definition import Problem
 
 FORMAT, VERSION = "mindspeed_mem profile", 2
+_EARLIER = {"chunks": "parts"}
+"""Names in version 1."""
 ORIGINS = ("measured", "estimated")
 _ALLOWED = {float: "a number of at least 0", int: "a whole number of at least 0", str: "a text", bool: "true or false"}
 
@@ -81,7 +83,9 @@ def read(source: str | os.PathLike[str]) -> Profile:
         raise ProfileError(name, [f"is not JSON ({error})"]) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ProfileError(name, [f"is no profile: its format is not {FORMAT!r}"])
-    content = _as_of_today(content, name)
+    if content.get("version") not in range(1, VERSION + 1):
+        ours = f"this mindspeed_mem {__version__} reads 1 to {VERSION}; use the one that wrote it, or profile again"
+        raise ProfileError(name, [f"version: got {content.get('version')!r}; {ours}"])
     wrong: list[str] = []
     known = {"format", "version", "origin", "machine", "model", "shapes", "in_flight", "problem"}
     wrong += [f"{key}: unknown; allowed: {', '.join(sorted(known))}" for key in content if key not in known]
@@ -98,25 +102,6 @@ def read(source: str | os.PathLike[str]) -> Profile:
     if wrong:
         raise ProfileError(name, wrong)
     return Profile(problem=problem, origin=content["origin"], **facts)
-
-
-def _as_of_today(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """The content in the words of the present version."""
-    version = content.get("version")
-    if version == VERSION:
-        return content
-    if version != 1:
-        ours = f"this mindspeed_mem {__version__} reads 1 to {VERSION}; use the one that wrote it, or profile again"
-        raise ProfileError(name, [f"version: got {version!r}; {ours}"])
-    problem = content.get("problem")
-    stages = problem.get("stages") if isinstance(problem, dict) else None
-    if not isinstance(problem, dict) or not isinstance(stages, list):
-        return content  # as wrong as it was
-    stages = [
-        {{"chunks": "parts"}.get(key, key): value for key, value in stage.items()} if isinstance(stage, dict) else stage
-        for stage in stages
-    ]
-    return {**content, "problem": {**problem, "stages": stages}}
 
 
 def _facts(value: Any, path: str, wrong: list[str]) -> dict[str, Any]:
@@ -150,6 +135,7 @@ def _read_dataclass(kind: Any, value: Any, path: str, wrong: list[str]) -> Any:
     if not isinstance(value, dict):
         wrong.append(f"{path}: got {_short(value)}; allowed: an object")
         return None
+    value = {_EARLIER.get(key, key): item for key, item in value.items()}
     hints, before = get_type_hints(kind), len(wrong)
     fields = {one.name: one for one in dataclasses.fields(kind)}
     wrong += [f"{path}.{key}: unknown; allowed: {', '.join(fields)}" for key in value if key not in fields]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from mindspeed_mem.adaptive.problem.definition import LayerClass, Problem
+from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP, StagePlan, host_bytes, is_valid
 
 WORK = 100_000
@@ -93,14 +93,11 @@ class _Climb:
                         if new == old or old == NOTHING or (mark in seen and not end):
                             continue
                         changed = text[:place] + new + text[place + 1 :]
-                        if self._allowed(kind, changed):
+                        if is_valid(kind, changed, self.inputs_move):
                             seen.add(mark)
                             one = (*part[:layer], changed, *part[layer + 1 :])
                             parts = (*plan.parts[:number], one, *plan.parts[number + 1 :])
                             yield dataclasses.replace(plan, parts=parts)
-
-    def _allowed(self, kind: LayerClass, text: str) -> bool:
-        return is_valid(kind, text, self.inputs_move)
 
     def _host_has_room(self, plan: StagePlan) -> bool:
         limit = self.problem.host_limit

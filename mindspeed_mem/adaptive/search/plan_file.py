@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import yaml
 
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import RECOMPUTE, SWAP, Plan
 from mindspeed_mem.plan import MemoryConfig, OpSwap, RecomputeConfig, RecomputeRule, SwapConfig
-from mindspeed_mem.plan.layers import named
+from mindspeed_mem.plan.layers import named, numbers_in
+
+_Entry = TypeVar("_Entry", OpSwap, RecomputeRule)
 
 
 def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
@@ -71,19 +74,18 @@ def by_name(config: MemoryConfig, stacks: Mapping[str, range | None]) -> MemoryC
     """The same in a model of several stacks, with their names and the numbers in them."""
     if len(stacks) < 2:
         return config
-    swaps = tuple(replace(one, layers=_named(one, stacks)) for one in config.swap.op_swap or ())
-    rules = tuple(replace(one, layers=_named(one, stacks)) for one in config.recompute.rules)
+    swaps = tuple(_by_name(one, stacks) for one in config.swap.op_swap or ())
+    rules = tuple(_by_name(one, stacks) for one in config.recompute.rules)
     return replace(config, swap=replace(config.swap, op_swap=swaps), recompute=replace(config.recompute, rules=rules))
 
 
-def _named(entry: OpSwap | RecomputeRule, stacks: Mapping[str, range | None]) -> tuple[int | str, ...]:
-    return tuple(named([layer for layer in _layers(entry) if isinstance(layer, int)], stacks))
+def _by_name(entry: _Entry, stacks: Mapping[str, range | None]) -> _Entry:
+    return replace(entry, layers=tuple(named(numbers_in(_listed(entry)), stacks)))
 
 
-def _layers(entry: OpSwap | RecomputeRule) -> tuple[int | str, ...]:
-    if not isinstance(entry.layers, tuple):
-        raise TypeError(f"{entry.entry}: a plan names its layers one by one")
-    return entry.layers
+def _listed(entry: OpSwap | RecomputeRule) -> list[int | str]:
+    """The layers of an entry; a plan names them one by one."""
+    return list(entry.layers) if isinstance(entry.layers, tuple) else []
 
 
 def sections(config: MemoryConfig) -> dict[str, dict[str, object]]:
@@ -95,13 +97,13 @@ def sections(config: MemoryConfig) -> dict[str, dict[str, object]]:
         {
             "op_name": list(one.op_name) if len(one.op_name) > 1 else one.op_name[0],
             "backward_prefetch": one.backward_prefetch,
-            "layers": list(_layers(one)),
+            "layers": _listed(one),
         }
         for one in config.swap.op_swap or ()
     ]
     if not config.recompute.rules:
         return {"swap_config": swap}
-    chosen = {rule.pattern: list(_layers(rule)) for rule in config.recompute.rules}
+    chosen = {rule.pattern: _listed(rule) for rule in config.recompute.rules}
     return {"swap_config": swap, "recompute_config": {"select_recompute": chosen}}
 
 
