@@ -28,7 +28,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from policies import ADAPTIVE, FULL, KEEP_ALL, RECOMPUTE_ONLY, Policy, by_hand, planned  # noqa: E402
 from policy_table import predictions, table  # noqa: E402
 
-from mindspeed_mem.adaptive import InfeasibleError, Problem, trace  # noqa: E402
+from mindspeed_mem.adaptive import InfeasibleError, Problem  # noqa: E402
+from mindspeed_mem.adaptive.problem import profile_file  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 1024, 16, 2752, 1024, 1, 1, 512),
@@ -90,7 +91,7 @@ def caps_of(text: str, low: int, high: int, absent: int = 0) -> dict[str, int]:
 # ---- without a model
 def replay(source: Path, caps: str) -> None:
     """Print what the planner predicts of all policies under these caps of a recorded profile."""
-    problem = trace.read(source).problem
+    problem = profile_file.read(source).problem
     policies = by_hand(problem)
     low, high = (max(policies[name].predicted.peaks) for name in (FULL, KEEP_ALL))
     for name, cap in caps_of(caps, low, high).items():
@@ -131,7 +132,7 @@ def measure(given: argparse.Namespace) -> None:
     problem = problem_of(bench.profile(), shape["micro_batches"], bench.whole)
     if given.trace:
         facts = {"machine": machine(backend.type), "model": shape}
-        trace.write(trace.Profile(problem=problem, **facts), given.trace)
+        profile_file.write(profile_file.Profile(problem=problem, **facts), given.trace)
     policies = by_hand(problem)
     setting = bench.settings({name: policies[name] for name in (KEEP_ALL, FULL)}, None)
     low, high = (bench.peak(setting, name) for name in (FULL, KEEP_ALL))
@@ -154,10 +155,10 @@ def measure(given: argparse.Namespace) -> None:
 
 def problem_of(profile, micro_batches: int, whole: int) -> Problem:
     """The planning problem of one rank's profile."""
-    from mindspeed_mem.adaptive import measured
-    from mindspeed_mem.adaptive.problem import Pipeline
+    from mindspeed_mem.adaptive.problem import from_profile
+    from mindspeed_mem.adaptive.problem.definition import Pipeline
 
-    return measured.problem([profile], Pipeline(micro_batches=micro_batches), whole, None)
+    return from_profile.problem([profile], Pipeline(micro_batches=micro_batches), whole, None)
 
 
 def under_cap(bench, problem: Problem, policies: dict[str, Policy], cap: int, margin: float, given, clock) -> dict:

@@ -1,7 +1,7 @@
 """How long the planner takes, and what its plans are predicted to gain: ``python benchmarks/planner.py``.
 
 Needs neither Megatron nor a device. The goal is a second for 96 layers of 12 groups on 8 stages. Plans are estimates
-from FLOPs (mindspeed_mem/adaptive/estimate.py); only the times of the planner are measured here.
+from FLOPs (mindspeed_mem/adaptive/problem/from_shape.py); only the times of the planner are measured here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import dataclasses
 import statistics
 import time
 
-from mindspeed_mem.adaptive import Problem, Search, estimate, greedy
-from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
-from mindspeed_mem.adaptive.problem import GIB
-from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive import Problem, Search
+from mindspeed_mem.adaptive.problem import from_shape
+from mindspeed_mem.adaptive.problem.definition import GIB
+from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
+from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "rope": True, "bias": False}
 CASES = {
@@ -30,7 +31,7 @@ CASES = {
             kv_channels=128,
             **LLAMA,
         ),
-        Layout(data=8, micro_batches=8, distributed_optimizer=True),
+        Split(data=8, micro_batches=8, distributed_optimizer=True),
         Machine(memory_bytes=80 * GIB, link_gbps=50),
     ),
     "70B shape, 80 layers, TP 8, 4 stages": (
@@ -45,7 +46,7 @@ CASES = {
             kv_channels=128,
             **LLAMA,
         ),
-        Layout(tensor=8, pipeline=4, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
+        Split(tensor=8, pipeline=4, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
         Machine(memory_bytes=24 * GIB, link_gbps=25),
     ),
     "175B shape, 96 layers, TP 8, 8 stages": (
@@ -59,7 +60,7 @@ CASES = {
             num_query_groups=96,
             kv_channels=128,
         ),
-        Layout(tensor=8, pipeline=8, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
+        Split(tensor=8, pipeline=8, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
         Machine(memory_bytes=28 * GIB, link_gbps=25),
     ),
     "the same, slow link, less memory": None,
@@ -68,7 +69,7 @@ CASES = {
 
 
 def problems() -> dict[str, Problem]:
-    found = {name: estimate.problem(*case) for name, case in CASES.items() if case is not None}
+    found = {name: from_shape.problem(*case) for name, case in CASES.items() if case is not None}
     large = found["175B shape, 96 layers, TP 8, 8 stages"]
     link = dataclasses.replace(large.link, out=12.0, back=12.0)
     found["the same, slow link, less memory"] = slow = dataclasses.replace(large, link=link, device_limit=26 * GIB)
@@ -92,11 +93,11 @@ def _twelve(problem: Problem) -> Problem:
     return dataclasses.replace(problem, classes=(dataclasses.replace(kind, groups=tuple(groups)),))
 
 
-def measure(problem: Problem, repeats: int, solver=None) -> tuple[list[float], list[float], Search]:
+def measure(problem: Problem, repeats: int) -> tuple[list[float], list[float], Search]:
     walls, cpus = [], []
     for _ in range(repeats):
         wall, cpu = time.perf_counter(), time.process_time()
-        search = Search(problem, solver)
+        search = Search(problem)
         search.best()
         walls.append(time.perf_counter() - wall)
         cpus.append(time.process_time() - cpu)
@@ -107,24 +108,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    head = ("case", "solver", "wall s", "CPU s", "step s", "over full", "under keep-all", "peak GiB", "limit GiB")
+    head = ("case", "wall s", "CPU s", "step s", "over full", "under keep-all", "peak GiB", "limit GiB")
     print(" | ".join(head))
     for name, problem in problems().items():
         full, kept = full_recompute(problem).seconds, keep_all(problem).seconds
-        for solver in (None, greedy.solve):
-            walls, cpus, search = measure(problem, given.repeats, solver)
-            found = search.best()
-            seconds, peak = found.simulated.seconds, max(found.simulated.peaks)
-            figures = (
-                f"{statistics.median(walls):.2f}",
-                f"{statistics.median(cpus):.2f}",
-                f"{seconds:.3f}",
-                f"{100 * (full / seconds - 1):+.1f} %",
-                f"{100 * (1 - kept / seconds):.2f} %",
-                f"{peak / GIB:.2f}",
-                f"{problem.device_limit / GIB:.2f}",
-            )
-            print(" | ".join([name, "HiGHS" if solver is None else "greedy", *figures]), flush=True)
+        walls, cpus, search = measure(problem, given.repeats)
+        found = search.best()
+        seconds, peak = found.simulated.seconds, max(found.simulated.peaks)
+        figures = (
+            f"{statistics.median(walls):.2f}",
+            f"{statistics.median(cpus):.2f}",
+            f"{seconds:.3f}",
+            f"{100 * (full / seconds - 1):+.1f} %",
+            f"{100 * (1 - kept / seconds):.2f} %",
+            f"{peak / GIB:.2f}",
+            f"{problem.device_limit / GIB:.2f}",
+        )
+        print(" | ".join([name, *figures]), flush=True)
 
 
 if __name__ == "__main__":

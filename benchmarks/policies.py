@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_mem.adaptive import InfeasibleError, Plan, Problem, Search, Simulated, StagePlan, simulate
-from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
-from mindspeed_mem.adaptive.layout import KEEP, NOTHING, RECOMPUTE
-from mindspeed_mem.adaptive.plan_file import memory_config
-from mindspeed_mem.adaptive.problem import LayerClass
+from mindspeed_mem.adaptive.problem.definition import LayerClass
+from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE
+from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
 
 KEEP_ALL, FULL = "keep all, no cap", "Megatron full recompute"
 RECOMPUTE_ONLY, ADAPTIVE = "recompute only, planned", "adaptive plan"
@@ -58,7 +58,7 @@ def planned(problem: Problem, limit: int, swap: bool = True) -> Policy | Infeasi
         found = Search(problem, swap=swap).best(limit)
     except InfeasibleError as error:
         return error
-    return Policy(plan=memory_config(problem, found.plan), predicted=found.simulated)
+    return Policy(plan=sections(memory_config(problem, found.plan)), predicted=found.simulated)
 
 
 def selective(problem: Problem, modules: tuple[str, ...]) -> Simulated:
@@ -67,11 +67,11 @@ def selective(problem: Problem, modules: tuple[str, ...]) -> Simulated:
     paths = [path for module in modules for path in _PATHS[module]]
     stages = []
     for stage in problem.stages:
-        chunks = []
-        for chunk in stage.chunks:
-            kinds = [problem.class_of[name] for name in chunk.layers]
-            chunks.append(tuple(_letters(kind, paths, first=not place) for place, kind in enumerate(kinds)))
-        stages.append(StagePlan(chunks=tuple(chunks)))
+        parts = []
+        for part in stage.parts:
+            kinds = [problem.class_of[name] for name in part.layers]
+            parts.append(tuple(_letters(kind, paths, first=not place) for place, kind in enumerate(kinds)))
+        stages.append(StagePlan(parts=tuple(parts)))
     return simulate(problem, Plan(stages=tuple(stages)))
 
 

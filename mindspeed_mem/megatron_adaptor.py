@@ -95,7 +95,7 @@ def report() -> str:
     parts = []
     for running, formatted in ((engines.current(), format_report), (runtime.current(), format_chunks)):
         everyone = ranks.gather(None if running is None else running.report())
-        rows = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
+        rows: list[Any] = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
         parts += [formatted(rows)] if rows and ranks.number() == 0 else []
     text = "\n".join(parts)
     if text:
@@ -294,12 +294,13 @@ def _start_engine(settings: Settings) -> None:
 
     engines.stop()
     if needed:
+        assert settings.backend is not None  # something is on
         if settings.adaptive:
             logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))
         config = settings.memory or load_memory_config(None)
         engine = engines.start(config, settings.backend, settings.host_limit_bytes, survive=settings.survive_oom)
         if settings.adaptive:
-            from mindspeed_mem.adaptive.adaptation import Adaptation
+            from mindspeed_mem.adaptive.run.adaptation import Adaptation
 
             Adaptation(engine, settings.plan_file)
     _State.engine = wanted if needed else ()

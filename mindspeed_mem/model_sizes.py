@@ -176,12 +176,13 @@ def model_sizes(given: argparse.Namespace, numbers: Mapping[str, int | None], wr
     numbers: from `read_options`, with layers, hidden size and heads given. Notes in `wrong` a hidden size that heads do
     not divide; `ModelSizes.indivisible` says the rest.
     """
-    heads, hidden = numbers["num_attention_heads"], numbers["hidden_size"]
+    layers, hidden, heads = (numbers[name] for name in ("num_layers", "hidden_size", "num_attention_heads"))
+    assert layers is not None and hidden is not None and heads is not None
     if numbers["kv_channels"] is None and hidden % heads:
         wrong.append(f"--hidden-size {hidden} is no multiple of --num-attention-heads {heads}; give --kv-channels")
     wide, multiple = 4 * hidden, 128 * (numbers["tensor_model_parallel_size"] or 1)
     return ModelSizes(
-        num_layers=numbers["num_layers"],
+        num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=numbers["ffn_hidden_size"] or (wide * 2 // 3 // 64 * 64 if given.swiglu else wide),
         num_attention_heads=heads,

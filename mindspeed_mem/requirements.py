@@ -42,6 +42,13 @@ def untested(versions: Mapping[str, str | None]) -> list[str]:
     return found
 
 
+def without_solver() -> str | None:
+    """Why no plan can be searched, in words; None: one can be."""
+    if importlib.util.find_spec("scipy") is not None:
+        return None
+    return "scipy, which solves for plans, is not installed: pip install scipy, or 'mindspeed-mem[adaptive]'"
+
+
 def absent(*names: str) -> str | None:
     """Which of these packages, or of all that training needs, are not installed, in a sentence; None: none."""
     missing = [name for name in names or IMPORTED_AS if importlib.util.find_spec(IMPORTED_AS[name]) is None]

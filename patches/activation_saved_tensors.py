@@ -7,17 +7,18 @@ checkpoint that runs its function again reads ``.grad`` of the inputs that it sa
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.autograd.function import BackwardCFunction
 
 from mindspeed_mem.activation.storage import own_tensors
 from mindspeed_mem.patching import replace
 
-_NATIVE = BackwardCFunction.saved_tensors.__get__
+_native: Any = BackwardCFunction.saved_tensors  # of a class, what reads it
 
 
-@property
-def saved_tensors(self):
-    return own_tensors.read(_NATIVE, self)
+def _read(self):
+    return own_tensors.read(_native.__get__, self)
 
 
-replace("torch.autograd.function:BackwardCFunction.saved_tensors", saved_tensors, declared_by=__name__)
+replace("torch.autograd.function:BackwardCFunction.saved_tensors", property(_read), declared_by=__name__)

@@ -6,6 +6,7 @@ import copy
 import logging
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ def _accumulate(total_input, grad_output, main_grad):
 
 def _weight_gradients() -> ModuleType:
     """Apex' extension for --gradient-accumulation-fusion, which is on by default, in one line of torch."""
-    module = ModuleType("fused_weight_gradient_mlp_cuda", _weight_gradients.__doc__)
+    module: Any = ModuleType("fused_weight_gradient_mlp_cuda", _weight_gradients.__doc__)
     module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = _accumulate
     return module
 

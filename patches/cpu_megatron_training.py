@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from mindspeed_mem.patching import REGISTRY, Patch, around
 
@@ -64,7 +65,7 @@ def _batch_invariant_kernels() -> ModuleType:
     def refuse(*args, **kwargs):
         raise RuntimeError("batch invariant kernels need triton: leave --batch-invariant-mode out on CPU")
 
-    module = ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    module: Any = ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
     module.enable_batch_invariant_mode = module.disable_batch_invariant_mode = refuse
     module.is_batch_invariant_mode_enabled = lambda: False
     return module
@@ -76,7 +77,7 @@ def _inference_kernels() -> ModuleType:
     def refuse(*args, **kwargs):
         raise RuntimeError("inference of state-space layers needs triton, which runs on CUDA")
 
-    module = ModuleType("megatron.core.inference.contexts.attention_context.triton.tensor_ops")
+    module: Any = ModuleType("megatron.core.inference.contexts.attention_context.triton.tensor_ops")
     module.tensor_get_slice_after = module.tensor_masked_update = module.tensor_merge = refuse
     return module
 
@@ -88,6 +89,7 @@ def _installed_helpers() -> ModuleType | None:
     if not found or found[0] or not any(found):
         return None
     spec = importlib.util.spec_from_file_location(f"{_DATASETS}.{_HELPERS}", next(filter(None, found))[0])
+    assert spec is not None and spec.loader is not None  # of a file that is there
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.adaptive.adaptation import Adaptation
+from mindspeed_mem.adaptive.run.adaptation import Adaptation
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.features import check

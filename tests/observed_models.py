@@ -22,9 +22,10 @@ from mindspeed_mem.activation.observe.rank_profile import (
     RankProfile,
 )
 from mindspeed_mem.activation.storage.ledger import LEDGER
-from mindspeed_mem.adaptive import Plan, StagePlan, measured
-from mindspeed_mem.adaptive.improve import is_valid
-from mindspeed_mem.adaptive.problem import Pipeline, Problem
+from mindspeed_mem.adaptive import Plan, StagePlan
+from mindspeed_mem.adaptive.problem import from_profile
+from mindspeed_mem.adaptive.problem.definition import Pipeline, Problem
+from mindspeed_mem.adaptive.search.hill_climb import is_valid
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.plan import load_memory_config
 from tests.models import build_gpt, forget_routing, global_parameters
@@ -86,22 +87,22 @@ def rank_profile(
 
 
 def problem_of(model: dict[str, Any], layers: int) -> Problem:
-    return measured.problem([profile(model, layers)], Pipeline(micro_batches=1), 10**12)
+    return from_profile.problem([profile(model, layers)], Pipeline(micro_batches=1), 10**12)
 
 
 def with_head(problem: Problem, nbytes: int) -> Problem:
     """The same whose head and loss keep so many bytes more."""
     [stage] = problem.stages
-    [chunk] = stage.chunks
+    [chunk] = stage.parts
     after = dataclasses.replace(chunk.after, bytes=chunk.after.bytes + nbytes)
     chunk = dataclasses.replace(chunk, after=after)
-    return dataclasses.replace(problem, stages=(dataclasses.replace(stage, chunks=(chunk,)),))
+    return dataclasses.replace(problem, stages=(dataclasses.replace(stage, parts=(chunk,)),))
 
 
 def random_plan(problem: Problem, chance: random.Random, distance: int, inputs_move: bool) -> Plan:
     """Any letters that can be carried out."""
     [stage] = problem.stages
-    [chunk] = stage.chunks
+    [chunk] = stage.parts
     rows = []
     for layer, name in enumerate(chunk.layers):
         kind, text = problem.class_of[name], ""
@@ -110,20 +111,20 @@ def random_plan(problem: Problem, chance: random.Random, distance: int, inputs_m
             letters = ["-"] if group.from_previous and not layer else chance.sample("KSR", 3)
             text += next(one for one in letters if one == "-" or is_valid(kind, text + one + rest, inputs_move))
         rows.append(text)
-    return Plan(stages=(StagePlan(chunks=(tuple(rows),), distance=distance),), inputs_move=inputs_move)
+    return Plan(stages=(StagePlan(parts=(tuple(rows),), distance=distance),), inputs_move=inputs_move)
 
 
 def single_plans(problem: Problem) -> dict[tuple[str, str], Plan]:
     """For each group and letter that can be carried out a plan that gives it to this group, in all layers."""
     [stage], [kind] = problem.stages, problem.classes
-    layers, plans = len(stage.chunks[0].layers), {}
+    layers, plans = len(stage.parts[0].layers), {}
     for group in kind.groups:
         for letter in "SR":
             text = "".join(letter if other is group else "K" for other in kind.groups)
             if is_valid(kind, text, False):
                 first = "".join("-" if g.from_previous else one for g, one in zip(kind.groups, text, strict=True))
                 chunk = (first, *(text,) * (layers - 1))
-                plans[group.name, letter] = Plan(stages=(StagePlan(chunks=(chunk,)),))
+                plans[group.name, letter] = Plan(stages=(StagePlan(parts=(chunk,)),))
     return plans
 
 

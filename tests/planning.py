@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mindspeed_mem.adaptive.problem import (
-    Chunk,
+from mindspeed_mem.adaptive.problem.definition import (
     Group,
     LayerClass,
     Link,
     Operator,
     Outside,
+    Part,
     Pipeline,
     Problem,
     Stage,
@@ -76,17 +76,17 @@ def small_problem(
     blocking: bool = False,
     kind: LayerClass = LAYER,
 ) -> Problem:
-    """`layers` in each chunk; head and loss on the last stage. Link in GB/s."""
+    """`layers` in each part; head and loss on the last stage. Link in GB/s."""
     made = []
     for number in range(stages):
-        chunks = []
-        for chunk in range(virtual):
-            last = number == stages - 1 and chunk == virtual - 1
+        parts = []
+        for part in range(virtual):
+            last = number == stages - 1 and part == virtual - 1
             head = Outside(forward_seconds=0.1, backward_seconds=0.2, bytes=90 * MB) if last else Outside()
-            first_layer = (chunk * stages + number) * layers
+            first_layer = (part * stages + number) * layers
             before = Outside(bytes=64 * MB, forward_seconds=0.01 if first_layer == 0 else 0.0)
-            chunks.append(Chunk(layers=(kind.name,) * layers, first_layer=first_layer, before=before, after=head))
-        made.append(Stage(chunks=tuple(chunks), static_bytes=500 * MB, temporary_bytes=30 * MB, step_seconds=0.1))
+            parts.append(Part(layers=(kind.name,) * layers, first_layer=first_layer, before=before, after=head))
+        made.append(Stage(parts=tuple(parts), static_bytes=500 * MB, temporary_bytes=30 * MB, step_seconds=0.1))
     return Problem(
         classes=(kind,),
         stages=tuple(made),

@@ -86,7 +86,7 @@ class Machine:
                 self._backward(number, micro_batch, chunk, ahead, fetched)
 
     def _layers(self, number, chunk):
-        of_chunk = self.problem.stages[number].chunks[chunk]
+        of_chunk = self.problem.stages[number].parts[chunk]
         return [self.problem.class_of[name] for name in of_chunk.layers]
 
     def _items(self, number, chunk):
@@ -94,7 +94,7 @@ class Machine:
         kinds, base, items = self._layers(number, chunk), 1, []
         for layer, kind in enumerate(kinds):
             names = [operator.name for operator in kind.operators]
-            text = self.plan.stages[number].chunks[chunk][layer]
+            text = self.plan.stages[number].parts[chunk][layer]
             letters = {group.name: letter for group, letter in zip(kind.groups, text, strict=True)}
             for group in kind.groups:
                 if letters[group.name] == "-":
@@ -130,7 +130,7 @@ class Machine:
 
     def _tail(self, number, chunk):
         """The final norm is an operator of the last chunk."""
-        after = self.problem.stages[number].chunks[chunk].after
+        after = self.problem.stages[number].parts[chunk].after
         return int(bool(after.bytes or after.forward_seconds or after.backward_seconds))
 
     def _load(self, number, key, position, fetched):
@@ -161,7 +161,7 @@ class Machine:
 
     def _forward(self, number, micro_batch, chunk, ahead, fetched):
         compute, out, _ = self.streams[number]
-        of_chunk, key = self.problem.stages[number].chunks[chunk], (micro_batch, chunk)
+        of_chunk, key = self.problem.stages[number].parts[chunk], (micro_batch, chunk)
         items, count, far = self.items[chunk], self._count(number, chunk), self.plan.stages[number].distance
         compute.put(wait=self._arrival(number, FORWARD, micro_batch, chunk), take=of_chunk.before.bytes)
         compute.put(seconds=of_chunk.before.forward_seconds)
@@ -199,7 +199,7 @@ class Machine:
 
     def _backward(self, number, micro_batch, chunk, ahead, fetched):
         compute = self.streams[number][0]
-        of_chunk, key = self.problem.stages[number].chunks[chunk], (micro_batch, chunk)
+        of_chunk, key = self.problem.stages[number].parts[chunk], (micro_batch, chunk)
         items, position = self.items[chunk], self._count(number, chunk)
         own = [("pass", number, FORWARD, micro_batch, chunk)]
         compute.put(wait=own + self._arrival(number, "backward", micro_batch, chunk))

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mem.plan.operators import MARKERS
+
 TAG = "_mindspeed_mem_operator"
 STACK = "_mindspeed_mem_stack"
 """On a stack of layers: how many the model has in it, on all ranks."""
 
-# Inline code that Megatron marks by name, and what that operator is called here (where the name differs).
-_INLINE = {"activation": "activation_func"}
 _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
@@ -151,7 +151,7 @@ def layer_classes() -> dict[int, str]:
 
 def inline_path(parent: str, name: str) -> str:
     """The operator that an inline marker ``name`` inside ``parent`` stands for."""
-    name = _INLINE.get(name, name)
+    name = MARKERS.get(name, name)
     return f"{parent}.{name}" if parent else name
 
 

@@ -1,13 +1,17 @@
 """Finding a memory plan: a problem described by measured or estimated figures, searched, simulated and written down.
 
-`Search(problem).best()` is the whole of it; `estimate.problem` makes a problem of a model's shape, `trace.read` of a
-profile, and `plan_file.memory_config` makes the `--memory-config` file of a plan.
+    problem/  what is to be planned: layers, stages, link, limits; made from a profile or from a model's shape
+    search/   the plan: decisions, the integer program, hill climbing, simulation, what plans are compared with
+    run/      a training run: from its profile to a settled plan
+
+`Search(problem).best()` is the whole of it; `from_shape.problem` makes a problem of a model's shape,
+`profile_file.read` of a profile, and `plan_file.memory_config` makes the memory configuration of a plan.
 """
 
-from mindspeed_mem.adaptive.infeasible import InfeasibleError
-from mindspeed_mem.adaptive.layout import Plan, StagePlan
-from mindspeed_mem.adaptive.problem import Problem
-from mindspeed_mem.adaptive.search import Found, Search
-from mindspeed_mem.adaptive.simulation import Simulated, simulate
+from mindspeed_mem.adaptive.problem.definition import Problem
+from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan
+from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
+from mindspeed_mem.adaptive.search.search import Found, Search
+from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
 
 __all__ = ["Found", "InfeasibleError", "Plan", "Problem", "Search", "Simulated", "StagePlan", "simulate"]

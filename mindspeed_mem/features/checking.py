@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_mem import requirements
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.features.rows import Feature, Option, dest_of
 from mindspeed_mem.features.table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
@@ -127,6 +128,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     if survives and backend is not None and (allocator := backend.foreign_allocator()):
         flag = "--adaptive-memory-optimization" if adapts else "--survive-oom"
         problems.append(f"{flag} cannot be combined with {allocator}: both manage memory. Leave one of them out")
+    if adapts and (no_solver := requirements.without_solver()):
+        problems.append(f"--adaptive-memory-optimization: {no_solver}")
     if problems:
         raise FeatureError(problems)
     patches = [*(ON_HOST if backend and backend.is_host else ()), *(p for f in on for p in f.patches)]

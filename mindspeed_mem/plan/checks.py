@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from mindspeed_mem.plan.layers import Layers, out_of_range, spelled_out
+from mindspeed_mem.plan.layers import Layers, Stages, numbers_in, out_of_range, spelled_out
 from mindspeed_mem.plan.operators import pattern_error
 
 AUTO: Literal["Auto"] = "Auto"
@@ -122,7 +122,8 @@ class Checker:
         if not isinstance(value, list | tuple):
             self.wrong(path, value, allowed)
             return None
-        before, found = len(self.problems), []
+        before = len(self.problems)
+        found: list[int | str] = []
         for index, item in enumerate(value):
             nested = isinstance(item, list | tuple)
             for inner, number in enumerate(item if nested else [item]):
@@ -138,12 +139,11 @@ class Checker:
                         number,
                         "a layer index, an integer of at least 0, or one in a stack, such as 'encoder:0'",
                     )
-        indices = [number for number in found if isinstance(number, int)]
-        if self.num_layers is not None and (outside := {n for n in indices if n >= self.num_layers}):
+        if self.num_layers is not None and (outside := {n for n in numbers_in(found) if n >= self.num_layers}):
             self.problem(path, out_of_range(outside, self.num_layers))
         return tuple(dict.fromkeys(found)) if len(self.problems) == before else None
 
-    def stages(self, value: Any, path: str) -> Layers | None:
+    def stages(self, value: Any, path: str) -> Stages | None:
         """True, or pipeline stages from a list or one number; each once, in order."""
         if value is True:
             return True

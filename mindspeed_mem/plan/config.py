@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_mem import requirements
 from mindspeed_mem.plan.checks import Checker, Distance, MemoryConfigError, given, suggestion
-from mindspeed_mem.plan.layers import Layers
+from mindspeed_mem.plan.layers import Layers, Stages
 from mindspeed_mem.plan.recompute_config import KINDS, RecomputeConfig, read_recompute
 
 __all__ = [
@@ -56,7 +56,7 @@ class LayerSwap:
     """Distance in operators, at least 1, or Auto: release in forward, start of the copy back in backward."""
     activations: str
     """``produced``, ``saved`` or ``both``."""
-    stages: Layers = True
+    stages: Stages = True
     """Only those of the layers that are on these pipeline stages, counted from 0; True: on all."""
     entry: str
     """Where it stands in the file, such as ``swap_config.layer_swap[0]``."""
@@ -74,7 +74,7 @@ class OpSwap:
     """Distance in operators, at least 1, or Auto."""
     activations: str
     """``produced``, ``saved`` or ``both``."""
-    stages: Layers = True
+    stages: Stages = True
     """Only those of the layers that are on these pipeline stages, counted from 0; True: on all."""
     entry: str
     """Where it stands in the file, such as ``swap_config.op_swap[1]``."""
@@ -127,7 +127,8 @@ def load_memory_config(
     Raises:
         MemoryConfigError: with all problems, each with its path, what was given and what is allowed.
     """
-    check, notices = Checker(num_layers), []
+    check = Checker(num_layers)
+    notices: list[str] = []
     name = "memory configuration"
     if source is None:
         recompute = read_recompute(None, flags or {}, False, check, notices)

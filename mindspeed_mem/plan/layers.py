@@ -7,11 +7,13 @@ A stack is called what its module is called below the model: T5's ``encoder`` an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 Layers = Literal[True] | tuple[int | str, ...]
 """True for all; numbers; ``encoder:0`` or ``encoder:all``. `numbered` leaves numbers only."""
+Stages = Literal[True] | tuple[int, ...]
+"""True for all pipeline stages, or their numbers."""
 
 _SPAN = range(100_000)
 
@@ -48,7 +50,7 @@ def numbered(layers: Layers, stacks: Mapping[str, range | None]) -> tuple[Layers
         return True, []
     found: list[int] = []
     unknown: dict[str, None] = {}
-    outside: dict[str, set[int]] = {}
+    outside: dict[tuple[str, int], set[int]] = {}  # by stack and how many layers it has
     for layer in layers:
         if isinstance(layer, int):
             found.append(layer)
@@ -62,10 +64,15 @@ def numbered(layers: Layers, stacks: Mapping[str, range | None]) -> tuple[Layers
         elif int(number) < len(numbers):
             found.append(numbers[int(number)])
         else:
-            outside.setdefault(stack, set()).add(int(number))
+            outside.setdefault((stack, len(numbers)), set()).add(int(number))
     problems = [f"got the stack {stack!r}; {_allowed(stack, stacks)}" for stack in unknown]
-    problems += [out_of_range(those, len(stacks[stack]), stack) for stack, those in outside.items()]
+    problems += [out_of_range(those, count, stack) for (stack, count), those in outside.items()]
     return tuple(dict.fromkeys(found)), problems
+
+
+def numbers_in(layers: Layers | Iterable[int | str]) -> set[int]:
+    """Those that are numbers: all of a list, once stacks' names are replaced."""
+    return set() if layers is True else {layer for layer in layers if isinstance(layer, int)}
 
 
 def named(layers: Collection[int], stacks: Mapping[str, range | None]) -> list[int | str]:
@@ -73,7 +80,7 @@ def named(layers: Collection[int], stacks: Mapping[str, range | None]) -> list[i
     found: list[int | str] = []
     rest = set(layers)
     for stack, numbers in stacks.items():
-        if inside := rest.intersection(numbers or ()):
+        if numbers is not None and (inside := rest.intersection(numbers)):
             found.append(f"{stack}:{as_ranges([numbers.index(layer) for layer in inside]).replace(' ', '')}")
             rest -= inside
     return [*found, *sorted(rest)]
@@ -101,11 +108,16 @@ def as_ranges(numbers: Collection[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
+def in_words(numbers: Collection[int]) -> str:
+    """``layer 3``, or ``layers 0-2, 5``."""
+    return f"layer{'s' * (len(numbers) > 1)} {as_ranges(numbers)}"
+
+
 def out_of_range(outside: Collection[int], num_layers: int, stack: str = "") -> str:
     """``stack``: they were counted in this one."""
-    plural, of = "s" if len(outside) > 1 else "", f" of {stack}" if stack else ""
+    of = f" of {stack}" if stack else ""
     whose = stack or "the model"
     allowed = {0: f"none, since {whose} has no layers", 1: f"0, since {whose} has one layer"}.get(
         num_layers, f"0 to {num_layers - 1}, since {whose} has {num_layers} layers counted from 0"
     )
-    return f"got layer{plural} {as_ranges(outside)}{of}; allowed: {allowed}"
+    return f"got {in_words(outside)}{of}; allowed: {allowed}"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_mem.plan.checks import Distance
-from mindspeed_mem.plan.config import OpSwap, SwapConfig
-from mindspeed_mem.plan.layers import Layers, as_ranges
-from mindspeed_mem.plan.operators import Match, match, selects
+from mindspeed_mem.plan.config import LayerSwap, OpSwap, SwapConfig
+from mindspeed_mem.plan.layers import Layers, Stages, in_words
+from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
 
 __all__ = ["DEFAULT_PATTERN", "MemoryPlan", "Swap", "SwapRule", "swap_rules"]
@@ -39,7 +39,7 @@ class SwapRule:
     layers: Layers
     swap: Swap
     path: str
-    stages: Layers = True
+    stages: Stages = True
     """As in the entry; `resolve` has put it into `layers`."""
 
     def covers(self, layer: int) -> bool:
@@ -77,8 +77,7 @@ class MemoryPlan:
             self._log += recomputation.log_lines(layer)
             self._fill(layer, matches)
         swaps_idle = (
-            f"{path} has no effect{on} in layer{'s' if len(found) > 1 else ''} {as_ranges(found)}: {why}"
-            for (path, on, why), found in self._idle.items()
+            f"{path} has no effect{on} in {in_words(found)}: {why}" for (path, on, why), found in self._idle.items()
         )
         self.notices: tuple[str, ...] = (*notices, *swaps_idle, *recomputation.notices)
         """What is configured but has no effect, one line each; to be logged once, on rank 0."""
@@ -229,8 +228,7 @@ def _listing(listed: list[tuple[SwapRule, Match]], rules: list[SwapRule]) -> str
     parts = []
     for rule, hit in sorted(listed, key=lambda item: order.index(item[0].pattern)):
         inside = any(
-            _kind(other.swap) == _kind(rule.swap) and hit.node.startswith(f"{container.node}.")
-            for other, container in listed
+            _kind(other.swap) == _kind(rule.swap) and within(hit.node, container.node) for other, container in listed
         )
         if not inside:
             parent, _, name = hit.shown.rpartition(".")
@@ -247,9 +245,10 @@ def swap_rules(config: SwapConfig) -> list[SwapRule]:
         swap = Swap(distance=config.default_prefetch, activations=config.activations, entry=path)
         return [SwapRule(pattern=DEFAULT_PATTERN, layers=True, swap=swap, path=path)]
     rules = []
-    for entry in (*(config.op_swap or ()), *(config.layer_swap or ())):
+    entries: list[OpSwap | LayerSwap] = [*(config.op_swap or ()), *(config.layer_swap or ())]
+    for entry in entries:
         swap = Swap(distance=entry.backward_prefetch, activations=entry.activations, entry=entry.entry)
-        names = entry.op_name if isinstance(entry, OpSwap) else (None,)
+        names: tuple[str | None, ...] = entry.op_name if isinstance(entry, OpSwap) else (None,)
         for index, name in enumerate(names):
             path = entry.entry if name is None else f"{entry.entry}.op_name"
             path += f"[{index}]" if len(names) > 1 else ""

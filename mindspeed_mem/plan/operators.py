@@ -10,78 +10,192 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-# What MindFormers' Llama layer calls the modules that Megatron calls by the key. The first names are the usual ones.
-_LLAMA: dict[str, tuple[str, ...]] = {
-    "input_layernorm": ("attention_norm",),
-    "self_attention": ("attention",),
-    "linear_qkv": ("wq", "wk", "wv", "w_qkv", "w"),  # w_qkv, w: one matrix for all three (qkv_concat)
-    "rotary_pos_emb": ("apply_rotary_emb",),
-    "core_attention": ("flash_attention",),
-    "linear_proj": ("wo",),
-    "pre_mlp_layernorm": ("ffn_norm",),
-    "mlp": ("feed_forward",),
-    "linear_fc1": ("w1", "w3", "w_gate_hidden"),  # w_gate_hidden: one matrix for both (ffn_concat)
-    "activation_func": ("mul", "w1.activation"),
-    "linear_fc2": ("w2",),
-}
-# The same in MindFormers' other models: GLM, TeleChat, DeepSeek.
-_ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "linear_qkv": ("query_key_value", "wk_v"),
-    "rotary_pos_emb": ("apply_rotary_pos_emb",),
-    "linear_proj": ("dense",),
-    "pre_mlp_layernorm": ("post_attention_layernorm",),
-    "linear_fc1": ("dense_left", "dense_right", "dense_h_to_4h"),
-    "linear_fc2": ("dense_4h_to_h",),
-    "linear_q_down_proj": ("q2l_proj",),
-    "q_layernorm": ("lq_norm",),
-    "linear_q_up_proj": ("l2q_nope_proj", "l2q_pe_proj"),
-    "linear_kv_down_proj": ("kv2l_k_pe", "kv2l_latent_kv"),
-    "kv_layernorm": ("lkv_norm",),
-    "linear_kv_up_proj": ("lkv2kv_k_nope", "lkv2kv_v"),
-}
-# MindFormers goes one step further down, to primitives; here they are further names of the operator around them, where
-# running that again costs no more than the primitive is worth: not a whole product of matrices for a reshape behind it.
-_PRIMITIVES: dict[str, tuple[str, ...]] = {
-    "linear_qkv": ("wq.matmul", "wk.matmul", "wv.matmul", "w_qkv.matmul", "linear_qkv.matmul"),
-    "qkv": ("split_qkv",),
-    "core_attention": (
-        "flash_attention.flash_attention",
-        "core_attention.flash_attention",
-        *(f"{cell}{name}" for cell in ("", "core_attention.") for name in ("softmax", "batch_matmul_q_k")),
-    ),
-    "linear_proj": ("wo.matmul", "linear_proj.matmul"),
-    "self_attn_bda": ("add",),
-    "linear_fc1": ("w1.matmul", "w3.matmul", "w_gate_hidden.matmul", "linear_fc1.matmul"),
-    "activation_func": ("mul", "swiglu", "split"),
-    "linear_fc2": ("w2.matmul", "linear_fc2.matmul"),
-    "mlp_bda": ("add",),
-}
 _NORM = ("norm", "layer_norm", "rms_norm", "square", "mean", "rsqrt", "mul2", "cast", "rcast")
 _ROTARY = ("mul", "mul_inc", "add", "neg", "bmm_swap", "slice", "concat", "cast", "reshape", "transpose")
 _ACTIVATION = ("silu", "gelu", "relu", "sigmoid", "mul", "cast")
-# Cells of MindFormers that are one operator here, and their primitives.
-_CELLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "input_layernorm": (("attention_norm", "input_layernorm"), _NORM),
-    "rotary_pos_emb": (("apply_rotary_emb", "apply_rotary_pos_emb"), _ROTARY),
-    "q_layernorm": (("lq_norm", "q_layernorm"), _NORM),
-    "k_layernorm": (("k_layernorm",), _NORM),
-    "kv_layernorm": (("lkv_norm", "kv_layernorm"), _NORM),
-    "pre_mlp_layernorm": (("ffn_norm", "pre_mlp_layernorm", "post_attention_layernorm"), _NORM),
-    "activation_func": (("w1.activation", "activate", "activation_func", "activation_func.silu"), _ACTIVATION),
-}
+
+INPUT = "input"
+"""What a layer is given by the one before: no operator, but what its operators use and start from."""
+INPUT_NORM, ATTENTION, SPLIT = "input_layernorm", "self_attention", "self_attention.qkv"
+QKV, ROTARY, CORE = "self_attention.linear_qkv", "self_attention.rotary_pos_emb", "self_attention.core_attention"
+PROJ = "self_attention.linear_proj"
+ATTENTION_ADD, MLP_NORM, MLP, FC1 = "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp.linear_fc1"
+ACTIVATION, FC2, MLP_ADD = "mlp.activation_func", "mlp.linear_fc2", "mlp_bda"
+_LATENT, _ROUTER = "self_attention.linear_kv_down_proj", "mlp.router"
+
+
+class Operator(NamedTuple):
+    """All that is known of one operator: adding one is adding a row below.
+
+    MindFormers goes one step further down than Megatron, to primitives; here they are further names of the operator
+    around them, where running that again costs no more than the primitive is worth: not a whole product of matrices for
+    a reshape behind it.
+    """
+
+    path: str
+    """Where it is found in a layer; elsewhere (in experts, in a second attention) its name means the same."""
+    llama: tuple[str, ...] = ()
+    """What MindFormers' Llama layer calls it, the usual name first."""
+    elsewhere: tuple[str, ...] = ()
+    """What MindFormers' other models call it: GLM, TeleChat, DeepSeek."""
+    primitives: tuple[str, ...] = ()
+    """MindFormers' primitives that stand for it."""
+    cells: tuple[str, ...] = ()
+    """Cells of MindFormers that are one operator here,"""
+    inside: tuple[str, ...] = ()
+    """and the primitives in each of them."""
+    beside: tuple[str, ...] = ()
+    """Where it runs without being a module: where there is such a node; ``x/``: one with nothing in it; ``*.x``: beside
+    each node of that name."""
+    unless: str | None = None
+    """It does not where there is this node."""
+    marker: str | None = None
+    """What Megatron's range marker calls it, if not by its name."""
+    used_by: tuple[str, ...] = ()
+    """In a dense layer: whose backward reads what it produces. Empty: nobody's, as backward keeps nothing of it."""
+    starts_from: tuple[str, ...] = ()
+    """Whose products its second run reads,"""
+    with_it: tuple[str, ...] = ()
+    """and what has to run again before it, since nothing keeps what it is given."""
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+DENSE = (
+    Operator(
+        INPUT_NORM,
+        llama=("attention_norm",),
+        cells=("attention_norm", "input_layernorm"),
+        inside=_NORM,
+        used_by=(INPUT_NORM, QKV),
+        starts_from=(INPUT,),
+    ),
+    Operator(ATTENTION, llama=("attention",)),
+    Operator(SPLIT, primitives=("split_qkv",), beside=(ATTENTION,), unless=_LATENT),
+    Operator(
+        QKV,
+        llama=("wq", "wk", "wv", "w_qkv", "w"),  # w_qkv, w: one matrix for all three (qkv_concat)
+        elsewhere=("query_key_value", "wk_v"),
+        primitives=("wq.matmul", "wk.matmul", "wv.matmul", "w_qkv.matmul", "linear_qkv.matmul"),
+        used_by=(CORE,),
+        starts_from=(INPUT_NORM,),
+    ),
+    Operator("self_attention.adjust_key_value"),
+    Operator(
+        ROTARY,
+        llama=("apply_rotary_emb",),
+        elsewhere=("apply_rotary_pos_emb",),
+        cells=("apply_rotary_emb", "apply_rotary_pos_emb"),
+        inside=_ROTARY,
+        beside=(ATTENTION,),
+        unless=_LATENT,
+        used_by=(ROTARY, CORE),
+        starts_from=(QKV,),
+        with_it=(SPLIT,),
+    ),
+    Operator(
+        CORE,
+        llama=("flash_attention",),
+        primitives=(
+            "flash_attention.flash_attention",
+            "core_attention.flash_attention",
+            *(f"{cell}{name}" for cell in ("", "core_attention.") for name in ("softmax", "batch_matmul_q_k")),
+        ),
+        used_by=(CORE, PROJ),
+        starts_from=(QKV, ROTARY),
+    ),
+    Operator(f"{CORE}.scale_mask_softmax"),  # these two where attention is not fused
+    Operator(f"{CORE}.attention_dropout"),
+    Operator(PROJ, llama=("wo",), elsewhere=("dense",), primitives=("wo.matmul", "linear_proj.matmul")),
+    Operator(
+        ATTENTION_ADD,
+        primitives=("add",),
+        beside=(ATTENTION,),
+        used_by=(ATTENTION_ADD, MLP_NORM),
+        starts_from=(INPUT, CORE),
+        with_it=(PROJ,),
+    ),
+    Operator(
+        MLP_NORM,
+        llama=("ffn_norm",),
+        elsewhere=("post_attention_layernorm",),
+        cells=("ffn_norm", "pre_mlp_layernorm", "post_attention_layernorm"),
+        inside=_NORM,
+        used_by=(MLP_NORM, FC1),
+        starts_from=(ATTENTION_ADD,),
+    ),
+    Operator(MLP, llama=("feed_forward",)),
+    Operator(
+        FC1,
+        llama=("w1", "w3", "w_gate_hidden"),  # w_gate_hidden: one matrix for both (ffn_concat)
+        elsewhere=("dense_left", "dense_right", "dense_h_to_4h"),
+        primitives=("w1.matmul", "w3.matmul", "w_gate_hidden.matmul", "linear_fc1.matmul"),
+        used_by=(ACTIVATION,),
+        starts_from=(MLP_NORM,),
+    ),
+    Operator(
+        ACTIVATION,
+        llama=("mul", "w1.activation"),
+        primitives=("mul", "swiglu", "split"),
+        cells=("w1.activation", "activate", "activation_func", "activation_func.silu"),
+        inside=_ACTIVATION,
+        beside=("mlp/", "*.linear_fc1"),
+        marker="activation",
+        used_by=(ACTIVATION, FC2),
+        starts_from=(FC1,),
+    ),
+    Operator(FC2, llama=("w2",), elsewhere=("dense_4h_to_h",), primitives=("w2.matmul", "linear_fc2.matmul")),
+    Operator(MLP_ADD, primitives=("add",), beside=(MLP,)),
+)
+"""The operators of a dense layer in the order in which they start."""
+EXPERTS = (
+    Operator(_ROUTER),
+    Operator("mlp.dispatch"),  # the token dispatcher, which is no module, and its steps
+    Operator("mlp.dispatch.preprocess", beside=(_ROUTER,)),
+    Operator("mlp.dispatch.communicate", beside=(_ROUTER,)),
+    Operator("mlp.dispatch.postprocess", beside=(_ROUTER,)),
+    Operator("mlp.experts"),
+    Operator("mlp.experts.local_experts"),
+)
+"""Those of a layer with experts, where sizes depend on how tokens are routed."""
+OPERATORS = (
+    *DENSE,
+    *EXPERTS,
+    Operator("self_attention.output_gate", beside=(ATTENTION,), unless=_LATENT),
+    Operator("self_attention.k_layernorm", cells=("k_layernorm",), inside=_NORM),
+    Operator("self_attention.linear_q_down_proj", elsewhere=("q2l_proj",)),
+    Operator("self_attention.q_layernorm", elsewhere=("lq_norm",), cells=("lq_norm", "q_layernorm"), inside=_NORM),
+    Operator("self_attention.linear_q_up_proj", elsewhere=("l2q_nope_proj", "l2q_pe_proj")),
+    Operator(_LATENT, elsewhere=("kv2l_k_pe", "kv2l_latent_kv")),
+    Operator("self_attention.kv_layernorm", elsewhere=("lkv_norm",), cells=("lkv_norm", "kv_layernorm"), inside=_NORM),
+    Operator("self_attention.linear_kv_up_proj", elsewhere=("lkv2kv_k_nope", "lkv2kv_v")),
+)
+"""All that have a name. Others are reached by Megatron's names, too: those of their modules."""
+_BY_NAME = {one.name: one for one in OPERATORS}
+MARKERS = {one.marker: one.name for one in OPERATORS if one.marker is not None}
+"""Megatron's range markers that stand for an operator of another name."""
+
 _KNOWN_PRIMITIVES = frozenset(
     "swiglu matmul batch_matmul batch_matmul_q_k softmax dropout bias_add sub div reshape transpose "
     "split tile expand_dims gather".split()
 ).union(_NORM, _ROTARY, _ACTIVATION)
 _ONE_OF_SEVERAL = re.compile(r"(\w+_)?(reshape|transpose|cast|tile|split|slice|concat|add|mul)(_\w+|\d)?")
 _CELLS_WITHOUT_OPERATOR = ("activation", "experts", "shared_experts", "routed_experts", "ffn", "cross_attention")
-
-_ATTENTION_INLINE = ("qkv", "rotary_pos_emb", "output_gate")
-_DISPATCH_INLINE = ("preprocess", "communicate", "postprocess")
+_KNOWN_CELLS = frozenset(
+    part
+    for path in itertools.chain(
+        *((one.name, *one.llama, *one.elsewhere) for one in OPERATORS if one.llama or one.elsewhere),
+        *(one.cells for one in OPERATORS),
+        _CELLS_WITHOUT_OPERATOR,
+    )
+    for part in path.split(".")
+)
 
 
 class Match(NamedTuple):
@@ -112,29 +226,47 @@ def pattern_error(pattern: str) -> str | None:
     return None
 
 
-def _renamed(parts: Sequence[str], last: Sequence[str], *names: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Every path whose parents carry a name out of ``names``, where they have one, and whose end is one of `last`."""
-    parents = (sum((more.get(part, ()) for more in names), ()) or (part,) for part in parts)
+def within(op: str, around: str) -> bool:
+    """Whether an operator is below another one; all but itself are below ``""``, the layer."""
+    return op != around and (not around or op.startswith(around + "."))
+
+
+def _renamed(
+    parts: Sequence[str], last: Sequence[str], names: Callable[[Operator], tuple[str, ...]], keep: bool = False
+) -> list[str]:
+    """Every path whose parents carry such a name, where they have one, and whose end is one of `last`.
+
+    keep: or the name that they have.
+    """
+    parents = []
+    for part in parts:
+        other = names(_BY_NAME[part]) if part in _BY_NAME else ()
+        parents.append((part, *other) if keep else other or (part,))
     return [".".join(path) for path in itertools.product(*parents, last)]
 
 
 def _in_any_vocabulary(parts: Sequence[str], last: Sequence[str]) -> list[str]:
-    return _renamed(parts, last, {part: (part,) for part in parts}, _LLAMA, _ELSEWHERE)
+    return _renamed(parts, last, lambda one: one.llama + one.elsewhere, keep=True)
+
+
+def _in_llama(parts: Sequence[str], last: Sequence[str]) -> list[str]:
+    return _renamed(parts, last, lambda one: one.llama)
 
 
 @lru_cache(maxsize=4096)
 def llama_names(node: str) -> tuple[str, ...]:
     """A node's Llama names, if it has others than Megatron's; parts without one keep that, so experts have names."""
     *parents, last = node.split(".")
-    names = _renamed(parents, _LLAMA.get(last, (last,)), _LLAMA)
-    return tuple(name for name in dict.fromkeys(names) if name != node)
+    own = _BY_NAME[last].llama if last in _BY_NAME else ()
+    return tuple(name for name in dict.fromkeys(_in_llama(parents, own or (last,))) if name != node)
 
 
 @lru_cache(maxsize=4096)
 def module_names(node: str) -> tuple[str, ...]:
     """A node's Megatron name, then its Llama names, then those of MindFormers' other models."""
     *parents, last = node.split(".")
-    others = (last, *_LLAMA.get(last, ()), *_ELSEWHERE.get(last, ()))
+    one = _BY_NAME.get(last, Operator(last))
+    others = (last, *one.llama, *one.elsewhere)
     return tuple(dict.fromkeys([node, *llama_names(node), *_in_any_vocabulary(parents, others)]))
 
 
@@ -142,20 +274,9 @@ def module_names(node: str) -> tuple[str, ...]:
 def primitive_names(node: str) -> tuple[str, ...]:
     """What MindFormers calls the primitives in a node."""
     *parents, last = node.split(".")
-    cells, inside = _CELLS.get(last, ((), ()))
-    found = (*_PRIMITIVES.get(last, ()), *(f"{cell}.{name}" for cell in cells for name in inside))
-    return tuple(dict.fromkeys([*_renamed(parents, found, _LLAMA), *_in_any_vocabulary(parents, found)]))
-
-
-_KNOWN_CELLS = frozenset(
-    part
-    for path in itertools.chain(
-        *((name, *others) for table in (_LLAMA, _ELSEWHERE) for name, others in table.items()),
-        *(cells for cells, _ in _CELLS.values()),
-        _CELLS_WITHOUT_OPERATOR,
-    )
-    for part in path.split(".")
-)
+    one = _BY_NAME.get(last, Operator(last))
+    found = (*one.primitives, *(f"{cell}.{name}" for cell in one.cells for name in one.inside))
+    return tuple(dict.fromkeys([*_in_llama(parents, found), *_in_any_vocabulary(parents, found)]))
 
 
 def names_a_primitive(pattern: str) -> bool:
@@ -218,17 +339,15 @@ def with_inline(operators: Collection[str]) -> tuple[str, ...]:
     """The operators of a layer (its modules), and those known to run inside them without being modules."""
     nodes = nodes_of(operators)
     inline: list[str] = []
-    if "self_attention" in nodes:
-        inline.append("self_attn_bda")
-        if "self_attention.linear_kv_down_proj" not in nodes:  # MLA's forward has no such ranges
-            inline += [f"self_attention.{name}" for name in _ATTENTION_INLINE]
-    if "mlp" in nodes:
-        inline.append("mlp_bda")
-        if not any(node.startswith("mlp.") for node in nodes):
-            inline.append("mlp.activation_func")
-    if "mlp.router" in nodes:  # the steps of the token dispatcher, which is no module
-        inline += [f"mlp.dispatch.{name}" for name in _DISPATCH_INLINE]
-    inline += [f"{node[: -len('.linear_fc1')]}.activation_func" for node in nodes if node.endswith(".linear_fc1")]
+    for one in OPERATORS:
+        for where in one.beside if one.unless not in nodes else ():
+            if where.startswith("*"):
+                beside = where[1:]
+                inline += [f"{node.removesuffix(beside)}.{one.name}" for node in nodes if node.endswith(beside)]
+            elif where.removesuffix("/") in nodes:
+                module = where.removesuffix("/")
+                if module == where or not any(within(node, module) for node in nodes):
+                    inline.append(one.path)
     ordered = operators if isinstance(operators, Sequence | dict) else sorted(operators)
     return tuple(dict.fromkeys([*ordered, *inline]))
 

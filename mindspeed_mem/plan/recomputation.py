@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_mem.plan.layers import as_ranges
-from mindspeed_mem.plan.operators import Match, match, selects
+from mindspeed_mem.plan.layers import in_words
+from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recompute_config import RecomputeRule
 
 __all__ = ["Recompute", "Recomputation", "outermost"]
@@ -107,12 +107,12 @@ class Recomputation:
             return None
         rules = (r for r in self._rules[layer] if r.pattern is None or (op and self._selects(r.pattern, op)))
         rule = next(rules, None)
-        return rule and Recompute(entry=rule.entry, communication=rule.kind == "communication")
+        return None if rule is None else Recompute(entry=rule.entry, communication=rule.kind == "communication")
 
     def _holds_excluded(self, layer: int, op: str) -> bool:
         if not op:  # a layer with unknown operators may hold what is excluded
             return bool(self._excluded[layer] or (layer not in self._layers and self._excludes[layer]))
-        return any(other.startswith(f"{op}.") for other in self._excluded[layer])
+        return any(within(other, op) for other in self._excluded[layer])
 
     def _selected(self, rules: Sequence[RecomputeRule], op: str) -> bool:
         return any(rule.pattern is not None and self._selects(rule.pattern, op) for rule in rules)
@@ -132,7 +132,7 @@ class Recomputation:
         shown: dict[str, str] = {}
         for exclude in self._excludes[layer]:
             for hit in self._found(exclude, layer):
-                if not node or hit.node.startswith(f"{node}."):
+                if within(hit.node, node):
                     shown.setdefault(hit.node, hit.shown)
         names = ", ".join(shown[name] for name in outermost(shown))
         return f" (except {names})" if names else ""
@@ -149,7 +149,7 @@ class Recomputation:
             places = [layer for layer in self._layers if rule.covers(layer)]
             absent = [layer for layer in places if not self._found(rule, layer)]
             if absent and rule.layers is not True:
-                yield f"{rule.entry} has no effect in {_layers(absent)}: {rule.pattern!r} matches no operator there"
+                yield f"{rule.entry} has no effect in {in_words(absent)}: {rule.pattern!r} matches no operator there"
         for rule in (rule for rule in rules if rule.pattern is not None):
             hidden = [
                 layer
@@ -159,7 +159,7 @@ class Recomputation:
                 and not any(self.decision(layer, op) for hit in self._found(rule, layer) for op in hit.operators)
             ]
             if hidden:
-                yield f"{rule.entry} has no effect in {_layers(hidden)}: it is excluded there"
+                yield f"{rule.entry} has no effect in {in_words(hidden)}: it is excluded there"
         for exclude in excludes:
             places = [layer for layer in self._layers if exclude.covers(layer)]
             if places and not any(self._takes_out(exclude, layer) for layer in places):
@@ -171,7 +171,3 @@ class Recomputation:
             rule.pattern is None or any(self._selects(rule.pattern, op) for op in operators)
             for rule in (self._rules[layer] if operators else ())
         )
-
-
-def _layers(numbers: Collection[int]) -> str:
-    return f"layer{'s' if len(numbers) > 1 else ''} {as_ranges(numbers)}"

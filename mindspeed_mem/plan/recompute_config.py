@@ -153,9 +153,11 @@ def _read(value: Any, path: str, kind: Kind, with_swap: bool, check: Checker) ->
         return [] if layers is None else [RecomputeRule(kind=kind, pattern=None, layers=layers, entry=path)]
     if value is True or _counts_only(value):
         layers = _read_layers(value, path, with_swap, check)
+        if layers is None:
+            return []
         return [
             RecomputeRule(kind=kind, pattern=pattern, layers=layers, entry=path, default=True)
-            for pattern in (DEFAULT_PATTERNS[kind] if layers is not None else ())
+            for pattern in DEFAULT_PATTERNS[kind]
         ]
     if not isinstance(value, Mapping):
         if not isinstance(value, str | list | tuple):

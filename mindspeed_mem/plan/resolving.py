@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mindspeed_mem.plan.checks import MemoryConfigError, given
 from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig
-from mindspeed_mem.plan.layers import Layers, as_ranges, numbered, out_of_range
+from mindspeed_mem.plan.layers import Layers, as_ranges, in_words, numbered, numbers_in, out_of_range
 from mindspeed_mem.plan.memory_plan import MemoryPlan, SwapRule, swap_rules
 from mindspeed_mem.plan.operators import match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
@@ -57,7 +57,7 @@ def resolve(
     names = [_Name(rule.path, rule.pattern, rule.covers) for rule in swaps]
     names += [_Name(rule.entry, rule.pattern, rule.covers) for rule in (*rules, *excludes) if not rule.default]
     absent = [name for name in names if _matches_nothing(name, known)]
-    problems += [_name_problem(name, known) for name in absent if not names_a_primitive(name.pattern)]
+    problems += [_name_problem(name, known) for name in absent if not names_a_primitive(name.pattern or "")]
     if problems:
         raise MemoryConfigError(problems, config.source)
     decisive = [
@@ -101,9 +101,11 @@ def _by_number(config: MemoryConfig, stacks: Mapping[str, range | None], problem
 
     swap, recompute = config.swap, config.recompute
     if swap.swap:
-        lists = {"layer_swap": swap.layer_swap, "op_swap": swap.op_swap}
-        given_lists = {key: replaced(found, ".layers") for key, found in lists.items() if found is not None}
-        swap = dataclasses.replace(swap, **given_lists)
+        swap = dataclasses.replace(
+            swap,
+            layer_swap=None if swap.layer_swap is None else replaced(swap.layer_swap, ".layers"),
+            op_swap=None if swap.op_swap is None else replaced(swap.op_swap, ".layers"),
+        )
     recompute = dataclasses.replace(recompute, rules=replaced(recompute.rules), excludes=replaced(recompute.excludes))
     return dataclasses.replace(config, swap=swap, recompute=recompute)
 
@@ -119,7 +121,7 @@ def _swap_range_problems(config: SwapConfig, known: Collection[int], num_layers:
 
 
 def _outside(layers: Layers, known: Collection[int], num_layers: int) -> set[int]:
-    return set() if layers is True else {layer for layer in layers if layer >= num_layers and layer not in known}
+    return {layer for layer in numbers_in(layers) if layer >= num_layers and layer not in known}
 
 
 def _with_layers(
@@ -143,7 +145,7 @@ def _on_stages(rule: SwapRule, stages: _Stages, problems: list[str]) -> SwapRule
     if rule.stages is True:
         return rule
     there = {layer for stage in rule.stages for layer in stages.layers_of(stage)}
-    layers = tuple(sorted(there if rule.layers is True else there & set(rule.layers)))
+    layers = tuple(sorted(there if rule.layers is True else there & numbers_in(rule.layers)))
     if outside := {stage for stage in rule.stages if stage >= stages.pipeline} if stages.complete else ():
         last = f"0 to {stages.pipeline - 1}" if stages.pipeline > 1 else "0"
         plural = "s" if len(outside) > 1 else ""
@@ -223,7 +225,7 @@ class _Stages:
         """What fits only because more layers than there are count as all, and a missing count as none."""
         for where, count, there, name in self._cells(counts):
             if count is not True and count > len(there):
-                have = f"layer{'s' if len(there) > 1 else ''} {as_ranges(there)}" if there else "no layers"
+                have = in_words(there) if there else "no layers"
                 yield where, f"got {count}, but {name} has {have}: these are all that count"
         if not counts.nested and len(row := self._rows(counts)[0]) < self.pipeline:
             missing = f"stage{'s' if self.pipeline - len(row) > 1 else ''} {as_ranges(range(len(row), self.pipeline))}"
@@ -257,9 +259,11 @@ def _matches_nothing(name: _Name, known: Mapping[int, tuple[str, ...]]) -> bool:
 
 def _name_problem(name: _Name, known: Mapping[int, tuple[str, ...]]) -> str:
     places = [layer for layer in known if name.covers(layer)]
-    near = near_patterns(name.pattern, list(dict.fromkeys(op for tree in sorted(_trees(name, known)) for op in tree)))
+    near = near_patterns(
+        name.pattern or "", list(dict.fromkeys(op for tree in sorted(_trees(name, known)) for op in tree))
+    )
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return (
-        f"{name.path}: got {name.pattern!r}, which matches no operator in layer{'s' * (len(places) > 1)} "
-        f"{as_ranges(places)}; {hint}allowed: what `python -m mindspeed_mem ops` prints"
+        f"{name.path}: got {name.pattern!r}, which matches no operator in "
+        f"{in_words(places)}; {hint}allowed: what `python -m mindspeed_mem ops` prints"
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
+from mindspeed_mem.plan.layers import in_words
+from mindspeed_mem.plan.operators import within
 from mindspeed_mem.report.units import mib
 
 OUTSIDE = -1
@@ -19,23 +21,45 @@ MiB per micro-batch and rank; each storage counted once, views of it included.
   FLOPs:    what its second run computes, of its layer's forward (matrix products in torch's operations)"""
 
 
+class Storage(TypedDict):
+    """One storage kept for backward, as the census counts it."""
+
+    layer: int
+    """Who produced it; -1: it came from outside the layers."""
+    op: str
+    bytes: int
+    saved_by: list[tuple[int, str]]
+    """Layer and operator."""
+
+
+class Choice(TypedDict):
+    """One operator that ran."""
+
+    layer: int
+    op: str
+    frees: int
+    """Bytes that recomputing it frees."""
+    flops: int
+    """Of its second run."""
+    forward: int
+    """FLOPs of its forward."""
+
+
 def format_operators(
-    storages: Sequence[Mapping[str, Any]],
+    storages: Sequence[Storage],
     operators: Mapping[int, Sequence[str]],
     classes: Mapping[int, str],
     names: Callable[[str], Sequence[str]],
-    choices: Sequence[Mapping[str, Any]] = (),
+    choices: Sequence[Choice] = (),
 ) -> str:
     """A text with one table for each class of layers that are alike.
 
     Args:
-        storages: one mapping per storage kept for backward: ``layer`` and ``op`` that produced it (layer -1: came from
-            outside the layers), ``bytes``, ``saved_by`` (a list of (layer, op)).
+        storages: what is kept for backward, of all layers.
         operators: the operator paths of each layer, by global index; those that keep nothing are listed as well.
         classes: a label for each layer.
         names: an operator's other names.
-        choices: one mapping per operator that ran, in that order: ``layer`` and ``op``, bytes that recomputing it
-            ``frees``, ``flops`` of its second run and of its ``forward``.
+        choices: what recomputing each operator would do, in the order in which they ran.
     """
     tables: dict[tuple, list[int]] = {}
     for layer in sorted(operators):
@@ -48,7 +72,7 @@ def format_operators(
         total = sum(one["bytes"] for one in storages if one["layer"] == layers[0])
         forward = f", forward {_count(flops)}" if flops else ""
         alike = f", each of these {len(layers)} layers" if len(layers) > 1 else ""
-        parts.append(f"{_span(layers)}: {label}, {mib(total)} MiB produced{forward}{alike}\n{_align(rows)}")
+        parts.append(f"{in_words(layers)}: {label}, {mib(total)} MiB produced{forward}{alike}\n{_align(rows)}")
     outside = [one for one in storages if one["layer"] == OUTSIDE]
     if outside:
         total = sum(one["bytes"] for one in outside)
@@ -60,18 +84,18 @@ def format_operators(
 def _rows(
     layer: int,
     operators: Sequence[str],
-    storages: Sequence[Mapping[str, Any]],
+    storages: Sequence[Storage],
     names: Callable[[str], Sequence[str]],
-    choices: Mapping[str, Mapping[str, Any]],
+    choices: Mapping[str, Choice],
 ) -> tuple:
     used = [op for one in storages for at, op in [*one["saved_by"], (one["layer"], one["op"])] if at == layer]
     rows = []
     for op, parent, depth in _in_order(dict.fromkeys([*choices, *used, *operators])):
-        produced = [one for one in storages if one["layer"] == layer and _within(one["op"], op)]
-        saved = [one for one in storages if any(at == layer and _within(by, op) for at, by in one["saved_by"])]
-        shared = any(not (at == layer and _within(by, op)) for one in saved for at, by in one["saved_by"])
-        needed = {tuple(saver) for one in produced for saver in one["saved_by"]}
-        needed = {(at, by) for at, by in needed if by == op or at != layer or not _within(by, op)}
+        produced = [one for one in storages if one["layer"] == layer and _is_in(one["op"], op)]
+        saved = [one for one in storages if any(at == layer and _is_in(by, op) for at, by in one["saved_by"])]
+        shared = any(not (at == layer and _is_in(by, op)) for one in saved for at, by in one["saved_by"])
+        needed = {(at, by) for one in produced for at, by in one["saved_by"]}
+        needed = {(at, by) for at, by in needed if by == op or at != layer or not _is_in(by, op)}
         indent = "  " * depth
         rows.append(
             (
@@ -89,7 +113,7 @@ def _rows(
 def _in_order(listed: Iterable[str]) -> list[tuple[str, str, int]]:
     """(operator, the module above it that is listed, depth): each module before what is below it."""
     listed = list(listed)
-    parents = {op: max((p for p in listed if p and p != op and _within(op, p)), key=len, default="") for op in listed}
+    parents = {op: max((p for p in listed if p and within(op, p)), key=len, default="") for op in listed}
     first: dict[str, int] = {}
     for index, op in enumerate(listed):
         while op:
@@ -105,8 +129,8 @@ def _in_order(listed: Iterable[str]) -> list[tuple[str, str, int]]:
     ]
 
 
-def _within(op: str, module: str) -> bool:
-    return not module or op == module or op.startswith(module + ".")
+def _is_in(op: str, module: str) -> bool:
+    return op == module or within(op, module)
 
 
 def _below(op: str, parent: str) -> str:
@@ -120,7 +144,7 @@ def _other_name(op: str, parent: str, names: Callable[[str], Sequence[str]]) -> 
     return "" if name == _below(op, parent) else name
 
 
-def _recompute(choice: Mapping[str, Any] | None, layer: Mapping[str, Any] | None) -> tuple[str, str]:
+def _recompute(choice: Choice | None, layer: Choice | None) -> tuple[str, str]:
     if choice is None or choice["frees"] <= 0:
         return "-", "-"
     if not layer or not layer["forward"]:
@@ -147,7 +171,7 @@ def _from(layer: int, op: str, parent: str, saver: tuple[int, str]) -> str:
     if saver == (layer, op):
         return "itself"
     if saver[0] == layer:
-        siblings = parent and saver[1].startswith(parent + ".")
+        siblings = parent and within(saver[1], parent)
         return _below(saver[1], parent) if siblings else saver[1] or "the layer itself"
     return f"layer {saver[0] - layer:+d} {saver[1]}".rstrip()
 
@@ -161,18 +185,6 @@ def _joined(names: Sequence[str]) -> str:
         shared += 1
     ends = "|".join(".".join(path[shared:]) for path in paths)
     return ".".join([*paths[0][:shared], ends]) if shared or dotted else ends
-
-
-def _span(layers: Sequence[int]) -> str:
-    """``layers 0-3, 5``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"layer{'s' if len(layers) > 1 else ''} {text}"
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:

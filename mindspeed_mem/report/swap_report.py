@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
-from mindspeed_mem.plan.layers import as_ranges
+from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.report.units import mib
 
 _OF_PLANS = (
@@ -25,8 +25,58 @@ _COLUMNS = (
 )
 
 
-def format_report(ranks: Sequence[dict[str, Any]]) -> str:
-    """``ranks``: `Engine.report` of each rank, in rank order, each with ``rank`` added. Sizes are shown in MiB."""
+class SecondRuns(TypedDict):
+    """Of one operator of one layer."""
+
+    layer: int
+    op: str
+    bytes: int
+    runs: int
+
+
+class Pin(TypedDict):
+    """What stays on the device because somebody else holds it."""
+
+    layer: int
+    op: str
+    bytes: int
+    by: str
+
+
+class _More(TypedDict, total=False):
+    """What only some engines count."""
+
+    evictions: int
+    evicted_bytes: int
+    adaptive: list[str]
+    """Lines of the adaptive plan."""
+    since: str
+    """Since when peaks are counted; empty: from the start."""
+
+
+class RankFigures(_More):
+    """`Engine.report` of one rank: bytes, counts and seconds of the whole run. It may have more keys."""
+
+    rank: int
+    bytes_out: int
+    bytes_in: int
+    peak_bytes: int
+    peak_bytes_without: int
+    """What the peak would have been without the plan."""
+    stall_seconds: float
+    host_peak_bytes: int
+    stayed_bytes: int
+    passes_kept: int
+    passes: int
+    recomputed_bytes: int
+    recomputed_by_operator: list[SecondRuns]
+    pinned: list[Pin]
+    swaps: bool
+    recomputes: bool
+
+
+def format_report(ranks: Sequence[RankFigures]) -> str:
+    """The report of all ranks, given in rank order. Sizes are shown in MiB."""
     since = f" since {ranks[0]['since']}" if ranks[0].get("since") else ""
     lines = [
         "activation memory, per rank (MiB; out, in, recomputed, host peak: in the whole run; peak, without: kept for "
@@ -55,25 +105,24 @@ def format_report(ranks: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _second_runs(ranks: Sequence[dict[str, Any]]) -> list[str]:
+def _second_runs(ranks: Sequence[RankFigures]) -> list[str]:
     """One line per operator, its layers and all ranks together."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[SecondRuns]] = {}
     for row in ranks:
         for one in row["recomputed_by_operator"]:
             found.setdefault(one["op"], []).append(one)
     lines = []
     for op, ones in found.items():
         layers = {one["layer"] for one in ones}
-        nbytes, runs = (sum(one[key] for one in ones) for key in ("bytes", "runs"))
-        where = f"layer{'s' if len(layers) > 1 else ''} {as_ranges(layers)}"
+        nbytes, runs = sum(one["bytes"] for one in ones), sum(one["runs"] for one in ones)
         lines.append(
-            f"recomputed: {op + ' of ' if op else 'the whole of '}{where}: {mib(nbytes)} MiB dropped, "
+            f"recomputed: {op + ' of ' if op else 'the whole of '}{in_words(layers)}: {mib(nbytes)} MiB dropped, "
             f"{runs} second run{'' if runs == 1 else 's'}"
         )
     return lines
 
 
-def _remarks(row: dict[str, Any]) -> list[str]:
+def _remarks(row: RankFigures) -> list[str]:
     where = f"rank {row['rank']}: "
     remarks = []
     if row["swaps"] and not row["bytes_out"]:

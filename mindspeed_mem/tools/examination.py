@@ -81,7 +81,7 @@ def _optional() -> list[dict[str, str | None]]:
     device = get_backend().type
     library = delegating.available(device)
     parts = (
-        ("scipy", _version("scipy"), "plans are found greedily, which can be 10 % slower (mindspeed-mem[adaptive])"),
+        ("scipy", _version("scipy"), "nothing can be planned (mindspeed-mem[adaptive])"),
         ("matplotlib", _version("matplotlib"), "no pictures (mindspeed-mem[picture])"),
         (
             "C++ compiler",

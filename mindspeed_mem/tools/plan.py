@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_mem import output, requirements
-from mindspeed_mem.adaptive import estimate, picture, table, trace
-from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
-from mindspeed_mem.adaptive.devices import ASSUMED, DEVICES, assumptions, reached
-from mindspeed_mem.adaptive.infeasible import InfeasibleError
-from mindspeed_mem.adaptive.problem import GIB, Problem
-from mindspeed_mem.adaptive.search import Found, Search
-from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive.problem import from_shape, profile_file
+from mindspeed_mem.adaptive.problem.definition import GIB, Problem
+from mindspeed_mem.adaptive.problem.devices import ASSUMED, DEVICES, assumptions, reached
+from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
+from mindspeed_mem.adaptive.search import plan_picture, plan_table
+from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
+from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.command_line import check_file, check_picture, flag, instead_of, number
 from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
@@ -123,11 +124,11 @@ def main(given: argparse.Namespace) -> int:
         limits["host_limit"] = request.host_bytes
     profile = dataclasses.replace(profile, problem=dataclasses.replace(profile.problem, **limits))
     if given.write_trace:
-        trace.write(profile, given.write_trace)
+        profile_file.write(profile, given.write_trace)
     return _plan(given, profile, kept)
 
 
-def _reserve(request: Request, profile: trace.Profile, device_bytes: int) -> Reserve:
+def _reserve(request: Request, profile: profile_file.Profile, device_bytes: int) -> Reserve:
     """What of the device is not planned with."""
     if request.reserve_bytes is not None:
         return Reserve(asked=request.reserve_bytes)
@@ -135,10 +136,10 @@ def _reserve(request: Request, profile: trace.Profile, device_bytes: int) -> Res
         name: profile.shapes.get(name) for name in ("tensor", "data", "context")
     }
     sizes = {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
-    return of_device(device_bytes, Layout(**sizes).groups)
+    return of_device(device_bytes, Split(**sizes).groups)
 
 
-def _plan(given: argparse.Namespace, profile: trace.Profile, reserve: Reserve | None) -> int:
+def _plan(given: argparse.Namespace, profile: profile_file.Profile, reserve: Reserve | None) -> int:
     problem = profile.problem
     search = Search(problem)
     kept, full = keep_all(problem), full_recompute(problem)
@@ -146,33 +147,35 @@ def _plan(given: argparse.Namespace, profile: trace.Profile, reserve: Reserve | 
     try:
         if given.picture:
             floor = search.floor()
-            asked = picture.limits(floor, max(kept.peaks), problem.device_limit)
+            asked = plan_picture.limits(floor, max(kept.peaks), problem.device_limit)
             curve = list(zip(asked, search.curve(asked), strict=True))
-            title = " ".join(table.head(profile, reserve)[:1])
-            picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
+            title = " ".join(plan_table.head(profile, reserve)[:1])
+            plan_picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
         found = search.best()
     except InfeasibleError as shortage:
         status, error = 1, shortage
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    print("\n".join(table.lines(profile, reserve, kept, full, found, width)))
+    print("\n".join(plan_table.lines(profile, reserve, kept, full, found, width)))
     if error is not None:
         states_are_split = bool(profile.shapes.get("distributed_optimizer"))
         print(f"mindspeed_mem plan: {error.text(states_are_split)}", file=sys.stderr)
         if reserve is not None and reserve.bytes:
-            print(f"  (a reserve of {table.gib(reserve.bytes)} GiB is kept besides: --reserve-gib)", file=sys.stderr)
+            print(
+                f"  (a reserve of {plan_table.gib(reserve.bytes)} GiB is kept besides: --reserve-gib)", file=sys.stderr
+            )
     if given.picture:
         print(f"drawn to {given.picture}")
     if given.output and found is not None:
-        _write(given.output, problem, found, table.head(profile, reserve), profile.origin)
+        _write(given.output, problem, found, plan_table.head(profile, reserve), profile.origin)
         print(f"written to {given.output}: train with --memory-config {given.output}")
     return status
 
 
 def _write(target: str, problem: Problem, found: Found, head: list[str], origin: str) -> None:
-    from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config  # only this needs PyYAML
+    from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config  # only this needs PyYAML
 
     origin = "estimates" if origin == "estimated" else "a measured profile"
-    peak = table.gib(max(found.simulated.peaks))
+    peak = plan_table.gib(max(found.simulated.peaks))
     first = f"mindspeed_mem plan: {found.simulated.seconds:.4g} s a step, {peak} GiB at most, from {origin}"
     remarks = [first, *head]
     output.write(target, as_yaml(memory_config(problem, found.plan), remarks))
@@ -185,7 +188,7 @@ def _write(target: str, problem: Problem, found: Found, head: list[str], origin:
 class Request:
     """What was asked for; `wrong` holds every reason why it cannot be done."""
 
-    profile: trace.Profile | None = None
+    profile: profile_file.Profile | None = None
     """What to plan from; None where something is wrong."""
     device_bytes: int | None = None
     """Of the device."""
@@ -196,7 +199,7 @@ class Request:
 
 
 def _read(given: argparse.Namespace) -> Request:
-    """Shape, layout and machine, or with a profile only the limits."""
+    """Shape, split and machine, or with a profile only the limits."""
     request = Request()
     wrong = request.wrong
     if given.trace is not None:
@@ -217,24 +220,25 @@ def _read(given: argparse.Namespace) -> Request:
         refuse_unknown(given, "plan does not know what it keeps: plan --trace takes a profile of such a model", wrong)
         described = _described(given, request)
     _files(given, wrong)
+    wrong += [reason for reason in [requirements.without_solver()] if reason is not None]
     if given.trace is not None:
         try:
-            request.profile = trace.read(given.trace)
-        except trace.ProfileError as error:
+            request.profile = profile_file.read(given.trace)
+        except profile_file.ProfileError as error:
             wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
     elif described is not None and not wrong:
         request.profile = _estimated(*described, assumed)
     return request
 
 
-def _estimated(shape: Shape, layout: Layout, machine: Machine, assumed: str | None) -> trace.Profile:
+def _estimated(shape: Shape, split: Split, machine: Machine, assumed: str | None) -> profile_file.Profile:
     """A profile by formula. `assumed`: what a device's name was taken for."""
-    return trace.Profile(
-        problem=estimate.problem(shape, layout, machine),
+    return profile_file.Profile(
+        problem=from_shape.problem(shape, split, machine),
         origin="estimated",
         machine=dataclasses.asdict(machine) | ({"assumed": assumed} if assumed else {}),
         model=dataclasses.asdict(shape),
-        shapes=dataclasses.asdict(layout),
+        shapes=dataclasses.asdict(split),
     )
 
 
@@ -257,8 +261,8 @@ def _by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
     return assumed
 
 
-def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Layout, Machine] | None:
-    """Model, layout and machine that the options describe; None where too much is missing or wrong."""
+def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Split, Machine] | None:
+    """Model, split and machine that the options describe; None where too much is missing or wrong."""
     wrong = request.wrong
     needed = (*_NEEDED, "device_memory_gib")
     missing = [flag(name) for name in needed if getattr(given, name) is None]
@@ -293,7 +297,7 @@ def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Layo
         context=numbers.get("context_parallel_size", 1),
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
     )
-    layout = _layout(given, shape, numbers, wrong)
+    split = _split(given, shape, numbers, wrong)
     if not shape.flash and shape.num_query_groups < shape.num_attention_heads:
         wrong.append("--attention-backend unfused copies keys and values for each head; --num-query-groups needs flash")
     if shape.context > 1 and not shape.flash:
@@ -301,13 +305,13 @@ def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Layo
     if shape.seq_length % (2 * shape.context) and shape.context > 1:
         twice = f"twice --context-parallel-size {shape.context}"
         wrong.append(f"--seq-length {shape.seq_length} is no multiple of {twice}: each rank takes two pieces")
-    wrong += sizes.indivisible(layout.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
+    wrong += sizes.indivisible(split.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
     reached_speeds = {name: speed for name, speed in speeds.items() if speed is not None}
     machine = Machine(memory_bytes=request.device_bytes, host_bytes=request.host_bytes, **reached_speeds)
-    return shape, layout, machine
+    return shape, split, machine
 
 
-def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], wrong: list[str]) -> Layout:
+def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], wrong: list[str]) -> Split:
     tensor, pipeline = numbers.get("tensor_model_parallel_size", 1), numbers.get("pipeline_model_parallel_size", 1)
     data, per_part = numbers.get("data_parallel_size", 1), numbers.get("num_layers_per_virtual_pipeline_stage")
     virtual, micro_batches = 1, 1
@@ -328,7 +332,7 @@ def _layout(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int],
     else:
         micro_batches = batch // each
         wrong += schedule_problems(pipeline, virtual, micro_batches)
-    return Layout(
+    return Split(
         tensor=tensor,
         pipeline=pipeline,
         virtual=virtual,

@@ -250,7 +250,7 @@ def test_doctor_says_what_the_absence_of_optional_parts_costs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(BARE_MACHINE))
     out, _ = mem("doctor", path=[tmp_path], environment={"CXX": "no-such-compiler", "PATH": "", "HOME": str(tmp_path)})
     for line in (
-        "\nscipy: none: plans are found greedily, which can be 10 % slower (mindspeed-mem[adaptive])\n",
+        "\nscipy: none: nothing can be planned (mindspeed-mem[adaptive])\n",
         "\nmatplotlib: none: no pictures (mindspeed-mem[picture])\n",
         "\nC++ compiler: none: no limited CPU memory, and the allocator below cannot be built\n",
         "\ndelegating allocator for cpu: none: --survive-oom ",

@@ -24,7 +24,7 @@ CASES = {
 
 
 def shape_of(case: str) -> Any:
-    from mindspeed_mem.adaptive.shape import Shape
+    from mindspeed_mem.adaptive.problem.shape import Shape
 
     kind, flash, fused, more = CASES[case]
     gated = kind.startswith("swiglu")
@@ -98,30 +98,31 @@ def counted(case: str, plans: dict[str, dict[str, Any]]) -> tuple[list[dict], di
 
 def plan_of(kind: Any, group: Any, letter: str) -> dict[str, Any]:
     """A memory configuration that does this to one group of one layer, as the planner writes it."""
-    from mindspeed_mem.adaptive.layout import Plan, StagePlan
-    from mindspeed_mem.adaptive.plan_file import memory_config
-    from mindspeed_mem.adaptive.problem import Chunk, Link, Pipeline, Problem, Stage
+    from mindspeed_mem.adaptive.problem.definition import Link, Part, Pipeline, Problem, Stage
+    from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan
+    from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
 
     letters = "".join(letter if other is group else "K" for other in kind.groups)
     kept = "K" * len(kind.groups)
-    stage = Stage(chunks=(Chunk(layers=(kind.name,) * 3, first_layer=0),), static_bytes=0)
+    stage = Stage(parts=(Part(layers=(kind.name,) * 3, first_layer=0),), static_bytes=0)
     problem = Problem(
         classes=(kind,), stages=(stage,), pipeline=Pipeline(micro_batches=1), link=Link(out=1, back=1), device_limit=1
     )
     of_layers = (kept, letters, kept)
-    return memory_config(problem, Plan(stages=(StagePlan(chunks=(of_layers,)),)))
+    return sections(memory_config(problem, Plan(stages=(StagePlan(parts=(of_layers,)),))))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_census_and_what_is_freed_is_that_of_the_ledger(case):
-    from mindspeed_mem.adaptive.estimate import layer_class
-    from mindspeed_mem.adaptive.layer_bytes import INPUT, layer_bytes
-    from mindspeed_mem.adaptive.shape import Layout, Machine
+    from mindspeed_mem.adaptive.problem.from_shape import layer_class
+    from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes
+    from mindspeed_mem.adaptive.problem.shape import Machine, Split
+    from mindspeed_mem.plan.operators import INPUT
 
     shape = shape_of(case)
-    sizes = layer_bytes(shape, Layout())
-    kind = layer_class(shape, Layout(), Machine(memory_bytes=1))
+    sizes = layer_bytes(shape, Split())
+    kind = layer_class(shape, Split(), Machine(memory_bytes=1))
     plans = {f"{group.name} S": plan_of(kind, group, "S") for group in kind.groups}
     again = [group for group in kind.groups if group.recompute_seconds is not None]
     plans |= {f"{group.name} R": plan_of(kind, group, "R") for group in again}

@@ -16,19 +16,20 @@ LAYERS, CASE = 6, "dense GELU"
 
 def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
     """One stage of real layers whose head and loss keep so many bytes, and plans of all kinds for it."""
-    from mindspeed_mem.adaptive import Plan, StagePlan, estimate
-    from mindspeed_mem.adaptive.improve import is_valid
-    from mindspeed_mem.adaptive.layer_bytes import stream_bytes
-    from mindspeed_mem.adaptive.problem import Outside
-    from mindspeed_mem.adaptive.shape import Layout, Machine
+    from mindspeed_mem.adaptive import Plan, StagePlan
+    from mindspeed_mem.adaptive.problem import from_shape
+    from mindspeed_mem.adaptive.problem.definition import Outside
+    from mindspeed_mem.adaptive.problem.layer_bytes import stream_bytes
+    from mindspeed_mem.adaptive.problem.shape import Machine, Split
+    from mindspeed_mem.adaptive.search.hill_climb import is_valid
 
     shape = dataclasses.replace(shape_of(CASE), num_layers=LAYERS)
-    problem = estimate.problem(shape, Layout(), Machine(memory_bytes=10**12))
+    problem = from_shape.problem(shape, Split(), Machine(memory_bytes=10**12))
     [kind] = problem.classes
-    stream = stream_bytes(shape, Layout())
+    stream = stream_bytes(shape, Split())
     after = Outside(bytes=stream + 2 * 2 * shape.tokens + head)  # the final norm's input and statistics
-    chunk = dataclasses.replace(problem.stages[0].chunks[0], before=Outside(bytes=stream), after=after)
-    stage = dataclasses.replace(problem.stages[0], chunks=(chunk,), static_bytes=0, temporary_bytes=0)
+    part = dataclasses.replace(problem.stages[0].parts[0], before=Outside(bytes=stream), after=after)
+    stage = dataclasses.replace(problem.stages[0], parts=(part,), static_bytes=0, temporary_bytes=0)
     problem = dataclasses.replace(problem, stages=(stage,))
     chance, plans = random.Random(1), []
     for distance, inputs_move in ((1, False), (6, False), (20, False), (1, True), (6, True), (20, True)):
@@ -41,7 +42,7 @@ def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
                 fine = letter == "-" or is_valid(kind, text + letter + rest, inputs_move)
                 text += letter if fine else "S" if inputs_move else "K"
             letters.append(text)
-        stage_plan = StagePlan(chunks=(tuple(letters),), distance=distance)
+        stage_plan = StagePlan(parts=(tuple(letters),), distance=distance)
         plans.append(Plan(stages=(stage_plan,), inputs_move=inputs_move))
     return problem, plans
 
@@ -76,12 +77,12 @@ def measured(configs: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.distributed
 def test_the_peak_is_the_ledgers():
     from mindspeed_mem.adaptive import simulate
-    from mindspeed_mem.adaptive.baselines import keep_all
-    from mindspeed_mem.adaptive.plan_file import memory_config
+    from mindspeed_mem.adaptive.search.baselines import keep_all
+    from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
 
     problem, plans = problem_and_plans()
     nothing = {"swap_config": {"swap": True, "op_swap": []}}
-    [[kept, *found]] = on_ranks(1, measured, [nothing, *(memory_config(problem, plan) for plan in plans)])
+    [[kept, *found]] = on_ranks(1, measured, [nothing, *(sections(memory_config(problem, plan)) for plan in plans)])
     head = kept - keep_all(problem).peaks[0]
     problem, _ = problem_and_plans(head)
     expected = [simulate(problem, plan).peaks[0] for plan in plans]

@@ -34,8 +34,8 @@ def simulated_and_executed(model: str) -> tuple[dict, list, list[str], int]:
     import torch
 
     from mindspeed_mem.adaptive import Search, simulate
-    from mindspeed_mem.adaptive.baselines import keep_all
-    from mindspeed_mem.adaptive.plan_file import memory_config
+    from mindspeed_mem.adaptive.search.baselines import keep_all
+    from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
     from tests.observed_models import executed, problem_of, random_plan, single_plans, with_head
     from tests.swap_runs import SDPA, patched
 
@@ -51,7 +51,7 @@ def simulated_and_executed(model: str) -> tuple[dict, list, list[str], int]:
         for share in (0.4, 0.7):
             plans[f"searched {share}"] = search.best(int(share * kept)).plan
         nothing = {"swap_config": {"swap": True, "op_swap": []}}
-        configs = [nothing, *(memory_config(problem, plan) for plan in plans.values())]
+        configs = [nothing, *(sections(memory_config(problem, plan)) for plan in plans.values())]
         [held, *peaks], differ = executed(configs, fields, LAYERS)
     problem = with_head(problem, held - kept)
     found = {
@@ -90,8 +90,8 @@ def observed_class(case: str) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_groups_are_those_that_are_estimated_from_the_shape(case):
-    from mindspeed_mem.adaptive.estimate import layer_class
-    from mindspeed_mem.adaptive.shape import Layout, Machine
+    from mindspeed_mem.adaptive.problem.from_shape import layer_class
+    from mindspeed_mem.adaptive.problem.shape import Machine, Split
 
     def groups(kind: Any) -> dict[str, tuple]:
         return {
@@ -106,7 +106,7 @@ def test_groups_are_those_that_are_estimated_from_the_shape(case):
         }
 
     [(observed,)] = on_ranks(1, observed_class, case)
-    estimated = layer_class(shape_of(case), Layout(), Machine(memory_bytes=1))
+    estimated = layer_class(shape_of(case), Split(), Machine(memory_bytes=1))
     assert observed.name == "layers 0-2"
     assert list(observed.index) == list(estimated.index)
     assert observed.input_bytes == estimated.input_bytes
@@ -180,19 +180,20 @@ def of_pipeline() -> Any:
 
 
 def test_all_chunks_of_all_stages_are_one_problem(tmp_path):
-    from mindspeed_mem.adaptive import Search, measured, trace
-    from mindspeed_mem.adaptive.checks import problems_of
-    from mindspeed_mem.adaptive.problem import Pipeline
+    from mindspeed_mem.adaptive import Search
+    from mindspeed_mem.adaptive.problem import from_profile, profile_file
+    from mindspeed_mem.adaptive.problem.checks import problems_of
+    from mindspeed_mem.adaptive.problem.definition import Pipeline
 
     ranks = on_ranks(2, of_pipeline)
-    problem = measured.problem(ranks[::-1], Pipeline(micro_batches=4, group_size=2), 10**9)
+    problem = from_profile.problem(ranks[::-1], Pipeline(micro_batches=4, group_size=2), 10**9)
     assert problems_of(problem) == []
     [kind] = problem.classes
     assert kind.name == "layers 0-7"
-    assert [[chunk.first_layer for chunk in stage.chunks] for stage in problem.stages] == [[0, 4], [2, 6]]
-    ends = [[chunk.after.bytes > 0 for chunk in stage.chunks] for stage in problem.stages]
+    assert [[chunk.first_layer for chunk in stage.parts] for stage in problem.stages] == [[0, 4], [2, 6]]
+    ends = [[chunk.after.bytes > 0 for chunk in stage.parts] for stage in problem.stages]
     assert ends == [[False, False], [False, True]]  # the final norm
-    trace.write(trace.Profile(problem=problem), tmp_path / "profile.json")
-    assert trace.read(tmp_path / "profile.json").problem == problem
+    profile_file.write(profile_file.Profile(problem=problem), tmp_path / "profile.json")
+    assert profile_file.read(tmp_path / "profile.json").problem == problem
     found = Search(problem).best(int(0.6 * max(Search(problem).best().simulated.peaks)))
-    assert any("S" in text or "R" in text for stage in found.plan.stages for chunk in stage.chunks for text in chunk)
+    assert any("S" in text or "R" in text for stage in found.plan.stages for chunk in stage.parts for text in chunk)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from mindspeed_mem.adaptive import Search
-from mindspeed_mem.adaptive.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 from tests.planning import LAYER, small_problem
 
 LAYERS, MICRO_BATCHES = 4, 3

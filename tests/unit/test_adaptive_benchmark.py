@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mindspeed_mem.adaptive import trace
+from mindspeed_mem.adaptive.problem import profile_file
 from tests.planning import small_problem
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ assert "torch" not in sys.modules
 
 def test_a_recorded_profile_is_replayed_without_a_model(tmp_path):
     target = tmp_path / "profile.json"
-    trace.write(trace.Profile(problem=small_problem(layers=4, micro_batches=2, link=2.0)), target)
+    profile_file.write(profile_file.Profile(problem=small_problem(layers=4, micro_batches=2, link=2.0)), target)
     words = [sys.executable, "-c", RUN, str(SCRIPT), "--replay", str(target), "--caps", "0.3,2.3GB"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -36,7 +36,7 @@ def test_a_recorded_profile_is_replayed_without_a_model(tmp_path):
 
 def test_caps_that_are_no_numbers_are_refused(tmp_path):
     target = tmp_path / "profile.json"
-    trace.write(trace.Profile(problem=small_problem()), target)
+    profile_file.write(profile_file.Profile(problem=small_problem()), target)
     words = [sys.executable, str(SCRIPT), "--replay", str(target), "--caps", "half"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1 and "such as 105GB, not 'half'" in done.stderr

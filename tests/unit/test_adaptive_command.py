@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from mindspeed_mem.__main__ import main
-from mindspeed_mem.adaptive import trace
-from mindspeed_mem.adaptive.problem import GIB
+from mindspeed_mem.adaptive.problem import profile_file
+from mindspeed_mem.adaptive.problem.definition import GIB
 from mindspeed_mem.command_line import NO_MATPLOTLIB
 from mindspeed_mem.plan import load_memory_config
 
@@ -56,7 +56,7 @@ def test_it_compares_the_plan_with_the_alternatives_and_writes_it(plan, tmp_path
 def test_what_it_planned_from_can_be_kept_and_planned_from_again(plan, tmp_path):
     target = tmp_path / "profile.json"
     _, first, _ = plan(f"{SHAPE} {LLAMA} --device-memory-gib 24 --write-trace {target}")
-    profile = trace.read(target)
+    profile = profile_file.read(target)
     assert profile.origin == "estimated" and profile.shapes["pipeline"] == 2
     assert profile.problem.device_limit == 24 * GIB
     status, again, _ = plan(f"--trace {target} --device-memory-gib 24 --reserve-gib 0")
@@ -69,11 +69,11 @@ def test_what_it_planned_from_can_be_kept_and_planned_from_again(plan, tmp_path)
 def test_a_plan_over_a_link_that_blocks_says_so_and_is_slower(plan, tmp_path):
     target = tmp_path / "profile.json"
     plan(f"{SHAPE} {LLAMA} --device-memory-gib 24 --write-trace {target}")
-    measured = dataclasses.replace(trace.read(target), origin="measured")
+    measured = dataclasses.replace(profile_file.read(target), origin="measured")
     link = dataclasses.replace(measured.problem.link, blocking=True)
-    trace.write(measured, target)
+    profile_file.write(measured, target)
     _, hidden, _ = plan(f"--trace {target} --device-memory-gib 20 --reserve-gib 0")
-    trace.write(dataclasses.replace(measured, problem=dataclasses.replace(measured.problem, link=link)), target)
+    profile_file.write(dataclasses.replace(measured, problem=dataclasses.replace(measured.problem, link=link)), target)
     status, out, _ = plan(f"--trace {target} --device-memory-gib 20 --reserve-gib 0")
     text = "Computation stands still while anything is copied"
     assert status == 0 and text in out and text not in hidden

@@ -6,17 +6,19 @@ import os
 
 import pytest
 
-from mindspeed_mem.adaptive import kept_plan
+from mindspeed_mem.adaptive.run import kept_plan
 from mindspeed_mem.plan import load_memory_config
 
-CONFIG = {
-    "swap_config": {
-        "swap": True,
-        "pp_aware": False,
-        "op_swap": [{"op_name": r"mlp\.linear_fc1", "backward_prefetch": 3, "layers": [0, 1]}],
-    },
-    "recompute_config": {"select_recompute": {r"mlp\.activation_func": [2]}},
-}
+CONFIG = load_memory_config(
+    {
+        "swap_config": {
+            "swap": True,
+            "pp_aware": False,
+            "op_swap": [{"op_name": r"mlp\.linear_fc1", "backward_prefetch": 3, "layers": [0, 1]}],
+        },
+        "recompute_config": {"select_recompute": {r"mlp\.activation_func": [2]}},
+    }
+)
 FACTS = {"layers": 4, "seq_length": 128, "cap": None, "dtype": "torch.bfloat16", "model": "0123abcd", "torch": "2.13"}
 
 
@@ -38,6 +40,14 @@ def test_another_job_is_told_what_differs(tmp_path, name, value):
     assert config is None and f"{name} was {FACTS.get(name)} and is {value}" in why
 
 
+def test_a_file_without_a_version_is_of_the_first(tmp_path):
+    target = tmp_path / "plan.yaml"
+    kept_plan.write(target, CONFIG, FACTS)
+    text = target.read_text()
+    target.write_text(text.replace('"torch": "2.13", "version": 1}', '"torch": "2.13"}'))
+    assert target.read_text() != text and kept_plan.read(target, FACTS)[0] == CONFIG
+
+
 def test_a_key_that_is_gone_differs_too(tmp_path):
     target = tmp_path / "plan.yaml"
     kept_plan.write(target, CONFIG, FACTS)
@@ -48,6 +58,7 @@ def test_a_key_that_is_gone_differs_too(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ('# made for: {"version": 2, "layers": 4}\nswap_config: {swap: true}\n', "of version 2, and this"),
         ("swap_config: {swap: true}\n", "does not say what it was made for"),
         ("# made for: [1]\nswap_config: {swap: true}\n", "does not say what it was made for"),
         ("# made for: {\nswap_config: {swap: true}\n", "not used"),

@@ -4,12 +4,13 @@ import dataclasses
 
 import yaml
 
-from mindspeed_mem.adaptive import Plan, StagePlan, estimate
-from mindspeed_mem.adaptive.grid import LEGEND, grid
-from mindspeed_mem.adaptive.layout import Count, in_order, key, lay_out
-from mindspeed_mem.adaptive.plan_file import as_yaml, memory_config
-from mindspeed_mem.adaptive.problem import blocks
-from mindspeed_mem.adaptive.shape import Layout, Machine, Shape
+from mindspeed_mem.adaptive import Plan, StagePlan
+from mindspeed_mem.adaptive.problem import from_shape
+from mindspeed_mem.adaptive.problem.definition import blocks
+from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
+from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out
+from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config, sections
+from mindspeed_mem.adaptive.search.plan_grid import LEGEND, grid
 from mindspeed_mem.plan import load_memory_config, resolve
 from tests.operators import DENSE
 from tests.planning import LAYER, small_problem
@@ -28,7 +29,7 @@ GPT = Shape(
 
 
 def gpt(**layout):
-    return estimate.problem(GPT, Layout(**layout), Machine(memory_bytes=1))
+    return from_shape.problem(GPT, Split(**layout), Machine(memory_bytes=1))
 
 
 def letters(**changes):
@@ -40,14 +41,14 @@ def letters(**changes):
 def test_every_decision_is_in_the_resolved_plan(tmp_path):
     problem = gpt(pipeline=2, micro_batches=2)
     moved = letters(linear_qkv="S", input_layernorm="S", activation_func="R", rotary_pos_emb="R")
-    first = StagePlan(chunks=((moved.replace("K", "-", 1), letters(input="S", self_attn_bda="R")),), distance=5)
-    second = StagePlan(chunks=((letters().replace("K", "-", 1), letters(core_attention="S")),), distance=2)
+    first = StagePlan(parts=((moved.replace("K", "-", 1), letters(input="S", self_attn_bda="R")),), distance=5)
+    second = StagePlan(parts=((letters().replace("K", "-", 1), letters(core_attention="S")),), distance=2)
     config = memory_config(problem, Plan(stages=(first, second)))
     path = tmp_path / "plan.yaml"
     path.write_text(as_yaml(config, ["a remark"]))
-    assert path.read_text().startswith("# a remark\n") and yaml.safe_load(path.read_text()) == config
+    assert path.read_text().startswith("# a remark\n") and yaml.safe_load(path.read_text()) == sections(config)
     loaded = load_memory_config(path, num_layers=4)
-    assert loaded.notices == () and loaded.swap.pp_aware is False
+    assert loaded == dataclasses.replace(config, source=str(path)) and loaded.swap.pp_aware is False
     plan = resolve(loaded, dict.fromkeys(range(4), DENSE), 4)
     swapped = {(layer, op): plan.decision(layer, op) for layer in range(4) for op in (*DENSE, "mlp_bda")}
     assert {place: swap.distance for place, swap in swapped.items() if swap is not None} == {
@@ -71,25 +72,27 @@ def test_every_decision_is_in_the_resolved_plan(tmp_path):
 def test_inputs_of_recomputation_move_where_the_plan_says_so():
     problem = gpt()
     row = letters(input_layernorm="R", input="S")
-    stage = StagePlan(chunks=((row.replace("S", "-"), row, row, row),), distance=7)
+    stage = StagePlan(parts=((row.replace("S", "-"), row, row, row),), distance=7)
     for move in (False, True):
         config = memory_config(problem, Plan(stages=(stage,), inputs_move=move))
-        loaded = load_memory_config(config, num_layers=4)
+        loaded = load_memory_config(sections(config), num_layers=4)
+        assert loaded == config
         assert loaded.swap.swap_recompute_inputs is move
         assert loaded.swap.default_prefetch == (7 if move else 1)
 
 
 def test_a_plan_that_changes_nothing_swaps_nothing():
     problem = gpt()
-    stage = StagePlan(chunks=((letters(),) * 4,))
-    loaded = load_memory_config(memory_config(problem, Plan(stages=(stage,))))
-    assert loaded.swap.op_swap == () and not loaded.recompute.active
+    stage = StagePlan(parts=((letters(),) * 4,))
+    config = memory_config(problem, Plan(stages=(stage,)))
+    loaded = load_memory_config(sections(config))
+    assert loaded.swap == config.swap and loaded.swap.op_swap == () and not loaded.recompute.active
 
 
 def test_the_grid_has_a_row_for_each_group_and_a_column_for_each_layer():
     problem = small_problem(stages=2, layers=6, micro_batches=2)
     first, second = ("-KKKKK", *["SRKKKR"] * 5), ("-KKKKK", *["KKKKKK"] * 5)
-    plan = Plan(stages=(StagePlan(chunks=(first,)), StagePlan(chunks=(second,))))
+    plan = Plan(stages=(StagePlan(parts=(first,)), StagePlan(parts=(second,))))
     assert grid(problem, plan) == [
         "layer       |    11",
         "      012345|678901",
@@ -109,10 +112,10 @@ def test_the_grid_has_a_row_for_each_group_and_a_column_for_each_layer():
 def test_a_group_that_a_class_lacks_is_a_dot():
     other = dataclasses.replace(LAYER, name="other", groups=LAYER.groups[:2])
     problem = small_problem(layers=2)
-    chunk = dataclasses.replace(problem.stages[0].chunks[0], layers=("layer", "other"))
-    stage = dataclasses.replace(problem.stages[0], chunks=(chunk,))
+    part = dataclasses.replace(problem.stages[0].parts[0], layers=("layer", "other"))
+    stage = dataclasses.replace(problem.stages[0], parts=(part,))
     problem = dataclasses.replace(problem, classes=(LAYER, other), stages=(stage,))
-    plan = Plan(stages=(StagePlan(chunks=(("-KKKKK", "SK"),)),))
+    plan = Plan(stages=(StagePlan(parts=(("-KKKKK", "SK"),)),))
     assert "qkv   K." in grid(problem, plan)
 
 

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from mindspeed_mem.adaptive import simulate
-from mindspeed_mem.adaptive.correction import Measured, corrected, passes_seconds
-from mindspeed_mem.adaptive.planner import ROUNDS, Planner
-from mindspeed_mem.adaptive.search import Search
-from mindspeed_mem.plan import load_memory_config
+from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
+from mindspeed_mem.adaptive.run.planner import ROUNDS, Planner
+from mindspeed_mem.adaptive.search.search import Search
 from tests.planning import MB, small_problem
 
 
@@ -36,7 +35,6 @@ def test_what_came_as_predicted_is_settled_on(problem):
     planner = Planner(problem)
     first = planner.start()
     assert first.config is not None and not first.settled
-    load_memory_config(first.config)
     decision = planner.judge(measured(problem, planner.tries[0].found))
     assert decision.settled and decision.config is None
     assert planner.kept.config == first.config

@@ -1,6 +1,5 @@
 """The planner against all there is: where every plan can be tried, it finds one within 0.3 % of the best."""
 
-import importlib.util
 import itertools
 import random
 
@@ -8,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_mem.adaptive import InfeasibleError, Plan, Search, StagePlan, greedy, program, search, simulate
-from mindspeed_mem.adaptive.closed_form import Rules, cycle_seconds, host_gb, is_allowed, stage_gb
-from mindspeed_mem.adaptive.improve import host_bytes, is_valid, is_valid_stage
-from mindspeed_mem.adaptive.layout import Count, key
-from mindspeed_mem.adaptive.problem import GB, blocks
+from mindspeed_mem.adaptive import InfeasibleError, Plan, Search, StagePlan, simulate
+from mindspeed_mem.adaptive.problem.definition import GB, blocks
+from mindspeed_mem.adaptive.search import milp
+from mindspeed_mem.adaptive.search.decisions import Count, host_bytes, is_valid, is_valid_stage, key
+from mindspeed_mem.adaptive.search.milp import Rules
 from tests.planning import MB, small_problem, tiny_class
+from tests.planning_costs import cycle_seconds, host_gb, is_allowed, stage_gb
 
 GOAL = 1.003
-needs_scipy = pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="HiGHS comes with scipy")
 
 kinds = st.builds(
     tiny_class,
@@ -55,7 +54,6 @@ def _of_block(block):
     return itertools.product(one, repeat=len(block.kind.groups))
 
 
-@needs_scipy
 @settings(max_examples=60, deadline=None)
 @given(problems, st.booleans(), st.sampled_from([0, 1]), shares)
 def test_the_program_finds_the_shortest_cycle_of_all_counts(problem, inputs_move, guard, share):
@@ -67,24 +65,24 @@ def test_the_program_finds_the_shortest_cycle_of_all_counts(problem, inputs_move
     sizes = [size for size, _ in all_of_them]
     budget = min(sizes) * (1 - share) + max(sizes) * share + 1e-6
     best = min(seconds for size, seconds in all_of_them if size <= budget)
-    counts = program.solve(problem, 0, budget, rules)
+    counts = milp.solve(problem, 0, budget, rules)
     assert is_allowed(problem, counts, 0, rules)
     assert stage_gb(problem, counts, 0, rules) <= budget * (1 + 1e-6)
     assert cycle_seconds(problem, counts, 0) <= best * GOAL
-    assert program.solve(problem, 0, min(sizes) * 0.99 - 1e-3, rules) is None
+    assert milp.solve(problem, 0, min(sizes) * 0.99 - 1e-3, rules) is None
 
 
 def every_plan(problem, distances):
     """All plans of a problem of one stage."""
-    chunk = problem.stages[0].chunks[0]
-    groups = len(problem.class_of[chunk.layers[0]].groups)
+    part = problem.stages[0].parts[0]
+    groups = len(problem.class_of[part.layers[0]].groups)
     texts = ["".join(text) for text in itertools.product("KSR", repeat=groups)]
     for inputs_move in (False, True):
-        kind = problem.class_of[chunk.layers[0]]
+        kind = problem.class_of[part.layers[0]]
         fine = [text for text in texts if is_valid(kind, text, inputs_move)]
-        for letters in itertools.product(fine, repeat=len(chunk.layers)):
+        for letters in itertools.product(fine, repeat=len(part.layers)):
             for distance in distances if any("S" in text for text in letters) else distances[:1]:
-                stage = StagePlan(chunks=(letters,), distance=distance)
+                stage = StagePlan(parts=(letters,), distance=distance)
                 if problem.host_limit is None or host_bytes(problem, 0, stage) <= problem.host_limit:
                     yield Plan(stages=(stage,), inputs_move=inputs_move)
 
@@ -113,7 +111,6 @@ def searched(chance, blocking):
 
 
 # The search is no proof: of 450 random instances like these 2 were further off, by 0.6 and 5.4 %.
-@needs_scipy
 @pytest.mark.parametrize("blocking", [False, True], ids=["copies beside computation", "copies that block"])
 def test_the_search_finds_the_fastest_of_all_plans(blocking):
     chance = random.Random(7)
@@ -133,49 +130,37 @@ def test_more_memory_never_gives_a_slower_plan(problem, several):
     assert all(later <= earlier * GOAL for earlier, later in itertools.pairwise(alone))
 
 
-@pytest.mark.parametrize("solver", [pytest.param(None, marks=needs_scipy), greedy.solve])
 @pytest.mark.parametrize(("virtual", "blocking"), [(1, False), (2, False), (1, True), (2, True)])
-def test_on_a_pipeline_every_stage_fits_and_early_stages_do_more(solver, virtual, blocking):
+def test_on_a_pipeline_every_stage_fits_and_early_stages_do_more(virtual, blocking):
     problem = small_problem(stages=3, virtual=virtual, layers=4, micro_batches=6, link=2.0, blocking=blocking)
-    searching = Search(problem, solver)
+    searching = Search(problem)
     peaks = searching.simulated(searching.keep_all).peaks
     limit = round(min(peaks) * 1.02)
     found = searching.best(limit)
     assert max(found.simulated.peaks) <= limit
     assert found.simulated == simulate(problem, found.plan)
-    kept = [sum(text.count("K") for chunk in stage.chunks for text in chunk) for stage in found.plan.stages]
+    kept = [sum(text.count("K") for part in stage.parts for text in part) for stage in found.plan.stages]
     assert kept[0] < kept[2]
 
 
-def test_the_greedy_fallback_fits_and_says_what_it_is(monkeypatch):
-    problem = small_problem(layers=4, micro_batches=2, link=2.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(search.importlib.util, "find_spec", lambda name: None)
-        found = Search(problem).best(3_000 * MB)
-    assert max(found.simulated.peaks) <= 3_000 * MB
-    assert found.solver.startswith("greedy") and "pip install" in found.solver
-
-
-@pytest.mark.parametrize("solver", [pytest.param(None, marks=needs_scipy), greedy.solve])
-def test_over_a_link_that_blocks_each_group_goes_the_cheaper_way(solver):
+def test_over_a_link_that_blocks_each_group_goes_the_cheaper_way():
     kind = tiny_class([100, 100, 100], [0.002, 0.02, 0.2], needs=False)  # 100 MB are copied out and back in 0.05 s
     problem = small_problem(kind=kind, layers=4, micro_batches=2, link=4.0, blocking=True)
     for limit, letters in ((1_250, {"R", "K"}), (1_000, {"R", "S", "K"})):
-        found = Search(problem, solver).best(limit * MB)
-        [texts] = found.plan.stages[0].chunks
+        found = Search(problem).best(limit * MB)
+        [texts] = found.plan.stages[0].parts
         assert {letter for text in texts for letter in text} == letters
         assert {text[0] for text in texts} <= {"R", "K"} and {text[1] for text in texts} <= {"R", "K"}
         assert {text[2] for text in texts} <= {"S", "K"}
 
 
-@pytest.mark.parametrize("solver", [pytest.param(None, marks=needs_scipy), greedy.solve])
-def test_without_swap_plans_keep_and_recompute(solver):
+def test_without_swap_plans_keep_and_recompute():
     problem = small_problem(layers=4, micro_batches=2, link=50.0)
-    joint, alone = Search(problem, solver), Search(problem, solver, swap=False)
+    joint, alone = Search(problem), Search(problem, swap=False)
     assert joint.floor() < alone.floor()
     limit = round(alone.floor() * 1.1)
     found, best = alone.best(limit), joint.best(limit)
-    letters = {letter for text in found.plan.stages[0].chunks[0] for letter in text}
+    letters = {letter for text in found.plan.stages[0].parts[0] for letter in text}
     assert letters == {"-", "K", "R"} and not found.plan.inputs_move
     assert simulate(problem, found.plan) == found.simulated
     assert max(found.simulated.peaks) <= limit and found.simulated.seconds > best.simulated.seconds
@@ -207,10 +192,9 @@ def test_the_host_limit_holds():
 def test_where_everything_fits_everything_is_kept():
     problem = small_problem(stages=2, layers=3, micro_batches=4)
     found = Search(problem).best()
-    assert {letter for stage in found.plan.stages for text in stage.chunks[0] for letter in text} == {"K", "-"}
+    assert {letter for stage in found.plan.stages for text in stage.parts[0] for letter in text} == {"K", "-"}
 
 
-@needs_scipy
 def test_what_the_solver_prints_is_not_our_output(monkeypatch, capfd):
     import ctypes
 
@@ -223,7 +207,7 @@ def test_what_the_solver_prints_is_not_our_output(monkeypatch, capfd):
         return solve(*args, **named)
 
     monkeypatch.setattr(scipy.optimize, "milp", chatty)
-    ours = program.Program()
+    ours = milp.Program()
     ours.variable(("x",), high=3, whole=True, price=-1.0)
     print("before")
     assert ours.solve(0.0, 1.0) == {("x",): 3.0}

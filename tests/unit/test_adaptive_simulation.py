@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_mem.adaptive import Plan, StagePlan, simulate
-from mindspeed_mem.adaptive.improve import is_valid
-from mindspeed_mem.adaptive.problem import GB
+from mindspeed_mem.adaptive.problem.definition import GB
+from mindspeed_mem.adaptive.search.hill_climb import is_valid
 from tests.planning import LAYER, small_problem
 from tests.streams import Machine
 
@@ -43,11 +43,11 @@ def cases(draw):
     inputs_move = draw(st.booleans())
     plans = []
     for stage in problem.stages:
-        chunks = tuple(
-            tuple(letters_for(draw, LAYER, inputs_move, place == 0) for place in range(len(chunk.layers)))
-            for chunk in stage.chunks
+        parts = tuple(
+            tuple(letters_for(draw, LAYER, inputs_move, place == 0) for place in range(len(part.layers)))
+            for part in stage.parts
         )
-        plans.append(StagePlan(chunks=chunks, distance=draw(st.integers(1, 14))))
+        plans.append(StagePlan(parts=parts, distance=draw(st.integers(1, 14))))
     return problem, Plan(stages=tuple(plans), inputs_move=inputs_move)
 
 
@@ -64,9 +64,9 @@ def test_time_and_peaks_are_those_of_the_machine(case):
 @pytest.mark.parametrize(("virtual", "link"), [(1, 1.0), (1, 4.0), (2, 1.0)])
 def test_many_micro_batches_go_on_at_the_pace_of_the_first(virtual, link):
     problem = small_problem(stages=3, virtual=virtual, layers=2, micro_batches=75, link=link)
-    chunks = tuple(("-SKSKR"[: len(LAYER.groups)].ljust(len(LAYER.groups), "K"),) * 2 for _ in range(virtual))
-    chunks = tuple((of[0], "K" + of[1][1:]) for of in chunks)
-    plan = Plan(stages=(StagePlan(chunks=chunks, distance=3),) * 3)
+    parts = tuple(("-SKSKR"[: len(LAYER.groups)].ljust(len(LAYER.groups), "K"),) * 2 for _ in range(virtual))
+    parts = tuple((of[0], "K" + of[1][1:]) for of in parts)
+    plan = Plan(stages=(StagePlan(parts=parts, distance=3),) * 3)
     seconds, peaks = Machine(problem, plan).run()
     found = simulate(problem, plan)
     assert found.seconds == pytest.approx(seconds, rel=0.002)
@@ -75,8 +75,8 @@ def test_many_micro_batches_go_on_at_the_pace_of_the_first(virtual, link):
 
 def test_copies_that_hide_cost_nothing_and_those_that_do_not_are_waited_for():
     fast, slow = (small_problem(stages=1, layers=3, micro_batches=2, link=link) for link in (1000.0, 0.02))
-    kept = StagePlan(chunks=((f"-{'K' * 5}", "K" * 6, "K" * 6),))
-    moved = StagePlan(chunks=((f"-{'K' * 5}".replace("K", "S", 1), "K" * 6, "K" * 6),), distance=4)
+    kept = StagePlan(parts=((f"-{'K' * 5}", "K" * 6, "K" * 6),))
+    moved = StagePlan(parts=((f"-{'K' * 5}".replace("K", "S", 1), "K" * 6, "K" * 6),), distance=4)
     for problem, waits in ((fast, False), (slow, True)):
         without, with_swap = (simulate(problem, Plan(stages=(stage,))) for stage in (kept, moved))
         assert (with_swap.seconds > without.seconds * 1.001) == waits
@@ -87,8 +87,8 @@ def test_copies_that_hide_cost_nothing_and_those_that_do_not_are_waited_for():
 def test_over_a_link_that_blocks_every_copy_takes_its_time_wherever_it_starts():
     problem = small_problem(stages=1, layers=3, micro_batches=2, link=1000.0, blocking=True)
     group = LAYER.groups[1]
-    kept = StagePlan(chunks=(("-KKKKK", "KKKKKK", "KKKKKK"),))
-    moved = [StagePlan(chunks=(("-SKKKK", "KSKKKK", "KSKKKK"),), distance=distance) for distance in (1, 3, 7, 40)]
+    kept = StagePlan(parts=(("-KKKKK", "KKKKKK", "KKKKKK"),))
+    moved = [StagePlan(parts=(("-SKKKK", "KSKKKK", "KSKKKK"),), distance=distance) for distance in (1, 3, 7, 40)]
     without, *found = (simulate(problem, Plan(stages=(stage,))) for stage in (kept, *moved))
     copies = 2 * 3 * 2 * group.bytes / GB / 1000.0  # micro-batches, layers, out and back
     for one in found:
@@ -101,8 +101,8 @@ def test_over_a_link_that_blocks_every_copy_takes_its_time_wherever_it_starts():
 def test_recomputation_frees_what_it_makes_again_and_takes_its_time():
     problem = small_problem(stages=1, layers=4, micro_batches=2, link=1.0)
     group = LAYER.groups[-1]
-    kept = StagePlan(chunks=(("-KKKKK", *["K" * 6] * 3),))
-    again = StagePlan(chunks=(("-KKKKR", *["KKKKKR"] * 3),))
+    kept = StagePlan(parts=(("-KKKKK", *["K" * 6] * 3),))
+    again = StagePlan(parts=(("-KKKKR", *["KKKKKR"] * 3),))
     without, found = (simulate(problem, Plan(stages=(stage,))) for stage in (kept, again))
     assert found.seconds - without.seconds == pytest.approx(2 * 4 * group.recompute_seconds)
     assert 3 * group.bytes <= without.peaks[0] - found.peaks[0] <= 4 * group.bytes  # one is there while it is needed
@@ -111,5 +111,5 @@ def test_recomputation_frees_what_it_makes_again_and_takes_its_time():
 def test_a_later_stage_waits_for_the_one_before():
     problem = small_problem(stages=2, layers=1, micro_batches=1, link=1.0)
     later = dataclasses.replace(problem, pipeline=dataclasses.replace(problem.pipeline, send_seconds=0.25))
-    plan = Plan(stages=(StagePlan(chunks=(("-KKKKK",),)),) * 2)
+    plan = Plan(stages=(StagePlan(parts=(("-KKKKK",),)),) * 2)
     assert simulate(later, plan).seconds == pytest.approx(simulate(problem, plan).seconds + 0.5)

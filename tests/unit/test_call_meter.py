@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_mem.activation.engine import Engine
-from mindspeed_mem.adaptive.call_meter import CallMeter
+from mindspeed_mem.adaptive.run.call_meter import CallMeter
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.plan import load_memory_config
 

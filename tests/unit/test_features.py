@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,13 @@ def test_what_limits_the_adaptive_plan_needs_it():
     )
     assert settings.adaptive and settings.survive_oom and settings.memory is None
     assert settings.plan_file == Path("plan.yaml") and settings.device_limit_bytes == 3 * 2**29
+
+
+def test_an_adaptive_run_needs_the_solver_from_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    check({"survive_oom": True, "device": "cpu"})
+    with pytest.raises(FeatureError, match="--adaptive-memory-optimization: scipy.* is not installed: pip install"):
+        check({"adaptive_memory_optimization": True, "device": "cpu"})
 
 
 def test_what_only_recompute_bars():

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from mindspeed_mem.activation.observe.rank_profile import LinkProfile
-from mindspeed_mem.adaptive import Search, measured, trace
-from mindspeed_mem.adaptive.checks import problems_of
-from mindspeed_mem.adaptive.problem import Group, LayerClass, Pipeline, Problem
+from mindspeed_mem.adaptive import Search
+from mindspeed_mem.adaptive.problem import from_profile, profile_file
+from mindspeed_mem.adaptive.problem.checks import problems_of
+from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Pipeline, Problem
 from tests.observed import SECONDS, Layer, Seen, chunk, rank
 
 NORM = Seen(reads=["in"], makes={"n": 64}, saved={"n": ["up"]})
@@ -23,7 +24,7 @@ DENSE: Layer = {"norm": NORM, "up": UP, "act": ACT, "down": DOWN, "add": ADD}
 
 
 def problem_of(*layers: Layer, **more: Any) -> Problem:
-    problem = measured.problem([rank(chunk(layers, **more))], Pipeline(micro_batches=2), 10**6, 10**5)
+    problem = from_profile.problem([rank(chunk(layers, **more))], Pipeline(micro_batches=2), 10**6, 10**5)
     assert problems_of(problem) == []
     return problem
 
@@ -51,7 +52,7 @@ def test_layers_that_are_alike_are_one_class():
         ("act", 256, ("act",), ("down",), ("up",)),
     ]
     assert [one.recompute_seconds for one in kind.groups] == [None, SECONDS, 0.005, SECONDS]
-    [[part]] = [stage.chunks for stage in problem.stages]
+    [[part]] = [stage.parts for stage in problem.stages]
     assert part.layers == ("layers 0-2",) * 3
     assert part.before.bytes == 64
     assert part.after.bytes == 10 + 64  # the last layer's output, which the final norm keeps
@@ -62,9 +63,9 @@ def test_it_is_searched_and_kept_in_a_file(tmp_path):
     most = max(Search(problem).best().simulated.peaks)
     found = Search(problem).best(most - 1000)
     assert max(found.simulated.peaks) <= most - 1000
-    assert any(set(text) - set("K-") for text in found.plan.stages[0].chunks[0])
-    trace.write(trace.Profile(problem=problem), tmp_path / "profile.json")
-    assert trace.read(tmp_path / "profile.json").problem == problem
+    assert any(set(text) - set("K-") for text in found.plan.stages[0].parts[0])
+    profile_file.write(profile_file.Profile(problem=problem), tmp_path / "profile.json")
+    assert profile_file.read(tmp_path / "profile.json").problem == problem
 
 
 def test_other_sizes_are_another_class():
@@ -192,7 +193,7 @@ def test_all_that_an_operator_hands_to_the_next_layer_leaves_together():
     [kind] = problem.classes
     assert [one.name for one in kind.groups] == ["input", "norm", "up", "act"]
     assert group_of(kind, "input").bytes == 80
-    assert problem.stages[0].chunks[0].after.bytes == 10 + 80
+    assert problem.stages[0].parts[0].after.bytes == 10 + 80
 
 
 def test_an_input_that_no_operator_of_its_own_makes_stays():
@@ -205,7 +206,7 @@ def test_an_input_that_no_operator_of_its_own_makes_stays():
 def test_chunks_and_stages_are_one_model():
     parts = [chunk([DENSE] * 2, first=first) for first in (0, 2, 4, 6)]
     ranks = [rank(parts[1], parts[3], stage=1, static_bytes=7), rank(parts[0], parts[2], stage=0)]
-    problem = measured.problem(ranks, Pipeline(micro_batches=4, group_size=2), 10**6)
+    problem = from_profile.problem(ranks, Pipeline(micro_batches=4, group_size=2), 10**6)
     assert problems_of(problem) == []
     assert [kind.name for kind in problem.classes] == ["layers 0-7"]
     assert [stage.static_bytes for stage in problem.stages] == [1000, 7]
@@ -218,7 +219,7 @@ def test_of_ranks_of_one_stage_the_worst_counts():
         rank(chunk([changed("up", makes={"u": 300})], seconds={(0, "act"): 0.2}), temporary_bytes=5),
         rank(chunk([DENSE], seconds=slow), static_bytes=5, link=link, step_seconds=0.7),
     ]
-    problem = measured.problem(ranks, Pipeline(micro_batches=1), 10**6)
+    problem = from_profile.problem(ranks, Pipeline(micro_batches=1), 10**6)
     [kind], [stage] = problem.classes, problem.stages
     assert group_of(kind, "up").bytes == 300
     assert [kind.operators[kind.index[op]].forward_seconds for op in ("up", "act")] == [0.1, 0.2]
@@ -228,4 +229,4 @@ def test_of_ranks_of_one_stage_the_worst_counts():
 
 def test_a_stage_without_a_profile_is_named():
     with pytest.raises(ValueError, match=r"stages \[1\] were given; at least one of each stage from 0 on"):
-        measured.problem([rank(chunk([DENSE]), stage=1)], Pipeline(micro_batches=1), 10**6)
+        from_profile.problem([rank(chunk([DENSE]), stage=1)], Pipeline(micro_batches=1), 10**6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from mindspeed_mem.adaptive.plan_file import as_yaml, by_name
+from mindspeed_mem.adaptive.search.plan_file import as_yaml, by_name
 from mindspeed_mem.features import FeatureError, check
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config, resolve
 
@@ -92,10 +92,11 @@ def test_names_that_nobody_can_resolve(stacks, why):
 def test_a_plan_is_written_with_names_and_read_back():
     entry = {"op_name": "mlp", "backward_prefetch": 1, "layers": [0, 3, 4]}
     chosen = {r"mlp\.linear_fc1": [1, 2]}
-    numbers = {"swap_config": {"swap": True, "op_swap": [entry]}, "recompute_config": {"select_recompute": chosen}}
+    sections = {"swap_config": {"swap": True, "op_swap": [entry]}, "recompute_config": {"select_recompute": chosen}}
+    numbers = load_memory_config(sections)
     text = as_yaml(by_name(numbers, STACKS))
     assert "['encoder:0', 'vision_model.decoder:1-2']" in text
     read = load_memory_config(yaml.safe_load(text))
-    plans = [resolve(one, OPERATORS, 5, stacks=STACKS) for one in (read, load_memory_config(numbers))]
+    plans = [resolve(one, OPERATORS, 5, stacks=STACKS) for one in (read, numbers)]
     assert plans[0].fingerprint() == plans[1].fingerprint()
     assert by_name(numbers, {"decoder": range(5)}) is numbers

@@ -1,11 +1,27 @@
 """Names and patterns of operators."""
 
+import ast
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_mem.plan.operators import both_names, match, names_a_primitive, near_patterns, pattern_error, with_inline
+from mindspeed_mem.activation.regions import inline_path
+from mindspeed_mem.plan.operators import (
+    INPUT,
+    Operator,
+    both_names,
+    match,
+    names_a_primitive,
+    near_patterns,
+    pattern_error,
+    with_inline,
+)
+from mindspeed_mem.plan.operators import OPERATORS as OPERATOR_TABLE
 from tests.operators import DENSE
+
+ROOT = Path(__file__).parents[2]
 
 ATTENTION = {op for op in with_inline(DENSE) if op.startswith("self_attention")}
 MLP = {op for op in with_inline(DENSE) if op == "mlp" or op.startswith("mlp.")}
@@ -217,3 +233,36 @@ def test_near_patterns_can_be_pasted():
 def test_selecting_the_whole_layer_selects_each_operator(operators):
     assert selected(".*", operators) == set(operators)
     assert selected(".*", set(operators)) == set(operators)
+
+
+def test_one_table_has_all_that_is_known_of_an_operator():
+    """Who adds an operator adds a row: nothing else lists their names."""
+    named = [one.name for one in OPERATOR_TABLE if one != Operator(one.path)]
+    names = {name for name in (*named, *(one.path for one in OPERATOR_TABLE)) if "_" in name or "." in name}
+    rooms = [ROOT / "mindspeed_mem" / room for room in ("plan", "activation", "adaptive", "report")]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+        for room in rooms
+        for path in sorted(room.rglob("*.py"))
+        if path.relative_to(ROOT).as_posix() != "mindspeed_mem/plan/operators.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("one", OPERATOR_TABLE, ids=lambda one: one.path)
+def test_every_row_is_reached_by_all_its_names(one):
+    inside = [f"{cell}.{name}" for cell in one.cells for name in one.inside]
+    parents = one.path.removesuffix(one.name)
+    for name in (one.name, *one.llama, *one.elsewhere, *one.primitives, *inside):
+        assert [hit.node for hit in match((parents + name).replace(".", r"\."), (one.path,))][-1:] == [one.path]
+    if one.marker is not None:
+        assert inline_path("x", one.marker) == f"x.{one.name}"
+    for where in one.beside:
+        node = where.replace("*", "x").removesuffix("/")
+        path = f"x.{one.name}" if "*" in where else one.path
+        assert path in with_inline((node,)) and path not in with_inline((node + "s",))
+        assert one.unless is None or path not in with_inline((node, one.unless))
+    known = {row.path for row in OPERATOR_TABLE} | {INPUT}
+    assert known.issuperset({*one.used_by, *one.starts_from, *one.with_it} | {one.unless} - {None})

@@ -103,3 +103,8 @@ def test_versions_that_no_test_has_run_with_are_named():
         "torch_npu 2.14.0",
     ]
     assert "was tested with 0.16.1, and patches may not do what they should" in said[1]
+
+
+def test_nothing_is_planned_without_the_solver(mem):
+    status, out, err = mem(WITHOUT.format(names=["scipy"]), *PLAN.split())
+    assert (status, out) == (2, "") and "pip install scipy, or 'mindspeed-mem[adaptive]'" in err

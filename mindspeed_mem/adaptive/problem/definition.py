@@ -1,0 +1,251 @@
+"""What is to be planned: layers with what they keep and cost, the pipeline's stages, the link and the limits.
+
+Everything is plain data for one rank of each stage: bytes and seconds of one micro-batch, counted by storage. Where the
+figures come from, a measurement or an estimate, is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mindspeed_mem.passes import FORWARD, Pass
+from mindspeed_mem.schedule import order
+
+GB = 1e9
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One operator of a layer, without those inside it; in the order in which they start forward."""
+
+    name: str
+    """Path in Megatron's names below the layer, as in a memory plan."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Tensors of a layer that are kept, swapped or recomputed together: what one or a few operators produce."""
+
+    name: str
+    bytes: int
+    """Of the storages that backward keeps, each counted once."""
+    operators: tuple[str, ...]
+    """Who produces them: what a memory plan names to swap them, and to recompute them."""
+    used_by: tuple[str, ...]
+    """Operators of this layer whose backward reads them: they live until the first of these, in forward order, is done
+    with its backward, and are needed again for the last."""
+    recompute_seconds: float | None = None
+    """What making them again costs when what they are made from is there, up to the last one that backward needs (the
+    second run stops early). None: they cannot be made again."""
+    recompute_keeps: int = 0
+    """Bytes kept where it is recomputed: inputs of the second run that are in no group."""
+    recompute_operators: tuple[str, ...] = ()
+    """What a memory plan names to recompute it; empty: `operators`."""
+    needs: tuple[str, ...] = ()
+    """The groups that the second run reads; one of them that is recomputed as well runs again before it."""
+    swappable: bool = True
+    from_previous: bool = False
+    """`operators` are those of the layer before. The first layer of a part gets them from outside (`Outside.bytes`),
+    where nothing can be done about them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerClass:
+    """Layers that are alike."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    groups: tuple[Group, ...]
+    """What a group needs stands before it."""
+    input_bytes: int = 0
+    """What one such layer is handed: all that Megatron's full recomputation keeps of it."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # looked up for every layer of every plan
+        return hash((self.name, self.operators, self.groups, self.input_bytes))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The place of each operator in forward order."""
+        return {operator.name: place for place, operator in enumerate(self.operators)}
+
+    @cached_property
+    def group_index(self) -> dict[str, int]:
+        return {group.name: place for place, group in enumerate(self.groups)}
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return sum(operator.forward_seconds for operator in self.operators)
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        return sum(operator.backward_seconds for operator in self.operators)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """What runs before the first or after the last layer of a part: embedding; final norm, output head, loss."""
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    bytes: int = 0
+    """Held by each pass. Before the layers: from the start of the forward to the end of the backward; after them: from
+    the end of the forward until its own backward is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The part of the model that one stage runs in a row; with virtual stages a stage has several."""
+
+    layers: tuple[str, ...]
+    """The class of each layer."""
+    first_layer: int
+    """Global index of the first, counted from 0."""
+    before: Outside = field(default_factory=Outside)
+    after: Outside = field(default_factory=Outside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One rank of a pipeline stage."""
+
+    parts: tuple[Part, ...]
+    static_bytes: int
+    """Parameters, gradients, optimizer states and whatever else is there all the time."""
+    temporary_bytes: int = 0
+    """The most that is held on top for a short time: workspaces, gradients of activations."""
+    step_seconds: float = 0.0
+    """Once per step, outside the passes: reductions, optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Speed of host copies in GB/s (1e9 bytes), one direction each, with all ranks of the host copying."""
+
+    out: float
+    back: float
+    out_alone: float | None = None
+    """While nothing is computed; a plan counts on `out` and `back`, which hold during compute."""
+    back_alone: float | None = None
+    blocking: bool = False
+    """Computation stands still while anything is copied, as on a CPU, which copies in the computing thread: no copy
+    hides behind compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The schedule: arguments of `mindspeed_mem.schedule.order`, which gives each stage's passes."""
+
+    micro_batches: int
+    group_size: int | None = None
+    cap: int | None = None
+    megatron_loop: bool = False
+    send_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A model on a pipeline of devices. Limits are bytes of one rank; None: the host has no limit."""
+
+    classes: tuple[LayerClass, ...]
+    stages: tuple[Stage, ...]
+    pipeline: Pipeline
+    link: Link
+    device_limit: int
+    host_limit: int | None = None
+
+    @property
+    def virtual_stages(self) -> int:
+        return len(self.stages[0].parts)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(part.layers) for stage in self.stages for part in stage.parts)
+
+    @cached_property
+    def class_of(self) -> dict[str, LayerClass]:
+        return {one.name: one for one in self.classes}
+
+    @cached_property
+    def passes(self) -> list[list[Pass]]:
+        """The passes of each stage in the order they run."""
+        line = self.pipeline
+        return order(
+            len(self.stages),
+            self.virtual_stages,
+            line.micro_batches,
+            group_size=line.group_size,
+            cap=line.cap,
+            megatron_loop=line.megatron_loop,
+        )
+
+    @cached_property
+    def in_flight(self) -> list[list[tuple[int, ...]]]:
+        """For each stage how many passes of each of its parts are held at once: every maximum there is.
+
+        Without virtual stages that is one number; with them several combinations may be the largest.
+        """
+        return [_maxima(passes, self.virtual_stages) for passes in self.passes]
+
+    def with_limit(self, device_limit: int) -> Problem:
+        """The same with another device limit; what is known about schedule and classes is kept."""
+        other = dataclasses.replace(self, device_limit=device_limit)
+        for name in ("passes", "in_flight", "class_of"):
+            if name in self.__dict__:
+                other.__dict__[name] = self.__dict__[name]
+        return other
+
+    def without_swap(self) -> Problem:
+        """The same where nothing may be swapped."""
+        classes = []
+        for kind in self.classes:
+            groups = tuple(dataclasses.replace(group, swappable=False) for group in kind.groups)
+            classes.append(dataclasses.replace(kind, groups=groups))
+        return dataclasses.replace(self, classes=tuple(classes))
+
+    def with_micro_batches(self, count: int) -> Problem:
+        """The same with another number of micro-batches."""
+        return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, micro_batches=count))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The layers of one class in one part of one stage: they are alike, so a plan only counts them."""
+
+    stage: int
+    part: int
+    kind: LayerClass
+    layers: tuple[int, ...]
+    """Their places in the part."""
+
+    def movable(self, group: Group) -> tuple[int, ...]:
+        """Those of its layers in which there is something to decide about this group."""
+        return tuple(layer for layer in self.layers if layer) if group.from_previous else self.layers
+
+
+def blocks(problem: Problem) -> Iterator[Block]:
+    """All blocks, stage by stage and part by part."""
+    for stage, of_stage in enumerate(problem.stages):
+        for number, part in enumerate(of_stage.parts):
+            for name in dict.fromkeys(part.layers):
+                places = tuple(place for place, other in enumerate(part.layers) if other == name)
+                yield Block(stage, number, problem.class_of[name], places)
+
+
+def _maxima(passes: list[Pass], parts: int) -> list[tuple[int, ...]]:
+    held, seen = [0] * parts, set()
+    for direction, _, part in passes:
+        held[part] += 1 if direction == FORWARD else -1
+        if direction == FORWARD:
+            seen.add(tuple(held))
+    covered = {a for a in seen for b in seen if a != b and all(x <= y for x, y in zip(a, b, strict=True))}
+    return sorted(seen - covered)

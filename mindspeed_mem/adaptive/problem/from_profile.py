@@ -1,0 +1,100 @@
+"""A planning problem from what the ranks measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, OutsideProfile, RankProfile
+from mindspeed_mem.adaptive.problem.definition import Link, Outside, Part, Pipeline, Problem, Stage
+from mindspeed_mem.adaptive.problem.layer_classes import LayerClasses
+from mindspeed_mem.adaptive.problem.part_view import PartView
+
+_SECONDS = ("forward_seconds", "backward_seconds")
+_MOST = ("static_bytes", "temporary_bytes", "step_seconds")
+
+
+def problem(
+    ranks: Sequence[RankProfile], pipeline: Pipeline, device_limit: int, host_limit: int | None = None
+) -> Problem:
+    """What is to be planned, with limits in bytes of one rank.
+
+    Of several ranks of one pipeline stage the slowest times and the most bytes count; what operators keep and read is
+    taken from the one that keeps most. The link is the slowest that any rank measured.
+
+    Raises:
+        ValueError: a stage is missing, or has a part without layers.
+    """
+    numbers = sorted({rank.stage for rank in ranks})
+    if not ranks or numbers != list(range(len(numbers))):
+        raise ValueError(f"profiles of stages {numbers} were given; at least one of each stage from 0 on is needed")
+    of_stages = [_worst([rank for rank in ranks if rank.stage == number]) for number in numbers]
+    views = [[PartView(chunk) for chunk in rank.chunks] for rank in of_stages]
+    classes = LayerClasses(view for of_stage in views for view in of_stage)
+    stages = []
+    for rank, of_stage in zip(of_stages, views, strict=True):
+        stages.append(
+            Stage(
+                parts=tuple(_part(view, classes) for view in of_stage),
+                static_bytes=rank.static_bytes,
+                temporary_bytes=rank.temporary_bytes,
+                step_seconds=rank.step_seconds,
+            )
+        )
+    return Problem(
+        classes=classes.made,
+        stages=tuple(stages),
+        pipeline=pipeline,
+        link=_link(ranks),
+        device_limit=device_limit,
+        host_limit=host_limit,
+    )
+
+
+def _link(ranks: Sequence[RankProfile]) -> Link:
+    speeds = ("out", "back", "out_alone", "back_alone")
+    slowest = {name: min(getattr(rank.link, name) for rank in ranks) for name in speeds}
+    return Link(**slowest, blocking=any(rank.link.blocking for rank in ranks))
+
+
+def _part(view: PartView, classes: LayerClasses) -> Part:
+    before, after = view.profile.before, view.profile.after
+    if not view.layers:
+        raise ValueError("a pipeline stage has a part without layers, which cannot be planned: give each at least one")
+    return Part(
+        layers=tuple(classes.name_of[layer] for layer in view.layers),
+        first_layer=view.layers[0],
+        before=Outside(**asdict(before)),
+        after=Outside(**asdict(replace(after, bytes=after.bytes + sum(map(view.left_over, view.layers))))),
+    )
+
+
+def _worst(ranks: Sequence[RankProfile]) -> RankProfile:
+    """One rank that is as slow as the slowest and holds what the fullest holds.
+
+    What operators keep and read is taken from the rank that keeps most.
+    """
+    if len(ranks) == 1:
+        return ranks[0]
+    fullest = max(ranks, key=lambda rank: sum(row["bytes"] for chunk in rank.chunks for row in chunk.storages))
+    most = {name: max(getattr(rank, name) for rank in ranks) for name in _MOST}
+    chunks = zip(fullest.chunks, *(rank.chunks for rank in ranks), strict=True)
+    return replace(fullest, chunks=tuple(_slowest(chunk, others) for chunk, *others in chunks), **most)
+
+
+def _slowest(chunk: ChunkProfile, others: Sequence[ChunkProfile]) -> ChunkProfile:
+    rows: dict[tuple[int, str], list[OperatorProfile]] = {}
+    for other in others:
+        for one in other.operators:
+            rows.setdefault((one.layer, one.op), []).append(one)
+    operators = []
+    for one in chunk.operators:
+        same = rows[one.layer, one.op]
+        forward, backward = (max(getattr(other, name) for other in same) for name in _SECONDS)
+        operators.append(replace(one, forward_seconds=forward, backward_seconds=backward))
+    before, after = _most([other.before for other in others]), _most([other.after for other in others])
+    return replace(chunk, operators=tuple(operators), before=before, after=after)
+
+
+def _most(parts: Sequence[OutsideProfile]) -> OutsideProfile:
+    return OutsideProfile(**{name: max(getattr(part, name) for part in parts) for name in (*_SECONDS, "bytes")})

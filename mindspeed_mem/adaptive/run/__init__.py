@@ -1,0 +1,1 @@
+"""A training run that plans for itself: from its profile to a settled plan."""

@@ -1,0 +1,351 @@
+"""From the first training call to a settled plan: survive, profile, plan, compare, settle, and watch.
+
+Every rank goes through the same states, since all count the same calls and decide by what they gather from each other;
+rank 0 plans. A call is one training step's forwards and backwards on Megatron's schedule; evaluation is none.
+
+    call 1       survive: the optimizer makes its states after it. A plan kept for the same job is used from here on.
+    calls 2-4    profile (`Profiler`)
+    then         plan; each plan runs three calls, of which the first is not measured, until one is settled on
+    settled      every tenth call the ranks ask each other whether activations had to be evicted, or allocators had to
+                 retry in each call; if so, plan again
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mindspeed_mem import reserve
+from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.adaptive.problem import from_profile, profile_file
+from mindspeed_mem.adaptive.problem.definition import Pipeline, Problem
+from mindspeed_mem.adaptive.problem.profile_file import Facts
+from mindspeed_mem.adaptive.run import kept_plan
+from mindspeed_mem.adaptive.run.call_meter import CallMeter
+from mindspeed_mem.adaptive.run.planner import Decision, Planner
+from mindspeed_mem.adaptive.search import plan_file
+from mindspeed_mem.plan import MemoryConfig, MemoryConfigError
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+SURVIVE, PROFILE, TRY, SETTLED, OFF = "survive", "profile", "try", "settled", "off"
+_CALLS_EACH = 3  # of a plan that is tried
+_WATCHED = 10
+_AGAIN = 3  # times to plan again after evictions, or to profile other shapes, before it is left to eviction
+
+
+class Call(NamedTuple):
+    """What a training call is, as far as a plan depends on it."""
+
+    stages: int
+    virtual_stages: int
+    group_size: int | None
+    cap: int | None
+    seq_length: int
+    micro_batch_size: int
+    micro_batches: int
+
+
+class Ranks(NamedTuple):
+    """This rank among the others."""
+
+    rank: int
+    stage: int
+    gather: Callable[[Any], list[Any]]
+    """Collects an object from all ranks, on all of them."""
+    to_first: Callable[[Any], list[Any]]
+    """The same on rank 0 only."""
+    partners: Collection[int]
+    """The ranks with which this one runs collectives inside layers."""
+
+
+class Adaptation:
+    """Of one engine, which survives. ``target``: where the plan that is settled on is kept; None: nowhere."""
+
+    _ranks: Ranks
+    """Of the training call that runs."""
+
+    def __init__(self, engine: Engine, target: Path | None = None):
+        assert engine.survival is not None
+        engine.survival.advises_recompute, engine.adaptation = False, self
+        self.engine, self.target = engine, target
+        self.state = SURVIVE
+        self.planner: Planner | None = None  # on rank 0
+        self.profiles: list[Any] = []  # on rank 0
+        self.profiled = False
+        self.call: Call | None = None
+        self._facts: Facts = {}
+        self._calls = 0  # in this state
+        self._profiler: Profiler | None = None
+        self._meter = CallMeter(engine)
+        self._evicted = self._overruns = self._reshaped = 0
+        self._retries = self._retried = 0  # of the allocator when a call began; calls of a settled plan that had any
+        self.has_settled = False
+        """On any plan so far."""
+        self._config: MemoryConfig | None = None  # in force
+        self._settled: dict[Call, MemoryConfig | None] = {}
+
+    # ---- a training call
+    def begin(self, call: Call, ranks: Ranks, facts: Callable[[], Facts]) -> None:
+        """A training call begins on every rank. ``facts`` tells what a kept plan must have been made for."""
+        self._ranks = ranks
+        if self.call is None:
+            self.call = call
+            self._start(facts)
+        elif call != self.call:
+            self._changed(call, facts)
+        states = {SURVIVE: self._survive, PROFILE: self._profile, TRY: self._try, SETTLED: self._watch}
+        states.get(self.state, lambda: None)()
+        self._calls += 1
+        if self.state == PROFILE:
+            self._attached().begin_call()
+        elif self.state == TRY:
+            self._meter.begin()
+        self._retries = self.engine.backend.allocation_retries()
+
+    def end(self, completed: bool) -> None:
+        """It has ended; not ``completed``: by an exception."""
+        if self.state == PROFILE:
+            self._attached().end_call(completed)
+        elif self.state == TRY and completed and self._calls > 1:
+            self._meter.end(self._ranks.stage)
+        elif self.state == SETTLED:
+            self._retried += self.engine.backend.allocation_retries() > self._retries
+
+    def report(self) -> dict[str, Any]:
+        """For the end of the run."""
+        since = "a plan was settled on" if self.has_settled else ""
+        return {"adaptive": self._lines(), "since": since}
+
+    def _lines(self) -> list[str]:
+        if self.planner is not None:
+            return self.planner.report()
+        used = self.state == SETTLED and self._ranks.rank == 0
+        return [f"adaptive memory plan: taken from {self.target}"] if used else []
+
+    # ---- states
+    def _start(self, facts: Callable[[], Facts]) -> None:
+        if not self.engine.in_force.num_layers:
+            self._stop("no layer is known")
+            return
+        if None in self._ranks.gather(self.engine.backend.limit()):
+            self._stop("nobody knows how much memory the device has (--device-memory-gib says it)")
+            return
+        self._facts = facts()
+        found = None
+        if self._ranks.rank == 0 and self.target is not None:
+            found, why = kept_plan.read(self.target, self._facts)
+            if why:
+                self._tell(why)
+        config = self._ranks.gather(found)[0]
+        if config is not None and self._adopt(config):
+            self._go(SETTLED)
+
+    def _survive(self) -> None:
+        if self._calls:
+            self._go(PROFILE)
+            self._profiler = Profiler(self.engine)
+            self._tell("the next 3 training steps are profiled")
+
+    def _profile(self) -> None:
+        profiler = self._attached()
+        if not all(self._ranks.gather(profiler.done)):
+            return
+        mine, error = None, ""
+        try:
+            mine = profiler.rank_profile(self._ranks.stage, link_profile(self.engine.backend))
+        except Exception as failed:  # whatever it is, the others wait for this rank
+            logger.exception("profiling failed")
+            error = repr(failed)
+        profiler.detach()
+        errors = [one for one in self._ranks.gather(error) if one]
+        if errors:
+            self._stop(f"profiling failed: {errors[0]}")
+            return
+        self.profiles, self.profiled = self._ranks.to_first(mine), True
+        self._plan()
+
+    def _plan(self) -> None:
+        limit = min(self._ranks.gather(self._limit()))
+
+        def start() -> Decision:
+            self.planner = Planner(self._problem(limit), bool(self._facts["states_are_split"]))
+            return self.planner.start()
+
+        self._go(TRY)
+        self._follow(start)
+
+    def _try(self) -> None:
+        if self._calls < _CALLS_EACH:
+            return
+        everyone = self._ranks.gather(self._meter.measured())
+        seen = [one for one in everyone if one is not None]
+        if len(seen) < len(everyone):  # a call failed somewhere and was caught: measure again
+            self._go(TRY)
+            return
+        self._go(TRY)
+        self._follow(lambda: self._planner().judge(seen))
+
+    def _watch(self) -> None:
+        if self._calls % _WATCHED or not self._calls:
+            return
+        grown = self.engine.mover.evicted_bytes - self._evicted
+        in_each_call = self._retried // _WATCHED
+        self._evicted, self._retried = self._evicted + grown, 0
+        everyone = self._ranks.gather((self._ranks.stage, grown // _WATCHED, in_each_call))
+        if not any(evicted or retried for _, evicted, retried in everyone):
+            return
+        self._overruns += 1
+        if self._overruns > _AGAIN:
+            self._stop("memory keeps running out under every plan")
+            return
+        evicted = any(evicted for _, evicted, _ in everyone)
+        what = "activations had to be evicted beyond" if evicted else "the allocator had to retry in every call under"
+        self._say(f"{what} the plan: planning again")
+        if not self.profiled:  # the plan came from a file
+            self._profile_again()
+            return
+        self._go(TRY)
+        self._follow(lambda: self._planner().overrun(everyone))
+
+    def _changed(self, call: Call, facts: Callable[[], Facts]) -> None:
+        """Other shapes need another profile, another number of micro-batches only another plan."""
+        before, self.call = self.call, call
+        same_shapes = before is not None and call._replace(micro_batches=before.micro_batches) == before
+        if self.state == OFF:
+            return
+        self._facts = facts()
+        if call in self._settled:
+            if self._adopt(self._settled[call]):
+                self._go(SETTLED)
+            return
+        if self.state == SURVIVE or (same_shapes and self.state == PROFILE):
+            return
+        if same_shapes and self.profiled:
+            self._say(f"{call.micro_batches} micro-batches from now on: planning again")
+            self._plan()
+            return
+        self._reshaped += 1
+        if self._reshaped > _AGAIN:
+            self._stop("shapes keep changing")
+            return
+        self._say(f"sequences of {call.seq_length}, micro-batches of {call.micro_batch_size}: profiling again")
+        self._profile_again()
+
+    def _profile_again(self) -> None:
+        if self._profiler is not None:
+            self._profiler.detach()
+        self._adopt(None)
+        self._go(SURVIVE)
+        self._calls = 1
+        self._survive()
+
+    # ---- deciding together
+    def _follow(self, decide: Callable[[], Decision]) -> None:
+        """Let rank 0 decide, and do it."""
+        decision = None
+        if self._ranks.rank == 0:
+            try:
+                decision = decide()
+            except Exception as error:  # whatever it is, the others wait for a decision
+                logger.error("planning failed: %s", error, exc_info=not isinstance(error, ValueError))
+            for line in decision.lines if decision is not None else ():
+                logger.info(line)
+        decision = self._ranks.gather(decision)[0]
+        if decision is None:
+            self._stop("planning failed")
+            return
+        if decision.config is not None and not self._adopt(decision.config):
+            return
+        if decision.settled:
+            self._settled[self._call()] = self._config
+            self._go(SETTLED)
+            self._keep()
+
+    def _adopt(self, config: MemoryConfig | None) -> bool:
+        """Put it into force on all ranks; False where it turned out not to fit this model."""
+        try:
+            self.engine.adopt(config or MemoryConfig(), self._ranks.gather, self._ranks.partners, tell=False)
+        except MemoryConfigError as error:  # on all ranks alike
+            self.engine.adopt(MemoryConfig(), self._ranks.gather, self._ranks.partners, tell=False)
+            self._config = None
+            self._stop(f"the plan cannot be executed: {error}")
+            return False
+        self._config = config
+        return True
+
+    def _stop(self, why: str) -> None:
+        """Go on as --survive-oom does, with the plan that is in force."""
+        kept = "nothing is planned" if self._config is None else "the plan in force is kept"
+        self._say(f"--adaptive-memory-optimization plans no more: {why}; {kept}, and eviction does the rest")
+        self.state = OFF
+
+    def _keep(self) -> None:
+        """Write down the plan that was settled on, and the profile beside it."""
+        if self._ranks.rank != 0 or self.target is None:
+            return
+        planner = self._planner()
+        kept = planner.kept or planner.tries[-1]
+        profile = profile_file.Profile(problem=planner.problem, shapes=self._call()._asdict(), machine=self._machine())
+        try:
+            beside = self.target.with_suffix(".profile.json")
+            config = plan_file.by_name(kept.config, self.engine.in_force.stacks)
+            kept_plan.write(self.target, config, self._facts, kept.lines())
+            profile_file.write(profile, beside)
+            logger.info("the plan is kept in %s, the profile in %s", self.target, beside)
+        except Exception as error:  # no reason to end a training
+            logger.warning("the plan cannot be kept in %s: %s", self.target, error)
+
+    def _limit(self) -> int:
+        """What a plan may take of this rank's memory, in bytes."""
+        backend = self.engine.backend
+        room, allocated, limit = backend.room(), backend.allocated(), backend.limit()
+        assert limit is not None  # or nothing would be planned
+        if room is not None and allocated is not None:  # contexts are there already
+            limit = min(limit, room + allocated)
+        return limit - reserve.fragmentation(limit)
+
+    def _problem(self, limit: int) -> Problem:
+        call = self._call()
+        line = Pipeline(micro_batches=call.micro_batches, group_size=call.group_size, cap=call.cap)
+        return from_profile.problem(self.profiles, line, limit, self.engine.mover.slabs.limit_bytes)
+
+    def _machine(self) -> Facts:
+        described = self.engine.backend.describe().items()
+        return {key: value for key, value in described if isinstance(value, str | int | float)}
+
+    def _planner(self) -> Planner:
+        """On rank 0, once there was a plan."""
+        assert self.planner is not None
+        return self.planner
+
+    def _attached(self) -> Profiler:
+        """While calls are profiled."""
+        assert self._profiler is not None
+        return self._profiler
+
+    def _call(self) -> Call:
+        assert self.call is not None
+        return self.call
+
+    def _go(self, state: str) -> None:
+        self.state, self._calls = state, 0
+        if state == SETTLED:
+            LEDGER.forget()  # the report is about the plan, not about how it was found
+            self.has_settled = True
+        self._evicted, self._retried = self.engine.mover.evicted_bytes, 0
+        self._meter.clear()
+
+    def _say(self, text: str) -> None:
+        if self._ranks.rank == 0:
+            logger.warning(text)
+
+    def _tell(self, text: str) -> None:
+        if self._ranks.rank == 0:
+            logger.info(text)

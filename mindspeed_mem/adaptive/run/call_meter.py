@@ -1,0 +1,61 @@
+"""What training calls take while a plan is tried: time, peak, stalls, and what shows that memory was short."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.adaptive.run.correction import Measured
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.engine import Engine
+
+
+class CallMeter:
+    """Of one rank. The host waits for the device before and after each call that is measured."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._calls: list[Measured] = []
+        self._started = self._stalled = 0.0
+        self._evicted = self._retries = 0
+
+    def clear(self) -> None:
+        """Forget the calls measured so far."""
+        self._calls = []
+
+    def begin(self) -> None:
+        """A call begins. The backend's peak starts again."""
+        backend = self._engine.backend
+        backend.synchronize()
+        backend.reset_peak()
+        LEDGER.reset_peak()
+        self._evicted, self._stalled = self._engine.mover.evicted_bytes, backend.stall_seconds()
+        self._retries = backend.allocation_retries()
+        self._started = time.perf_counter()
+
+    def end(self, stage: int) -> None:
+        """It has ended as it should; it ran this pipeline stage."""
+        backend = self._engine.backend
+        backend.synchronize()
+        seconds, peak = time.perf_counter() - self._started, backend.peak()
+        self._calls.append(
+            Measured(
+                stage=stage,
+                seconds=seconds,
+                peak=LEDGER.held.peak if peak is None else peak,
+                stall=backend.stall_seconds() - self._stalled,
+                evicted=self._engine.mover.evicted_bytes - self._evicted,
+                retries=backend.allocation_retries() - self._retries,
+            )
+        )
+
+    def measured(self) -> Measured | None:
+        """All calls together: the shortest times (what delays a call is not the plan), the largest bytes. None before
+        the first."""
+        if not self._calls:
+            return None
+        seconds, stalls = (min(getattr(one, name) for one in self._calls) for name in ("seconds", "stall"))
+        most = {name: max(getattr(one, name) for one in self._calls) for name in ("peak", "evicted", "retries")}
+        return Measured(stage=self._calls[0].stage, seconds=seconds, stall=stalls, **most)

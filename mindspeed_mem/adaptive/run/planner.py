@@ -1,0 +1,140 @@
+"""Plans, compares each plan with what it turned out to take, and decides when to stay with one. Runs on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mindspeed_mem.adaptive.problem.definition import GIB, Problem
+from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
+from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
+from mindspeed_mem.adaptive.search.plan_file import memory_config
+from mindspeed_mem.adaptive.search.plan_grid import grid
+from mindspeed_mem.adaptive.search.search import Found, Search
+from mindspeed_mem.plan import MemoryConfig
+
+ROUNDS = 4
+"""Plans tried before the best of them is kept."""
+_WORTH = 0.01
+"""A plan that is predicted to save less than this share of the step is not tried."""
+
+
+class Decision(NamedTuple):
+    """What all ranks do next."""
+
+    config: MemoryConfig | None
+    """The memory configuration to execute from now on; None: the one that is in force."""
+    settled: bool
+    lines: tuple[str, ...] = ()
+    """For the log."""
+
+
+@dataclass
+class Try:
+    """A plan, what was predicted of it, and what it took."""
+
+    problem: Problem
+    found: Found
+    config: MemoryConfig
+    measured: tuple[Measured, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return max(one.seconds for one in self.measured)
+
+    @property
+    def evicted(self) -> int:
+        return max(one.evicted for one in self.measured)
+
+    @property
+    def retried(self) -> bool:
+        return any(one.retries for one in self.measured)
+
+    def lines(self) -> list[str]:
+        """Predicted beside measured."""
+        predicted, peaks = passes_seconds(self.problem, self.found.simulated), self.found.simulated.peaks
+        if not self.measured:
+            return [f"predicted {predicted:.4g} s and {_mib(max(peaks))} MiB at most"]
+        stages = [max(one.peak for one in self.measured if one.stage == number) for number in range(len(peaks))]
+        text = f"predicted {predicted:.4g} s, measured {self.seconds:.4g} s; peak of all device memory by stage in MiB"
+        text += f", predicted {' '.join(map(_mib, peaks))}, measured {' '.join(map(_mib, stages))}"
+        text += f", {_mib(self.evicted)} MiB evicted beyond the plan" if self.evicted else ""
+        text += ", the allocator had to give back memory and retry" if self.retried else ""
+        return [text]
+
+
+class Planner:
+    """Works on one problem, which it corrects by what is measured."""
+
+    def __init__(self, problem: Problem, states_are_split: bool = False):
+        """states_are_split: the optimizer's states are split over data-parallel ranks already."""
+        self.problem, self._states_are_split = problem, states_are_split
+        self.tries: list[Try] = []
+        self.kept: Try | None = None
+        """The plan that was settled on."""
+
+    def start(self) -> Decision:
+        """The first plan, or the first after the problem has changed."""
+        self.tries, self.kept = [], None
+        return self._try(*self._searched())
+
+    def judge(self, measured: Sequence[Measured]) -> Decision:
+        """The plan in force took that much: correct the problem by it, then try another plan or stay with the best."""
+        now = self.tries[-1]
+        now.measured = tuple(measured)
+        self.problem = corrected(now.problem, now.found.simulated, now.measured)
+        if len(self.tries) < ROUNDS:
+            found, why = self._searched()
+            again = Search(self.problem).simulated(now.found.plan)
+            gain = 1 - found.simulated.seconds / again.seconds
+            known = any(one.config == memory_config(self.problem, found.plan) for one in self.tries)
+            if not known and (now.evicted or max(again.peaks) > self.problem.device_limit or gain > _WORTH):
+                return self._try(found, why, now.lines())
+        return self._settle(now)
+
+    def overrun(self, lacks: Sequence[tuple[int, int, int]]) -> Decision:
+        """The settled plan no longer fits. ``lacks``: the stage of each rank, the bytes that had to leave on it in one
+        training call, and how often its allocator had to retry in one."""
+        last = self.kept or self.tries[-1]
+        if last.measured:
+            self.problem = corrected(last.problem, last.found.simulated, last.measured)
+        now = Search(self.problem).simulated(last.found.plan)
+        seconds = passes_seconds(self.problem, now)
+        seen = [Measured(stage, seconds, now.peaks[stage], now.stalls[stage], *lack) for stage, *lack in lacks]
+        self.problem = corrected(self.problem, now, seen)
+        return self.start()
+
+    def report(self, width: int = 100) -> list[str]:
+        """The plan in force, with its figures and the grid of its layers."""
+        if not self.tries:
+            return []
+        now = self.kept or self.tries[-1]
+        kind = "settled" if self.kept else "not settled yet"
+        return [f"adaptive memory plan ({kind}): " + now.lines()[0], *grid(now.problem, now.found.plan, width)]
+
+    def _searched(self) -> tuple[Found, str]:
+        """The best plan; where none fits, the one that needs least, with the reason."""
+        search = Search(self.problem)
+        try:
+            return search.best(), ""
+        except InfeasibleError as error:
+            said = error.text(self._states_are_split)
+            return search.least(), f"{said}\n  until then activations are evicted when memory runs out"
+
+    def _try(self, found: Found, why: str, lines: Sequence[str] = ()) -> Decision:
+        config = memory_config(self.problem, found.plan)
+        self.tries.append(Try(self.problem, found, config))
+        limit = f"limit {_mib(self.problem.device_limit)} MiB"
+        number = f"plan {len(self.tries)}: {self.tries[-1].lines()[0]} ({limit}, HiGHS)"
+        return Decision(config, False, tuple(line for line in (*lines, why, number) if line))
+
+    def _settle(self, now: Try) -> Decision:
+        self.kept = min(self.tries, key=lambda one: (one.evicted, one.retried, one.seconds))
+        changed = None if self.kept is now else self.kept.config
+        which = f"settled on plan {self.tries.index(self.kept) + 1} of {len(self.tries)}"
+        return Decision(changed, True, (*now.lines(), f"{which}: {self.kept.lines()[0]}"))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes * 1024 / GIB:.1f}"

@@ -1,0 +1,79 @@
+"""What to say where no plan fits: how much is needed, who holds it, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mindspeed_mem.adaptive.problem.definition import GIB, Problem
+from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, Plan
+
+STATIC = "parameters, gradients and optimizer states"
+
+
+class InfeasibleError(ValueError):
+    """No plan fits the limits; `needed_bytes` would do on stage `stage`, as far as could be found."""
+
+    def __init__(self, problem: Problem, stage: int, needed_bytes: int, held: Mapping[str, int]):
+        """held: who holds how many of these bytes."""
+        self.needed_bytes, self.stage = needed_bytes, stage
+        self._limit, self._host_is_limited = problem.device_limit, problem.host_limit is not None
+        self._held = sorted(held.items(), key=lambda one: -one[1])
+        super().__init__(self.text())
+
+    def text(self, states_are_split: bool = False) -> str:
+        """The message; `states_are_split`: the optimizer's states are known to be split over data-parallel ranks."""
+        largest = self._held[0][0]
+        lines = [
+            f"no plan fits: pipeline stage {self.stage} needs {_size(self.needed_bytes)} even with everything "
+            f"swapped or recomputed that can be, but the limit is {_size(self._limit)}",
+            "held there, the largest first: " + ", ".join(f"{name} {_size(size)}" for name, size in self._held[:4]),
+            "three things to try: " + "; ".join(_advice(largest, states_are_split, self._host_is_limited)),
+        ]
+        return "\n  ".join(lines)
+
+
+def shortage(problem: Problem, least: Plan, peaks: Sequence[int]) -> InfeasibleError:
+    """The error for a problem whose plan of the lowest peaks, `least`, still does not fit."""
+    stage = max(range(len(peaks)), key=lambda number: peaks[number])
+    return InfeasibleError(problem, stage, peaks[stage], holders(problem, least, stage, peaks[stage]))
+
+
+def holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, int]:
+    """Who holds how many of the bytes of a stage's peak."""
+    stage = problem.stages[number]
+    held = {
+        STATIC: stage.static_bytes,
+        "temporaries": stage.temporary_bytes,
+        "layer inputs, head and loss": 0,
+    }
+    flights = problem.in_flight[number]
+    counts = max(flights, key=sum)
+    for letters, part, count in zip(plan.stages[number].parts, stage.parts, counts, strict=True):
+        held["layer inputs, head and loss"] += count * (part.before.bytes + part.after.bytes)
+        for text, name in zip(letters, part.layers, strict=True):
+            for group, letter in zip(problem.class_of[name].groups, text, strict=True):
+                size = {KEEP: group.bytes, RECOMPUTE: group.recompute_keeps}.get(letter, 0)
+                if size:
+                    held[f"kept {group.name}"] = held.get(f"kept {group.name}", 0) + count * size
+    held["the layers at work and copies under way"] = max(0, peak - sum(held.values()))
+    return {name: size for name, size in held.items() if size}
+
+
+def _advice(largest: str, states_are_split: bool, host_is_limited: bool) -> list[str]:
+    """The three things that help most."""
+    split = "split the model further (--tensor-model-parallel-size, --pipeline-model-parallel-size)"
+    smaller = "a smaller --micro-batch-size, or --context-parallel-size for long sequences"
+    if largest == STATIC:
+        states = "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)"
+        parts = (
+            "split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
+            "--placement-policy host, which the planner does not count)"
+        )
+        return [*[states] * (not states_are_split), parts, split, smaller][:3]
+    sequence = "--sequence-parallel beside --tensor-model-parallel-size, which splits what stands between the blocks"
+    host = "more host memory for swap (--swap-host-memory-gib)"
+    return [*[host] * host_is_limited, smaller, sequence, split][:3]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes * 1024 / GIB:.2f} MiB"

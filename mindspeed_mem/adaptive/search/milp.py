@@ -1,0 +1,241 @@
+"""The integer program over counts, solved by HiGHS through scipy.
+
+For a stage p with w micro-batches in flight, groups i of a bytes each, n layers of which s swap and r recompute:
+
+    memory   static + temporary + w (outside + sum a (n - s - r) + keeps r) + sum a (s + r) / n + ahead sum a s / n
+    forward  F + wait,  wait >= sum a s / out - F      (a forward ends when its copies out have)
+    backward B + sum r again + wait,  wait >= sum a s / back - B - sum r again
+             (over a link that blocks both waits are all of the copies, without - F or - B - sum r again)
+
+The last terms of memory stand for the layer at work and the copies under way. Simulation is the judge: these figures
+leave out when in a pass the link is busy, and what is under way when the most is held.
+
+A variable is in how many layers of a block a group is swapped or recomputed, not what one layer does: some 50 variables
+for each stage, where one binary for each layer, group and action runs into its time limit. GB and seconds: with bytes
+HiGHS returned plans that were 14 % too large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mindspeed_mem.adaptive.problem.definition import GB, Block, Problem, blocks
+from mindspeed_mem.adaptive.search.decisions import Count, Counts, key
+
+GAP = 1e-3
+TIME_LIMIT = 1.0
+_PER_GB = 1e-6
+"""Seconds that a swapped GB costs: of equal plans the one that moves less."""
+_OVERFLOW = 1e3
+"""Seconds that a GB beyond the limit costs, where that is allowed to find out how much is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a plan may look like, beyond the limits."""
+
+    inputs_move: bool = False
+    """See `Plan.inputs_move`."""
+    guard: int = 1
+    """Layers at the end of a part that swap nothing where each backward follows its forward at once."""
+    ahead: float = 2.0
+    """What a swapped group holds besides, in layers: on the way out and back."""
+    swap: bool = True
+    recompute: bool = True
+
+
+class Program:
+    """A mixed integer program by names."""
+
+    def __init__(self) -> None:
+        self.index: dict[tuple, int] = {}
+        self._low: list[float] = []
+        self._high: list[float] = []
+        self._whole: list[int] = []
+        self._price: list[float] = []
+        self._rows: list[tuple[dict[tuple, float], float]] = []
+
+    def variable(
+        self, name: tuple, high: float = math.inf, whole: bool = False, price: float = 0.0, low: float = 0.0
+    ) -> tuple:
+        self.index[name] = len(self.index)
+        self._low.append(low)
+        self._high.append(high)
+        self._whole.append(int(whole))
+        self._price.append(price)
+        return name
+
+    def at_most(self, terms: dict[tuple, float], high: float) -> None:
+        """The sum of variables times numbers is at most `high`."""
+        self._rows.append((terms, high))
+
+    def solve(self, gap: float, time_limit: float) -> dict[tuple, float] | None:
+        """The value of each variable, or None if there is no solution (or none was found in time)."""
+        import numpy
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_matrix
+
+        data: list[float] = []
+        columns, starts = [], [0]
+        for terms, _ in self._rows:
+            columns += [self.index[name] for name in terms]
+            data += terms.values()
+            starts.append(len(columns))
+        matrix = csr_matrix((data, columns, starts), shape=(len(self._rows), len(self.index)))
+        with _silent():
+            result = milp(
+                numpy.array(self._price),
+                constraints=LinearConstraint(matrix, -numpy.inf, [high for _, high in self._rows]),
+                integrality=self._whole,
+                bounds=Bounds(self._low, self._high),
+                options={"time_limit": time_limit, "mip_rel_gap": gap},
+            )
+        return None if result.x is None else {name: float(result.x[place]) for name, place in self.index.items()}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without what HiGHS prints from C++, whatever its options: our output may be read by a program."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    c = ctypes.CDLL(None)
+    c.fflush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        c.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def solve(
+    problem: Problem,
+    stage: int,
+    budget: float,
+    rules: Rules,
+    *,
+    overflow: bool = False,
+    gap: float = GAP,
+    time_limit: float = TIME_LIMIT,
+) -> Counts | None:
+    """The counts of one stage with the shortest cycle within these GB, or None if there are none.
+
+    Layers stay on their stages, so the stages share nothing but the step time, which grows with every cycle: each
+    stage's shortest cycle is the best for all. (Stages that wait for others anyway gain nothing by it, nor lose.)
+
+    overflow: the budget may be exceeded, at a price above all others: what is found needs as little as possible.
+    """
+    program = Program()
+    over = program.variable(("over",), high=math.inf if overflow else 0.0, price=_OVERFLOW)
+    ahead = program.variable(("ahead",))
+    for part in range(problem.virtual_stages):
+        program.variable(("out", part), price=1.0)  # the wait for copies, in seconds
+        program.variable(("back", part), price=1.0)
+    mine = [block for block in blocks(problem) if block.stage == stage]
+    for block in mine:
+        _block(program, problem, block, rules)
+    _stage(program, problem, stage, mine, budget, {ahead: 1.0, over: -1.0})
+    values = program.solve(gap, time_limit)
+    return None if values is None else {key(block): _counts(values, block) for block in mine}
+
+
+def most_swapped(problem: Problem, block: Block, name: str, rules: Rules) -> int:
+    """In how many layers of the block this group may be swapped at most."""
+    group = block.kind.groups[block.kind.group_index[name]]
+    if not (rules.swap and group.swappable):
+        return 0
+    movable = block.movable(group)
+    part = problem.stages[block.stage].parts[block.part]
+    end = len(part.layers) - (rules.guard if at_once(problem, block.stage, block.part) else 0)
+    return sum(layer < end for layer in movable)
+
+
+def at_once(problem: Problem, stage: int, part: int) -> bool:
+    """Whether a backward of this part follows its forward with nothing in between."""
+    passes = problem.passes[stage]
+    return any(a[1:] == b[1:] and a[2] == part for a, b in zip(passes, passes[1:], strict=False))
+
+
+def _counts(values: dict[tuple, float], block: Block) -> tuple[Count, ...]:
+    names = [(*key(block), group.name) for group in block.kind.groups]
+    of_both = [(("s", *name), ("r", *name)) for name in names]
+    return tuple(Count(round(values[s]), round(values[r])) for s, r in of_both)
+
+
+def _block(program: Program, problem: Problem, block: Block, rules: Rules) -> None:
+    """The variables and rules of one block."""
+    name, layers = key(block), {group.name: len(block.movable(group)) for group in block.kind.groups}
+    transient: dict[tuple, float] = {("ahead",): -1.0}
+    for group in block.kind.groups:
+        most = layers[group.name]
+        swap = most_swapped(problem, block, group.name, rules)
+        again = most if group.recompute_seconds is not None and rules.recompute else 0
+        s = program.variable(("s", *name, group.name), swap, True, _PER_GB * group.bytes / GB)
+        r = program.variable(("r", *name, group.name), again, True, group.recompute_seconds or 0.0)
+        program.at_most({s: 1, r: 1}, most)
+        share = group.bytes / GB / max(1, most)
+        transient |= {s: (1 + rules.ahead) * share, r: share}
+    program.at_most(transient, 0)
+    for group in block.kind.groups:
+        r, s = ("r", *name, group.name), ("s", *name, group.name)
+        for other in group.needs:
+            s_other, r_other = ("s", *name, other), ("r", *name, other)
+            if not rules.inputs_move:
+                # One layer more where the first has no such group: any fraction does, as the counts are whole.
+                shift = 1 / layers[group.name] if layers[other] < layers[group.name] else 0
+                program.at_most({r: 1, s_other: 1 + shift}, layers[group.name])
+            elif layers[group.name]:  # where anything is recomputed: no more layers keep the other than keep this
+                some = program.variable(("x", *name, group.name, other), 1, True)
+                program.at_most({r: 1, some: -layers[group.name]}, 0)
+                most = layers[other]
+                program.at_most({s_other: -1, r_other: -1, s: 1, r: 1, some: most}, layers[group.name])
+
+
+def _stage(
+    program: Program, problem: Problem, number: int, mine: Sequence[Block], budget: float, beside: dict[tuple, float]
+) -> None:
+    """The rows that join the blocks of a stage: what of the copies is waited for, and what is held has room."""
+    stage, link = problem.stages[number], problem.link
+    kept: list[tuple[float, dict[tuple, float]]] = []
+    moved: list[dict[tuple, float]] = []
+    for place, part in enumerate(stage.parts):
+        forward = part.before.forward_seconds + part.after.forward_seconds
+        backward = part.before.backward_seconds + part.after.backward_seconds
+        held = (part.before.bytes + part.after.bytes) / GB
+        terms: dict[tuple, float] = {}
+        swapped: dict[tuple, float] = {}
+        again: dict[tuple, float] = {}
+        for block in (one for one in mine if one.part == place):
+            forward += block.kind.forward_seconds * len(block.layers)
+            backward += block.kind.backward_seconds * len(block.layers)
+            for group in block.kind.groups:
+                size, s, r = group.bytes / GB, ("s", *key(block), group.name), ("r", *key(block), group.name)
+                held += size * len(block.movable(group))
+                terms |= {s: -size, r: group.recompute_keeps / GB - size}
+                swapped[s] = size
+                again[r] = -link.back * (group.recompute_seconds or 0.0)
+        # What every plan takes, so that the gap is one of the cycle and not of what is added to it.
+        program.variable(("compute", place), forward + backward, price=1.0, low=forward + backward)
+        if link.blocking:  # nothing hides behind compute
+            forward, backward, again = 0.0, 0.0, {}
+        program.at_most(swapped | {("out", place): -link.out}, link.out * forward)
+        program.at_most(swapped | again | {("back", place): -link.back}, link.back * backward)
+        kept.append((held, terms))
+        moved.append(swapped)
+    there = (stage.static_bytes + stage.temporary_bytes) / GB
+    for counts in problem.in_flight[number]:
+        rows = [(name, n * value) for n, (_, terms) in zip(counts, kept, strict=True) for name, value in terms.items()]
+        held = sum(n * size for n, (size, _) in zip(counts, kept, strict=True))
+        program.at_most(dict(rows) | beside, budget - there - held)
+        if problem.host_limit is not None:
+            on_host = [(name, n * size) for n, terms in zip(counts, moved, strict=True) for name, size in terms.items()]
+            program.at_most(dict(on_host), problem.host_limit / GB)

@@ -1,0 +1,234 @@
+"""What happens in one pass of a stage, in the order of its operators: compute, copies, waits, memory.
+
+This is what the engine does with a plan in each micro-batch. Operators of a part count from 1 in forward order. A
+swapped group that operator n produced, whose backward is needed last by operator u, with distance k: its copy out
+starts when the first operator that saves it has run; its memory is released after operator n + k, or at the end of the
+forward, and compute waits for the copy there; its copy back starts before the backward of operator u + k, which may be
+in the pass before, and compute waits for it before the backward of u. Recomputation runs before that backward.
+
+So memory depends only on the order, not on how long anything takes: allocations and releases are in compute's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, islice
+from operator import sub
+from typing import NamedTuple
+
+from mindspeed_mem.adaptive.problem.definition import GB, LayerClass, Link, Outside, Part, Problem
+from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
+
+OUT, RELEASE, BACK, AHEAD, WAIT = range(5)
+
+
+class Script(NamedTuple):
+    """A pass in the order in which things happen."""
+
+    steps: tuple[tuple[float, int, int], ...]
+    """(seconds of compute before it, what happens, number of the copy)"""
+    rest: float
+    """Seconds of compute after the last step."""
+    highest: int
+    """The most bytes held during the pass, above those held at its start."""
+    net: int
+    """Bytes held at its end, above those at its start."""
+    seconds: float
+    """All compute, without waits."""
+
+
+class Copy(NamedTuple):
+    """A group of one layer that is swapped."""
+
+    nbytes: int
+    out_seconds: float
+    back_seconds: float
+    early: int
+    """Operators of the pass before its backward that are left when its copy back starts; 0: not so early."""
+
+
+class _Direction:
+    """One direction of a part: seconds, copies and memory by operator number."""
+
+    def __init__(self, count: int):
+        self.seconds = [0.0] * (count + 2)
+        self.take = [0] * (count + 2)
+        """Bytes that an operator takes when it starts."""
+        self.give = [0] * (count + 2)
+        """Bytes free once it has run."""
+        self.steps: list[tuple[int, int, int]] = []
+        """(operator, what happens there, copy)"""
+
+
+class PartScripts:
+    """The passes of one part under these actions and this distance."""
+
+    def __init__(self, problem: Problem, part: Part, letters: Sequence[str], distance: int):
+        self.part = part
+        self.copies: list[Copy] = []
+        kinds = [problem.class_of[name] for name in part.layers]
+        bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
+        self.count = count = bases[-1]
+        self._tail = int(part.after != Outside())  # the final norm counts as an operator, too
+        self._forward, self._backward = _Direction(count), _Direction(count)
+        for base, kind in zip(bases, kinds, strict=False):
+            end = base + 1 + len(kind.operators)
+            self._forward.seconds[base + 1 : end] = [operator.forward_seconds for operator in kind.operators]
+            self._backward.seconds[base + 1 : end] = [operator.backward_seconds for operator in kind.operators]
+        for layer, (kind, text) in enumerate(zip(kinds, letters, strict=True)):
+            previous = kinds[layer - 1] if layer else None
+            for life in _lives(kind, previous, text):
+                base = bases[layer - 1] if life.from_previous else bases[layer]
+                self._add(life, base + life.produced + 1, bases[layer] + 1, distance, problem.link)
+        late = [number for number, copy in enumerate(self.copies) if copy.early]
+        self.early = sorted(late, key=lambda number: (-self.copies[number].early, -number))
+        """The copies back that may start in the pass before, the first of them first."""
+        self._cache: dict[tuple, Script] = {}
+
+    def _add(self, life: _Life, produced: int, base: int, distance: int, link: Link) -> None:
+        forward, backward = self._forward, self._backward
+        first, last, needed = base + life.first_use, base + life.last_use, base + life.needed
+        forward.take[produced] += life.nbytes
+        backward.give[first] += life.nbytes
+        if life.letter == RECOMPUTE:
+            forward.give[max(last, produced)] += life.nbytes - life.keeps
+            backward.take[needed] += life.nbytes - life.keeps
+            backward.seconds[needed] += life.again
+        if life.letter != SWAP:
+            return
+        number = len(self.copies)
+        saved = max(produced, first)
+        due = max(produced + distance, saved)
+        if due > self.count:  # beyond the last operator: at once if that is the final norm, else once the loss is there
+            due = self.count if due == self.count + self._tail else self.count + 1
+        forward.steps += [(saved, OUT, number), (due, RELEASE, number)]
+        forward.give[due] += life.nbytes
+        start = needed + distance
+        seconds = life.nbytes / GB
+        self.copies.append(
+            Copy(life.nbytes, seconds / link.out, seconds / link.back, max(0, start - self.count - self._tail))
+        )
+        if start <= self.count + self._tail:
+            start = min(start, self.count)
+            backward.steps.append((start, BACK, number))
+            backward.take[start] += life.nbytes
+        backward.steps.append((needed, WAIT, number))
+
+    def script(self, forward: bool, ahead: PartScripts | None, fetched: bool) -> Script:
+        """A pass. ahead: whose backward follows and lets its first copies start here; fetched: for a backward, its own
+        first copies have started in the pass before."""
+        key = forward, None if ahead is None else id(ahead), fetched
+        if key not in self._cache:
+            self._cache[key] = self._write_forward(ahead) if forward else self._write_backward(ahead, fetched)
+        return self._cache[key]
+
+    def _write_forward(self, ahead: PartScripts | None) -> Script:
+        """Time and memory run through the part's operators from 1 to count, and on to count + 1, the loss."""
+        before, after, line = self.part.before, self.part.after, self._forward
+        ends = list(accumulate(line.seconds[1 : self.count + 1], initial=before.forward_seconds))
+        whole = ends[-1] + after.forward_seconds
+        ends.append(whole)
+        steps = [(number, what, copy, copy, ends[number]) for number, what, copy in line.steps]
+        take = line.take.copy()
+        take[self.count + 1] += after.bytes
+        for rank, (copy, early, nbytes) in enumerate(_fetched(ahead)):
+            number = max(1, self.count + 1 - early)
+            steps.append((number - 1, AHEAD, rank, copy, ends[number - 1]))
+            take[number] += nbytes
+        return _script(steps, whole, before.bytes, take[1:], line.give[1:])
+
+    def _write_backward(self, ahead: PartScripts | None, fetched: bool) -> Script:
+        """From the loss down to operator 1; an event of an operator comes before its backward."""
+        before, after, line = self.part.before, self.part.after, self._backward
+        numbers = range(self.count, 0, -1)
+        begins = list(accumulate((line.seconds[number] for number in numbers), initial=after.backward_seconds))
+        whole = begins[-1] + before.backward_seconds
+        steps = []
+        for number, what, copy in line.steps:
+            place = self.count - number
+            steps.append((place, what, -copy, copy, begins[place]))
+        take = [line.take[number] for number in numbers]
+        give = [line.give[number] for number in numbers]
+        at_start = 0
+        if not fetched:
+            steps += [(-1, BACK, rank, copy, 0.0) for rank, copy in enumerate(self.early)]
+            at_start = sum(self.copies[copy].nbytes for copy in self.early)
+        for rank, (copy, early, nbytes) in enumerate(_fetched(ahead)):
+            place = self.count - min(early, self.count)
+            steps.append((place, AHEAD, rank, copy, begins[place]))
+            take[place] += nbytes
+        return _script(steps, whole, at_start, [0, *take], [after.bytes, *give], before.bytes)
+
+
+def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:
+    """The copies that start in the pass before: number, operators left in it, bytes."""
+    return [] if ahead is None else [(n, ahead.copies[n].early, ahead.copies[n].nbytes) for n in ahead.early]
+
+
+def _script(
+    steps: list[tuple[int, int, int, int, float]],
+    whole: float,
+    at_start: int,
+    take: Sequence[int],
+    give: Sequence[int],
+    at_end: int = 0,
+) -> Script:
+    """Events as (place, what, rank, copy, time); memory taken and given operator by operator."""
+    gaps, since = [], 0.0
+    for _, what, _, copy, moment in sorted(steps):  # at one place: copies out, releases, copies back, waits
+        gaps.append((moment - since, what, copy))
+        since = moment
+    taken = accumulate(take, initial=at_start)
+    given = accumulate(give, initial=0)
+    held = list(map(sub, islice(taken, 1, None), given))  # each once it has taken, before it gives
+    net = at_start + sum(take) - sum(give) - at_end
+    return Script(tuple(gaps), whole - since, max(at_start, *held), net, whole)
+
+
+class _Life(NamedTuple):
+    """One group of one layer, with places of operators in it, counted from 0."""
+
+    letter: str
+    nbytes: int
+    keeps: int
+    produced: int
+    from_previous: bool
+    first_use: int
+    last_use: int
+    needed: int
+    again: float
+
+
+@lru_cache(maxsize=4096)
+def _lives(kind: LayerClass, previous: LayerClass | None, letters: str) -> tuple[_Life, ...]:
+    """When each group of a layer is made and needed, in forward order of places.
+
+    A group that a second run starts from is needed when that runs, which may be before its own users' backward.
+    """
+    uses = {group.name: [kind.index[name] for name in group.used_by] for group in kind.groups}
+    needed = {name: max(places) for name, places in uses.items()}
+    for group, letter in reversed(list(zip(kind.groups, letters, strict=True))):
+        for name in group.needs if letter == RECOMPUTE else ():
+            needed[name] = max(needed[name], needed[group.name])
+    found = []
+    for group, letter in zip(kind.groups, letters, strict=True):
+        if letter == NOTHING:
+            continue
+        maker = previous if previous is not None and group.from_previous else kind
+        produced = max(maker.index[name] for name in group.operators)
+        first, last = min(uses[group.name]), max(uses[group.name])
+        found.append(
+            _Life(
+                letter,
+                group.bytes,
+                group.recompute_keeps if letter == RECOMPUTE else 0,
+                produced,
+                group.from_previous,
+                first,
+                last,
+                needed[group.name],
+                group.recompute_seconds or 0.0,
+            )
+        )
+    return tuple(found)

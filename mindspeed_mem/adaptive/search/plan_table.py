@@ -1,0 +1,131 @@
+"""What the planner found, as text: the policies beside each other, the stages, and the plan as a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_mem.adaptive.problem.definition import GIB, Problem
+from mindspeed_mem.adaptive.problem.profile_file import Profile
+from mindspeed_mem.adaptive.search.decisions import host_bytes
+from mindspeed_mem.adaptive.search.plan_grid import grid
+from mindspeed_mem.adaptive.search.search import Found
+from mindspeed_mem.adaptive.search.simulation import Simulated
+from mindspeed_mem.reserve import Reserve
+
+_ESTIMATED = (
+    "Seconds, and with them which plan is best, are estimates from FLOPs and bytes moved: {tflops:g} TFLOP/s, "
+    "{memory_gbps:g} GB/s device memory, {link_gbps:g} GB/s to the host, {tensor_gbps:g} GB/s between tensor-parallel "
+    "ranks.",
+    "Bytes of activations follow Megatron's local layers with flash attention or, if asked, unfused attention; static "
+    "memory and temporaries are estimates.",
+)
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f}"
+
+
+def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
+    """What was planned for, and how far the figures can be trusted."""
+    problem = profile.problem
+    stages, line = len(problem.stages), problem.pipeline
+    words = [f"{problem.num_layers} layers", f"{stages} pipeline stage{'s' * (stages > 1)}"]
+    if problem.virtual_stages > 1:
+        words.append(f"{problem.virtual_stages} virtual stages")
+    words.append(f"{line.micro_batches} micro-batch{'es' * (line.micro_batches > 1)}")
+    limits = f"limit {gib(problem.device_limit)} GiB"
+    if reserve is not None and reserve.bytes:
+        limits += f" ({gib(problem.device_limit + reserve.bytes)} less a reserve of {gib(reserve.bytes)})"
+    limits += f", host {gib(problem.host_limit)} GiB" if problem.host_limit is not None else ""
+    first = f"{', '.join(words)}; {limits} on each rank"
+    if profile.origin == "estimated":
+        assumed = [str(profile.machine["assumed"])] if "assumed" in profile.machine else []
+        return [first, *assumed, *(text.format(**profile.machine) for text in _ESTIMATED)]
+    facts = ", ".join(f"{name} {value}" for name, value in profile.machine.items())
+    blocking = ["Computation stands still while anything is copied to or from the host."] * problem.link.blocking
+    return [
+        first,
+        f"Times, bytes and link speeds were measured ({facts or 'machine unknown'}); the plan is a prediction.",
+        *blocking,
+    ]
+
+
+def lines(
+    profile: Profile, reserve: Reserve | None, kept: Simulated, full: Simulated, found: Found | None, width: int
+) -> list[str]:
+    """The whole text."""
+    problem = profile.problem
+    rows = [("policy", "step s", "throughput", "peak GiB", "fits")]
+    policies = [("keep all", kept), ("Megatron's full recompute", full)]
+    if found is not None:
+        policies.append(("this plan", found.simulated))
+    for name, one in policies:
+        fits = "yes" if max(one.peaks) <= problem.device_limit else "no"
+        gain = f"{100 * (full.seconds / one.seconds - 1):+.1f} %"
+        rows.append((name, f"{one.seconds:.4g}", gain, gib(max(one.peaks)), fits))
+    text = [
+        *head(profile, reserve),
+        *_kept_back(reserve),
+        "",
+        *aligned(rows),
+        "(throughput against full recompute; all predicted)",
+    ]
+    if found is None:
+        return text
+    return [
+        *text,
+        "",
+        *aligned(_stages(problem, kept, full, found)),
+        "",
+        *grid(problem, found.plan, width),
+        *_remarks(problem, reserve, found),
+    ]
+
+
+def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) -> list[tuple[str, ...]]:
+    virtual = problem.virtual_stages > 1
+    each = ("of each part",) * virtual  # the most of each: several combinations may be the largest together
+    rows = [("stage", "in flight", *each, "static", "keep all", "full", "this plan", "on host", "waits s", "prefetch")]
+    for number, (stage, plan) in enumerate(zip(problem.stages, found.plan.stages, strict=True)):
+        held = problem.in_flight[number]
+        rows.append(
+            (
+                str(number),
+                str(max(map(sum, held))),
+                *("+".join(str(max(of_part)) for of_part in zip(*held, strict=True)) for _ in each),
+                gib(stage.static_bytes),
+                gib(kept.peaks[number]),
+                gib(full.peaks[number]),
+                gib(found.simulated.peaks[number]),
+                gib(host_bytes(problem, number, plan)),
+                f"{found.simulated.stalls[number]:.3g}",
+                str(plan.distance),
+            )
+        )
+    return rows
+
+
+def _kept_back(reserve: Reserve | None) -> list[str]:
+    """What the reserve is for."""
+    if reserve is None or not reserve.bytes - reserve.asked:
+        return []
+    parts = ("contexts", "communicators", "fragmentation")
+    each = ", ".join(f"{name} {gib(getattr(reserve, name))}" for name in parts)
+    return [f"The reserve is for what is not counted: {each} GiB (--reserve-gib takes another, 0 none)."]
+
+
+def _remarks(problem: Problem, reserve: Reserve | None, found: Found) -> list[str]:
+    left = problem.device_limit - max(found.simulated.peaks)
+    beside = " beside the reserve" if reserve is not None and reserve.bytes else ""
+    text = ["solved by HiGHS; sizes in GiB"]
+    text.append(f"at its fullest, the plan leaves {gib(left)} GiB{beside}")
+    if found.plan.inputs_move:
+        text.append("what recomputed operators start from leaves the device, too (swap_recompute_inputs)")
+    return text
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns of equal width; the first to the left, numbers to the right."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    numbers = "".join(f"  {{:>{width}}}" for width in widths[1:])
+    return [(f"{{:<{widths[0]}}}" + numbers).format(*row) for row in rows]
