@@ -34,7 +34,7 @@ def order_of_victims() -> list[tuple[int, list[int]]]:
         release = engine.mover.release
 
         def noted(record):
-            left.append((record.frame.key[0], record.last_use))
+            left.append((record.micro_batch.key[0], record.last_use))
             return release(record)
 
         engine.mover.release = noted
@@ -76,7 +76,7 @@ def what_stays() -> dict[str, bool]:
         losses = forwards(engine, chunks, [("F", 0, 0), ("B", 0, 0)])
         mover = engine.mover
         candidates = [r for r in mover.known if r.storage() is not None and r.nbytes >= 1024]
-        pinned = next(r for r in candidates if mover._turn(r.frame) >= 0 and r.layer == 2 and r.state == "kept")
+        pinned = next(r for r in candidates if mover._turn(r.micro_batch) >= 0 and r.layer == 2 and r.state == "kept")
         name = pinned.storage()._cdata
         while mover.make_room(1 << 40, {name}):
             pass

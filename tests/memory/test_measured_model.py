@@ -123,6 +123,7 @@ def test_groups_are_those_that_are_estimated_from_the_shape(case):
 
 def under_eviction(kind: str) -> tuple[Any, Any, int]:
     """The census of a step with all the memory that it wants, of one with half of it, and how much left meanwhile."""
+    from mindspeed_mem.activation.observe.census import Census
     from tests.limited_runs import Training, counted, surviving
     from tests.swap_runs import SDPA, patched
 
@@ -132,9 +133,9 @@ def under_eviction(kind: str) -> tuple[Any, Any, int]:
         training.step()
         limits = [None, int(0.5 * training.peak)]
         for limit in limits:
-            engine.start_census()
+            engine.observation.census = Census(engine.position.running, engine.backend.tensor_type)
             training.step(limit)
-            census = engine.stop_census()
+            census = engine.observation.stop_census()
             found.append((census.storages(), census.dataflow()))
         return *found, engine.mover.bytes_out
 

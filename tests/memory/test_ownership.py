@@ -24,7 +24,7 @@ def attribution(kind: str, sdpa: bool) -> tuple[int, list[str]]:
             result = op(*args, **(kwargs or {}))
             if not op.is_view:
                 given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
-                running = engines.current().running()
+                running = engines.current().position.running()
                 for tensor in tree_iter(result):
                     if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in given:
                         tensor.untyped_storage().allocated_by = running

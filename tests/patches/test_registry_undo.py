@@ -319,7 +319,7 @@ def test_undoing_all_patches_of_this_package_restores_every_binding(tmp_path):
         "FirstStep",
         "OwnConfigs",
         "AdaptivePasses",
-        "Survival",
+        "SurvivePasses",
         "ChunkPasses",
         "ActivationPasses",
         "CappedLoop",
