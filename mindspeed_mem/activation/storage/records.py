@@ -195,11 +195,9 @@ class Record:
         return [handle for ref in self.handles if (handle := ref()) is not None]
 
     def whole(self) -> torch.Tensor | None:
-        """The storage as uint8 [nbytes], or None when nobody holds it any more."""
+        """The storage as uint8 [nbytes]; None when nobody holds it any more, or who manages it has emptied it."""
         storage = self.storage()
-        if storage is None:
-            return None
-        return view_of(storage, torch.uint8, (self.nbytes,), (1,), 0)
+        return whole(storage) if storage is not None and storage.nbytes() == self.nbytes else None
 
     def leave(self, state: str, way_back: WayBack) -> None:
         """Let go of the device memory, from where ``way_back`` will bring it; the handles keep their layouts."""
@@ -291,6 +289,11 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of it as uint8 [nbytes]."""
+    return view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
 
 
 def view_of(
