@@ -9,13 +9,13 @@ data-parallel traffic that is not hidden.
 
 from __future__ import annotations
 
+from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import (
     GB,
     Group,
     LayerClass,
     Link,
     Operator,
-    Outside,
     Part,
     Pipeline,
     Problem,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_mem import reserve
-from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
+from mindspeed_mem.activation.observe.profiler import Profiler
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.adaptive.problem import from_profile, profile_file
 from mindspeed_mem.adaptive.problem.definition import Pipeline, Problem
@@ -27,6 +27,7 @@ from mindspeed_mem.adaptive.run import kept_plan
 from mindspeed_mem.adaptive.run.call_meter import CallMeter
 from mindspeed_mem.adaptive.run.planner import Decision, Planner
 from mindspeed_mem.adaptive.search import plan_file
+from mindspeed_mem.device.link_speed import measure_link
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Adaptation:
             return
         mine, error = None, ""
         try:
-            mine = profiler.rank_profile(self._ranks.stage, link_profile(self.engine.backend))
+            mine = profiler.rank_profile(self._ranks.stage, measure_link(self.engine.backend))
         except Exception as failed:  # whatever it is, the others wait for this rank
             logger.exception("profiling failed")
             error = repr(failed)

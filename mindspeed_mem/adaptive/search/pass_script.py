@@ -17,7 +17,8 @@ from itertools import accumulate, islice
 from operator import sub
 from typing import NamedTuple
 
-from mindspeed_mem.adaptive.problem.definition import GB, LayerClass, Link, Outside, Part, Problem
+from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.adaptive.problem.definition import GB, LayerClass, Link, Part, Problem
 from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
 
 OUT, RELEASE, BACK, AHEAD, WAIT = range(5)
