@@ -31,16 +31,10 @@ def problem(
     of_stages = [_worst([rank for rank in ranks if rank.stage == number]) for number in numbers]
     views = [[PartView(chunk) for chunk in rank.chunks] for rank in of_stages]
     classes = LayerClasses(view for of_stage in views for view in of_stage)
-    stages = []
-    for rank, of_stage in zip(of_stages, views, strict=True):
-        stages.append(
-            Stage(
-                parts=tuple(_part(view, classes) for view in of_stage),
-                static_bytes=rank.static_bytes,
-                temporary_bytes=rank.temporary_bytes,
-                step_seconds=rank.step_seconds,
-            )
-        )
+    stages = [
+        Stage(parts=tuple(_part(view, classes) for view in of_stage), **{name: getattr(rank, name) for name in _MOST})
+        for rank, of_stage in zip(of_stages, views, strict=True)
+    ]
     return Problem(
         classes=classes.made,
         stages=tuple(stages),

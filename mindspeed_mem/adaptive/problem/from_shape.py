@@ -124,12 +124,9 @@ def layer_class(shape: Shape, split: Split, machine: Machine) -> LayerClass:
 def problem(shape: Shape, split: Split, machine: Machine) -> Problem:
     """The whole model: equal numbers of layers in all parts, the embedding in the first, head and loss in the last."""
     times, layer = Times(shape, split, machine), layer_class(shape, split, machine)
-    stages = []
-    for number in range(split.pipeline):
-        stages.append(_stage(number, shape, split, times, layer))
     return Problem(
         classes=(layer,),
-        stages=tuple(stages),
+        stages=tuple(_stage(number, shape, split, times, layer) for number in range(split.pipeline)),
         pipeline=Pipeline(micro_batches=split.micro_batches),
         link=Link(out=machine.link_gbps, back=machine.link_gbps),
         device_limit=machine.memory_bytes,
