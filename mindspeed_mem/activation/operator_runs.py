@@ -103,8 +103,8 @@ class OperatorRuns:
 
     def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that may be compiled: nobody can look into it."""
-        census = self._observation.census
-        if self._observation.counting and census is not None:
+        census = self._observation.counting
+        if census is not None:
             layer, path, inline = self._position.stack[-1] if self._position.stack else OUTSIDE
             return census.watch.run_fused((layer, path) if inline else None, call, args, kwargs)
         return self._second_runs.run_fused(call, args, kwargs)
@@ -113,8 +113,8 @@ class OperatorRuns:
         stack, second_runs = self._position.stack, self._second_runs
         depth = len(stack)
         again = second_runs.operator(layer, path, call, args, kwargs, state)
-        if self._observation.counting and self._observation.census is not None:
-            call = functools.partial(self._observation.census.watch.run, (layer, path), state, call)
+        if self._observation.counting is not None:
+            call = functools.partial(self._observation.counting.watch.run, (layer, path), state, call)
         if depth and stack[-1][:2] == (layer, path) and again is None:
             return call(*args, **kwargs)  # a subclass calling super, or a marker of the same name
         try:

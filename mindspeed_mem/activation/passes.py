@@ -13,7 +13,6 @@ import torch
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.observation import Observation
-from mindspeed_mem.activation.order import BACKWARD, FORWARD, Pass
 from mindspeed_mem.activation.plan_in_force import PlanInForce
 from mindspeed_mem.activation.position import Position
 from mindspeed_mem.activation.second_runs import SecondRuns
@@ -23,6 +22,7 @@ from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.pinned import PinnedWatch
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Passes:
             now.stays = self.balance.stays(self._in_flight.staying(), at_once, bool(self._at_once))
         now.ahead = self._backward_after((FORWARD, *key))
         observed = self._observation
-        observed.counting = observed.census is not None and observed.census.wants(chunk)
+        observed.counting = observed.census if observed.census is not None and observed.census.wants(chunk) else None
         if observed.profiler is not None:
             observed.profiler.begin_pass(FORWARD, key)
 
@@ -147,8 +147,8 @@ class Passes:
         self.pinned.check(moved, output)
         away = LEDGER.without.now - LEDGER.held.now
         self.balance.passed(sum(record.nbytes for record in moved), away, len(self._in_flight))
-        if observed.counting and observed.census is not None:
-            observed.census.finish(micro_batch.key[1])
+        if observed.counting is not None:
+            observed.counting.finish(micro_batch.key[1])
         if self._in_force.recomputes:
             self._second_runs.judge(micro_batch)
         self._no_effect.flush()

@@ -175,9 +175,7 @@ def _under_checkpoint() -> bool:
     if _top_hooks is not None:
         hooks = _top_hooks(False)
         return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
-    frame: FrameType | None = sys._getframe(
-        1
-    )  # before torch 2.7 nobody tells whose hooks are in force: look who is calling
+    frame: FrameType | None = sys._getframe(1)  # before torch 2.7 nobody tells whose hooks are in force: who calls?
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINT:
             return True

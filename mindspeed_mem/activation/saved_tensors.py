@@ -107,7 +107,7 @@ class SavedTensors:
             if rerun is not None:
                 rerun.saves(None, tensor)
             return native(tensor)
-        position, counting = self._position, self._observation.counting
+        position, census = self._position, self._observation.counting
         micro_batch = position.micro_batch
         assert micro_batch is not None
         number = micro_batch.count
@@ -116,18 +116,17 @@ class SavedTensors:
         record = None
         if by_function and own_tensors.stays_itself(tensor):
             self._pin(tensor, storage, found)
-        if not found.stays or counting:
+        if not found.stays or census is not None:
             record = self._record_of(tensor, storage, found)
             if record is None:
                 record = self._new_record(tensor, storage, found)
-            elif counting:
-                owner = record.layer, record.op, record.number
-                self._count(owner, number, tensor, storage)
+            elif census is not None:
+                census.add((record.layer, record.op, record.number), (*position.stack[-1][:2], number), tensor, storage)
         if rerun is not None:
             rerun.saves(record, tensor)
         handle = Handle(tensor, record, micro_batch, number)
-        if counting and self._observation.census is not None:
-            self._observation.census.holds(storage, handle)
+        if census is not None:
+            census.holds(storage, handle)
         if record is None:
             return handle
         self._attach(handle, record, tensor)
@@ -288,8 +287,8 @@ class SavedTensors:
             return None
         owner = OUTSIDE if stays else micro_batch.owner_of(tensor)
         token = self._enter(storage, owner)
-        if self._observation.counting:
-            self._count(owner, micro_batch.count, tensor, storage)
+        if self._observation.counting is not None:
+            self._observation.counting.add(owner, (layer, op, micro_batch.count), tensor, storage)
         made_here = rerun is not None and not stays and rerun.made(storage, owner)
         if stays or not (
             self._every_record
@@ -326,12 +325,6 @@ class SavedTensors:
 
     def _enter(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> Token:
         return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers)
-
-    def _count(
-        self, owner: tuple[int, str, int], number: int, tensor: torch.Tensor, storage: torch.UntypedStorage
-    ) -> None:
-        if self._observation.census is not None:
-            self._observation.census.add(owner, (*self._position.stack[-1][:2], number), tensor, storage)
 
     def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved; None: it stays."""
