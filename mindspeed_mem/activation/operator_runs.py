@@ -47,8 +47,9 @@ class OperatorRuns:
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
         """Run a tagged module's forward as an operator."""
         layer, path = module.__dict__[regions.TAG]
-        if module_rerun.running():
-            module_rerun.enters(path, args, kwargs)
+        again = module_rerun.running()
+        if again is not None:
+            again.enters_again(path, args, kwargs)
             return original(module, *args, **kwargs)
         if self._position.stack:
             return self._run_module(layer, path, original, module, args, kwargs)
@@ -91,9 +92,9 @@ class OperatorRuns:
     def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         """Run a function as operator ``name`` of the running module; ``state`` as for `ModuleRerun`."""
         again = module_rerun.running()
-        if again:
-            module_rerun.enters(name, args, kwargs)
-        if again or not self._position.stack:
+        if again is not None:
+            again.enters_again(name, args, kwargs)
+        if again is not None or not self._position.stack:
             return call(*args, **kwargs)
         layer, parent, _ = self._position.stack[-1]
         rerun = self._position.rerun
@@ -169,7 +170,7 @@ class OperatorRuns:
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)
         if micro_batch.ahead is not None:
-            micro_batch.forward_reaches(self._passes.operators_of(micro_batch.key[1]))
+            micro_batch.forward_reaches(self._passes.operators_of[micro_batch.key[1]])
 
     def _stop(self, depth: int) -> None:
         """What runs above ``depth`` ends: what it produced is complete, and some releases are due."""

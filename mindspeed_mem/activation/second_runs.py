@@ -75,9 +75,17 @@ class SecondRuns:
         return True
 
     def once(self, make: Callable[[], Any]) -> Any:
-        """What ``make()`` returns, and in an operator's second run what it returned in the first."""
-        rerun = self._position.rerun
-        return module_rerun.once(rerun if type(rerun) is ModuleRerun else None, make)
+        """What ``make()`` returns, and in an operator's second run what it returned in the first.
+
+        For what is another value by then, such as a count over micro-batches, or takes other ranks to find.
+        """
+        again = module_rerun.running()
+        if again is not None:
+            return again.noted_before()
+        value, rerun = make(), self._position.rerun
+        if type(rerun) is ModuleRerun:
+            rerun.noted.append(value)
+        return value
 
     def under_another_checkpoint(self, layer: int) -> None:
         """This layer runs before its backward, or again in it, by somebody else's checkpoint."""

@@ -60,13 +60,10 @@ class Times:
         }
         self.forward = {name: self.move(size) for name, size in moved.items()}
         self.backward = {name: 2 * seconds for name, seconds in self.forward.items()}
-        around = {op.QKV: ahead, op.PROJ: after, op.FC1: ahead, op.FC2: after}
         for name, seconds in products.items():
-            self.forward[name] = seconds + around[name]
-            once_more = name in (op.QKV, op.FC1) and split.sequence_parallel
-            again = gather if once_more else 0.0  # its input, gathered once more
-            returned = {op.QKV: after, op.FC1: after, op.PROJ: ahead, op.FC2: ahead}[name]
-            self.backward[name] = 2 * seconds + returned + again
+            begins = name in (op.QKV, op.FC1)  # backward, what it was given is gathered once more
+            self.forward[name] = seconds + (ahead if begins else after)
+            self.backward[name] = 2 * seconds + (after if begins else 0.0) + ahead
         if shape.flash:
             # Context-parallel ranks hand keys and values round while they compute; backward, their gradients too.
             ring = 2 * (shape.context - 1) * key / (machine.tensor_gbps * GB)

@@ -10,7 +10,7 @@ from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
-from mindspeed_mem.adaptive.search.plan_grid import grid
+from mindspeed_mem.adaptive.search.plan_table import grid
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.plan import MemoryConfig
 
