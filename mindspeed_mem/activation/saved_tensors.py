@@ -29,6 +29,7 @@ from mindspeed_mem.activation.storage.records import (
     LOADED,
     STAYS,
     Handle,
+    Owner,
     Record,
     movable,
     native,
@@ -151,8 +152,7 @@ class SavedTensors:
         if not found.stays and storage.nbytes() and not found.static:
             record = self._record_of(tensor, storage, found)
             if record is None:
-                token = LEDGER.enter(storage, owned=False)
-                record = self._make((*OUTSIDE[:2], micro_batch.count), storage, token, tensor, found)
+                record = self._make((*OUTSIDE[:2], micro_batch.count), storage, tensor, found)
         handle = Handle(tensor, record)
         if record is not None:
             self._attach(handle, record, tensor)
@@ -203,9 +203,9 @@ class SavedTensors:
         if record is None or record.way_back is self._mover:
             owner = micro_batch.owner_of(tensor) if record is None else (record.layer, record.op, record.number)
             if not plan.swap_recompute_inputs or micro_batch.stays:
-                return self._hold_here(tensor, storage, found, record, owner)
+                return self._hold_here(tensor, found, record, owner)
             if record is None:
-                record = self._make(owner, storage, self._enter(storage, owner), tensor, found)
+                record = self._make(owner, storage, tensor, found)
         handle = Handle(tensor, record)
         self._attach(handle, record, tensor)
         if record.way_back is not self._mover:
@@ -219,14 +219,7 @@ class SavedTensors:
             micro_batch.select(record, distance)
         return handle
 
-    def _hold_here(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        found: marks.Marks,
-        record: Record | None,
-        owner: tuple[int, str, int],
-    ) -> Handle:
+    def _hold_here(self, tensor: torch.Tensor, found: marks.Marks, record: Record | None, owner: Owner) -> Handle:
         """Hold an input on the device, whatever its producer's entry says."""
         swap, plan = self._in_force.decision(*owner[:2]), self._in_force.plan
         if swap is not None and swap.activations != "saved" and plan is not None and not plan.swap_recompute_inputs:
@@ -237,14 +230,15 @@ class SavedTensors:
                 owner[0],
                 f"{consumer} is recomputed from it (swap_config.swap_recompute_inputs: True swaps it)",
             )
-        token = self._enter(storage, owner)
+        storage = tensor.untyped_storage()
+        self._enter(storage, owner)
         if record is not None:
             record.way_back.keep(record)
         if not self._every_record:
             found.keep()
             return Handle(tensor)
         if record is None:
-            record = self._make(owner, storage, token, tensor, found)
+            record = self._make(owner, storage, tensor, found)
         record.distance = STAYS
         handle = Handle(tensor, record)
         self._attach(handle, record, tensor)
@@ -264,7 +258,7 @@ class SavedTensors:
             if made_by is not None and made_by.holds(tensor):
                 rerun = made_by.rerun
                 owner = rerun.layer, rerun.op, rerun.number
-                record = self._make(owner, storage, LEDGER.enter(storage, True), tensor, found)
+                record = self._make(owner, storage, tensor, found)
                 rerun.take(record)
                 rerun.makes(made_by.slot, record)
         return record
@@ -286,7 +280,6 @@ class SavedTensors:
             found.keep()
             return None
         owner = OUTSIDE if stays else micro_batch.owner_of(tensor)
-        token = self._enter(storage, owner)
         if self._observation.counting is not None:
             self._observation.counting.add(owner, (layer, op, micro_batch.count), tensor, storage)
         made_here = rerun is not None and not stays and rerun.made(storage, owner)
@@ -296,9 +289,10 @@ class SavedTensors:
             or not self._in_force.by_producer_only
             or self._distance(*owner[:2], layer, op) is not None
         ):
+            self._enter(storage, owner)
             found.keep()
             return None
-        record = self._make(owner, storage, token, tensor, found)
+        record = self._make(owner, storage, tensor, found)
         if made_here and type(rerun) is ModuleRerun:
             if rerun.untried is None:
                 rerun.take(record)
@@ -307,23 +301,16 @@ class SavedTensors:
                 rerun.untried.kept.add(record)
         return record
 
-    def _make(
-        self,
-        owner: tuple[int, str, int],
-        storage: torch.UntypedStorage,
-        token: Token,
-        tensor: torch.Tensor,
-        found: marks.Marks,
-    ) -> Record:
+    def _make(self, owner: Owner, storage: torch.UntypedStorage, tensor: torch.Tensor, found: marks.Marks) -> Record:
         micro_batch = self._position.micro_batch
         assert micro_batch is not None
-        record = Record(self._mover, micro_batch, owner, storage, token, tensor)
+        record = Record(self._mover, micro_batch, owner, storage, self._enter(storage, owner), tensor)
         if self._mover.known is not None:
             self._mover.known.add(record)
         found.record = weakref.ref(record)
         return record
 
-    def _enter(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> Token:
+    def _enter(self, storage: torch.UntypedStorage, owner: Owner) -> Token:
         return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers)
 
     def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:

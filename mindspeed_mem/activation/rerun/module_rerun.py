@@ -35,14 +35,12 @@ from mindspeed_mem.activation.storage.records import (
     Handle,
     Layout,
     OverwrittenError,
+    Owner,
     Record,
     layout_of,
     view_of,
 )
 from mindspeed_mem.device import is_host_device
-
-Owner = tuple[int, str, int]
-"""Layer, operator and its number."""
 
 TAKE_OUT = "Take it out of recompute_config"
 _again: list[ModuleRerun] = []  # second runs under way, innermost last

@@ -21,7 +21,7 @@ from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
 from mindspeed_mem.activation.rerun.second_run import READERS, Rerun
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import DROPPED, Handle, Record, view_of, whole
+from mindspeed_mem.activation.storage.records import DROPPED, Handle, Owner, Record, view_of, whole
 from mindspeed_mem.device.op_rules import written_arguments
 
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -142,7 +142,7 @@ class Tape(Rerun, TorchDispatchMode):
             mine = found.tape = weakref.ref(self), self._keys
         return mine[1]
 
-    def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int] | None = None) -> bool:
+    def made(self, storage: torch.UntypedStorage, owner: Owner | None = None) -> bool:
         found = marks.known(storage)
         mine = None if found is None else found.tape
         return mine is not None and mine[0]() is self and mine[1] in self._made

@@ -37,11 +37,7 @@ class InfeasibleError(ValueError):
 def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, int]:
     """Who holds how many of the bytes of a stage's peak."""
     stage = problem.stages[number]
-    held = {
-        STATIC: stage.static_bytes,
-        "temporaries": stage.temporary_bytes,
-        "layer inputs, head and loss": 0,
-    }
+    held = {STATIC: stage.static_bytes, "temporaries": stage.temporary_bytes, "layer inputs, head and loss": 0}
     flights = problem.in_flight[number]
     counts = max(flights, key=sum)
     for letters, part, count in zip(plan.stages[number].parts, stage.parts, counts, strict=True):
