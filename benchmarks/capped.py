@@ -45,7 +45,8 @@ class Bench:
 
     def profile(self) -> RankProfile:
         """What the profiler of --adaptive-memory-optimization measures in a few steps."""
-        from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
+        from mindspeed_mem.activation.observe.profiler import Profiler
+        from mindspeed_mem.device.link_speed import measure_link
 
         patches = mem.patch_modules(["pass_events", "activation_*", "recompute_*", "survive_*"])
         REGISTRY.apply(patches)
@@ -59,7 +60,7 @@ class Bench:
                 self.step()
                 profiler.end_call(True)
             profiler.detach()
-            return profiler.rank_profile(0, link_profile(self.backend))
+            return profiler.rank_profile(0, measure_link(self.backend))
         finally:
             engines.stop()
             REGISTRY.undo(patches)

@@ -8,11 +8,11 @@ from typing import Any
 
 from mindspeed_mem.activation.observe.rank_profile import (
     ChunkProfile,
-    LinkProfile,
     OperatorProfile,
-    OutsideProfile,
+    Outside,
     RankProfile,
 )
+from mindspeed_mem.device.link_speed import LinkSpeed
 
 SECONDS = 0.001
 """Of each operator's forward, unless told otherwise."""
@@ -88,12 +88,12 @@ def chunk(
         operators=tuple(profiles),
         storages=tuple(rows),
         dataflow={"operators": operators, "storages": storages},
-        before=OutsideProfile(forward_seconds=SECONDS, bytes=given),
-        after=OutsideProfile(forward_seconds=SECONDS, backward_seconds=SECONDS, bytes=10),
+        before=Outside(forward_seconds=SECONDS, bytes=given),
+        after=Outside(forward_seconds=SECONDS, backward_seconds=SECONDS, bytes=10),
     )
 
 
 def rank(*chunks: ChunkProfile, stage: int = 0, **more: Any) -> RankProfile:
     sizes = {"static_bytes": 1000, "temporary_bytes": 100, "step_seconds": 0.1, **more}
-    link = sizes.pop("link", LinkProfile(out=2.0, back=3.0, out_alone=4.0, back_alone=5.0))
+    link = sizes.pop("link", LinkSpeed(out=2.0, back=3.0, out_alone=4.0, back_alone=5.0))
     return RankProfile(stage=stage, chunks=chunks, link=link, **sizes)

@@ -16,9 +16,8 @@ from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.observe.meter import ActivationMeter
 from mindspeed_mem.activation.observe.rank_profile import (
     ChunkProfile,
-    LinkProfile,
     OperatorProfile,
-    OutsideProfile,
+    Outside,
     RankProfile,
 )
 from mindspeed_mem.activation.storage.ledger import LEDGER
@@ -27,11 +26,12 @@ from mindspeed_mem.adaptive.problem import from_profile
 from mindspeed_mem.adaptive.problem.definition import Pipeline, Problem
 from mindspeed_mem.adaptive.search.hill_climb import is_valid
 from mindspeed_mem.device import get_backend
+from mindspeed_mem.device.link_speed import LinkSpeed
 from mindspeed_mem.plan import load_memory_config
 from tests.models import build_gpt, forget_routing, global_parameters
 from tests.swap_runs import SWAP, one_forward, patched, swap
 
-LINK = LinkProfile(out=1.0, back=1.0, out_alone=1.0, back_alone=1.0)
+LINK = LinkSpeed(out=1.0, back=1.0, out_alone=1.0, back_alone=1.0)
 
 
 def listed(engine: Engine) -> list[tuple[int, str]]:
@@ -77,8 +77,8 @@ def rank_profile(
                 ),
                 storages=tuple(storages),
                 dataflow=dataflow,
-                before=OutsideProfile(bytes=sum(row["bytes"] for row in storages if row["layer"] < 0)),
-                after=OutsideProfile(bytes=sum(row["bytes"] for row in storages if row["layer"] > layers[-1])),
+                before=Outside(bytes=sum(row["bytes"] for row in storages if row["layer"] < 0)),
+                after=Outside(bytes=sum(row["bytes"] for row in storages if row["layer"] > layers[-1])),
             )
         )
     return RankProfile(

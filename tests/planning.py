@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import (
     Group,
     LayerClass,
     Link,
     Operator,
-    Outside,
     Part,
     Pipeline,
     Problem,

@@ -80,14 +80,7 @@ class Engine:
         saved = SavedTensors(position, self.in_force, self.mover, self.observation, no_effect, every_record=survive)
         self.second_runs = SecondRuns(position, self.in_force, self.mover, saved, no_effect)
         self.passes = Passes(
-            position,
-            in_flight,
-            self.in_force,
-            self.mover,
-            self.auto,
-            self.second_runs,
-            self.observation,
-            no_effect,
+            position, in_flight, self.in_force, self.mover, self.auto, self.second_runs, self.observation, no_effect
         )
         self.operators = OperatorRuns(
             position, self.in_force, saved, self.second_runs, self.passes, self.observation, self.resolve

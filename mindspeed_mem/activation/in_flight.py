@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 
-from mindspeed_mem.activation.order import BACKWARD, RecordedOrder
+from mindspeed_mem.activation.order import RecordedOrder
 from mindspeed_mem.activation.position import Position
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.records import InFlight
+from mindspeed_mem.passes import BACKWARD
 
 
 class MicroBatchesInFlight:

@@ -47,8 +47,9 @@ class OperatorRuns:
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
         """Run a tagged module's forward as an operator."""
         layer, path = module.__dict__[regions.TAG]
-        if module_rerun.running():
-            module_rerun.enters(path, args, kwargs)
+        again = module_rerun.running()
+        if again is not None:
+            again.enters_again(path, args, kwargs)
             return original(module, *args, **kwargs)
         if self._position.stack:
             return self._run_module(layer, path, original, module, args, kwargs)
@@ -91,9 +92,9 @@ class OperatorRuns:
     def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         """Run a function as operator ``name`` of the running module; ``state`` as for `ModuleRerun`."""
         again = module_rerun.running()
-        if again:
-            module_rerun.enters(name, args, kwargs)
-        if again or not self._position.stack:
+        if again is not None:
+            again.enters_again(name, args, kwargs)
+        if again is not None or not self._position.stack:
             return call(*args, **kwargs)
         layer, parent, _ = self._position.stack[-1]
         rerun = self._position.rerun
@@ -103,8 +104,8 @@ class OperatorRuns:
 
     def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that may be compiled: nobody can look into it."""
-        census = self._observation.census
-        if self._observation.counting and census is not None:
+        census = self._observation.counting
+        if census is not None:
             layer, path, inline = self._position.stack[-1] if self._position.stack else OUTSIDE
             return census.watch.run_fused((layer, path) if inline else None, call, args, kwargs)
         return self._second_runs.run_fused(call, args, kwargs)
@@ -113,8 +114,8 @@ class OperatorRuns:
         stack, second_runs = self._position.stack, self._second_runs
         depth = len(stack)
         again = second_runs.operator(layer, path, call, args, kwargs, state)
-        if self._observation.counting and self._observation.census is not None:
-            call = functools.partial(self._observation.census.watch.run, (layer, path), state, call)
+        if self._observation.counting is not None:
+            call = functools.partial(self._observation.counting.watch.run, (layer, path), state, call)
         if depth and stack[-1][:2] == (layer, path) and again is None:
             return call(*args, **kwargs)  # a subclass calling super, or a marker of the same name
         try:
@@ -169,7 +170,7 @@ class OperatorRuns:
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)
         if micro_batch.ahead is not None:
-            micro_batch.forward_reaches(self._passes.operators_of(micro_batch.key[1]))
+            micro_batch.forward_reaches(self._passes.operators_of[micro_batch.key[1]])
 
     def _stop(self, depth: int) -> None:
         """What runs above ``depth`` ends: what it produced is complete, and some releases are due."""

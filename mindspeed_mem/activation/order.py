@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
-
-__all__ = ["BACKWARD", "FORWARD", "Pass", "RecordedOrder"]
+from mindspeed_mem.passes import Pass
 
 
 class RecordedOrder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.observation import Observation
-from mindspeed_mem.activation.order import BACKWARD, FORWARD, Pass
 from mindspeed_mem.activation.plan_in_force import PlanInForce
 from mindspeed_mem.activation.position import Position
 from mindspeed_mem.activation.second_runs import SecondRuns
@@ -23,6 +23,7 @@ from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.pinned import PinnedWatch
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,8 @@ class Passes:
         self._at_once: set[tuple[int | None, int]] = set()  # forwards with their backward next
         self._departed = False
         self._of_output: dict[int, tuple[tuple[int | None, int], weakref.ref[torch.Tensor]]] = {}
-        self._operators_of: dict[int, int] = {}  # model chunk: how many run in its forward
-
-    def operators_of(self, chunk: int) -> int:
-        """How many operators run forward in a model chunk, as far as one has run."""
-        return self._operators_of.get(chunk, 0)
+        self.operators_of: Counter[int] = Counter()
+        """How many operators run forward in each model chunk, as far as one has run."""
 
     def enter_layer(self, layer: int) -> None:
         """A layer is about to run."""
@@ -102,7 +100,7 @@ class Passes:
         if departed and not self._departed:
             self._departed = True
             logger.warning("the schedule left its known order (%s): what runs next is taken from records", departed)
-        if completed and any(self._operators_of.values()):
+        if completed and any(self.operators_of.values()):
             self._second_runs.say_what_never_ran()
         if completed and self._stage is not None and self._in_force.pp_aware:
             peak = self._mover.backend.peak()
@@ -125,7 +123,7 @@ class Passes:
             now.stays = self.balance.stays(self._in_flight.staying(), at_once, bool(self._at_once))
         now.ahead = self._backward_after((FORWARD, *key))
         observed = self._observation
-        observed.counting = observed.census is not None and observed.census.wants(chunk)
+        observed.counting = observed.census if observed.census is not None and observed.census.wants(chunk) else None
         if observed.profiler is not None:
             observed.profiler.begin_pass(FORWARD, key)
 
@@ -139,7 +137,7 @@ class Passes:
             observed.profiler.end_pass()
         micro_batch.ahead = None
         micro_batch.finish_forward()
-        self._operators_of[micro_batch.key[1]] = micro_batch.count
+        self.operators_of[micro_batch.key[1]] = micro_batch.count
         first = first_of(output)
         if isinstance(first, torch.Tensor):
             self._of_output[id(first)] = micro_batch.key, weakref.ref(first)
@@ -147,8 +145,8 @@ class Passes:
         self.pinned.check(moved, output)
         away = LEDGER.without.now - LEDGER.held.now
         self.balance.passed(sum(record.nbytes for record in moved), away, len(self._in_flight))
-        if observed.counting and observed.census is not None:
-            observed.census.finish(micro_batch.key[1])
+        if observed.counting is not None:
+            observed.counting.finish(micro_batch.key[1])
         if self._in_force.recomputes:
             self._second_runs.judge(micro_batch)
         self._no_effect.flush()

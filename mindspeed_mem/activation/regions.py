@@ -122,16 +122,15 @@ def after(layers: set[int]) -> set[int]:
 def tagged_layers() -> dict[int, set[str]]:
     """The operator paths of each layer that is alive in this process, by global index."""
     found: dict[int, set[str]] = {}
-    alive = []
-    for index, ref, place in _tagged:
-        layer = ref()
-        if layer is None:
-            continue
-        alive.append((index, ref, place))
+    _tagged[:] = [one for one in _tagged if one[1]() is not None]
+    for index, layer in _alive():
         paths = {m.__dict__[TAG][1] for m in layer.modules() if TAG in m.__dict__}
         found.setdefault(index, set()).update(paths - {""})
-    _tagged[:] = alive
     return found
+
+
+def _alive() -> list[tuple[int, nn.Module]]:
+    return [(index, layer) for index, ref, _ in _tagged if (layer := ref()) is not None]
 
 
 def places() -> dict[int, tuple[int, int]]:
@@ -141,12 +140,9 @@ def places() -> dict[int, tuple[int, int]]:
 
 def layer_classes() -> dict[int, str]:
     """A label per live layer: layers of one class and one set of operators share it."""
-    labels = {}
-    for index, ref, _ in _tagged:
-        layer = ref()
-        if layer is not None:
-            labels[index] = f"{type(layer).__name__}[{type(getattr(layer, 'mlp', layer)).__name__}]"
-    return labels
+    return {
+        index: f"{type(layer).__name__}[{type(getattr(layer, 'mlp', layer)).__name__}]" for index, layer in _alive()
+    }
 
 
 def inline_path(parent: str, name: str) -> str:
@@ -175,9 +171,7 @@ def _under_checkpoint() -> bool:
     if _top_hooks is not None:
         hooks = _top_hooks(False)
         return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
-    frame: FrameType | None = sys._getframe(
-        1
-    )  # before torch 2.7 nobody tells whose hooks are in force: look who is calling
+    frame: FrameType | None = sys._getframe(1)  # before torch 2.7 nobody tells whose hooks are in force: who calls?
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINT:
             return True

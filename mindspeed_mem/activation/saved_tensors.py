@@ -29,6 +29,7 @@ from mindspeed_mem.activation.storage.records import (
     LOADED,
     STAYS,
     Handle,
+    Owner,
     Record,
     movable,
     native,
@@ -107,7 +108,7 @@ class SavedTensors:
             if rerun is not None:
                 rerun.saves(None, tensor)
             return native(tensor)
-        position, counting = self._position, self._observation.counting
+        position, census = self._position, self._observation.counting
         micro_batch = position.micro_batch
         assert micro_batch is not None
         number = micro_batch.count
@@ -116,18 +117,17 @@ class SavedTensors:
         record = None
         if by_function and own_tensors.stays_itself(tensor):
             self._pin(tensor, storage, found)
-        if not found.stays or counting:
+        if not found.stays or census is not None:
             record = self._record_of(tensor, storage, found)
             if record is None:
                 record = self._new_record(tensor, storage, found)
-            elif counting:
-                owner = record.layer, record.op, record.number
-                self._count(owner, number, tensor, storage)
+            elif census is not None:
+                census.add((record.layer, record.op, record.number), (*position.stack[-1][:2], number), tensor, storage)
         if rerun is not None:
             rerun.saves(record, tensor)
         handle = Handle(tensor, record, micro_batch, number)
-        if counting and self._observation.census is not None:
-            self._observation.census.holds(storage, handle)
+        if census is not None:
+            census.holds(storage, handle)
         if record is None:
             return handle
         self._attach(handle, record, tensor)
@@ -152,8 +152,7 @@ class SavedTensors:
         if not found.stays and storage.nbytes() and not found.static:
             record = self._record_of(tensor, storage, found)
             if record is None:
-                token = LEDGER.enter(storage, owned=False)
-                record = self._make((*OUTSIDE[:2], micro_batch.count), storage, token, tensor, found)
+                record = self._make((*OUTSIDE[:2], micro_batch.count), storage, tensor, found)
         handle = Handle(tensor, record)
         if record is not None:
             self._attach(handle, record, tensor)
@@ -204,9 +203,9 @@ class SavedTensors:
         if record is None or record.way_back is self._mover:
             owner = micro_batch.owner_of(tensor) if record is None else (record.layer, record.op, record.number)
             if not plan.swap_recompute_inputs or micro_batch.stays:
-                return self._hold_here(tensor, storage, found, record, owner)
+                return self._hold_here(tensor, found, record, owner)
             if record is None:
-                record = self._make(owner, storage, self._enter(storage, owner), tensor, found)
+                record = self._make(owner, storage, tensor, found)
         handle = Handle(tensor, record)
         self._attach(handle, record, tensor)
         if record.way_back is not self._mover:
@@ -220,14 +219,7 @@ class SavedTensors:
             micro_batch.select(record, distance)
         return handle
 
-    def _hold_here(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        found: marks.Marks,
-        record: Record | None,
-        owner: tuple[int, str, int],
-    ) -> Handle:
+    def _hold_here(self, tensor: torch.Tensor, found: marks.Marks, record: Record | None, owner: Owner) -> Handle:
         """Hold an input on the device, whatever its producer's entry says."""
         swap, plan = self._in_force.decision(*owner[:2]), self._in_force.plan
         if swap is not None and swap.activations != "saved" and plan is not None and not plan.swap_recompute_inputs:
@@ -238,14 +230,15 @@ class SavedTensors:
                 owner[0],
                 f"{consumer} is recomputed from it (swap_config.swap_recompute_inputs: True swaps it)",
             )
-        token = self._enter(storage, owner)
+        storage = tensor.untyped_storage()
+        self._enter(storage, owner)
         if record is not None:
             record.way_back.keep(record)
         if not self._every_record:
             found.keep()
             return Handle(tensor)
         if record is None:
-            record = self._make(owner, storage, token, tensor, found)
+            record = self._make(owner, storage, tensor, found)
         record.distance = STAYS
         handle = Handle(tensor, record)
         self._attach(handle, record, tensor)
@@ -265,7 +258,7 @@ class SavedTensors:
             if made_by is not None and made_by.holds(tensor):
                 rerun = made_by.rerun
                 owner = rerun.layer, rerun.op, rerun.number
-                record = self._make(owner, storage, LEDGER.enter(storage, True), tensor, found)
+                record = self._make(owner, storage, tensor, found)
                 rerun.take(record)
                 rerun.makes(made_by.slot, record)
         return record
@@ -287,9 +280,8 @@ class SavedTensors:
             found.keep()
             return None
         owner = OUTSIDE if stays else micro_batch.owner_of(tensor)
-        token = self._enter(storage, owner)
-        if self._observation.counting:
-            self._count(owner, micro_batch.count, tensor, storage)
+        if self._observation.counting is not None:
+            self._observation.counting.add(owner, (layer, op, micro_batch.count), tensor, storage)
         made_here = rerun is not None and not stays and rerun.made(storage, owner)
         if stays or not (
             self._every_record
@@ -297,9 +289,10 @@ class SavedTensors:
             or not self._in_force.by_producer_only
             or self._distance(*owner[:2], layer, op) is not None
         ):
+            self._enter(storage, owner)
             found.keep()
             return None
-        record = self._make(owner, storage, token, tensor, found)
+        record = self._make(owner, storage, tensor, found)
         if made_here and type(rerun) is ModuleRerun:
             if rerun.untried is None:
                 rerun.take(record)
@@ -308,30 +301,17 @@ class SavedTensors:
                 rerun.untried.kept.add(record)
         return record
 
-    def _make(
-        self,
-        owner: tuple[int, str, int],
-        storage: torch.UntypedStorage,
-        token: Token,
-        tensor: torch.Tensor,
-        found: marks.Marks,
-    ) -> Record:
+    def _make(self, owner: Owner, storage: torch.UntypedStorage, tensor: torch.Tensor, found: marks.Marks) -> Record:
         micro_batch = self._position.micro_batch
         assert micro_batch is not None
-        record = Record(self._mover, micro_batch, owner, storage, token, tensor)
+        record = Record(self._mover, micro_batch, owner, storage, self._enter(storage, owner), tensor)
         if self._mover.known is not None:
             self._mover.known.add(record)
         found.record = weakref.ref(record)
         return record
 
-    def _enter(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> Token:
+    def _enter(self, storage: torch.UntypedStorage, owner: Owner) -> Token:
         return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers)
-
-    def _count(
-        self, owner: tuple[int, str, int], number: int, tensor: torch.Tensor, storage: torch.UntypedStorage
-    ) -> None:
-        if self._observation.census is not None:
-            self._observation.census.add(owner, (*self._position.stack[-1][:2], number), tensor, storage)
 
     def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved; None: it stays."""

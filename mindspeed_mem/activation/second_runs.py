@@ -19,7 +19,7 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.module_rerun import TAKE_OUT, ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import MANAGED, Tape
-from mindspeed_mem.activation.rerun.trial import Operator, Trial, Trials
+from mindspeed_mem.activation.rerun.trial import Operator, Trial, Trials, in_managed_memory
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
@@ -50,7 +50,10 @@ class SecondRuns:
     # ---- which operators
     def operator(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, state: Any) -> Operator | None:
         """What is known of the operator that is about to start, if it is to run again in backward."""
-        if not self._wanted(layer, path) or self._starts_from_managed(layer, path, args, kwargs):
+        if not self._wanted(layer, path):
+            return None
+        if in_managed_memory((args, kwargs)):
+            self._no_effect.add(f"recompute has no effect on {path or 'the layer'}", layer, MANAGED)
             return None
         of = self.trials.operator(layer, path, call, state)
         return None if of.refused() else of
@@ -72,9 +75,17 @@ class SecondRuns:
         return True
 
     def once(self, make: Callable[[], Any]) -> Any:
-        """What ``make()`` returns, and in an operator's second run what it returned in the first."""
-        rerun = self._position.rerun
-        return module_rerun.once(rerun if type(rerun) is ModuleRerun else None, make)
+        """What ``make()`` returns, and in an operator's second run what it returned in the first.
+
+        For what is another value by then, such as a count over micro-batches, or takes other ranks to find.
+        """
+        again = module_rerun.running()
+        if again is not None:
+            return again.noted_before()
+        value, rerun = make(), self._position.rerun
+        if type(rerun) is ModuleRerun:
+            rerun.noted.append(value)
+        return value
 
     def under_another_checkpoint(self, layer: int) -> None:
         """This layer runs before its backward, or again in it, by somebody else's checkpoint."""
@@ -82,14 +93,6 @@ class SecondRuns:
             if self._ran is not None:
                 self._ran.add(entry)
             self._no_effect.add(f"{entry} has no effect", layer, "it is under another checkpoint there")
-
-    def _starts_from_managed(self, layer: int, path: str, args: tuple, kwargs: dict) -> bool:
-        """Whether somebody else empties and refills an input in place: it may not be there when it is needed."""
-        plain = (t.untyped_storage() for t in tensors_in((args, kwargs)) if t.layout is torch.strided)
-        found = any(map(marks.is_managed, plain))
-        if found:
-            self._no_effect.add(f"recompute has no effect on {path or 'the layer'}", layer, MANAGED)
-        return found
 
     # ---- modules and functions
     def run(

@@ -30,7 +30,7 @@ class LinkSpeed(NamedTuple):
     """Host to device, beside computation."""
     out_alone: float
     back_alone: float
-    blocking: bool
+    blocking: bool = False
     """Computation stands still while anything is copied; then the two kinds are the same."""
 
 

@@ -16,9 +16,9 @@ LAYERS, CASE = 6, "dense GELU"
 
 def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
     """One stage of real layers whose head and loss keep so many bytes, and plans of all kinds for it."""
+    from mindspeed_mem.activation.observe.rank_profile import Outside
     from mindspeed_mem.adaptive import Plan, StagePlan
     from mindspeed_mem.adaptive.problem import from_shape
-    from mindspeed_mem.adaptive.problem.definition import Outside
     from mindspeed_mem.adaptive.problem.layer_bytes import stream_bytes
     from mindspeed_mem.adaptive.problem.shape import Machine, Split
     from mindspeed_mem.adaptive.search.hill_climb import is_valid

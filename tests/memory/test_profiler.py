@@ -15,7 +15,8 @@ def profile(engine, training, limit: int | None = None, stage: int = 0) -> tuple
     """Rank profile, passes, results of the steps, and the seconds that the calls took."""
     import time
 
-    from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
+    from mindspeed_mem.activation.observe.profiler import Profiler
+    from mindspeed_mem.device.link_speed import measure_link
 
     profiler, results, seconds = Profiler(engine), [], 0.0
     for _ in range(CALLS):
@@ -25,7 +26,7 @@ def profile(engine, training, limit: int | None = None, stage: int = 0) -> tuple
         results.append(training.step(above=limit))
         profiler.end_call(True)
         seconds += time.perf_counter() - begin
-    found = profiler.rank_profile(stage, link_profile(engine.backend))
+    found = profiler.rank_profile(stage, measure_link(engine.backend))
     passes = profiler.passes
     profiler.detach()
     return found, passes, results, seconds
@@ -196,7 +197,8 @@ def interrupted() -> tuple[list[bool], list[str], dict[str, bool]]:
     import gc
     import weakref
 
-    from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
+    from mindspeed_mem.activation.observe.profiler import Profiler
+    from mindspeed_mem.device.link_speed import measure_link
     from tests.limited_runs import Training, counted, surviving
 
     class Stop(Exception):
@@ -222,7 +224,7 @@ def interrupted() -> tuple[list[bool], list[str], dict[str, bool]]:
             else:
                 profiler.end_call(True)
             done.append(profiler.done)
-        found = profiler.rank_profile(0, link_profile(engine.backend))
+        found = profiler.rank_profile(0, measure_link(engine.backend))
         wrong = [
             str(one[:3])
             for one in profiler.passes
@@ -255,12 +257,13 @@ def test_there_is_no_profile_before_all_is_measured():
 
 
 def too_early() -> str:
-    from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
+    from mindspeed_mem.activation.observe.profiler import Profiler
+    from mindspeed_mem.device.link_speed import measure_link
     from tests.limited_runs import surviving
 
     with surviving() as engine:
         try:
-            Profiler(engine).rank_profile(0, link_profile(engine.backend))
+            Profiler(engine).rank_profile(0, measure_link(engine.backend))
         except RuntimeError as error:
             return str(error)
     return ""

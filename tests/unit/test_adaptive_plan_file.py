@@ -10,7 +10,7 @@ from mindspeed_mem.adaptive.problem.definition import blocks
 from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
 from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out
 from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config, sections
-from mindspeed_mem.adaptive.search.plan_grid import LEGEND, grid
+from mindspeed_mem.adaptive.search.plan_table import LEGEND, grid
 from mindspeed_mem.plan import load_memory_config, resolve
 from tests.operators import DENSE
 from tests.planning import LAYER, small_problem

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mindspeed_mem.activation.observe.rank_profile import LinkProfile
 from mindspeed_mem.adaptive import Search
 from mindspeed_mem.adaptive.problem import from_profile, profile_file
 from mindspeed_mem.adaptive.problem.checks import problems_of
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Pipeline, Problem
+from mindspeed_mem.device.link_speed import LinkSpeed
 from tests.observed import SECONDS, Layer, Seen, chunk, rank
 
 NORM = Seen(reads=["in"], makes={"n": 64}, saved={"n": ["up"]})
@@ -214,7 +214,7 @@ def test_chunks_and_stages_are_one_model():
 
 def test_of_ranks_of_one_stage_the_worst_counts():
     slow = {(0, "up"): 0.1}
-    link = LinkProfile(out=1.0, back=9.0, out_alone=9.0, back_alone=9.0, blocking=True)
+    link = LinkSpeed(out=1.0, back=9.0, out_alone=9.0, back_alone=9.0, blocking=True)
     ranks = [
         rank(chunk([changed("up", makes={"u": 300})], seconds={(0, "act"): 0.2}), temporary_bytes=5),
         rank(chunk([DENSE], seconds=slow), static_bytes=5, link=link, step_seconds=0.7),

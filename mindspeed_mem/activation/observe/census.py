@@ -13,7 +13,7 @@ from mindspeed_mem.activation.observe.op_recorder import Watch
 from mindspeed_mem.plan.operators import nodes_of, with_inline
 
 if TYPE_CHECKING:
-    from mindspeed_mem.activation.storage.records import Handle
+    from mindspeed_mem.activation.storage.records import Handle, Owner
 
 
 class _Row:
@@ -42,14 +42,8 @@ class Census:
         self._choices: dict[int, list[dict[str, Any]]] = {}
         self._dataflow: dict[int, dict[str, Any]] = {}
 
-    def add(
-        self,
-        owner: tuple[int, str, int],
-        saver: tuple[int, str, int],
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-    ) -> None:
-        """``saver`` saves a tensor of ``storage``, which ``owner`` produced: layer (-1: outside), operator, number."""
+    def add(self, owner: Owner, saver: Owner, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """``saver`` saves a tensor of ``storage``, which ``owner`` produced (layer -1: outside)."""
         key = self.watch.saves(storage, owner[:2])
         row = self._row_of.get(storage)
         if row is None:

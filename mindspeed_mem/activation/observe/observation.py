@@ -23,12 +23,12 @@ class Observation:
 
     def __init__(self, census: Census | None = None) -> None:
         self.census = census
-        self.counting = census is not None
-        """The census counts the forward that runs."""
+        self.counting = census
+        """The census, while it counts the forward that runs."""
         self.stopwatch: Stopwatch | None = None
         self.profiler: PassListener | None = None
 
     def stop_census(self) -> Census | None:
         """Count no more; returns what has been counted."""
-        census, self.census, self.counting = self.census, None, False
+        census, self.census, self.counting = self.census, None, None
         return census

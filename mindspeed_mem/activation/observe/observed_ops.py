@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Node = tuple[int, str]
-"""Layer (-1: outside) and operator."""
+"""Layer and operator; a layer that there is not (-1, or beyond the last) is outside the layers."""
 OUTSIDE: Node = (-1, "")
 
 

@@ -1,7 +1,7 @@
 """One forward watched below autograd: every torch operation in layers, and the operators that run.
 
 Each operation is noted with the storages it reads and makes, its FLOPs, and the operator running; what comes of it is
-in dataflow.py. Kernels that are no torch operations count no FLOPs; what is compiled runs uncompiled here.
+in recompute_cost.py. Kernels that are no torch operations count no FLOPs; what is compiled runs uncompiled here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch.utils.flop_counter import flop_registry
 
 from mindspeed_mem.activation.observe.observed_ops import Run, Step
 from mindspeed_mem.activation.observe.recompute_cost import Forward
+from mindspeed_mem.activation.rerun.tape import COLLECTIVES
 from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.device.op_rules import written_arguments
 
-_COLLECTIVES = {"c10d", "_c10d_functional"}
 _FORMULAS = dict(flop_registry)
 _FORMULAS.setdefault(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -86,16 +87,10 @@ class Watch(TorchDispatchMode):
         known = len(self.forward.born)
         result = func(*args, **kwargs)
         made = {key for key in self._keys(tree_leaves(result)) if key >= known}
-        schema = getattr(func, "_schema", None)  # an operation on functions, such as flex attention, has none
-        written = {
-            key
-            for position, argument in enumerate(schema.arguments if schema is not None else ())
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for key in self._keys(tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)))
-        }
+        written = self._keys(tree_leaves(written_arguments(func, args, kwargs)))
         formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
         flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
-        collective = getattr(func, "namespace", "") in _COLLECTIVES
+        collective = getattr(func, "namespace", "") in COLLECTIVES
         self.forward.steps.append(Step(self._running(), flops, frozenset(reads), frozenset(made | written), collective))
         return result
 

@@ -12,30 +12,19 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.observe.census import Census
+from mindspeed_mem.activation.observe.observed_ops import Node
 from mindspeed_mem.activation.observe.outside_layers import OutsideBytes
-from mindspeed_mem.activation.observe.rank_profile import (
-    ChunkProfile,
-    LinkProfile,
-    OperatorProfile,
-    OutsideProfile,
-    RankProfile,
-)
-from mindspeed_mem.activation.observe.stopwatch import COPIES, Node, PassTimes, Stopwatch
+from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, Outside, RankProfile
+from mindspeed_mem.activation.observe.stopwatch import COPIES, PassTimes, Stopwatch
 from mindspeed_mem.activation.observe.temporaries import Temporaries
-from mindspeed_mem.device.link_speed import measure_link
 from mindspeed_mem.passes import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.engine import Engine
-    from mindspeed_mem.device import Backend
+    from mindspeed_mem.device.link_speed import LinkSpeed
 
 _TIMED = 2  # calls: one that is cut into intervals for their memory as well, and one that is not
 _ALIKE = 1.05  # the first of them counts, too, if it took no more than this times as long
-
-
-def link_profile(backend: Backend) -> LinkProfile:
-    """Measure the link between device and host; all ranks of a host at the same moment, between training calls."""
-    return LinkProfile(**measure_link(backend)._asdict())
 
 
 class Profiler:
@@ -139,7 +128,7 @@ class Profiler:
         return self._observation.stop_census()
 
     # ---- figures
-    def rank_profile(self, stage: int, link: LinkProfile) -> RankProfile:
+    def rank_profile(self, stage: int, link: LinkSpeed) -> RankProfile:
         """What has been measured, for pipeline stage ``stage``. Raises RuntimeError before all of it `is done <done>`.
 
         Times are medians over micro-batches. Where evaluations ran between two training calls, the shortest time
@@ -171,9 +160,9 @@ class Profiler:
         backwards = [one for one in passes if one.chunk == chunk and one.direction == BACKWARD]
         nodes = list(dict.fromkeys(node for one in forwards for node in one.operators))
 
-        def outside(where: str, counts: dict[int, int]) -> OutsideProfile:
+        def outside(where: str, counts: dict[int, int]) -> Outside:
             seconds = [median(getattr(one, where) for one in some) for some in (forwards, backwards)]
-            return OutsideProfile(forward_seconds=seconds[0], backward_seconds=seconds[1], bytes=counts.get(chunk, 0))
+            return Outside(forward_seconds=seconds[0], backward_seconds=seconds[1], bytes=counts.get(chunk, 0))
 
         return ChunkProfile(
             layers=tuple(sorted({layer for layer, _ in nodes})),

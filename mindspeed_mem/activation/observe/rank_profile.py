@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindspeed_mem.device.link_speed import LinkSpeed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +22,15 @@ class OperatorProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutsideProfile:
-    """What runs before the first or after the last layer of a chunk, for one micro-batch."""
+class Outside:
+    """What runs before the first or after the last layer of a chunk, for one micro-batch: embedding; final norm, output
+    head, loss."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     bytes: int = 0
-    """Of the storages that backward keeps."""
+    """Of the storages that backward keeps. Before the layers they are held from the start of the forward to the end of
+    the backward; after them from the end of the forward until its own backward is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +45,8 @@ class ChunkProfile:
     """`Census.storages`: what backward keeps, by storage."""
     dataflow: dict[str, Any]
     """`Census.dataflow`: what operators read and make, kept or not."""
-    before: OutsideProfile = field(default_factory=OutsideProfile)
-    after: OutsideProfile = field(default_factory=OutsideProfile)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkProfile:
-    """Speed of host copies in GB/s (1e9 bytes), measured with all ranks of the host copying at once."""
-
-    out: float
-    back: float
-    out_alone: float
-    """While nothing is computed."""
-    back_alone: float
-    blocking: bool = False
-    """Computation stands still while anything is copied (a CPU copies in the computing thread)."""
+    before: Outside = field(default_factory=Outside)
+    after: Outside = field(default_factory=Outside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,4 +61,4 @@ class RankProfile:
     """The most that was allocated beyond these and the activations that backward keeps."""
     step_seconds: float
     """From the end of one training call of the schedule to the start of the next: optimizer, data."""
-    link: LinkProfile
+    link: LinkSpeed

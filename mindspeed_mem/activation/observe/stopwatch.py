@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from mindspeed_mem.activation.observe.observed_ops import OUTSIDE, Node
 from mindspeed_mem.activation.storage.records import Handle
 from mindspeed_mem.passes import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
     from mindspeed_mem.device import Backend
 
-Node = tuple[int, str]
-"""Layer and operator; a layer that there is not (-1, or beyond the last) is outside the layers."""
-OUTSIDE: Node = (-1, "")
 COPIES: Node = (-2, "")
 
 _UNREAD = 4  # passes whose timestamps are kept before they are read: reading waits for the device

@@ -35,40 +35,20 @@ from mindspeed_mem.activation.storage.records import (
     Handle,
     Layout,
     OverwrittenError,
+    Owner,
     Record,
     layout_of,
     view_of,
 )
 from mindspeed_mem.device import is_host_device
 
-Owner = tuple[int, str, int]
-"""Layer, operator and its number."""
-
 TAKE_OUT = "Take it out of recompute_config"
 _again: list[ModuleRerun] = []  # second runs under way, innermost last
 
 
-def running() -> bool:
-    """Whether an operator is being run again: it must leave counters and statistics alone."""
-    return bool(_again)
-
-
-def enters(path: str, args: tuple, kwargs: dict[str, Any]) -> None:
-    """In a second run, operator ``path`` is about to run on these arguments."""
-    _again[-1].enters_again(path, args, kwargs)
-
-
-def once(recording: ModuleRerun | None, make: Callable[[], Any]) -> Any:
-    """What ``make()`` returns; in a second run what it returned in the first one, that of ``recording``.
-
-    For what is another value by then, such as a count over micro-batches, or takes other ranks to find.
-    """
-    if _again:
-        return _again[-1].noted_before()
-    value = make()
-    if recording is not None:
-        recording.noted.append(value)
-    return value
+def running() -> ModuleRerun | None:
+    """The operator that is being run again, the innermost: it must leave counters and statistics alone."""
+    return _again[-1] if _again else None
 
 
 class _Enough(BaseException):
@@ -157,7 +137,7 @@ class ModuleRerun(Rerun):
         self._autocast = _autocast_now()
         self.slots: list[tuple[weakref.ref[Record], Layout] | None] = []
         self.outputs: list[weakref.ref[Record] | None] = []
-        self.noted: list[Any] = []  # see `once`
+        self.noted: list[Any] = []  # see `SecondRuns.once`
         self._noted_again = 0
         self._remaining = 0
         self._entered: list[str] = []  # operators inside, in order

@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import DROPPED, KEPT, Handle, OverwrittenError, Record, base_of
+from mindspeed_mem.activation.storage.records import DROPPED, KEPT, Handle, OverwrittenError, Owner, Record, base_of
 
 GUARDS: list[Callable[[], AbstractContextManager]] = []
 """What a second run must not disturb: each is entered around it."""
@@ -33,8 +33,8 @@ class Rerun(abc.ABC):
         """Why it cannot run again; empty if it can, or if nobody knows."""
 
     @abc.abstractmethod
-    def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int]) -> bool:
-        """Whether a storage that ``owner`` (layer, operator, number) produced was produced in here."""
+    def made(self, storage: torch.UntypedStorage, owner: Owner) -> bool:
+        """Whether a storage that ``owner`` produced was produced in here."""
 
     @abc.abstractmethod
     def makes(self, slot: int, record: Record) -> None:

@@ -79,7 +79,9 @@ class Called:
 
 def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Place]:
     """What may change when these modules run: theirs, what ``state`` has, and what the functions name that ran."""
-    found: list[Place] = [_PYTHON, *_numpy()]
+    found = [_PYTHON]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found.append(Place("numpy's random", numpy.random.get_state, numpy.random.set_state, _equal))
     seen: set[int] = set()
     for root in modules:
         for path, module in root.named_modules():
@@ -92,14 +94,10 @@ def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) ->
         if plain:
             found.append(_globals(names, plain))
         for name in known:
-            _visit(partial(_item, _always(names), name), f"{names.get('__name__')}.{name}", found, seen, 0)
+            _visit(partial(names.get, name), f"{names.get('__name__')}.{name}", found, seen, 0)
         for value in held:
             _visit(_reference(value), f"what {code.co_name} works on", found, seen, 0)
     return found
-
-
-def _always(value: Any) -> Callable[[], Any]:
-    return lambda: value
 
 
 @contextlib.contextmanager
@@ -256,13 +254,6 @@ def _copy(tensor: torch.Tensor, earlier: torch.Tensor) -> None:
 
 def _set_bits(generator: Any, earlier: Any) -> None:
     generator.bit_generator.state = earlier
-
-
-def _numpy() -> list[Place]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return []
-    return [Place("numpy's random", numpy.random.get_state, numpy.random.set_state, _equal)]
 
 
 def _foreign(name: str | None) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +21,12 @@ from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
 from mindspeed_mem.activation.rerun.second_run import READERS, Rerun
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import DROPPED, Handle, Record, view_of
+from mindspeed_mem.activation.storage.records import DROPPED, Handle, Owner, Record, view_of, whole
+from mindspeed_mem.device.op_rules import written_arguments
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 MANAGED = "its input is memory that Megatron empties or writes over itself"
-_COLLECTIVES = {"c10d", "_c10d_functional"}
+COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
 class _Ref(NamedTuple):
@@ -83,7 +83,7 @@ class Tape(Rerun, TorchDispatchMode):
         return result
 
     def _note(self, func: Any, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in COLLECTIVES:
             self.why_not = "it contains a collective"
             return
         if isinstance(kwargs.get("generator"), torch.Generator):
@@ -97,7 +97,7 @@ class Tape(Rerun, TorchDispatchMode):
             self.why_not = "it works on tensors that are not plain strided memory"
             return
         writes = set()
-        for tensor in _written(func, args, kwargs):
+        for tensor in tensors_in(written_arguments(func, args, kwargs)):
             if not self.made(tensor.untyped_storage()):
                 self.why_not = "it changes its input in place"
                 return
@@ -142,7 +142,7 @@ class Tape(Rerun, TorchDispatchMode):
             mine = found.tape = weakref.ref(self), self._keys
         return mine[1]
 
-    def made(self, storage: torch.UntypedStorage, owner: tuple[int, str, int] | None = None) -> bool:
+    def made(self, storage: torch.UntypedStorage, owner: Owner | None = None) -> bool:
         found = marks.known(storage)
         mine = None if found is None else found.tape
         return mine is not None and mine[0]() is self and mine[1] in self._made
@@ -169,7 +169,7 @@ class Tape(Rerun, TorchDispatchMode):
         there = {key: tensor.untyped_storage() for key, tensor in arguments.items()}
         made = self._run({key for _, key in alive}, there)
         for storage, key in alive:
-            if made[key].nbytes() != storage.nbytes() or not torch.equal(_whole(made[key]), _whole(storage)):
+            if made[key].nbytes() != storage.nbytes() or not torch.equal(whole(made[key]), whole(storage)):
                 self.why_not = "run again, it gives other values (a kernel that is no torch operation takes part)"
 
     def _slice(self, wanted: set[int]) -> tuple[list[_Step], set[int]]:
@@ -214,7 +214,7 @@ class Tape(Rerun, TorchDispatchMode):
                 del held, weights
                 made = self._run(set(records), there)
             for key, record in records.items():
-                self.fill(record, _whole(made[key]))
+                self.fill(record, whole(made[key]))
             self.inputs, self._steps = None, []
 
     def _run(self, wanted: set[int], there: dict[int, torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
@@ -242,24 +242,5 @@ class Tape(Rerun, TorchDispatchMode):
         return f"{self.op} of layer {self.layer}"
 
 
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    return view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
-
-
 def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
-
-
-@cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that ``func`` writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    found = [args[p] if p < len(args) else kwargs.get(name) for p, name in _written_arguments(func)]
-    return list(tensors_in(found))

@@ -101,7 +101,7 @@ class Trial(AbstractContextManager):
         why_not = rerun.why_not or ("it changes its input in place" if rerun.input_changed() else "")
         places: dict[Place, bool] = {}
         why_not = self._agreed(why_not, shared)
-        if not why_not and not _in_managed_memory(result):
+        if not why_not and not in_managed_memory(result):
             modules = list(modules_of(rerun.call))
             why_not, places = rerun.repeats(result, places_of(modules, rerun.state, self._called))
             why_not = self._agreed(why_not, shared)
@@ -115,7 +115,8 @@ class Trial(AbstractContextManager):
         return why_not or (_ELSEWHERE if found else "")
 
 
-def _in_managed_memory(result: Any) -> bool:
-    """Whether a second run would write over what the first has returned: Megatron's own gathers do."""
-    plain = (leaf.untyped_storage() for leaf in tensors_in(result) if leaf.layout is torch.strided)
+def in_managed_memory(given: Any) -> bool:
+    """Whether somebody else empties, refills or writes over a tensor among these: as an input it may not be there when
+    it is needed, and a second run would write over what the first has returned (Megatron's own gathers do)."""
+    plain = (leaf.untyped_storage() for leaf in tensors_in(given) if leaf.layout is torch.strided)
     return any(map(marks.is_managed, plain))

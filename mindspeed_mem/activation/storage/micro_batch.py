@@ -16,7 +16,7 @@ from itertools import count
 import torch
 
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Record
+from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owner, Record
 
 OUTSIDE = (-1, "", 0)  # layer, operator, number of what was allocated before this micro-batch's first operator
 
@@ -34,7 +34,7 @@ class MicroBatch:
         self.forward_done = False
         self.stays = False  # nothing of it is moved
         self._bounds: list[int] = []  # autograd sequence numbers at which the running operator changed
-        self._running: list[tuple[int, str, int]] = []
+        self._running: list[Owner] = []
         self._fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
         self._due: list[tuple[int, int, weakref.ref[Record]]] = []
         self._tie = count()
@@ -53,7 +53,7 @@ class MicroBatch:
         self._bounds.append(_sequence_nr())
         self._running.append((layer, op, number))
 
-    def owner_of(self, tensor: torch.Tensor) -> tuple[int, str, int]:
+    def owner_of(self, tensor: torch.Tensor) -> Owner:
         """The operator that was running when the storage of ``tensor``, seen for the first time, was allocated.
 
         Autograd numbers its nodes in order of creation, so the node of the base tensor tells. A tensor without a node

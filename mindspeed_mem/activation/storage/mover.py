@@ -68,14 +68,7 @@ AFTER_SECOND_RUN = "after second run"
 UNPACK_AFTER_SECOND_RUN = "unpack after second run"
 SAVED_BESIDE = "saved on another stream"
 READ_BESIDE = "read on another stream"
-WAITS = (
-    OUT_AFTER_COMPUTE,
-    OUT_AFTER_SLAB,
-    RELEASE_AFTER_OUT,
-    IN_AFTER_COMPUTE,
-    COMPUTE_AFTER_IN,
-    RETIRE_AFTER_COPIES,
-)
+WAITS = (OUT_AFTER_COMPUTE, OUT_AFTER_SLAB, RELEASE_AFTER_OUT, IN_AFTER_COMPUTE, COMPUTE_AFTER_IN, RETIRE_AFTER_COPIES)
 BESIDE = (
     OUT_AFTER_SAVED,
     IN_AFTER_OUT,
@@ -134,7 +127,7 @@ class Mover:
             ready: list[Stream] = []
             for record in records:
                 source = record.whole()
-                if source is None or source.untyped_storage().nbytes() != record.nbytes:
+                if source is None:
                     record.state = KEPT  # emptied by whoever manages it (an output that will be recomputed)
                     continue
                 slab = self.slabs.take(record.nbytes)

@@ -30,6 +30,9 @@ DROPPED, REMADE = "dropped", "remade"
 STAYS = -1
 """The distance of a record that the plan may not select: it leaves only if memory runs out."""
 
+Owner = tuple[int, str, int]
+"""Who produced a storage: layer, operator and its number in the micro-batch."""
+
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int | torch.SymInt]
 """How a tensor lies in its storage: dtype, size, stride, offset."""
 
@@ -129,12 +132,12 @@ class Record:
         self,
         way_back: WayBack,
         micro_batch: InFlight,
-        owner: tuple[int, str, int],
+        owner: Owner,
         storage: torch.UntypedStorage,
         token: Token,
         tensor: torch.Tensor,
     ):
-        """Of ``storage``, which ``owner`` (layer, operator, number) made and ``tensor`` is a view of."""
+        """Of ``storage``, which ``owner`` made and ``tensor`` is a view of."""
         self.way_back, self.micro_batch = way_back, micro_batch
         self.layer, self.op, self.number = owner
         self.last_use, self.distance = self.number, 0
@@ -195,11 +198,9 @@ class Record:
         return [handle for ref in self.handles if (handle := ref()) is not None]
 
     def whole(self) -> torch.Tensor | None:
-        """The storage as uint8 [nbytes], or None when nobody holds it any more."""
+        """The storage as uint8 [nbytes]; None when nobody holds it any more, or who manages it has emptied it."""
         storage = self.storage()
-        if storage is None:
-            return None
-        return view_of(storage, torch.uint8, (self.nbytes,), (1,), 0)
+        return whole(storage) if storage is not None and storage.nbytes() == self.nbytes else None
 
     def leave(self, state: str, way_back: WayBack) -> None:
         """Let go of the device memory, from where ``way_back`` will bring it; the handles keep their layouts."""
@@ -223,11 +224,7 @@ class Handle:
     __slots__ = ("alias", "version", "record", "micro_batch", "number", "layout", "own", "__weakref__")
 
     def __init__(
-        self,
-        tensor: torch.Tensor,
-        record: Record | None = None,
-        micro_batch: InFlight | None = None,
-        number: int = 0,
+        self, tensor: torch.Tensor, record: Record | None = None, micro_batch: InFlight | None = None, number: int = 0
     ):
         self.alias = tensor.detach()
         self.version: int | None = tensor._version  # None: it need not be what it was
@@ -291,6 +288,11 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of it as uint8 [nbytes]."""
+    return view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
 
 
 def view_of(

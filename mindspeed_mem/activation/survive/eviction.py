@@ -27,7 +27,7 @@ from mindspeed_mem.activation.storage.records import (
     REMADE,
     InFlight,
     Record,
-    view_of,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class EvictingMover(Mover):
             self.host_full = True
             return False
         state = record.state
-        source = view_of(storage, torch.uint8, (record.nbytes,), (1,), 0)
+        source = whole(storage)
         del storage
         compute, out_stream, _ = self._begin()
         try:

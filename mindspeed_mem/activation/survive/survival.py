@@ -63,12 +63,12 @@ class Survival:
         if self._guarding:  # by somebody further out
             yield
             return
-        guard = self.guard if self.policy.begins() or self._in_force.everything else self._unguarded()
+        guard = self.guard if self.policy.begins() or self._in_force.everything else None
         self._guarding, before = True, self.guard.lacks
-        self._tight = guard is self.guard
+        self._tight = guard is not None
         self.guarded_steps += self._tight
         try:
-            with guard:
+            with guard or onednn.noticed(getattr(self.backend, "ledger", None)):
                 yield
         finally:
             self._guarding = self._tight = False
@@ -104,9 +104,6 @@ class Survival:
     def _room_in_backward(self, nbytes: int, gradients: tuple) -> None:
         if self._tight:
             self.guard.room_for(2 * nbytes, gradients)  # what it was given may have to come back first
-
-    def _unguarded(self) -> contextlib.AbstractContextManager:
-        return onednn.noticed(getattr(self.backend, "ledger", None))
 
     def make_room(self, nbytes: int, pinned: set[int]) -> int | None:
         """As `EvictingMover.make_room`, a good deal at a time."""

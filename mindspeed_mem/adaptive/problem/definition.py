@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule import order
 
@@ -89,17 +90,6 @@ class LayerClass:
     @cached_property
     def backward_seconds(self) -> float:
         return sum(operator.backward_seconds for operator in self.operators)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outside:
-    """What runs before the first or after the last layer of a part: embedding; final norm, output head, loss."""
-
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    bytes: int = 0
-    """Held by each pass. Before the layers: from the start of the forward to the end of the backward; after them: from
-    the end of the forward until its own backward is done."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, OutsideProfile, RankProfile
-from mindspeed_mem.adaptive.problem.definition import Link, Outside, Part, Pipeline, Problem, Stage
+from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, Outside, RankProfile
+from mindspeed_mem.adaptive.problem.definition import Link, Part, Pipeline, Problem, Stage
 from mindspeed_mem.adaptive.problem.layer_classes import LayerClasses
 from mindspeed_mem.adaptive.problem.part_view import PartView
 
@@ -31,16 +31,10 @@ def problem(
     of_stages = [_worst([rank for rank in ranks if rank.stage == number]) for number in numbers]
     views = [[PartView(chunk) for chunk in rank.chunks] for rank in of_stages]
     classes = LayerClasses(view for of_stage in views for view in of_stage)
-    stages = []
-    for rank, of_stage in zip(of_stages, views, strict=True):
-        stages.append(
-            Stage(
-                parts=tuple(_part(view, classes) for view in of_stage),
-                static_bytes=rank.static_bytes,
-                temporary_bytes=rank.temporary_bytes,
-                step_seconds=rank.step_seconds,
-            )
-        )
+    stages = [
+        Stage(parts=tuple(_part(view, classes) for view in of_stage), **{name: getattr(rank, name) for name in _MOST})
+        for rank, of_stage in zip(of_stages, views, strict=True)
+    ]
     return Problem(
         classes=classes.made,
         stages=tuple(stages),
@@ -58,14 +52,14 @@ def _link(ranks: Sequence[RankProfile]) -> Link:
 
 
 def _part(view: PartView, classes: LayerClasses) -> Part:
-    before, after = view.profile.before, view.profile.after
+    after = view.profile.after
     if not view.layers:
         raise ValueError("a pipeline stage has a part without layers, which cannot be planned: give each at least one")
     return Part(
         layers=tuple(classes.name_of[layer] for layer in view.layers),
         first_layer=view.layers[0],
-        before=Outside(**asdict(before)),
-        after=Outside(**asdict(replace(after, bytes=after.bytes + sum(map(view.left_over, view.layers))))),
+        before=view.profile.before,
+        after=replace(after, bytes=after.bytes + sum(map(view.left_over, view.layers))),
     )
 
 
@@ -96,5 +90,5 @@ def _slowest(chunk: ChunkProfile, others: Sequence[ChunkProfile]) -> ChunkProfil
     return replace(chunk, operators=tuple(operators), before=before, after=after)
 
 
-def _most(parts: Sequence[OutsideProfile]) -> OutsideProfile:
-    return OutsideProfile(**{name: max(getattr(part, name) for part in parts) for name in (*_SECONDS, "bytes")})
+def _most(parts: Sequence[Outside]) -> Outside:
+    return Outside(**{name: max(getattr(part, name) for part in parts) for name in (*_SECONDS, "bytes")})

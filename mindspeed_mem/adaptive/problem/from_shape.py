@@ -9,13 +9,13 @@ data-parallel traffic that is not hidden.
 
 from __future__ import annotations
 
+from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import (
     GB,
     Group,
     LayerClass,
     Link,
     Operator,
-    Outside,
     Part,
     Pipeline,
     Problem,
@@ -60,13 +60,10 @@ class Times:
         }
         self.forward = {name: self.move(size) for name, size in moved.items()}
         self.backward = {name: 2 * seconds for name, seconds in self.forward.items()}
-        around = {op.QKV: ahead, op.PROJ: after, op.FC1: ahead, op.FC2: after}
         for name, seconds in products.items():
-            self.forward[name] = seconds + around[name]
-            once_more = name in (op.QKV, op.FC1) and split.sequence_parallel
-            again = gather if once_more else 0.0  # its input, gathered once more
-            returned = {op.QKV: after, op.FC1: after, op.PROJ: ahead, op.FC2: ahead}[name]
-            self.backward[name] = 2 * seconds + returned + again
+            begins = name in (op.QKV, op.FC1)  # backward, what it was given is gathered once more
+            self.forward[name] = seconds + (ahead if begins else after)
+            self.backward[name] = 2 * seconds + (after if begins else 0.0) + ahead
         if shape.flash:
             # Context-parallel ranks hand keys and values round while they compute; backward, their gradients too.
             ring = 2 * (shape.context - 1) * key / (machine.tensor_gbps * GB)
@@ -124,12 +121,9 @@ def layer_class(shape: Shape, split: Split, machine: Machine) -> LayerClass:
 def problem(shape: Shape, split: Split, machine: Machine) -> Problem:
     """The whole model: equal numbers of layers in all parts, the embedding in the first, head and loss in the last."""
     times, layer = Times(shape, split, machine), layer_class(shape, split, machine)
-    stages = []
-    for number in range(split.pipeline):
-        stages.append(_stage(number, shape, split, times, layer))
     return Problem(
         classes=(layer,),
-        stages=tuple(stages),
+        stages=tuple(_stage(number, shape, split, times, layer) for number in range(split.pipeline)),
         pipeline=Pipeline(micro_batches=split.micro_batches),
         link=Link(out=machine.link_gbps, back=machine.link_gbps),
         device_limit=machine.memory_bytes,

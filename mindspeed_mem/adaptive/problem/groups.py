@@ -34,17 +34,14 @@ class Draft:
     from_previous: bool = False
 
 
-def drafts(view: PartView, layer: int) -> list[Draft]:
-    """The groups of a layer, each after those that it needs."""
-    return _Grouping(view, layer).drafts()
-
-
 def alike(name: str) -> str:
     """One name for all members of a list, as experts are."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-class _Grouping:
+class Grouping:
+    """The groups of one layer."""
+
     def __init__(self, view: PartView, layer: int):
         self.view, self.layer = view, layer
         self.names = view.names(layer)
@@ -78,6 +75,7 @@ class _Grouping:
         return 2 * sum(one.flops for one in tops) < self.seen[op].flops or 2 * sizes[op] >= sum(sizes.values())
 
     def drafts(self) -> list[Draft]:
+        """Each after those that it needs."""
         runs, found = self._united(), []
         group_of = {one.id: name for name, some in self.groups.items() for one in some if not self._is_fixed(name)}
         for name, op, storages in self._received():

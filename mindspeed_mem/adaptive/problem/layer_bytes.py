@@ -30,20 +30,16 @@ from mindspeed_mem.plan import operators as op
 def layer_bytes(shape: Shape, split: Split) -> dict[str, int]:
     """The bytes that each operator produces for backward, for one micro-batch on one rank; 0 for those that keep
     nothing. `INPUT` is what the layer before leaves: its output where backward keeps that, and its last mask."""
-    tokens, tensor = shape.tokens, split.tensor
-    between = tensor if split.sequence_parallel else 1
-    stream = tokens * shape.hidden_size * ELEMENT // between
-    qkv = tokens * (shape.query_width + 2 * shape.key_width) * ELEMENT // tensor
-    norm = stream + _norm_bytes(shape, tokens // between)
-    keeps_input = not _decomposed(shape)
+    tokens, tensor, norm = shape.tokens, split.tensor, norm_bytes(shape, split)
+    handed = stream_bytes(shape, split) * (not _decomposed(shape)) + mask_bytes(shape, split)
     return {
-        op.INPUT: stream * keeps_input + mask_bytes(shape, split),
+        op.INPUT: handed,
         op.INPUT_NORM: norm,
-        op.QKV: qkv,
+        op.QKV: tokens * (shape.query_width + 2 * shape.key_width) * ELEMENT // tensor,
         op.ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
         op.CORE: _core_bytes(shape, tensor),
         op.PROJ: 0,
-        op.ATTENTION_ADD: stream * keeps_input + mask_bytes(shape, split),
+        op.ATTENTION_ADD: handed,
         op.MLP_NORM: norm,
         **_mlp_bytes(shape, tokens * shape.ffn_hidden_size * ELEMENT // tensor),
         op.FC2: 0,
@@ -52,7 +48,7 @@ def layer_bytes(shape: Shape, split: Split) -> dict[str, int]:
 
 def stream_bytes(shape: Shape, split: Split) -> int:
     """What one layer hands to the next."""
-    return shape.tokens * shape.hidden_size * ELEMENT // (split.tensor if split.sequence_parallel else 1)
+    return shape.tokens * shape.hidden_size * ELEMENT // _between(split)
 
 
 def mask_bytes(shape: Shape, split: Split) -> int:
@@ -61,20 +57,22 @@ def mask_bytes(shape: Shape, split: Split) -> int:
 
 
 def norm_bytes(shape: Shape, split: Split) -> int:
-    """What a norm produces for backward, its output included."""
-    return layer_bytes(shape, split)[op.INPUT_NORM]
+    """What a norm produces for backward: its output, statistics per token, and where no kernel does it in one, fp32
+    tensors."""
+    rows, output = shape.tokens // _between(split), stream_bytes(shape, split)
+    if _decomposed(shape):
+        return output + rows * (2 * shape.hidden_size + 1) * 4
+    statistics = 2 if shape.normalization == "LayerNorm" else 1
+    return output + rows * statistics * (ELEMENT if shape.cpu else 4)
+
+
+def _between(split: Split) -> int:
+    """How many ranks share what stands between the blocks."""
+    return split.tensor if split.sequence_parallel else 1
 
 
 def _decomposed(shape: Shape) -> bool:
     return shape.cpu and shape.normalization == "RMSNorm"
-
-
-def _norm_bytes(shape: Shape, rows: int) -> int:
-    """Besides its output: statistics per token, and where no kernel does it in one, fp32 tensors."""
-    if _decomposed(shape):
-        return rows * (2 * shape.hidden_size + 1) * 4
-    statistics = 2 if shape.normalization == "LayerNorm" else 1
-    return rows * statistics * (ELEMENT if shape.cpu else 4)
 
 
 def _rotary_bytes(shape: Shape, tensor: int) -> int:

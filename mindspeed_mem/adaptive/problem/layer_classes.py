@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import median
 
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Operator
-from mindspeed_mem.adaptive.problem.groups import Draft, alike, drafts
+from mindspeed_mem.adaptive.problem.groups import Draft, Grouping, alike
 from mindspeed_mem.adaptive.problem.part_view import PartView
 from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.plan.operators import EXPERTS, within
@@ -28,7 +28,7 @@ class LayerClasses:
         first: list[int] = []
         for view in views:
             for layer in view.layers:
-                self._views[layer], self._drafts[layer] = view, drafts(view, layer)
+                self._views[layer], self._drafts[layer] = view, Grouping(view, layer).drafts()
             first += view.layers[:1]
         alike_but_input: dict[Hashable, Hashable] = {}  # what layers are with their input, by what they are without
         members: dict[Hashable, list[int]] = {}

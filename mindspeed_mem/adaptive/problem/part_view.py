@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mindspeed_mem.activation.observe.rank_profile import ChunkProfile
@@ -100,7 +99,7 @@ class PartView:
         before = self.layers[: self.layers.index(layer)]
         if before:
             return {key for key in given if self.storages[key].layer in before}
-        shared = self._read_by(self.layers[1:])
+        shared = {key for other in self.layers[1:] for key in self.operators(other)[""].reads}
         own = {key for key in given - shared if self.storages[key].layer < 0}
         return {max(own, key=lambda key: (self.storages[key].bytes, -key))} if own else set()
 
@@ -109,6 +108,3 @@ class PartView:
         after = self.layers[self.layers.index(layer) + 1 :][:1]
         taken = self.received(after[0]) if after else {}
         return sum(one.bytes for op, some in self.passed_on(layer).items() if op not in taken for one in some)
-
-    def _read_by(self, layers: Iterable[int]) -> set[int]:
-        return {key for layer in layers for key in self.operators(layer)[""].reads}

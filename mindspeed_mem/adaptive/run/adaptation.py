@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_mem import reserve
-from mindspeed_mem.activation.observe.profiler import Profiler, link_profile
+from mindspeed_mem.activation.observe.profiler import Profiler
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.adaptive.problem import from_profile, profile_file
-from mindspeed_mem.adaptive.problem.definition import Pipeline, Problem
+from mindspeed_mem.adaptive.problem.definition import Pipeline
 from mindspeed_mem.adaptive.problem.profile_file import Facts
 from mindspeed_mem.adaptive.run import kept_plan
 from mindspeed_mem.adaptive.run.call_meter import CallMeter
 from mindspeed_mem.adaptive.run.planner import Decision, Planner
 from mindspeed_mem.adaptive.search import plan_file
+from mindspeed_mem.device.link_speed import measure_link
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ class Ranks(NamedTuple):
 class Adaptation:
     """Of one engine, which survives. ``target``: where the plan that is settled on is kept; None: nowhere."""
 
+    # of the training call that runs
     _ranks: Ranks
-    """Of the training call that runs."""
+    _call: Call
 
     def __init__(self, engine: Engine, target: Path | None = None):
         assert engine.survival is not None
@@ -79,7 +81,7 @@ class Adaptation:
         self.planner: Planner | None = None  # on rank 0
         self.profiles: list[Any] = []  # on rank 0
         self.profiled = False
-        self.call: Call | None = None
+        self._before: Call | None = None  # the last call, or the one that runs
         self._facts: Facts = {}
         self._calls = 0  # in this state
         self._profiler: Profiler | None = None
@@ -94,12 +96,12 @@ class Adaptation:
     # ---- a training call
     def begin(self, call: Call, ranks: Ranks, facts: Callable[[], Facts]) -> None:
         """A training call begins on every rank. ``facts`` tells what a kept plan must have been made for."""
-        self._ranks = ranks
-        if self.call is None:
-            self.call = call
+        before, self._before = self._before, call
+        self._call, self._ranks = call, ranks
+        if before is None:
             self._start(facts)
-        elif call != self.call:
-            self._changed(call, facts)
+        elif call != before:
+            self._changed(before, facts)
         states = {SURVIVE: self._survive, PROFILE: self._profile, TRY: self._try, SETTLED: self._watch}
         states.get(self.state, lambda: None)()
         self._calls += 1
@@ -120,14 +122,10 @@ class Adaptation:
 
     def report(self) -> dict[str, Any]:
         """For the end of the run."""
-        since = "a plan was settled on" if self.has_settled else ""
-        return {"adaptive": self._lines(), "since": since}
-
-    def _lines(self) -> list[str]:
-        if self.planner is not None:
-            return self.planner.report()
-        used = self.state == SETTLED and self._ranks.rank == 0
-        return [f"adaptive memory plan: taken from {self.target}"] if used else []
+        lines = [] if self.planner is None else self.planner.report()
+        if self.planner is None and self.state == SETTLED and self._ranks.rank == 0:
+            lines = [f"adaptive memory plan: taken from {self.target}"]
+        return {"adaptive": lines, "since": "a plan was settled on" if self.has_settled else ""}
 
     # ---- states
     def _start(self, facts: Callable[[], Facts]) -> None:
@@ -142,7 +140,7 @@ class Adaptation:
         if self._ranks.rank == 0 and self.target is not None:
             found, why = kept_plan.read(self.target, self._facts)
             if why:
-                self._tell(why)
+                self._say(why, logging.INFO)
         config = self._ranks.gather(found)[0]
         if config is not None and self._adopt(config):
             self._go(SETTLED)
@@ -151,7 +149,7 @@ class Adaptation:
         if self._calls:
             self._go(PROFILE)
             self._profiler = Profiler(self.engine)
-            self._tell("the next 3 training steps are profiled")
+            self._say("the next 3 training steps are profiled", logging.INFO)
 
     def _profile(self) -> None:
         profiler = self._attached()
@@ -159,7 +157,7 @@ class Adaptation:
             return
         mine, error = None, ""
         try:
-            mine = profiler.rank_profile(self._ranks.stage, link_profile(self.engine.backend))
+            mine = profiler.rank_profile(self._ranks.stage, measure_link(self.engine.backend))
         except Exception as failed:  # whatever it is, the others wait for this rank
             logger.exception("profiling failed")
             error = repr(failed)
@@ -172,10 +170,12 @@ class Adaptation:
         self._plan()
 
     def _plan(self) -> None:
-        limit = min(self._ranks.gather(self._limit()))
+        limit, call = min(self._ranks.gather(self._limit())), self._call
+        line = Pipeline(micro_batches=call.micro_batches, group_size=call.group_size, cap=call.cap)
 
         def start() -> Decision:
-            self.planner = Planner(self._problem(limit), bool(self._facts["states_are_split"]))
+            problem = from_profile.problem(self.profiles, line, limit, self.engine.mover.slabs.limit_bytes)
+            self.planner = Planner(problem, bool(self._facts["states_are_split"]))
             return self.planner.start()
 
         self._go(TRY)
@@ -186,11 +186,9 @@ class Adaptation:
             return
         everyone = self._ranks.gather(self._meter.measured())
         seen = [one for one in everyone if one is not None]
-        if len(seen) < len(everyone):  # a call failed somewhere and was caught: measure again
-            self._go(TRY)
-            return
         self._go(TRY)
-        self._follow(lambda: self._planner().judge(seen))
+        if len(seen) == len(everyone):  # else a call failed somewhere and was caught: measure again
+            self._follow(lambda: self._planner().judge(seen))
 
     def _watch(self) -> None:
         if self._calls % _WATCHED or not self._calls:
@@ -214,10 +212,10 @@ class Adaptation:
         self._go(TRY)
         self._follow(lambda: self._planner().overrun(everyone))
 
-    def _changed(self, call: Call, facts: Callable[[], Facts]) -> None:
+    def _changed(self, before: Call, facts: Callable[[], Facts]) -> None:
         """Other shapes need another profile, another number of micro-batches only another plan."""
-        before, self.call = self.call, call
-        same_shapes = before is not None and call._replace(micro_batches=before.micro_batches) == before
+        call = self._call
+        same_shapes = call._replace(micro_batches=before.micro_batches) == before
         if self.state == OFF:
             return
         self._facts = facts()
@@ -264,7 +262,7 @@ class Adaptation:
         if decision.config is not None and not self._adopt(decision.config):
             return
         if decision.settled:
-            self._settled[self._call()] = self._config
+            self._settled[self._call] = self._config
             self._go(SETTLED)
             self._keep()
 
@@ -290,13 +288,15 @@ class Adaptation:
         """Write down the plan that was settled on, and the profile beside it."""
         if self._ranks.rank != 0 or self.target is None:
             return
+        described = self.engine.backend.describe().items()
+        machine = {key: value for key, value in described if isinstance(value, str | int | float)}
         planner = self._planner()
         kept = planner.kept or planner.tries[-1]
-        profile = profile_file.Profile(problem=planner.problem, shapes=self._call()._asdict(), machine=self._machine())
+        profile = profile_file.Profile(problem=planner.problem, shapes=self._call._asdict(), machine=machine)
         try:
             beside = self.target.with_suffix(".profile.json")
             config = plan_file.by_name(kept.config, self.engine.in_force.stacks)
-            kept_plan.write(self.target, config, self._facts, kept.lines())
+            kept_plan.write(self.target, config, self._facts, [kept.line()])
             profile_file.write(profile, beside)
             logger.info("the plan is kept in %s, the profile in %s", self.target, beside)
         except Exception as error:  # no reason to end a training
@@ -311,15 +311,6 @@ class Adaptation:
             limit = min(limit, room + allocated)
         return limit - reserve.fragmentation(limit)
 
-    def _problem(self, limit: int) -> Problem:
-        call = self._call()
-        line = Pipeline(micro_batches=call.micro_batches, group_size=call.group_size, cap=call.cap)
-        return from_profile.problem(self.profiles, line, limit, self.engine.mover.slabs.limit_bytes)
-
-    def _machine(self) -> Facts:
-        described = self.engine.backend.describe().items()
-        return {key: value for key, value in described if isinstance(value, str | int | float)}
-
     def _planner(self) -> Planner:
         """On rank 0, once there was a plan."""
         assert self.planner is not None
@@ -330,10 +321,6 @@ class Adaptation:
         assert self._profiler is not None
         return self._profiler
 
-    def _call(self) -> Call:
-        assert self.call is not None
-        return self.call
-
     def _go(self, state: str) -> None:
         self.state, self._calls = state, 0
         if state == SETTLED:
@@ -342,10 +329,6 @@ class Adaptation:
         self._evicted, self._retried = self.engine.mover.evicted_bytes, 0
         self._meter.clear()
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
         if self._ranks.rank == 0:
-            logger.warning(text)
-
-    def _tell(self, text: str) -> None:
-        if self._ranks.rank == 0:
-            logger.info(text)
+            logger.log(level, text)

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mindspeed_mem.adaptive.problem.definition import LayerClass, Outside, Problem, Stage
+from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.adaptive.problem.definition import LayerClass, Problem, Stage
 from mindspeed_mem.adaptive.search.simulation import Simulated
 
 CLOSE = 0.05

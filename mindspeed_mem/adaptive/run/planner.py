@@ -10,7 +10,7 @@ from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
-from mindspeed_mem.adaptive.search.plan_grid import grid
+from mindspeed_mem.adaptive.search.plan_table import grid
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.plan import MemoryConfig
 
@@ -51,17 +51,16 @@ class Try:
     def retried(self) -> bool:
         return any(one.retries for one in self.measured)
 
-    def lines(self) -> list[str]:
+    def line(self) -> str:
         """Predicted beside measured."""
         predicted, peaks = passes_seconds(self.problem, self.found.simulated), self.found.simulated.peaks
         if not self.measured:
-            return [f"predicted {predicted:.4g} s and {_mib(max(peaks))} MiB at most"]
+            return f"predicted {predicted:.4g} s and {_mib(max(peaks))} MiB at most"
         stages = [max(one.peak for one in self.measured if one.stage == number) for number in range(len(peaks))]
         text = f"predicted {predicted:.4g} s, measured {self.seconds:.4g} s; peak of all device memory by stage in MiB"
         text += f", predicted {' '.join(map(_mib, peaks))}, measured {' '.join(map(_mib, stages))}"
         text += f", {_mib(self.evicted)} MiB evicted beyond the plan" if self.evicted else ""
-        text += ", the allocator had to give back memory and retry" if self.retried else ""
-        return [text]
+        return text + (", the allocator had to give back memory and retry" if self.retried else "")
 
 
 class Planner:
@@ -90,7 +89,7 @@ class Planner:
             gain = 1 - found.simulated.seconds / again.seconds
             known = any(one.config == memory_config(self.problem, found.plan) for one in self.tries)
             if not known and (now.evicted or max(again.peaks) > self.problem.device_limit or gain > _WORTH):
-                return self._try(found, why, now.lines())
+                return self._try(found, why, now.line())
         return self._settle(now)
 
     def overrun(self, lacks: Sequence[tuple[int, int, int]]) -> Decision:
@@ -111,7 +110,7 @@ class Planner:
             return []
         now = self.kept or self.tries[-1]
         kind = "settled" if self.kept else "not settled yet"
-        return [f"adaptive memory plan ({kind}): " + now.lines()[0], *grid(now.problem, now.found.plan, width)]
+        return [f"adaptive memory plan ({kind}): " + now.line(), *grid(now.problem, now.found.plan, width)]
 
     def _searched(self) -> tuple[Found, str]:
         """The best plan; where none fits, the one that needs least, with the reason."""
@@ -122,18 +121,18 @@ class Planner:
             said = error.text(self._states_are_split)
             return search.least(), f"{said}\n  until then activations are evicted when memory runs out"
 
-    def _try(self, found: Found, why: str, lines: Sequence[str] = ()) -> Decision:
+    def _try(self, found: Found, why: str, before: str = "") -> Decision:
         config = memory_config(self.problem, found.plan)
         self.tries.append(Try(self.problem, found, config))
         limit = f"limit {_mib(self.problem.device_limit)} MiB"
-        number = f"plan {len(self.tries)}: {self.tries[-1].lines()[0]} ({limit}, HiGHS)"
-        return Decision(config, False, tuple(line for line in (*lines, why, number) if line))
+        number = f"plan {len(self.tries)}: {self.tries[-1].line()} ({limit}, HiGHS)"
+        return Decision(config, False, tuple(line for line in (before, why, number) if line))
 
     def _settle(self, now: Try) -> Decision:
         self.kept = min(self.tries, key=lambda one: (one.evicted, one.retried, one.seconds))
         changed = None if self.kept is now else self.kept.config
         which = f"settled on plan {self.tries.index(self.kept) + 1} of {len(self.tries)}"
-        return Decision(changed, True, (*now.lines(), f"{which}: {self.kept.lines()[0]}"))
+        return Decision(changed, True, (now.line(), f"{which}: {self.kept.line()}"))
 
 
 def _mib(nbytes: int) -> str:

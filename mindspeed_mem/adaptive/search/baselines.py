@@ -52,12 +52,7 @@ def _checkpointed(kind: LayerClass) -> LayerClass:
     and is there until that ends."""
     first, last = kind.operators[0].name, kind.operators[-1].name
     inputs = Group(
-        name="input",
-        bytes=kind.input_bytes,
-        operators=(last,),
-        used_by=(first,),
-        swappable=False,
-        from_previous=True,
+        name="input", bytes=kind.input_bytes, operators=(last,), used_by=(first,), swappable=False, from_previous=True
     )
     made = Group(
         name="made",

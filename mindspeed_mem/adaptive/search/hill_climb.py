@@ -15,25 +15,11 @@ Judge = Callable[[StagePlan], tuple[float, int]]
 """Seconds and peak of a stage by itself."""
 
 
-def improved(
-    plan: StagePlan,
-    problem: Problem,
-    stage: int,
-    inputs_move: bool,
-    judge: Judge,
-    distances: Sequence[int],
-    work: int = WORK,
-) -> tuple[StagePlan, int]:
-    """A plan that is at least as good, or comes nearer to the limit, and what is left of the work allowed."""
-    climb = _Climb(problem, stage, inputs_move, judge, distances, work)
-    return climb.run(plan), climb.work
-
-
-class _Climb:
-    """Hill climbing on one stage."""
+class Climb:
+    """Hill climbing on stage ``number``; `work` is what is left of the work allowed."""
 
     def __init__(
-        self, problem: Problem, number: int, inputs_move: bool, judge: Judge, distances: Sequence[int], work: int
+        self, problem: Problem, number: int, inputs_move: bool, judge: Judge, distances: Sequence[int], work: int = WORK
     ):
         self.problem, self.number, self.inputs_move = problem, number, inputs_move
         self.judge, self.distances, self.work = judge, distances, work
@@ -42,6 +28,7 @@ class _Climb:
         self.price = max(1, operators * min(8, len(problem.passes[number])))
 
     def run(self, plan: StagePlan) -> StagePlan:
+        """A plan that is at least as good, or comes nearer to the limit."""
         best, score = plan, self._score(plan)
         while self.work > 0:
             for other in self._near(best):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, Plan
@@ -13,10 +13,12 @@ STATIC = "parameters, gradients and optimizer states"
 class InfeasibleError(ValueError):
     """No plan fits the limits; `needed_bytes` would do on stage `stage`, as far as could be found."""
 
-    def __init__(self, problem: Problem, stage: int, needed_bytes: int, held: Mapping[str, int]):
-        """held: who holds how many of these bytes."""
-        self.needed_bytes, self.stage = needed_bytes, stage
+    def __init__(self, problem: Problem, least: Plan, peaks: Sequence[int]):
+        """least: the plan of the lowest peaks, which are these."""
+        self.needed_bytes = max(peaks)
+        self.stage = peaks.index(self.needed_bytes)
         self._limit, self._host_is_limited = problem.device_limit, problem.host_limit is not None
+        held = _holders(problem, least, self.stage, self.needed_bytes)
         self._held = sorted(held.items(), key=lambda one: -one[1])
         super().__init__(self.text())
 
@@ -32,20 +34,10 @@ class InfeasibleError(ValueError):
         return "\n  ".join(lines)
 
 
-def shortage(problem: Problem, least: Plan, peaks: Sequence[int]) -> InfeasibleError:
-    """The error for a problem whose plan of the lowest peaks, `least`, still does not fit."""
-    stage = max(range(len(peaks)), key=lambda number: peaks[number])
-    return InfeasibleError(problem, stage, peaks[stage], holders(problem, least, stage, peaks[stage]))
-
-
-def holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, int]:
+def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, int]:
     """Who holds how many of the bytes of a stage's peak."""
     stage = problem.stages[number]
-    held = {
-        STATIC: stage.static_bytes,
-        "temporaries": stage.temporary_bytes,
-        "layer inputs, head and loss": 0,
-    }
+    held = {STATIC: stage.static_bytes, "temporaries": stage.temporary_bytes, "layer inputs, head and loss": 0}
     flights = problem.in_flight[number]
     counts = max(flights, key=sum)
     for letters, part, count in zip(plan.stages[number].parts, stage.parts, counts, strict=True):

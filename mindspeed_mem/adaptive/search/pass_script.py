@@ -17,7 +17,8 @@ from itertools import accumulate, islice
 from operator import sub
 from typing import NamedTuple
 
-from mindspeed_mem.adaptive.problem.definition import GB, LayerClass, Link, Outside, Part, Problem
+from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Link, Part, Problem
 from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
 
 OUT, RELEASE, BACK, AHEAD, WAIT = range(5)
@@ -79,7 +80,7 @@ class PartScripts:
         for layer, (kind, text) in enumerate(zip(kinds, letters, strict=True)):
             previous = kinds[layer - 1] if layer else None
             for life in _lives(kind, previous, text):
-                base = bases[layer - 1] if life.from_previous else bases[layer]
+                base = bases[layer - 1] if life.group.from_previous else bases[layer]
                 self._add(life, base + life.produced + 1, bases[layer] + 1, distance, problem.link)
         late = [number for number, copy in enumerate(self.copies) if copy.early]
         self.early = sorted(late, key=lambda number: (-self.copies[number].early, -number))
@@ -87,14 +88,14 @@ class PartScripts:
         self._cache: dict[tuple, Script] = {}
 
     def _add(self, life: _Life, produced: int, base: int, distance: int, link: Link) -> None:
-        forward, backward = self._forward, self._backward
+        forward, backward, nbytes = self._forward, self._backward, life.group.bytes
         first, last, needed = base + life.first_use, base + life.last_use, base + life.needed
-        forward.take[produced] += life.nbytes
-        backward.give[first] += life.nbytes
+        forward.take[produced] += nbytes
+        backward.give[first] += nbytes
         if life.letter == RECOMPUTE:
-            forward.give[max(last, produced)] += life.nbytes - life.keeps
-            backward.take[needed] += life.nbytes - life.keeps
-            backward.seconds[needed] += life.again
+            forward.give[max(last, produced)] += nbytes - life.group.recompute_keeps
+            backward.take[needed] += nbytes - life.group.recompute_keeps
+            backward.seconds[needed] += life.group.recompute_seconds or 0.0
         if life.letter != SWAP:
             return
         number = len(self.copies)
@@ -103,16 +104,14 @@ class PartScripts:
         if due > self.count:  # beyond the last operator: at once if that is the final norm, else once the loss is there
             due = self.count if due == self.count + self._tail else self.count + 1
         forward.steps += [(saved, OUT, number), (due, RELEASE, number)]
-        forward.give[due] += life.nbytes
+        forward.give[due] += nbytes
         start = needed + distance
-        seconds = life.nbytes / GB
-        self.copies.append(
-            Copy(life.nbytes, seconds / link.out, seconds / link.back, max(0, start - self.count - self._tail))
-        )
+        seconds, early = nbytes / GB, max(0, start - self.count - self._tail)
+        self.copies.append(Copy(nbytes, seconds / link.out, seconds / link.back, early))
         if start <= self.count + self._tail:
             start = min(start, self.count)
             backward.steps.append((start, BACK, number))
-            backward.take[start] += life.nbytes
+            backward.take[start] += nbytes
         backward.steps.append((needed, WAIT, number))
 
     def script(self, forward: bool, ahead: PartScripts | None, fetched: bool) -> Script:
@@ -190,14 +189,11 @@ class _Life(NamedTuple):
     """One group of one layer, with places of operators in it, counted from 0."""
 
     letter: str
-    nbytes: int
-    keeps: int
+    group: Group
     produced: int
-    from_previous: bool
     first_use: int
     last_use: int
     needed: int
-    again: float
 
 
 @lru_cache(maxsize=4096)
@@ -218,17 +214,5 @@ def _lives(kind: LayerClass, previous: LayerClass | None, letters: str) -> tuple
         maker = previous if previous is not None and group.from_previous else kind
         produced = max(maker.index[name] for name in group.operators)
         first, last = min(uses[group.name]), max(uses[group.name])
-        found.append(
-            _Life(
-                letter,
-                group.bytes,
-                group.recompute_keeps if letter == RECOMPUTE else 0,
-                produced,
-                group.from_previous,
-                first,
-                last,
-                needed[group.name],
-                group.recompute_seconds or 0.0,
-            )
-        )
+        found.append(_Life(letter, group, produced, first, last, needed[group.name]))
     return tuple(found)

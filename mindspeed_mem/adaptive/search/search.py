@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import Plan
 from mindspeed_mem.adaptive.search.hill_climb import WORK
-from mindspeed_mem.adaptive.search.infeasible import InfeasibleError, shortage
+from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
 from mindspeed_mem.adaptive.search.stage_search import StageSearch
 
@@ -48,9 +48,11 @@ class Search:
         for inputs_move in self._inputs_move:
             if not good:
                 good = self._try(problem, inputs_move)
-        best = self._fastest(limit)
+        fitting = [plan for plan, simulated in self._seen.items() if max(simulated.peaks) <= limit]
+        best = min(fitting, key=lambda plan: self._seen[plan].seconds, default=None)
         if best is None:
-            raise self._shortage(problem)
+            least = self.least()
+            raise InfeasibleError(problem, least.plan, least.simulated.peaks)
         return Found(problem=problem, plan=best, simulated=self._seen[best])
 
     def curve(self, limits: Sequence[int]) -> list[Found | None]:
@@ -96,11 +98,3 @@ class Search:
                 stages[number], work = self._stages[number].climbed(problem, stages[number], inputs_move, work)
         self.simulated(Plan(stages=tuple(stages), inputs_move=inputs_move))
         return all(map(StageSearch.is_good, self._stages, stages))
-
-    def _fastest(self, limit: int) -> Plan | None:
-        fitting = [plan for plan, simulated in self._seen.items() if max(simulated.peaks) <= limit]
-        return min(fitting, key=lambda plan: self._seen[plan].seconds, default=None)
-
-    def _shortage(self, problem: Problem) -> InfeasibleError:
-        least = self.least()
-        return shortage(problem, least.plan, least.simulated.peaks)

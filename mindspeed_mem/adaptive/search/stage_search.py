@@ -13,7 +13,7 @@ from functools import partial
 
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
 from mindspeed_mem.adaptive.search.decisions import ORDERS, SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
-from mindspeed_mem.adaptive.search.hill_climb import improved
+from mindspeed_mem.adaptive.search.hill_climb import Climb
 from mindspeed_mem.adaptive.search.milp import Rules, at_once, solve
 from mindspeed_mem.adaptive.search.simulation import Track
 
@@ -83,7 +83,8 @@ class StageSearch:
         for start in starts:
             plan = start() if work > 0 else None
             if plan is not None:
-                found, work = improved(plan, problem, self.number, inputs_move, self.judge, self.distances, work)
+                climb = Climb(problem, self.number, inputs_move, self.judge, self.distances, work)
+                found, work = climb.run(plan), climb.work
                 seconds, peak = self.judge(found)
                 if peak <= problem.device_limit and seconds < self.judge(best)[0]:
                     best = found
@@ -101,7 +102,7 @@ class StageSearch:
             pool = [plan for plan, valid in self._pool.items() if valid[inputs_move]]
             lowest = min(pool, key=lambda plan: (self.judge(plan)[1], plan.parts), default=self.keep_all)
             none = self._short.with_limit(0)
-            lowest, _ = improved(lowest, none, self.number, inputs_move, self.judge, self.distances)
+            lowest = Climb(none, self.number, inputs_move, self.judge, self.distances).run(lowest)
             self._remember([lowest])
             self._least[inputs_move] = lowest
         return self._least[inputs_move]
