@@ -91,24 +91,17 @@ def warm_up(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpa
     return [min(others + after + min(after, spare), whole) for after in later]
 
 
-def group_under(
-    stages: int,
-    virtual_stages: int,
-    micro_batches: int,
-    *,
-    group_size: int | None = None,
-    cap: int | None = None,
-    megatron_loop: bool = False,
-) -> int:
+def group_under(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpack[Limits]) -> int:
     """How many micro-batches run on a chunk in a row: `group_size`, or the largest number the cap has room for.
 
     With room for as many as there are stages it is a number that Megatron takes.
     """
-    group = min(stages if group_size is None else group_size, micro_batches)
+    given, cap = limits.get("group_size"), limits.get("cap")
+    group = min(stages if given is None else given, micro_batches)
     if virtual_stages == 1 or cap is None:
         return group
     for size in range(group, 1, -1):
-        apart = 2 * stages - 2 if megatron_loop else min(size, stages - 1)
+        apart = 2 * stages - 2 if limits.get("megatron_loop") else min(size, stages - 1)
         if (virtual_stages - 1) * size + apart + 1 <= cap and (size < stages or fits(stages, micro_batches, size)):
             return size
     return 1
