@@ -4,14 +4,8 @@
 `MemoryPlan` answers for every (layer, operator).
 """
 
-from mindspeed_mem.plan.config import (
-    LayerSwap,
-    MemoryConfig,
-    MemoryConfigError,
-    OpSwap,
-    SwapConfig,
-    load_memory_config,
-)
+from mindspeed_mem.plan.checks import MemoryConfigError
+from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig, load_memory_config
 from mindspeed_mem.plan.memory_plan import MemoryPlan, Swap
 from mindspeed_mem.plan.operators import both_names, match
 from mindspeed_mem.plan.recomputation import Recompute
