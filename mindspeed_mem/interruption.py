@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+__all__ = ["STATUS", "in_one_line"]
+
 STATUS = 128 + signal.SIGINT
 """The exit status, as shells have it."""
 _LATER = 0.01  # seconds

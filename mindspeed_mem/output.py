@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+__all__ = ["save_figure", "why_not", "write"]
+
 
 def why_not(target: str | os.PathLike[str]) -> str | None:
     """Why nothing can be written to `target`, in words; None if it can be. Leaves no trace."""
