@@ -112,18 +112,13 @@ def load_memory_config(
     check = Checker(num_layers)
     notices: list[str] = []
     name = "memory configuration"
+    content: Any = source
     if source is None:
-        recompute = read_recompute(None, flags or {}, False, check, notices)
-        name = "command line" if flags else name
-        if check.problems:
-            raise MemoryConfigError(check.problems, name)
-        return MemoryConfig(recompute=recompute, notices=tuple(notices), source=name)
-    if isinstance(source, str | os.PathLike):
+        name, content = "command line" if flags else name, {}
+    elif isinstance(source, str | os.PathLike):
         name = os.fspath(source)
         content, problems = _read(name)
         check.problems += problems
-    else:
-        content = source
     if not isinstance(content, Mapping):
         if not check.problems:
             check.wrong(name, content, f"a mapping with the keys {', '.join(_SECTIONS)}")
@@ -140,7 +135,7 @@ def load_memory_config(
             notices.append("swap_config.swap is True, but layer_swap and op_swap are empty: nothing is swapped")
         if with_swap and swap.swap_recompute_inputs:
             notices.append("swap_config.swap_recompute_inputs has no effect: nothing is recomputed")
-        if "swap_config" not in content:
+        if source is not None and "swap_config" not in content:
             notices.append("there is no swap_config: nothing is swapped")
     return MemoryConfig(swap=swap, recompute=recompute, notices=tuple(notices), source=name)
 
