@@ -116,7 +116,7 @@ def activation_meter(backend: Backend) -> ActivationMeter:
 
 def leave() -> None:
     """Take the ranks down together: gloo's threads do not survive an interpreter that ends around them. Collective."""
-    if dist.is_available() and dist.is_initialized():  # the script may have seen to it on its way out
+    if ranks.is_initialized():  # the script may have seen to it on its way out
         dist.barrier()
         dist.destroy_process_group()
 
@@ -124,7 +124,7 @@ def leave() -> None:
 def _finished() -> None:
     """Megatron-LM's pretrain has ended, and leaves the process group as it is."""
     report()
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+    if ranks.is_initialized() and dist.get_backend() == "gloo":
         leave()
 
 
@@ -194,7 +194,9 @@ def _apply(settings: Settings) -> None:
     if _State.wants_help or flags & set(vars(_State.given)):
         patterns.append("megatron_arguments")
     if settings.backend is not None and settings.backend.runs_mindspeed:
-        _join_mindspeed()
+        from mindspeed_mem.patches import mindspeed_features
+
+        mindspeed_features.join()
     wanted = patch_modules(patterns)
     for module in wanted:
         importlib.import_module(module)
@@ -236,12 +238,6 @@ def _make_room(wanted: list[str]) -> list[Patch]:
     off = {patch.declared_by for patch in REGISTRY.of(stay) if patch.target in symbols}
     off |= set(_State.modules) - set(wanted)
     return REGISTRY.lift(keep={patch.declared_by for patch in REGISTRY.patches} - off) if off else []
-
-
-def _join_mindspeed() -> None:
-    from mindspeed_mem.patches import mindspeed_features
-
-    mindspeed_features.join()
 
 
 def _connect(settings: Settings) -> None:

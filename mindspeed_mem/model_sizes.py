@@ -142,27 +142,26 @@ def add_options(
         group.add_argument(flag(name), action="store_true", help=text)
     for name, allowed in choices.items():
         group.add_argument(flag(name), metavar="NAME", help=f"{', '.join(allowed)} ({allowed[0]})")
+    for name in _UNKNOWN:  # only there to be refused with a reason
+        group.add_argument(flag(name), nargs="*", help=argparse.SUPPRESS)
 
 
-def add_unknown(command: argparse.ArgumentParser) -> None:
-    """Options that are only there to be refused with a reason."""
-    for name in _UNKNOWN:
-        command.add_argument(flag(name), nargs="*", help=argparse.SUPPRESS)
+def read_options(
+    given: argparse.Namespace,
+    numbers: Iterable[str],
+    choices: Mapping[str, tuple[str, ...]],
+    unknown: str,
+    wrong: list[str],
+) -> dict[str, int | None]:
+    """The whole numbers by name, None where one is not given; what is wrong with them, and with choices, in `wrong`.
 
-
-def refuse_unknown(given: argparse.Namespace, reason: str, wrong: list[str]) -> None:
-    """Note in `wrong` which of them are given."""
+    unknown: why options that make other layers are refused.
+    """
     kinds: dict[str, list[str]] = {}
     for name, kind in _UNKNOWN.items():
         if getattr(given, name) is not None:
             kinds.setdefault(kind, []).append(flag(name))
-    wrong += [f"{', '.join(names)} ({kind}): {reason}" for kind, names in kinds.items()]
-
-
-def read_options(
-    given: argparse.Namespace, numbers: Iterable[str], choices: Mapping[str, tuple[str, ...]], wrong: list[str]
-) -> dict[str, int | None]:
-    """The whole numbers by name, None where one is not given; what is wrong with them, and with choices, in `wrong`."""
+    wrong += [f"{', '.join(names)} ({kind}): {unknown}" for kind, names in kinds.items()]
     sizes = {name: whole(as_given(given, flag(name)), getattr(given, name), wrong) for name in numbers}
     for name, allowed in choices.items():
         if getattr(given, name) not in (None, *allowed):

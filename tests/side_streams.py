@@ -32,7 +32,7 @@ class Streams:
 
     def __init__(self, backend: SimulatedBackend):
         self.backend = backend
-        self.main, self.side = backend.current_stream(), backend.new_compute_stream("side")
+        self.main, self.side = backend.current_stream(), backend.new_stream("side", side=False)
         self._bounds, self._streams = [0], [self.main]
 
     @contextmanager

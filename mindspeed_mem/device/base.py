@@ -59,6 +59,7 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
     """
 
     type: str
+    """Its name, as `get_backend` knows it."""
 
     is_host: bool = False
     """Whether it is the host itself: tensors and random generator are the host's, and Megatron has to be helped."""
@@ -81,11 +82,6 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
     @property
     def tensor_type(self) -> str:
         """The type of its tensors' `torch.device`."""
-        return self.type
-
-    @property
-    def name(self) -> str:
-        """The name that `get_backend` knows this backend by."""
         return self.type
 
     # ---- streams and events

@@ -33,10 +33,7 @@ def scratch_bytes(op: Any, args: tuple, kwargs: dict, backend: Backend) -> int:
     if backend.index() is not None and name in _IN_PLACE_ON_ACCELERATORS:
         return 0
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor) and backend.owns(leaf)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) * _copies(op, args, kwargs)
-
-
-def _copies(op: Any, args: tuple, kwargs: dict) -> int:
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     size = given.get("group_size", 1)
-    return size if isinstance(size, int) and "gather" in op._schema.name else 1
+    copies = size if isinstance(size, int) and "gather" in name else 1
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) * copies

@@ -17,11 +17,9 @@ def why_absent() -> str | None:
     """Why no NPU can be used here; None when one can."""
     try:
         import torch_npu  # noqa: F401  (importing it is what makes torch.npu exist)
-    except ModuleNotFoundError as error:
-        if error.name == "torch_npu":
-            return "torch_npu is not installed"
-        return f"torch_npu cannot be imported ({error})"
     except (ImportError, OSError, RuntimeError) as error:  # a CANN toolkit that is missing or does not match
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch_npu":
+            return "torch_npu is not installed"
         return f"torch_npu cannot be imported ({error})"
     if not torch.npu.is_available():  # type: ignore[attr-defined]  # torch_npu adds it
         return "torch_npu finds no NPU (see npu-smi info)"

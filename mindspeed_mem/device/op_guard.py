@@ -62,14 +62,11 @@ class OpGuard(FormulaKeepingMode):
         if rule is Rule.APART:
             return self._one_by_one(op, args, kwargs)
         if rule is Rule.COLLECTIVE:
-            self._room_before(op, args, kwargs)
+            self.room_for(collectives.scratch_bytes(op, args, kwargs, self._backend), args, kwargs)
         return self._run(op, args, kwargs)
 
     def before_unseen(self, nbytes: int, gradients: tuple) -> None:
         self.room_for(_SCRATCH * nbytes, gradients)
-
-    def _room_before(self, op: Any, args: tuple, kwargs: dict) -> None:
-        self.room_for(collectives.scratch_bytes(op, args, kwargs, self._backend), args, kwargs)
 
     def room_for(self, nbytes: int, args: tuple = (), kwargs: dict | None = None) -> None:
         """Make room for ``nbytes``, as far as that can be, before what has these arguments and cannot run again."""

@@ -79,30 +79,16 @@ class Access:
 
 
 # Operators that look at no element. Views are recognised by their schema.
-_METADATA = {
-    "aten::" + name
-    for name in (
-        "_reshape_alias",
-        "_unsafe_view",
-        "detach_",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "is_pinned",
-        "is_same_size",
-        "lift_fresh",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "set_",
-    )
-}
+_METADATA = frozenset(
+    "_reshape_alias _unsafe_view detach_ empty empty_like empty_strided is_pinned is_same_size lift_fresh new_empty "
+    "new_empty_strided resize_ set_".split()
+)
 
 
 def touches_data(op: Any) -> bool:
     """Whether operator `op` reads or writes elements, rather than making a view or uninitialised memory."""
     schema = getattr(op, "_schema", None)  # higher-order operators have none
-    return schema is None or not (op.is_view or schema.name in _METADATA)
+    return schema is None or not (op.is_view or schema.name.removeprefix("aten::") in _METADATA)
 
 
 def whole(storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Tensor:

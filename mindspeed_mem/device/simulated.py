@@ -128,14 +128,8 @@ class SimulatedBackend(HostBackend[SimulatedStream, SimulatedEvent]):
     def stream_key(self) -> object:
         return self._current
 
-    def new_stream(self, name: str) -> SimulatedStream:
-        return self._new_stream(name, side=True)
-
-    def new_compute_stream(self, name: str) -> SimulatedStream:
-        """A stream for operators, as a model may have for a branch that it computes beside; see `on_stream`."""
-        return self._new_stream(name, side=False)
-
-    def _new_stream(self, name: str, side: bool) -> SimulatedStream:
+    def new_stream(self, name: str, side: bool = True) -> SimulatedStream:
+        """Not ``side``: for operators, as a model may have for a branch that it computes beside; see `on_stream`."""
         unique = name if name not in self._streams and name != HOST else f"{name}#{len(self._streams)}"
         stream = self._streams[unique] = SimulatedStream(unique, side)
         return stream

@@ -43,27 +43,14 @@ class HostSlabs:
         self._idle: dict[int, collections.deque[Slab]] = {}
         self._lent: dict[int, Slab] = {}  # by id; strong, so that a slab lost by its user is not freed under a copy
         self._lock = threading.RLock()  # backward runs on other threads; garbage collection may give back within take
-        self._held = self._in_use = self._peak = self._allocations = 0
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of all buffers, lent and idle."""
-        return self._held
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes of the buffers lent out."""
-        return self._in_use
-
-    @property
-    def peak_in_use(self) -> int:
+        self.bytes_held = 0
+        """Of all buffers, lent and idle."""
+        self.bytes_in_use = 0
+        """Of the buffers lent out."""
+        self.peak_in_use = 0
         """The most `bytes_in_use` has been."""
-        return self._peak
-
-    @property
-    def allocations(self) -> int:
+        self.allocations = 0
         """How many buffers were freshly allocated; constant in a steady state."""
-        return self._allocations
 
     def take(self, nbytes: int) -> Slab | None:
         """A slab of exactly `nbytes`, or None when the budget has no room for it.
@@ -84,8 +71,8 @@ class HostSlabs:
                 return None
             slab.buffer = slab.whole[:nbytes]
             self._lent[id(slab)] = slab
-            self._in_use += slab.nbytes
-            self._peak = max(self._peak, self._in_use)
+            self.bytes_in_use += slab.nbytes
+            self.peak_in_use = max(self.peak_in_use, self.bytes_in_use)
         if slab.ready is not None and self._backend.done(slab.ready):
             slab.ready = None
         return slab
@@ -102,7 +89,7 @@ class HostSlabs:
                     "to the pool it came from"
                 )
             slab.ready = event
-            self._in_use -= slab.nbytes
+            self.bytes_in_use -= slab.nbytes
             self._idle.setdefault(slab.nbytes, collections.deque()).append(slab)
 
     def clear(self) -> int:
@@ -115,23 +102,23 @@ class HostSlabs:
         return freed
 
     def _allocate(self, nbytes: int) -> Slab:
-        self._held += nbytes  # before allocating: a re-entrant take must see the budget as spent
+        self.bytes_held += nbytes  # before allocating: a re-entrant take must see the budget as spent
         try:
             buffer = self._backend.host_empty(nbytes)
         except BaseException:
-            self._held -= nbytes
+            self.bytes_held -= nbytes
             raise
-        self._allocations += 1
+        self.allocations += 1
         return Slab(buffer, nbytes)
 
     def _make_room(self, nbytes: int) -> bool:
-        needed = self._in_use + nbytes
+        needed = self.bytes_in_use + nbytes
         if self.limit_bytes is not None and needed > self.limit_bytes:
             return False  # freeing every idle slab would not do: keep them
-        allowed = 2 * max(self._peak, needed)
+        allowed = 2 * max(self.peak_in_use, needed)
         if self.limit_bytes is not None:
             allowed = min(allowed, self.limit_bytes)
-        while self._held + nbytes > allowed:
+        while self.bytes_held + nbytes > allowed:
             size = self._largest_idle()
             if not size:
                 return self.limit_bytes is None
@@ -151,7 +138,7 @@ class HostSlabs:
         if slab.ready is not None and not self._backend.done(slab.ready):
             self._backend.synchronize(slab.ready)  # unmapping pinned memory under a running copy is fatal
         del slab.buffer, slab.whole
-        self._held -= size
+        self.bytes_held -= size
         if not self._idle[size]:
             del self._idle[size]
         return size

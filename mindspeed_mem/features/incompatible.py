@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mindspeed_mem.features.readers import whole_numbers
@@ -9,21 +10,10 @@ from mindspeed_mem.features.rows import Option
 from mindspeed_mem.schedule.stages import describes
 from mindspeed_mem.zero.core.placement import placement
 
-
-def of_core(flag: str, why: str, **condition: Any) -> Option:
-    return Option(flag=flag, origin="megatron-core", why=why, **condition)
-
-
-def of_megatron_lm(flag: str, why: str, **condition: Any) -> Option:
-    return Option(flag=flag, origin="megatron-lm", why=why, **condition)
-
-
-def of_mindspeed(flag: str, why: str, **condition: Any) -> Option:
-    return Option(flag=flag, origin="mindspeed", why=why, **condition)
-
-
-def of_ours(flag: str, why: str) -> Option:
-    return Option(flag=flag, origin="mindspeed_mem", why=why)
+of_core = partial(Option, "megatron-core")
+of_megatron_lm = partial(Option, "megatron-lm")
+of_mindspeed = partial(Option, "mindspeed")
+of_ours = partial(Option, "mindspeed_mem")
 
 
 def _made_of_stages(args: Any) -> bool:
@@ -155,12 +145,8 @@ _OWN_MEMORY = "it keeps parameters or gradients in memory of its own"
 _SAME_STATES = "both decide where optimizer states lie"
 
 
-def _stage_1(args: Any) -> bool:
-    return str(getattr(args, "chunk_zero_stage", None)) == "1"
-
-
-def _parameters_are_whole(args: Any) -> bool:
-    return str(getattr(args, "chunk_zero_stage", None)) != "3"
+def _stage(args: Any) -> str:
+    return str(getattr(args, "chunk_zero_stage", None))
 
 
 def _norm_can_be_read(args: Any) -> bool:
@@ -170,7 +156,7 @@ def _norm_can_be_read(args: Any) -> bool:
             return placement(getattr(args, "placement_policy", None) or "device").policy == "device"
         except ValueError:  # reported where it is read
             return True
-    return _parameters_are_whole(args)
+    return _stage(args) != "3"
 
 
 CHUNKS = (
@@ -190,12 +176,14 @@ CHUNKS = (
     of_megatron_lm("--use-precision-aware-optimizer", "its masters are TransformerEngine's own"),
     of_megatron_lm("--optimizer-cpu-offload", _SAME_STATES),
     of_megatron_lm(
-        "--save-wgrads-interval", "no rank has whole gradients with stages 2 and 3; stage 1 can", unless=_stage_1
+        "--save-wgrads-interval",
+        "no rank has whole gradients with stages 2 and 3; stage 1 can",
+        unless=lambda args: _stage(args) == "1",
     ),
     of_megatron_lm(
         "--check-weight-hash-across-dp-replicas-interval",
         "no rank has whole parameters between two passes with stage 3; stages 1 and 2 can",
-        unless=_parameters_are_whole,
+        unless=lambda args: _stage(args) != "3",
     ),
     of_megatron_lm(
         "--log-params-norm",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Option:
     """A condition on somebody else's option; without a value: that it is set to anything but off."""
 
-    flag: str
     origin: str
     """Whose it is: ``megatron-core`` (a field of TransformerConfig, flag or not), ``megatron-lm`` or ``mindspeed``."""
+    flag: str
+    why: str
+    _: KW_ONLY
     value: str | None = None
     """Holds only for this value."""
     off: str | None = None
@@ -25,7 +27,6 @@ class Option:
     """Does not hold for arguments of which this is true."""
     asks: tuple[str, ...] = ()
     """Somebody else's flags that `unless` looks at."""
-    why: str
 
     @property
     def dest(self) -> str:

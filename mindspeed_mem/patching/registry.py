@@ -191,11 +191,12 @@ class Patch:
         difference = upstream.difference(self.target, found) if found is not _MISSING else None
         if difference is None:
             return
-        self.notes.append(str(difference))
-        if difference.is_change:
-            logger.warning("%s (patches/%s.py): %s", self.target, self.declared_by.rpartition(".")[2], difference)
+        text, is_change = difference
+        self.notes.append(text)
+        if is_change:
+            logger.warning("%s (patches/%s.py): %s", self.target, self.declared_by.rpartition(".")[2], text)
         else:
-            _say_once(f"{difference}. What differs: python -m mindspeed_mem doctor")
+            _say_once(f"{text}. What differs: python -m mindspeed_mem doctor")
 
 
 class Registry:
@@ -352,9 +353,7 @@ def around(target: str, *, optional: bool = False) -> Callable[[Callable], Calla
     """
 
     def declare(function: Callable) -> Callable:
-        patch = Patch(target, function, "around", optional=optional)
-        patch.declared_by = function.__module__
-        REGISTRY.declare(patch)
+        REGISTRY.declare(Patch(target, function, optional=optional, declared_by=function.__module__))
         return function
 
     return declare

@@ -48,9 +48,6 @@ class Difference(NamedTuple):
     is_change: bool
     """False where this version of the package is in no table: nobody has looked at it."""
 
-    def __str__(self) -> str:
-        return self.text
-
 
 def difference(target: str, original: Any) -> Difference | None:
     """What is to be said of ``original``, found at ``target``; None where it is as it was, or not in the table."""

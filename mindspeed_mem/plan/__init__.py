@@ -4,16 +4,10 @@
 `MemoryPlan` answers for every (layer, operator).
 """
 
-from mindspeed_mem.plan.config import (
-    LayerSwap,
-    MemoryConfig,
-    MemoryConfigError,
-    OpSwap,
-    SwapConfig,
-    load_memory_config,
-)
+from mindspeed_mem.plan.checks import MemoryConfigError
+from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig, load_memory_config
 from mindspeed_mem.plan.memory_plan import MemoryPlan, Swap
-from mindspeed_mem.plan.operators import both_names, match
+from mindspeed_mem.plan.operators import llama_names, match
 from mindspeed_mem.plan.recomputation import Recompute
 from mindspeed_mem.plan.recompute_config import RecomputeConfig, RecomputeRule, StageCounts
 from mindspeed_mem.plan.resolving import resolve
@@ -30,7 +24,7 @@ __all__ = [
     "StageCounts",
     "Swap",
     "SwapConfig",
-    "both_names",
+    "llama_names",
     "load_memory_config",
     "match",
     "resolve",

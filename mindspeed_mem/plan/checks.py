@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mindspeed_mem.plan.layers import Layers, Stages, numbers_in, out_of_range, spelled_out
 from mindspeed_mem.plan.operators import pattern_error
 
+ACTIVATIONS = ("produced", "saved", "both")
 AUTO: Literal["Auto"] = "Auto"
 Distance = int | Literal["Auto"]
 """In operators, at least 1; Auto: as far as the copies turn out to need."""
@@ -83,11 +84,11 @@ class Checker:
         self.wrong(path, value, f"an integer of at least 1, or {AUTO}")
         return None
 
-    def choice(self, value: Any, path: str, choices: Sequence[str]) -> str | None:
-        if isinstance(value, str) and value in choices:
+    def activations(self, value: Any, path: str) -> str | None:
+        if isinstance(value, str) and value in ACTIVATIONS:
             return value
-        near = suggestion(value, choices)
-        self.wrong(path, value, ", ".join(choices) + (f" (did you mean {near!r}?)" if near else ""))
+        near = suggestion(value, ACTIVATIONS)
+        self.wrong(path, value, ", ".join(ACTIVATIONS) + (f" (did you mean {near!r}?)" if near else ""))
         return None
 
     def patterns(self, value: Any, path: str) -> tuple[str, ...] | None:

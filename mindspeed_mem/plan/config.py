@@ -15,16 +15,6 @@ from mindspeed_mem.plan.checks import Checker, Distance, MemoryConfigError, give
 from mindspeed_mem.plan.layers import Layers, Stages
 from mindspeed_mem.plan.recompute_config import KINDS, RecomputeConfig, read_recompute
 
-__all__ = [
-    "ACTIVATIONS",
-    "LayerSwap",
-    "MemoryConfig",
-    "MemoryConfigError",
-    "OpSwap",
-    "SwapConfig",
-    "load_memory_config",
-]
-
 MINDFORMERS_SECTIONS = frozenset(
     """
     auto_trans_ckpt auto_tune autotune_per_step callbacks context do_eval eval_callbacks eval_dataset eval_dataset_task
@@ -38,8 +28,6 @@ MINDFORMERS_SECTIONS = frozenset(
 )
 """Top-level keys of MindFormers' training files, which say nothing about memory plans."""
 
-ACTIVATIONS = ("produced", "saved", "both")
-
 _SECTIONS = ("swap_config", "recompute_config")
 _SWAP_KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap", "activations", "swap_recompute_inputs", "pp_aware")
 _MCORE_KEYS = {"cpu_offloading": "swap", "cpu_offloading_num_layers": "layer_swap"}
@@ -47,8 +35,8 @@ _MCORE_KEYS = {"cpu_offloading": "swap", "cpu_offloading_num_layers": "layer_swa
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSwap:
-    """One entry of `layer_swap`: swap everything in these layers."""
+class SwapEntry:
+    """What an entry of `layer_swap` and one of `op_swap` both say."""
 
     layers: Layers
     """True for all, or layers by number or with their stack's name."""
@@ -62,22 +50,16 @@ class LayerSwap:
     """Where it stands in the file, such as ``swap_config.layer_swap[0]``."""
 
 
+class LayerSwap(SwapEntry):
+    """One entry of `layer_swap`: swap everything in these layers."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class OpSwap:
+class OpSwap(SwapEntry):
     """One entry of `op_swap`: swap these operators in these layers."""
 
     op_name: tuple[str, ...]
     r"""Patterns, each a path of regular expressions joined by ``\.``."""
-    layers: Layers
-    """True for all, or layers by number or with their stack's name."""
-    backward_prefetch: Distance
-    """Distance in operators, at least 1, or Auto."""
-    activations: str
-    """``produced``, ``saved`` or ``both``."""
-    stages: Stages = True
-    """Only those of the layers that are on these pipeline stages, counted from 0; True: on all."""
-    entry: str
-    """Where it stands in the file, such as ``swap_config.op_swap[1]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +112,13 @@ def load_memory_config(
     check = Checker(num_layers)
     notices: list[str] = []
     name = "memory configuration"
+    content: Any = source
     if source is None:
-        recompute = read_recompute(None, flags or {}, False, check, notices)
-        name = "command line" if flags else name
-        if check.problems:
-            raise MemoryConfigError(check.problems, name)
-        return MemoryConfig(recompute=recompute, notices=tuple(notices), source=name)
-    if isinstance(source, str | os.PathLike):
+        name, content = "command line" if flags else name, {}
+    elif isinstance(source, str | os.PathLike):
         name = os.fspath(source)
         content, problems = _read(name)
         check.problems += problems
-    else:
-        content = source
     if not isinstance(content, Mapping):
         if not check.problems:
             check.wrong(name, content, f"a mapping with the keys {', '.join(_SECTIONS)}")
@@ -158,7 +135,7 @@ def load_memory_config(
             notices.append("swap_config.swap is True, but layer_swap and op_swap are empty: nothing is swapped")
         if with_swap and swap.swap_recompute_inputs:
             notices.append("swap_config.swap_recompute_inputs has no effect: nothing is recomputed")
-        if "swap_config" not in content:
+        if source is not None and "swap_config" not in content:
             notices.append("there is no swap_config: nothing is swapped")
     return MemoryConfig(swap=swap, recompute=recompute, notices=tuple(notices), source=name)
 
@@ -207,18 +184,16 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
             check.problem(f"{path}.{other}", f"got {given(found[other])}, and {key} is given; allowed: one of the two")
         elif other in found:
             called[key], found[key] = other, found[other]
-    values: dict[str, Any] = {}
-    if "swap" in found:
-        values["swap"] = check.boolean(found["swap"], f"{path}.{called['swap']}")
-    if "default_prefetch" in found:
-        values["default_prefetch"] = check.distance(found["default_prefetch"], f"{path}.default_prefetch")
-    if "activations" in found:
-        values["activations"] = check.choice(found["activations"], f"{path}.activations", ACTIVATIONS)
-    if "swap_recompute_inputs" in found:
-        where = f"{path}.swap_recompute_inputs"
-        values["swap_recompute_inputs"] = check.boolean(found["swap_recompute_inputs"], where)
-    if "pp_aware" in found:
-        values["pp_aware"] = check.boolean(found["pp_aware"], f"{path}.pp_aware")
+    readers = {
+        "swap": check.boolean,
+        "default_prefetch": check.distance,
+        "activations": check.activations,
+        "swap_recompute_inputs": check.boolean,
+        "pp_aware": check.boolean,
+    }
+    values: dict[str, Any] = {
+        key: read(found[key], f"{path}.{called[key]}") for key, read in readers.items() if key in found
+    }
     activations = values.get("activations") or "produced"
     for key in ("layer_swap", "op_swap"):
         values[key] = _read_entries(found.get(key), f"{path}.{called[key]}", activations, check)
@@ -262,30 +237,28 @@ def _read_entries(value: Any, path: str, default_activations: str, check: Checke
             path, value, f"a list of mappings, each with the keys {', '.join(required)}; one such mapping; None"
         )
         return ()
+    readers = {
+        "op_name": check.patterns,
+        "backward_prefetch": check.distance,
+        "layers": check.layers,
+        "activations": check.activations,
+        "stages": check.stages,
+    }
     entries = []
     for where, item in items:
         before = len(check.problems)
         found = check.section(item, where, (*required, "activations", "stages"), required)
-        read: dict[str, Any] = {"entry": where, "activations": default_activations}
-        if "op_name" in found:
-            read["op_name"] = check.patterns(found["op_name"], f"{where}.op_name")
-        if "backward_prefetch" in found:
-            read["backward_prefetch"] = check.distance(found["backward_prefetch"], f"{where}.backward_prefetch")
-        if "layers" in found:
-            read["layers"] = check.layers(found["layers"], f"{where}.layers")
-        if "activations" in found:
-            read["activations"] = check.choice(found["activations"], f"{where}.activations", ACTIVATIONS)
-        if "stages" in found:
-            read["stages"] = check.stages(found["stages"], f"{where}.stages")
+        values: dict[str, Any] = {"entry": where, "activations": default_activations}
+        values |= {key: read(found[key], f"{where}.{key}") for key, read in readers.items() if key in found}
         if len(check.problems) == before and found["layers"] is not False:
-            entries.append(OpSwap(**read) if by_name else LayerSwap(**read))
+            entries.append(OpSwap(**values) if by_name else LayerSwap(**values))
     _check_distances(entries, check)
     return tuple(entries)
 
 
-def _check_distances(entries: Sequence[LayerSwap | OpSwap], check: Checker) -> None:
+def _check_distances(entries: Sequence[SwapEntry], check: Checker) -> None:
     """Entries for one operator add up; if one of them takes all layers, all must have its distance."""
-    groups: dict[str, list[LayerSwap | OpSwap]] = {}
+    groups: dict[str, list[SwapEntry]] = {}
     for entry in entries:
         for name in dict.fromkeys(entry.op_name) if isinstance(entry, OpSwap) else ("layer_swap",):
             groups.setdefault(name, []).append(entry)

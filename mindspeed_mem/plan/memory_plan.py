@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_mem.plan.checks import Distance
-from mindspeed_mem.plan.config import LayerSwap, OpSwap, SwapConfig
+from mindspeed_mem.plan.config import OpSwap, SwapConfig, SwapEntry
 from mindspeed_mem.plan.layers import Layers, Stages, in_words
 from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
-
-__all__ = ["DEFAULT_PATTERN", "MemoryPlan", "Swap", "SwapRule", "swap_rules"]
 
 DEFAULT_PATTERN = r".*\.flash_attention"
 """What the default policy swaps, in every layer."""
@@ -245,7 +243,7 @@ def swap_rules(config: SwapConfig) -> list[SwapRule]:
         swap = Swap(distance=config.default_prefetch, activations=config.activations, entry=path)
         return [SwapRule(pattern=DEFAULT_PATTERN, layers=True, swap=swap, path=path)]
     rules = []
-    entries: list[OpSwap | LayerSwap] = [*(config.op_swap or ()), *(config.layer_swap or ())]
+    entries: list[SwapEntry] = [*(config.op_swap or ()), *(config.layer_swap or ())]
     for entry in entries:
         swap = Swap(distance=entry.backward_prefetch, activations=entry.activations, entry=entry.entry)
         names: tuple[str | None, ...] = entry.op_name if isinstance(entry, OpSwap) else (None,)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -231,26 +231,17 @@ def within(op: str, around: str) -> bool:
     return op != around and (not around or op.startswith(around + "."))
 
 
-def _renamed(
-    parts: Sequence[str], last: Sequence[str], names: Callable[[Operator], tuple[str, ...]], keep: bool = False
-) -> list[str]:
-    """Every path whose parents carry such a name, where they have one, and whose end is one of `last`.
-
-    keep: or the name that they have.
-    """
-    parents = []
-    for part in parts:
-        other = names(_BY_NAME[part]) if part in _BY_NAME else ()
-        parents.append((part, *other) if keep else other or (part,))
+def _in_any_vocabulary(parts: Sequence[str], last: Sequence[str]) -> list[str]:
+    """Every path whose parents carry any of their names, and whose end is one of `last`."""
+    known = (_BY_NAME.get(part, Operator(part)) for part in parts)
+    parents = ((one.name, *one.llama, *one.elsewhere) for one in known)
     return [".".join(path) for path in itertools.product(*parents, last)]
 
 
-def _in_any_vocabulary(parts: Sequence[str], last: Sequence[str]) -> list[str]:
-    return _renamed(parts, last, lambda one: one.llama + one.elsewhere, keep=True)
-
-
 def _in_llama(parts: Sequence[str], last: Sequence[str]) -> list[str]:
-    return _renamed(parts, last, lambda one: one.llama)
+    """The same with Llama names for those parents that have any."""
+    parents = (_BY_NAME.get(part, Operator(part)).llama or (part,) for part in parts)
+    return [".".join(path) for path in itertools.product(*parents, last)]
 
 
 @lru_cache(maxsize=4096)
@@ -288,11 +279,6 @@ def names_a_primitive(pattern: str) -> bool:
         and not re.fullmatch(last, "_")
         and all(any(re.fullmatch(cell, name) for name in _KNOWN_CELLS) for cell in cells)
     )
-
-
-def both_names(operator: str) -> tuple[str, tuple[str, ...]]:
-    """An operator's Megatron name, and the names of MindFormers' Llama modules for it (none if it has no other)."""
-    return operator, llama_names(operator)
 
 
 def nodes_of(operators: Collection[str]) -> dict[str, frozenset[str]]:

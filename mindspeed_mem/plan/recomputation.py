@@ -10,8 +10,6 @@ from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recompute_config import RecomputeRule
 
-__all__ = ["Recompute", "Recomputation", "outermost"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:

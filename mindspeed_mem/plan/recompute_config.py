@@ -14,8 +14,6 @@ from mindspeed_mem.plan.checks import Checker, given
 from mindspeed_mem.plan.layers import Layers
 from mindspeed_mem.plan.operators import pattern_error
 
-__all__ = ["RecomputeConfig", "RecomputeRule", "StageCounts", "read_recompute"]
-
 Kind = Literal["layer", "operator", "communication"]
 
 KINDS: dict[str, Kind] = {

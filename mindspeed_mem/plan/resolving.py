@@ -8,14 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mindspeed_mem.plan.checks import MemoryConfigError, given
-from mindspeed_mem.plan.config import LayerSwap, MemoryConfig, OpSwap, SwapConfig
+from mindspeed_mem.plan.config import MemoryConfig, SwapConfig, SwapEntry
 from mindspeed_mem.plan.layers import Layers, as_ranges, in_words, numbered, numbers_in, out_of_range
 from mindspeed_mem.plan.memory_plan import MemoryPlan, SwapRule, swap_rules
 from mindspeed_mem.plan.operators import match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
 from mindspeed_mem.plan.recompute_config import Count, RecomputeRule, StageCounts
-
-__all__ = ["resolve"]
 
 Places = Mapping[int, tuple[int, int]]
 
@@ -115,7 +113,7 @@ def _canonical(layers: Layers | StageCounts) -> object:
 
 
 def _swap_range_problems(config: SwapConfig, known: Collection[int], num_layers: int) -> list[str]:
-    entries: list[LayerSwap | OpSwap] = [*(config.layer_swap or ()), *(config.op_swap or ())]
+    entries: list[SwapEntry] = [*(config.layer_swap or ()), *(config.op_swap or ())]
     found = ((e, _outside(e.layers, known, num_layers)) for e in entries if config.swap)
     return [f"{entry.entry}.layers: {out_of_range(outside, num_layers)}" for entry, outside in found if outside]
 

@@ -99,7 +99,7 @@ def _rows(
         indent = "  " * depth
         rows.append(
             (
-                indent + (_below(op, parent) if op else "(the whole layer)"),
+                indent + (op.removeprefix(parent) if op else "(the whole layer)"),
                 indent + name if (name := _other_name(op, parent, names)) else "",
                 mib(sum(one["bytes"] for one in produced)),
                 mib(sum(one["bytes"] for one in saved)) + ("*" if shared else " "),
@@ -133,15 +133,11 @@ def _is_in(op: str, module: str) -> bool:
     return op == module or within(op, module)
 
 
-def _below(op: str, parent: str) -> str:
-    return op.removeprefix(parent) if parent else op
-
-
 def _other_name(op: str, parent: str, names: Callable[[str], Sequence[str]]) -> str:
     """Its other names, without what they share with those of the module above, and only if they differ."""
     others = [(*names(parent), parent)[0], *names(op)] if parent else ["", *names(op)]
-    name = _joined([_below(name, others[0]) for name in others[1:]]) if op else ""
-    return "" if name == _below(op, parent) else name
+    name = _joined([name.removeprefix(others[0]) for name in others[1:]]) if op else ""
+    return "" if name == op.removeprefix(parent) else name
 
 
 def _recompute(choice: Choice | None, layer: Choice | None) -> tuple[str, str]:
@@ -172,7 +168,7 @@ def _from(layer: int, op: str, parent: str, saver: tuple[int, str]) -> str:
         return "itself"
     if saver[0] == layer:
         siblings = parent and within(saver[1], parent)
-        return _below(saver[1], parent) if siblings else saver[1] or "the layer itself"
+        return saver[1].removeprefix(parent) if siblings else saver[1] or "the layer itself"
     return f"layer {saver[0] - layer:+d} {saver[1]}".rstrip()
 
 

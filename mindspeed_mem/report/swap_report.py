@@ -6,22 +6,11 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from mindspeed_mem.plan.layers import in_words
-from mindspeed_mem.report.units import mib
+from mindspeed_mem.report.units import Column, mib, table
 
 _OF_PLANS = (
     " (--survive-oom): a plan that swaps or recomputes more would not wait for that",
     ": in the first steps, before there was a plan, or in later ones that it did not foresee",
-)
-_COLUMNS = (
-    ("rank", 4),
-    ("out", 10),
-    ("in", 10),
-    ("recomputed", 10),
-    ("peak", 9),
-    ("without", 9),
-    ("saved", 6),
-    ("stall ms", 9),
-    ("host peak", 9),
 )
 
 
@@ -75,28 +64,32 @@ class RankFigures(_More):
     recomputes: bool
 
 
+def _saved(row: RankFigures) -> str:
+    without = row["peak_bytes_without"]
+    return f"{100 * (1 - row['peak_bytes'] / without):.0f} %" if without else "-"
+
+
+_COLUMNS: tuple[Column[RankFigures], ...] = (
+    ("rank", 4, lambda row: str(row["rank"])),
+    ("out", 10, lambda row: mib(row["bytes_out"])),
+    ("in", 10, lambda row: mib(row["bytes_in"])),
+    ("recomputed", 10, lambda row: mib(row["recomputed_bytes"])),
+    ("peak", 9, lambda row: mib(row["peak_bytes"])),
+    ("without", 9, lambda row: mib(row["peak_bytes_without"])),
+    ("saved", 6, _saved),
+    ("stall ms", 9, lambda row: f"{1e3 * row['stall_seconds']:.1f}"),
+    ("host peak", 9, lambda row: mib(row["host_peak_bytes"])),
+)
+
+
 def format_report(ranks: Sequence[RankFigures]) -> str:
     """The report of all ranks, given in rank order. Sizes are shown in MiB."""
     since = f" since {ranks[0]['since']}" if ranks[0].get("since") else ""
     lines = [
         "activation memory, per rank (MiB; out, in, recomputed, host peak: in the whole run; peak, without: kept for "
         f"backward at most{since})",
-        " ".join(name.rjust(width) for name, width in _COLUMNS),
+        *table(_COLUMNS, ranks),
     ]
-    for row in ranks:
-        peak, without = row["peak_bytes"], row["peak_bytes_without"]
-        cells = (
-            str(row["rank"]),
-            mib(row["bytes_out"]),
-            mib(row["bytes_in"]),
-            mib(row["recomputed_bytes"]),
-            mib(peak),
-            mib(without),
-            f"{100 * (1 - peak / without):.0f} %" if without else "-",
-            f"{1e3 * row['stall_seconds']:.1f}",
-            mib(row["host_peak_bytes"]),
-        )
-        lines.append(" ".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True)))
     lines += _second_runs(ranks)
     for row in ranks:
         lines += _remarks(row)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ScheduleError(ValueError):
@@ -87,7 +90,7 @@ def fits(stages: int, micro_batches: int, group: int) -> bool:
     return micro_batches % group == 0 or micro_batches % group >= stages
 
 
-def check(stages: int, virtual_stages: int, micro_batches: int, limits: Limits) -> None:
+def check(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpack[Limits]) -> None:
     """Raise ScheduleError with all `problems`, if there are any."""
     found = problems(stages, virtual_stages, micro_batches, **limits)
     if found:

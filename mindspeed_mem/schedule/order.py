@@ -25,19 +25,17 @@ group, of no fewer micro-batches than stages, which is an option of Megatron's (
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 from mindspeed_mem.schedule.checks import Limits, check, fits
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def order(
-    stages: int,
-    virtual_stages: int,
-    micro_batches: int,
-    *,
-    group_size: int | None = None,
-    cap: int | None = None,
-    forward_only: bool = False,
-    megatron_loop: bool = False,
+    stages: int, virtual_stages: int, micro_batches: int, *, forward_only: bool = False, **limits: Unpack[Limits]
 ) -> list[list[Pass]]:
     """The passes of each stage in the order they run, as (direction, micro-batch, chunk).
 
@@ -47,12 +45,12 @@ def order(
     Forward-only passes keep nothing in flight, and no cap changes them. Raises ScheduleError.
     """
     sizes = (stages, virtual_stages, micro_batches)
-    check(*sizes, {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop})
-    limits: Limits = {"group_size": group_size, "cap": None if forward_only else cap, "megatron_loop": megatron_loop}
+    check(*sizes, **limits)
+    cap = limits["cap"] = None if forward_only else limits.get("cap")
     forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
     if forward_only:
         return [[(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards] for _ in range(stages)]
-    if virtual_stages == 1 and cap is not None and not megatron_loop:
+    if virtual_stages == 1 and cap is not None and not limits.get("megatron_loop"):
         return waves(stages, micro_batches, min(cap, stages))
     return [_in_turns(forwards, virtual_stages, count) for count in warm_up(*sizes, **limits)]
 
@@ -75,23 +73,15 @@ def waves(stages: int, micro_batches: int, size: int) -> list[list[Pass]]:
     return found
 
 
-def warm_up(
-    stages: int,
-    virtual_stages: int,
-    micro_batches: int,
-    *,
-    group_size: int | None = None,
-    cap: int | None = None,
-    megatron_loop: bool = False,
-) -> list[int]:
+def warm_up(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpack[Limits]) -> list[int]:
     """How many forwards each stage runs before it turns to one forward and one backward, where it does (not waves)."""
-    limits: Limits = {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop}
-    check(stages, virtual_stages, micro_batches, limits)
+    check(stages, virtual_stages, micro_batches, **limits)
+    cap = limits.get("cap")
     whole = virtual_stages * micro_batches
     later = range(stages - 1, -1, -1)  # how many stages come after each
     if virtual_stages == 1:
         most = stages if cap is None else min(cap, stages)
-        return [min(_ceil((after + 1) * most, stages) - 1, whole) for after in later]
+        return [min(-(-(after + 1) * most // stages) - 1, whole) for after in later]
     group = group_under(stages, virtual_stages, micro_batches, **limits)
     others = (virtual_stages - 1) * group
     if group < stages and cap is not None:
@@ -101,24 +91,17 @@ def warm_up(
     return [min(others + after + min(after, spare), whole) for after in later]
 
 
-def group_under(
-    stages: int,
-    virtual_stages: int,
-    micro_batches: int,
-    *,
-    group_size: int | None = None,
-    cap: int | None = None,
-    megatron_loop: bool = False,
-) -> int:
+def group_under(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpack[Limits]) -> int:
     """How many micro-batches run on a chunk in a row: `group_size`, or the largest number the cap has room for.
 
     With room for as many as there are stages it is a number that Megatron takes.
     """
-    group = min(stages if group_size is None else group_size, micro_batches)
+    given, cap = limits.get("group_size"), limits.get("cap")
+    group = min(stages if given is None else given, micro_batches)
     if virtual_stages == 1 or cap is None:
         return group
     for size in range(group, 1, -1):
-        apart = 2 * stages - 2 if megatron_loop else min(size, stages - 1)
+        apart = 2 * stages - 2 if limits.get("megatron_loop") else min(size, stages - 1)
         if (virtual_stages - 1) * size + apart + 1 <= cap and (size < stages or fits(stages, micro_batches, size)):
             return size
     return 1
@@ -137,7 +120,3 @@ def _in_turns(forwards: list[tuple[int, int]], virtual_stages: int, count: int) 
     back: list[Pass] = [(BACKWARD, micro_batch, virtual_stages - 1 - chunk) for micro_batch, chunk in forwards]
     steady = [work for pair in zip(ahead[count:], back, strict=False) for work in pair]
     return ahead[:count] + steady + back[len(forwards) - count :]
-
-
-def _ceil(number: int, by: int) -> int:
-    return -(-number // by)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule.checks import Limits, check
 from mindspeed_mem.schedule.order import warm_up
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def peak(
-    stages: int,
-    virtual_stages: int,
-    micro_batches: int,
-    *,
-    group_size: int | None = None,
-    cap: int | None = None,
-    forward_only: bool = False,
-    megatron_loop: bool = False,
+    stages: int, virtual_stages: int, micro_batches: int, *, forward_only: bool = False, **limits: Unpack[Limits]
 ) -> list[int]:
     """The most passes in flight on each stage, for the arguments of `order`.
 
@@ -26,11 +23,11 @@ def peak(
     each of which keeps one chunk's activations, about 1 / V of the stage's; a cap takes from the warm-up, and there
     is always one pass more than that. Forward-only passes keep nothing. Raises ScheduleError.
     """
-    limits: Limits = {"group_size": group_size, "cap": cap, "megatron_loop": megatron_loop}
-    check(stages, virtual_stages, micro_batches, limits)
+    check(stages, virtual_stages, micro_batches, **limits)
     if forward_only:
         return [0] * stages
-    if virtual_stages == 1 and not megatron_loop:
+    if virtual_stages == 1 and not limits.get("megatron_loop"):
+        cap = limits.get("cap")
         most = micro_batches if cap is None else min(cap, micro_batches)
         return [min(stages - stage, most) for stage in range(stages)]
     warm_ups = warm_up(stages, virtual_stages, micro_batches, **limits)

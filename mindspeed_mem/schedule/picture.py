@@ -17,12 +17,10 @@ def draw(timeline: Timeline, virtual_stages: int, target: str | Path, title: str
 
     Raises ImportError if matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     stages = range(len(timeline.stages))
     figure = Figure(figsize=(min(40, max(10, timeline.makespan / 6)), 1.5 + 0.45 * len(stages) + 3))
-    FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(max(2, 0.45 * len(stages)), 2))
     for stage in stages:
         _bars(above, timeline, stage, virtual_stages)

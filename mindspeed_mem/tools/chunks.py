@@ -17,10 +17,8 @@ from mindspeed_mem.model_sizes import (
     MODEL_SWITCHES,
     PUBLISHED,
     add_options,
-    add_unknown,
     model_sizes,
     read_options,
-    refuse_unknown,
 )
 from mindspeed_mem.zero.layout import shown
 from mindspeed_mem.zero.layout.cutting import Layout, ParameterSize, equal_chunks, megatron_buckets, sizes_of
@@ -58,7 +56,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help=what)
     model = command.add_argument_group("or a model as Megatron builds it, without pipeline stages (Megatron's options)")
     add_options(model, _NUMBERS, MODEL_SWITCHES, MODEL_CHOICES)
-    add_unknown(command)
     search = command.add_argument_group("the search")
     search.add_argument("--data-parallel-size", metavar="N", help="ranks that share each chunk (1)")
     default = "(64; with --compatible 32)"
@@ -241,8 +238,8 @@ def _shape(given: argparse.Namespace, request: Request) -> int:
         missing.append("--max-position-embeddings (for learned positions)")
     if missing:
         wrong.append(f"{', '.join(missing)}: missing; without --model the model's shape is needed")
-    refuse_unknown(given, "chunks does not know its parameters; those of GPTs and of --model", wrong)
-    numbers = read_options(given, _NUMBERS, MODEL_CHOICES, wrong)
+    unknown = "chunks does not know its parameters; those of GPTs and of --model"
+    numbers = read_options(given, _NUMBERS, MODEL_CHOICES, unknown, wrong)
     if wrong:
         return 1
     ranks = numbers["tensor_model_parallel_size"] or 1

@@ -81,7 +81,7 @@ def _print_and_leave() -> NoReturn:
 
 def _merged(everyone: list[tuple[Any, ...]]) -> str:
     """Each layer as the first rank sees it that has it: data and tensor parallel ranks hold the same operators."""
-    from mindspeed_mem.plan import both_names
+    from mindspeed_mem.plan import llama_names
     from mindspeed_mem.report.ops_table import Choice, Storage, format_operators
 
     storages: list[Storage] = []
@@ -99,4 +99,4 @@ def _merged(everyone: list[tuple[Any, ...]]) -> str:
         choices += [row for row in again if row["layer"] in new]
         operators.update({layer: tree[layer] for layer in new})
         classes.update({layer: labels[layer] for layer in new if layer in labels})
-    return format_operators(storages, operators, classes, lambda op: both_names(op)[1], choices)
+    return format_operators(storages, operators, classes, llama_names, choices)

@@ -26,10 +26,8 @@ from mindspeed_mem.model_sizes import (
     MODEL_SWITCHES,
     PUBLISHED,
     add_options,
-    add_unknown,
     model_sizes,
     read_options,
-    refuse_unknown,
 )
 from mindspeed_mem.reserve import Reserve, of_device
 from mindspeed_mem.schedule import problems as schedule_problems
@@ -86,7 +84,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_options(model, _NUMBERS, _SWITCHES, _CHOICES)
     for name, text in _DROPOUTS.items():
         model.add_argument(flag(name), metavar="X", help=text)
-    add_unknown(command)
     machine = command.add_argument_group("the machine")
     share = ASSUMED.replace("%", "%%")
     what = f"memory and speeds (assumed: {share}), whatever other options say instead: {', '.join(DEVICES)}"
@@ -217,7 +214,6 @@ def _read(given: argparse.Namespace) -> Request:
     request.host_bytes = None if host is None else round(host * GIB)
     described = None
     if given.trace is None:
-        refuse_unknown(given, "plan does not know what it keeps: plan --trace takes a profile of such a model", wrong)
         described = _described(given, request)
     _files(given, wrong)
     wrong += [reason for reason in [requirements.without_solver()] if reason is not None]
@@ -270,7 +266,8 @@ def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Spli
         wrong.append(
             f"{', '.join(missing)}: missing; without --trace the model's shape and the device's memory are needed"
         )
-    read = read_options(given, _NUMBERS, _CHOICES, wrong)
+    unknown = "plan does not know what it keeps: plan --trace takes a profile of such a model"
+    read = read_options(given, _NUMBERS, _CHOICES, unknown, wrong)
     numbers = {name: size for name, size in read.items() if size is not None}
     speeds = {
         name: default if getattr(given, name) is None else number(flag(name), getattr(given, name), wrong)

@@ -26,10 +26,6 @@ script as python would. An unmodified pretrain_gpt.py of Megatron-LM needs nothi
 _SCRIPT = "MINDSPEED_MEM_SCRIPT"  # a spawned child inherits the environment, but not what argv[0] was
 
 
-class LaunchError(ValueError):
-    """The script cannot be run; the message says why."""
-
-
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("script", help="the Python file of the script")
     what = "the script's own arguments, ours among them"
@@ -45,31 +41,22 @@ def main(given: argparse.Namespace) -> int:
 
 
 def prepare(given: argparse.Namespace) -> ModuleType | None:
-    """`prepared` for what a command was given; None where the script cannot be run, and that has been said."""
-    try:
-        return prepared(given.script, given.arguments)
-    except LaunchError as error:
-        print(f"mindspeed_mem {given.command}: {error}", file=sys.stderr)
-        return None
-
-
-def prepared(script: str, arguments: list[str]) -> ModuleType:
-    """Import the adaptor as the first import of `script` would; returns the adaptor.
+    """Import the adaptor as the first import of the script would; returns the adaptor.
 
     Sets ``sys.argv`` to what Python would set for the script, and puts its folder on ``sys.path``: in front, as Python
     would, but behind everything where the folder is a Megatron-LM checkout whose megatron.core has not been compiled
-    while an installed one has. Raises LaunchError if there is no such file, or
-    where a package that training needs is not installed.
+    while an installed one has. None if there is no such file, or where a package that training needs is not installed,
+    and that has been said.
     """
-    reason = requirements.absent()
-    if reason is not None:
-        raise LaunchError(reason)
-    path = Path(script)
-    if path.is_dir() or not path.exists():
+    path, reason = Path(given.script), requirements.absent()
+    if reason is None and (path.is_dir() or not path.exists()):
         what = "is a folder" if path.is_dir() else "does not exist"
-        raise LaunchError(f"{script} {what}; give the Python file to run, with its arguments after it")
+        reason = f"{given.script} {what}; give the Python file to run, with its arguments after it"
+    if reason is not None:
+        print(f"mindspeed_mem {given.command}: {reason}", file=sys.stderr)
+        return None
     os.environ[_SCRIPT] = str(path.resolve())
-    sys.argv = [script, *arguments]
+    sys.argv = [given.script, *given.arguments]
     own = str(Path(__file__).resolve().parents[2])
     folder = str(path.resolve().parent)
     del sys.path[0]
@@ -109,7 +96,7 @@ def _execute(script: str, namespace: dict) -> None:
 
 
 def _import_again() -> None:
-    """In a spawned child: what `prepared` and `start` did in its parent, but not the script's ``__main__`` part."""
+    """In a spawned child: what `prepare` and `start` did in its parent, but not the script's ``__main__`` part."""
     script = os.environ[_SCRIPT]
     sys.argv[0] = script
     importlib.import_module("mindspeed_mem.megatron_adaptor")

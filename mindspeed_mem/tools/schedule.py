@@ -101,13 +101,8 @@ def _text(
     drawn = chart(timeline, virtual_stages, width)
     if drawn is None:
         drawn = [f"(The chart over time does not fit {width} columns; --picture FILE draws it.)"]
-    return [
-        *lines,
-        "",
-        *drawn,
-        "",
-        f"all stages idle {timeline.idle_share():.1%} of {timeline.makespan:g} forwards' time",
-    ]
+    idle = f"all stages idle {timeline.idle_share():.1%} of {timeline.makespan:g} forwards' time"
+    return [*lines, "", *drawn, "", idle]
 
 
 def _beside(sizes: list[int], limits: Limits, timeline: Timeline, backward: float, send: float) -> list[str]:

@@ -2,7 +2,7 @@
 
 import re
 
-from mindspeed_mem.plan import both_names
+from mindspeed_mem.plan import llama_names
 from mindspeed_mem.report.ops_table import format_operators
 
 MIB = 2**20
@@ -28,9 +28,7 @@ def layer_of(number):
 
 
 def table(storages, layers, classes=(), choices=()):
-    text = format_operators(
-        storages, dict.fromkeys(layers, OPERATORS), dict(classes), lambda operator: both_names(operator)[1], choices
-    )
+    text = format_operators(storages, dict.fromkeys(layers, OPERATORS), dict(classes), llama_names, choices)
     assert max(map(len, text.splitlines())) <= 130
     return text.split("\n\n")[1:]  # without the legend
 

@@ -11,7 +11,7 @@ from mindspeed_mem.activation.regions import inline_path
 from mindspeed_mem.plan.operators import (
     INPUT,
     Operator,
-    both_names,
+    llama_names,
     match,
     names_a_primitive,
     near_patterns,
@@ -158,20 +158,16 @@ def test_inline_operators_are_known_where_their_container_is():
     assert with_inline(()) == ()
 
 
-def test_both_names():
-    assert both_names("self_attention.core_attention") == (
-        "self_attention.core_attention",
-        ("attention.flash_attention",),
-    )
-    assert both_names("mlp.activation_func")[1] == ("feed_forward.mul", "feed_forward.w1.activation")
-    assert both_names("mlp.linear_fc1")[1][:2] == ("feed_forward.w1", "feed_forward.w3")
-    assert both_names("self_attn_bda") == ("self_attn_bda", ())
+def test_llama_names():
+    assert llama_names("self_attention.core_attention") == ("attention.flash_attention",)
+    assert llama_names("mlp.activation_func") == ("feed_forward.mul", "feed_forward.w1.activation")
+    assert llama_names("mlp.linear_fc1")[:2] == ("feed_forward.w1", "feed_forward.w3")
+    assert llama_names("self_attn_bda") == ()
 
 
 @pytest.mark.parametrize("operator", with_inline(DENSE + MOE))
 def test_every_name_selects_its_own_operator(operator):
-    megatron, others = both_names(operator)
-    for name in (megatron, *others):
+    for name in (operator, *llama_names(operator)):
         hits = match(name.replace(".", r"\."), with_inline(DENSE + MOE))
         assert [hit.node for hit in hits] == [operator]
 

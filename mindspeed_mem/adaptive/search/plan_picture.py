@@ -28,11 +28,9 @@ def draw(
     title: str,
 ) -> None:
     """Write the picture to `target`. Raises ImportError if matplotlib is not installed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5))
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     planned = [(limit / GIB, one.simulated.seconds) for limit, one in found if one is not None]
     end = max(limit for limit, _ in found) / GIB

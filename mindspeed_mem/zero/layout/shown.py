@@ -88,12 +88,10 @@ def cycles(items: Sequence[Hashable]) -> list[tuple[int, int, int]]:
 
 def draw(layout: Layout, target: str | Path, title: str) -> None:
     """Write the picture to `target`. Raises ImportError if matplotlib is not installed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(10, min(16, max(3, 1.8 + 0.22 * layout.count))), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     edge = 0.4 if layout.count <= _LINES_UP_TO else 0
     for colour in (*_COLOURS, _PADDING):
