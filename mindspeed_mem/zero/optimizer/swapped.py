@@ -127,7 +127,10 @@ class SwappedStep:
             self._step(group, step, scaling)
             self._send(group)
             if number + len(self._buffers) < len(self._groups):
-                self._free(group)
+                if group.kept:
+                    self._backend.wait(self._backend.current_stream(), group.gone, FREE_AFTER_OUT)
+                group.kept.clear()
+                group.pieces.clear()
                 self._backend.wait(self._in, group.gone, IN_AFTER_OUT)
                 self._load(number + len(self._buffers))
 
@@ -232,12 +235,6 @@ class SwappedStep:
         for target, source in results:
             self._backend.copy(target.view(torch.uint8), source.view(torch.uint8), self._out)
         group.gone = self._backend.record(self._out)
-
-    def _free(self, group: _Group) -> None:
-        if group.kept:
-            self._backend.wait(self._backend.current_stream(), group.gone, FREE_AFTER_OUT)
-        group.kept.clear()
-        group.pieces.clear()
 
     def _results(self, piece: _Piece, group: _Group) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What goes back: targets on the host and sources on the device, flat.
