@@ -6,7 +6,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -166,7 +166,7 @@ class Runtime:
 
     def report(self) -> dict[str, Any]:
         """What this rank's chunks took and moved so far; sizes in bytes."""
-        counts, gathering = self.gathering.counts, self.gathering
+        gathering = self.gathering
         return {
             "stage": self.settings.stage,
             "placement": self.settings.placement.policy,
@@ -175,11 +175,7 @@ class Runtime:
             "host_bytes": sum(one.nbytes for one in self.resting if one.on_host),
             "whole_bytes": sum(chunk.nbytes for chunk in gathering.chunks),
             "budget": gathering.budget,
-            "peak_bytes": counts.peak_bytes,
-            "gathers": counts.gathers,
-            "gathered_bytes": counts.gathered_bytes,
-            "ahead": counts.ahead,
-            "over_budget": counts.over_budget,
+            **asdict(gathering.counts),
             "deviations": gathering.order.deviations,
         }
 

@@ -246,7 +246,10 @@ class SwappedStep:
         yield _flat(owner.param)[here], _flat(piece.stand_in)
         for key, value in piece.state.items():
             if travels(key, value, piece.stand_in):
-                yield _flat(self._rest(owner, key, value))[here], self._keep(_flat(value.contiguous()), group)
+                source = _flat(value.contiguous())
+                if all(source.untyped_storage() is not buffer.untyped_storage() for buffer in self._buffers):
+                    group.kept.append(source)
+                yield _flat(self._rest(owner, key, value))[here], source
             elif last:
                 owner.state[key] = _replaced(owner.state.get(key), value)
         if last:
@@ -259,12 +262,6 @@ class SwappedStep:
             like = torch.empty(owner.param.shape, dtype=value.dtype, device="meta")
             rest = owner.made[key] = self._host_like(like)
         return rest
-
-    def _keep(self, source: torch.Tensor, group: _Group) -> torch.Tensor:
-        """`source`, which lives until it has been copied."""
-        if all(source.untyped_storage() is not buffer.untyped_storage() for buffer in self._buffers):
-            group.kept.append(source)
-        return source
 
 
 def _count_on(device: torch.device, count: torch.Tensor) -> torch.Tensor:
