@@ -28,7 +28,6 @@ from mindspeed_mem.activation.observe.meter import ActivationMeter
 from mindspeed_mem.device import Backend, delegation, numa
 from mindspeed_mem.experimental import delegating
 from mindspeed_mem.features import FeatureError, Settings
-from mindspeed_mem.optimizer_parallel import settings as optimizer_settings
 from mindspeed_mem.patching import REGISTRY, Patch, PatchError
 from mindspeed_mem.report import log
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
@@ -209,7 +208,6 @@ def _apply(settings: Settings) -> None:
         REGISTRY.put_back(lifted)
         raise
     _use_chunks(settings.chunk)
-    optimizer_settings.use(settings.optimizer_parallel)
     _State.modules, _State.settings = tuple(wanted), settings
     for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(notice)

@@ -36,15 +36,11 @@ def agree(engine: Engine, models: Sequence[nn.Module]) -> None:
     new = [model for model in models if model not in engine.models]
     if new or not engine.in_force.agreed:
         mark_static(models)
-        _tell_stacks_apart(engine, models)
+        if not engine.models:
+            engine.in_force.stacks.clear()
+        sizes: dict[str, int] = {}
+        for theirs in gather(regions.stacks_in(models)):  # a stage need not have all of them
+            sizes.update(theirs)
+        engine.in_force.count_on(models, sizes)
         engine.resolve(gather, partners())
         engine.models.update(new)
-
-
-def _tell_stacks_apart(engine: Engine, models: Sequence[nn.Module]) -> None:
-    if not engine.models:
-        engine.in_force.stacks.clear()
-    sizes: dict[str, int] = {}
-    for theirs in gather(regions.stacks_in(models)):  # a stage need not have all of them
-        sizes = {**sizes, **theirs}
-    engine.in_force.count_on(models, sizes)

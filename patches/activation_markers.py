@@ -15,28 +15,22 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.patching import around, join
 
 
-def _forward(original, msg, suffix):
-    """Call the marker. With ranges enabled it names the range after its caller, which must not be this file."""
-    if msg is None and original.__globals__.get("_nvtx_enabled"):
-        caller = sys._getframe(3)  # _forward, range_push or range_pop, the registry's wrapper, the caller
-        msg = f"{caller.f_globals.get('__name__')}.{caller.f_code.co_name}"
-    return original(msg, suffix)
+def _marker(method):
+    def marker(original, msg=None, suffix=None):
+        engine = None if torch.compiler.is_compiling() else engines.current()
+        if engine is not None and msg is None and suffix is not None:
+            getattr(engine.operators, method)(suffix)
+        if msg is None and original.__globals__.get("_nvtx_enabled"):
+            # With ranges enabled upstream names a range after its caller, which must not be this file.
+            caller = sys._getframe(2)  # this function, the registry's wrapper, the caller
+            msg = f"{caller.f_globals.get('__name__')}.{caller.f_code.co_name}"
+        return original(msg, suffix)
+
+    return marker
 
 
-@around("megatron.core.utils:nvtx_range_push")
-def range_push(original, msg=None, suffix=None):
-    engine = None if torch.compiler.is_compiling() else engines.current()
-    if engine is not None and msg is None and suffix is not None:
-        engine.operators.mark_start(suffix)
-    return _forward(original, msg, suffix)
-
-
-@around("megatron.core.utils:nvtx_range_pop")
-def range_pop(original, msg=None, suffix=None):
-    engine = None if torch.compiler.is_compiling() else engines.current()
-    if engine is not None and msg is None and suffix is not None:
-        engine.operators.mark_stop(suffix)
-    return _forward(original, msg, suffix)
+around("megatron.core.utils:nvtx_range_push")(_marker("mark_start"))
+around("megatron.core.utils:nvtx_range_pop")(_marker("mark_stop"))
 
 
 @contextlib.contextmanager

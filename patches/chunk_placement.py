@@ -13,7 +13,7 @@ from mindspeed_mem.patches import _distributed_optimizer as masters
 from mindspeed_mem.patching import around
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.buffers.buckets import Bucket, in_order_of_use
-from mindspeed_mem.zero.buffers.host_chunk import HostChunk
+from mindspeed_mem.zero.buffers.runtime import HostChunk
 from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."

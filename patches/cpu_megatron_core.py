@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import sys
@@ -61,9 +62,15 @@ def _checkpoint_without_fp8(original, self, fp8=False):
 
 
 @around(f"{_RANDOM}:CudaRNGStatesTracker.fork")
+@contextlib.contextmanager
 def _quiet_fork(original, self, *args, **kwargs):
     """Without the warning that the host's generator moved: it is the device's here, so it always does."""
-    return _Quietly(original(self, *args, **kwargs), logging.getLogger(_RANDOM))
+    logger = logging.getLogger(_RANDOM)
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, logger, "disabled", logger.disabled)
+        stack.enter_context(original(self, *args, **kwargs))
+        stack.callback(setattr, logger, "disabled", True)  # while it ends
+        yield
 
 
 @around("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu")
@@ -93,20 +100,3 @@ def _weight_gradients() -> ModuleType:
 
 replace(f"{_LAYERS}:fused_weight_gradient_mlp_cuda", _weight_gradients(), declared_by=__name__, create=True)
 replace(f"{_LAYERS}:_grad_accum_fusion_available", True, declared_by=__name__)
-
-
-class _Quietly:
-    """A context manager whose end keeps one logger silent."""
-
-    def __init__(self, inner, logger):
-        self._inner, self._logger = inner, logger
-
-    def __enter__(self):
-        return self._inner.__enter__()
-
-    def __exit__(self, *exc_info):
-        before, self._logger.disabled = self._logger.disabled, True
-        try:
-            return self._inner.__exit__(*exc_info)
-        finally:
-            self._logger.disabled = before

@@ -59,26 +59,14 @@ def _stand_in(module: ModuleType) -> None:
     REGISTRY.declare(Patch(f"{package}:{name}", module, "replace", create=True, declared_by=__name__, _bound_to=owner))
 
 
-def _batch_invariant_kernels() -> ModuleType:
-    """Without kernels: megatron.training.initialize imports the module, which imports triton, and seldom uses it."""
+def _without_kernels(name: str, *functions: str, why: str) -> Any:
+    """The module `name`, which imports triton, for those who import and seldom use it: its functions say why not."""
 
     def refuse(*args, **kwargs):
-        raise RuntimeError("batch invariant kernels need triton: leave --batch-invariant-mode out on CPU")
+        raise RuntimeError(why)
 
-    module: Any = ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
-    module.enable_batch_invariant_mode = module.disable_batch_invariant_mode = refuse
-    module.is_batch_invariant_mode_enabled = lambda: False
-    return module
-
-
-def _inference_kernels() -> ModuleType:
-    """Without kernels: the state-space mixer's file imports them from one that imports triton, for inference only."""
-
-    def refuse(*args, **kwargs):
-        raise RuntimeError("inference of state-space layers needs triton, which runs on CUDA")
-
-    module: Any = ModuleType("megatron.core.inference.contexts.attention_context.triton.tensor_ops")
-    module.tensor_get_slice_after = module.tensor_masked_update = module.tensor_merge = refuse
+    module = ModuleType(name, _without_kernels.__doc__)
+    vars(module).update(dict.fromkeys(functions, refuse))
     return module
 
 
@@ -96,8 +84,19 @@ def _installed_helpers() -> ModuleType | None:
 
 
 if importlib.util.find_spec("triton") is None:
-    _stand_in(_batch_invariant_kernels())
-    _stand_in(_inference_kernels())
+    _kernels = _without_kernels(  # imported by megatron.training.initialize
+        "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+        *("enable_batch_invariant_mode", "disable_batch_invariant_mode"),
+        why="batch invariant kernels need triton: leave --batch-invariant-mode out on CPU",
+    )
+    _kernels.is_batch_invariant_mode_enabled = lambda: False
+    _stand_in(_kernels)
+    _kernels = _without_kernels(  # imported by the state-space mixer's file
+        "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
+        *("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"),
+        why="inference of state-space layers needs triton, which runs on CUDA",
+    )
+    _stand_in(_kernels)
 _helpers = _installed_helpers()
 if _helpers is not None:
     _stand_in(_helpers)

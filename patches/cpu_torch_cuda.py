@@ -21,11 +21,6 @@ def _current_device(original):
     return "cpu"
 
 
-@around("torch.cuda:set_device")
-def _set_device(original, device):
-    """There is one host."""
-
-
 @around("torch.cuda:device_count")
 def _device_count(original):
     """The launcher's ranks on this machine: Megatron sets up no parallel groups when there are 0 devices."""
@@ -50,11 +45,6 @@ def _get_device_capability(original, *args, **kwargs):
     return 0, 0
 
 
-@around("torch.cuda:synchronize")
-def _synchronize(original, *args, **kwargs):
-    """The host has finished what it was called for."""
-
-
 @around("torch.cuda.memory:memory_stats")
 def _memory_stats(original, *args, **kwargs):
     """The process's resident memory, parameters and the interpreter included: torch counts nothing on the host.
@@ -69,21 +59,18 @@ def _memory_stats(original, *args, **kwargs):
     return figures
 
 
-@around("torch.cuda.memory:reset_peak_memory_stats")
-def _reset_peak_memory_stats(original, *args, **kwargs):
-    """The kernel keeps the peak of the process's whole life."""
-
-
-@around("torch.cuda.nvtx:range_push")
-def _range_push(original, *args, **kwargs):
-    """No profiler listens; Megatron calls this without asking."""
+def _nothing(original, *args, **kwargs):
     return 0
 
 
-@around("torch.cuda.nvtx:range_pop")
-def _range_pop(original):
-    """As above."""
-    return 0
+for _name in (
+    "torch.cuda:set_device",  # there is one host
+    "torch.cuda:synchronize",  # which has finished what it was called for
+    "torch.cuda.memory:reset_peak_memory_stats",  # the kernel keeps the peak of the process's whole life
+    "torch.cuda.nvtx:range_push",  # no profiler listens; Megatron calls both without asking
+    "torch.cuda.nvtx:range_pop",
+):
+    around(_name)(_nothing)
 
 
 def _resident() -> int:

@@ -10,6 +10,7 @@ import itertools
 
 import torch
 
+from mindspeed_mem.device.limited_cpu import on_host
 from mindspeed_mem.patching import around, replace
 
 _iterators = itertools.count()
@@ -42,6 +43,21 @@ def _lazy_init(original):
 
 
 replace("torch.cuda:default_generators", _OneGenerator(), declared_by=__name__)
+
+
+def _get_rng_state(original, *args, **kwargs):
+    """In host memory: where CPU memory stands for a device's and is limited, states do not count as it.
+
+    A device's states lie on the host. On the CPU the same calls allocate what the limit counts, some kilobytes each
+    time, and may fail in places where nobody can make room. Here, because a generator allocates where no dispatch mode
+    sees it, and all who ask (Megatron's tracker, checkpointing, fork_rng) go through these two.
+    """
+    with on_host():
+        return original(*args, **kwargs)
+
+
+for _generator in ("torch", "torch.cuda"):
+    around(f"{_generator}.random:get_rng_state")(_get_rng_state)
 
 
 @around("torch.utils.data.dataloader:_BaseDataLoaderIter.__init__", optional=True)

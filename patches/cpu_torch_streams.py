@@ -21,14 +21,10 @@ class Stream:
         self.priority = priority
         self.cuda_stream = id(self)
 
-    def wait_stream(self, stream):
+    def synchronize(self, *unused):
         """Done already."""
 
-    def wait_event(self, event):
-        """Done already."""
-
-    def synchronize(self):
-        """Done already."""
+    wait_stream = wait_event = synchronize
 
     def query(self):
         """Whether all work is done."""
@@ -51,15 +47,14 @@ class Event:
         """Take the time."""
         self._moment = time.perf_counter()
 
-    def wait(self, stream=None):
-        """Happened already."""
-
     def query(self):
         """Whether it has happened."""
         return True
 
-    def synchronize(self):
+    def wait(self, stream=None):
         """Happened already."""
+
+    synchronize = wait
 
     def elapsed_time(self, end_event):
         """Milliseconds from this event to `end_event`."""

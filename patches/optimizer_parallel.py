@@ -16,7 +16,8 @@ from itertools import chain
 
 import torch.distributed as dist
 
-from mindspeed_mem.optimizer_parallel import ParallelOptimizer, settings
+from mindspeed_mem import features
+from mindspeed_mem.optimizer_parallel import ParallelOptimizer
 from mindspeed_mem.patching import around
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _WRAPPER = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.
 
 @around("megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups")
 def built(original, config, model_chunks, *args, **kwargs):
-    mode = settings.mode()
+    mode = features.in_force().optimizer_parallel
     if mode is None:
         return original(config, model_chunks, *args, **kwargs)
     optimizer = original(config, model_chunks, *args, **kwargs)

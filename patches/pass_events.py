@@ -71,7 +71,7 @@ def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
         virtual_stages=virtual_stages,
         group_size=group_size,
         cap=cap,
-        passes=lambda: _passes(stage, stages, virtual_stages, group_size, number, cap, forward_only),
+        passes=lambda: _passes(stage, (stages, virtual_stages, number), group_size, cap, forward_only),
         arguments=kwargs,
     )
 
@@ -96,16 +96,9 @@ def _model_chunks(schedule: str, models: Sequence[Any]) -> tuple[int, int | None
 
 @functools.lru_cache(maxsize=16)
 def _passes(
-    stage: int,
-    stages: int,
-    virtual_stages: int,
-    group_size: int | None,
-    micro_batches: int,
-    cap: int | None,
-    forward_only: bool,
+    stage: int, sizes: tuple[int, int, int], group_size: int | None, cap: int | None, forward_only: bool
 ) -> Sequence[Pass] | None:
     """The order of this stage; None for sizes that the pure function does not know."""
-    sizes = (stages, virtual_stages, micro_batches)
     try:
         return order(*sizes, group_size=group_size, cap=cap, forward_only=forward_only)[stage]
     except (ScheduleError, TypeError):

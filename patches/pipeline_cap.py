@@ -79,7 +79,8 @@ class CappedLoop(Listener):
             return _run(orders, call)
         if not problems(*sizes, group_size=group_size):
             most = max(peak(*sizes, group_size=group_size))
-            _say_idle(call.cap, f"no stage of this schedule holds more than {most} {_unit(len(call.models))} at once")
+            unit = "micro-batches" if len(call.models) == 1 else "passes of one chunk"
+            _say_idle(call.cap, f"no stage of this schedule holds more than {most} {unit} at once")
         return run(call)
 
 
@@ -215,10 +216,6 @@ def _say_idle(cap: int, why: str) -> None:
     if cap not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning("%s %d has no effect: %s", _FLAG, cap, why)
     _said.add(cap)
-
-
-def _unit(virtual_stages: int) -> str:
-    return "micro-batches" if virtual_stages == 1 else "passes of one chunk"
 
 
 @contextlib.contextmanager

@@ -12,16 +12,13 @@ from mindspeed_mem.activation.rerun import module_rerun
 from mindspeed_mem.patching import around
 
 
-@around("megatron.core.transformer.moe.moe_utils:save_to_aux_losses_tracker")
-def save_to_aux_losses_tracker(original, *args, **kwargs):
+def _in_first_run(original, *args, **kwargs):
     if not module_rerun.running():
         original(*args, **kwargs)
 
 
-@around("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias")
-def apply_expert_bias(original, self, *args, **kwargs):
-    if not module_rerun.running():
-        original(self, *args, **kwargs)
+around("megatron.core.transformer.moe.moe_utils:save_to_aux_losses_tracker")(_in_first_run)
+around("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias")(_in_first_run)
 
 
 _over_all_ranks = [False]

@@ -2,7 +2,7 @@
 
 The methods of DotProductAttention, not the class: layer specs hold the class. Parameters (it has none), checkpoints and
 what is around it stay Megatron's. The default recomputation and swap policies then find the operator that flash
-attention would be.
+attention would be. Multi-latent attention runs without TransformerEngine then, which needs a repair of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 
 from mindspeed_mem.patching import around
-from mindspeed_mem.sdpa import SdpaError, core_attention
+from mindspeed_mem.sdpa import SdpaError, core_attention, share_last_channels
 
 _CLASS = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 
@@ -60,6 +60,21 @@ def _forward(
             scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
             dropout=dropout,
         )
+
+
+@around("megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors")
+def _get_query_key_value_tensors(original, self, *args, **kwargs):
+    """The rotary part of the key is one for all heads, so its gradient must be summed over the ranks that share them.
+
+    With the local spec the down projection's output is gathered from the ranks, and going backward only split again.
+    Without an error: each rank's part of its weight lacks what the other ranks' heads contribute.
+    """
+    query, key, *others = original(self, *args, **kwargs)
+    rotary = self.config.qk_pos_emb_head_dim
+    split = self.linear_kv_down_proj.weight.shape[0] != self.config.kv_lora_rank + rotary
+    if split and key.requires_grad:
+        key = share_last_channels(key, rotary, self.tp_group)
+    return query, key, *others
 
 
 def _random_numbers(config):

@@ -24,7 +24,7 @@ from mindspeed_mem.plan import load_memory_config
 WIDTH = 32
 PIPELINE = "F0 F1 B0 B1 F2 B2".split()
 _sequence_nr = torch._C._autograd._get_sequence_nr
-_PATCHES = "mindspeed_mem.patches.activation_transformer_block"
+_PATCHES = "mindspeed_mem.patches.activation_stacks"
 
 
 class Streams:

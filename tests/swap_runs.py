@@ -21,13 +21,13 @@ from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.plan import load_memory_config
 from tests.worlds import applied
 
-_ACTIVATION = ("checkpoint", "mamba_stack", "markers", "moe", "passes", "saved_tensors", "transformer_block")
+_ACTIVATION = ("checkpoint", "markers", "moe", "passes", "saved_tensors", "stacks")
 _RECOMPUTE = ("fused", "moe", "random")
 SWAP = [
     *(f"mindspeed_mem.patches.activation_{name}" for name in _ACTIVATION),
     *(f"mindspeed_mem.patches.recompute_{name}" for name in _RECOMPUTE),
 ]
-SDPA = ["mindspeed_mem.patches.sdpa_attention", "mindspeed_mem.patches.sdpa_latent_attention"]
+SDPA = ["mindspeed_mem.patches.sdpa_attention"]
 
 
 def entry(**more: Any) -> dict[str, Any]:

@@ -144,11 +144,7 @@ class ChunkManager:
 
     def plan(self) -> list[PlannedChunk]:
         """What `build` will make of the parameters appended and not yet built."""
-        return [
-            PlannedChunk(part, pieces, capacity, self._dtype_of[part[0]], part[0].requires_grad)
-            for params in self._groups.values()
-            for part, pieces, capacity in self._cut(params)
-        ]
+        return [one for params in self._groups.values() for one in self._cut(params)]
 
     def build(
         self,
@@ -178,7 +174,7 @@ class ChunkManager:
             )
             made.append(one)
             self.built[one.chunk] = one
-            self._chunk_of.update(dict.fromkeys(plan.params, one))
+            self._chunk_of.update(dict.fromkeys(plan.pieces, one))
             if one.sharded:
                 self.gathering.add(one.chunk)
         return made
@@ -257,20 +253,22 @@ class ChunkManager:
 
     # ---- inside
 
-    def _cut(
-        self, params: list[torch.nn.Parameter]
-    ) -> Iterator[tuple[tuple[torch.nn.Parameter, ...], tuple[Piece, ...], int]]:
-        multiple, chunk_size = bucket_multiple(self.group.size()), self.chunk_size or 0
-        start = 0
-        pieces: list[Piece] = []
-        for place, param in enumerate(params):
-            first = round_up(pieces[-1].end, ALIGNMENT) if pieces else 0
-            if pieces and first + param.numel() > chunk_size:
-                yield tuple(params[start:place]), tuple(pieces), round_up(max(1, pieces[-1].end), multiple)
-                start, pieces, first = place, [], 0
-            pieces.append(Piece(first, first + param.numel()))
+    def _cut(self, params: list[torch.nn.Parameter]) -> Iterator[PlannedChunk]:
+        pieces: dict[torch.nn.Parameter, Piece] = {}
+        end = 0
+        for param in params:
+            first = round_up(end, ALIGNMENT)
+            if pieces and first + param.numel() > (self.chunk_size or 0):
+                yield self._planned(pieces, end)
+                pieces, first = {}, 0
+            end = first + param.numel()
+            pieces[param] = Piece(first, end)
         if pieces:
-            yield tuple(params[start:]), tuple(pieces), round_up(max(1, pieces[-1].end), multiple)
+            yield self._planned(pieces, end)
+
+    def _planned(self, pieces: dict[torch.nn.Parameter, Piece], end: int) -> PlannedChunk:
+        first, capacity = next(iter(pieces)), round_up(max(1, end), bucket_multiple(self.group.size()))
+        return PlannedChunk(pieces, capacity, self._dtype_of[first], first.requires_grad)
 
 
 def init_chunk_manager(

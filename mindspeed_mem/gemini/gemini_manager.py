@@ -48,10 +48,6 @@ class PlacementPolicy:
             )
         return found
 
-    @property
-    def auto(self) -> bool:
-        return POLICIES[self.policy] == "auto"
-
     def place(self, sizes: Sequence[int]) -> list[Rest]:
         """Where chunks of `sizes` (elements), in the order of use, rest. ``auto`` starts on the host."""
         policy = POLICIES[self.policy]
@@ -115,7 +111,7 @@ class GeminiManager:
     def build(self) -> None:
         """Build the chunks of all parameters appended, where the policy wants them."""
         manager, placement = self.chunk_manager, self.placement
-        if placement.auto and not self._passes.measure(manager.backend, "placement auto"):
+        if POLICIES[placement.policy] == "auto" and not self._passes.measure(manager.backend, "placement auto"):
             placement = PlacementPolicy(policy="device")
         self._movable = manager.build(placement.place([plan.capacity for plan in manager.plan()]))
 

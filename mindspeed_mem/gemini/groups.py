@@ -56,27 +56,21 @@ class ProcessGroup:
         return self._data
 
     def tp_world_size(self) -> int:
-        """How many ranks share this one's layers."""
         return self._tensor.size()
 
     def dp_world_size(self) -> int:
-        """How many ranks share this one's chunks."""
         return self._data.size()
 
     def tp_local_rank(self) -> int:
-        """This one's place among those that share its layers."""
         return self._tensor.rank()
 
     def dp_local_rank(self) -> int:
-        """This one's place among those that share its chunks."""
         return self._data.rank()
 
     def rank(self) -> int:
-        """This one's place among all."""
         return self._data.rank() * self._tensor.size() + self._tensor.rank()
 
     def world_size(self) -> int:
-        """How many ranks there are."""
         return self._data.size() * self._tensor.size()
 
 

@@ -95,19 +95,15 @@ class DistributedLogger:
             self._logger.addHandler(handler)
 
     def info(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        """A line of information."""
         self._say(logging.INFO, message, ranks)
 
     def warning(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        """A warning."""
         self._say(logging.WARNING, message, ranks)
 
     def debug(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        """A detail."""
         self._say(logging.DEBUG, message, ranks)
 
     def error(self, message: str, ranks: Iterable[int] | None = None) -> None:
-        """An error."""
         self._say(logging.ERROR, message, ranks)
 
     def _say(self, level: int, message: str, ranks: Iterable[int] | None) -> None:

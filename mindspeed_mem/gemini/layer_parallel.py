@@ -98,35 +98,29 @@ def _own(group: ProcessGroup, dim: int, whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(group.tp_world_size(), dim)[group.tp_local_rank()].clone(memory_format=torch.contiguous_format)
 
 
-def _dimension(param: ColoParameter) -> int:
-    """Along which `param`, which is split, is."""
-    assert isinstance(param.dist_spec, ShardSpec)
-    return param.dist_spec.dims[0]
-
-
-def _group(param: ColoParameter) -> ProcessGroup:
-    """Over which it is."""
-    assert param.process_group is not None
-    return param.process_group
+def _split(param: ColoParameter) -> tuple[ProcessGroup, int]:
+    """Over which ranks `param`, which is split, is, and along which dimension."""
+    assert isinstance(param.dist_spec, ShardSpec) and param.process_group is not None
+    return param.process_group, param.dist_spec.dims[0]
 
 
 def _layer(owner: Any, split: dict[str, ColoParameter]) -> Callable | str:
     """The forward of `owner` with parts, or why there is none."""
     transposed = type(owner).__name__ == "Conv1D" and owner.weight.dim() == 2  # Hugging Face's: weight [in, out]
     if type(owner) is torch.nn.Embedding:
-        if _dimension(split["weight"]) not in (-1, 1) or owner.max_norm is not None:
+        group, dim = _split(split["weight"])
+        if dim not in (-1, 1) or owner.max_norm is not None:
             return "an embedding is split along its last dimension, and has no max_norm"
-        return functools.partial(_embedding, owner, _group(split["weight"]))
+        return functools.partial(_embedding, owner, group)
     if type(owner) is not torch.nn.Linear and not transposed:
         return "this is known of torch.nn.Linear and Embedding, and of transformers' Conv1D"
     if "weight" not in split:
         return "its bias is split, and its weight is not"
     weight = split["weight"]
-    along_inputs = (_dimension(weight) % 2 == 0) == transposed
-    group, inputs = _group(weight).tp_process_group(), weight.shape[0 if transposed else 1]
-    settings = {"group": group, "transposed": transposed, "bias_is_split": "bias" in split}
-    if along_inputs:
-        return functools.partial(_split_along_inputs, owner, inputs, **settings)
+    group, dim = _split(weight)
+    settings = {"group": group.tp_process_group(), "transposed": transposed, "bias_is_split": "bias" in split}
+    if (dim % 2 == 0) == transposed:
+        return functools.partial(_split_along_inputs, owner, weight.shape[0 if transposed else 1], **settings)
     return functools.partial(_split_along_outputs, owner, weight.compute_spec, **settings)
 
 

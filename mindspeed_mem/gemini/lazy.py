@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -79,6 +80,7 @@ class lazy_init(contextlib.ContextDecorator):
         self._values.keep(tensor)
 
 
+_IS_META = operator.attrgetter("is_meta")
 _live: weakref.WeakSet[InitialValues] = weakref.WeakSet()
 
 
@@ -149,8 +151,7 @@ def settle_parameters(module: torch.nn.Module) -> None:
 
     `initial_value` computes what they stand for. Tied ones stay tied.
     """
-
-    _replace(module, _is_meta, lambda param: _placeholder(param, param.shape, _source(param)))
+    _replace(module, _IS_META, lambda param: _placeholder(param, param.shape, _source(param)))
 
 
 @torch.no_grad()
@@ -218,16 +219,8 @@ def _is_unsettled(one: Any) -> bool:
 def materialize(module: torch.nn.Module) -> torch.nn.Module:
     """Compute all of `module`, built lazily, on the host; returns it. Its parameters are new objects."""
     settle_buffers(module)
-
-    def computed(param: torch.nn.Parameter) -> torch.nn.Parameter:
-        return torch.nn.Parameter(initial_value(param), requires_grad=param.requires_grad)
-
-    _replace(module, _is_meta, computed)
+    _replace(module, _IS_META, lambda one: torch.nn.Parameter(initial_value(one), requires_grad=one.requires_grad))
     return module
-
-
-def _is_meta(param: torch.nn.Parameter) -> bool:
-    return param.is_meta
 
 
 def _replace(

@@ -106,11 +106,11 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         groups = [{**self._settings(g), "params": self._masters(g["params"])} for g in self.param_groups]
         self.inner = kind(groups, **defaults, fused=fused or None)
         """What steps the masters: this rank's pieces of the parameters that have any elements here."""
-        self._master_of = {m: p for p, one in self._one_of.items() for m in (one.masters[p],)}
+        of_master = {one.masters[param]: one for param, one in self._one_of.items()}
         resting = Place.HOST if step_on_host else Place.SWAPPED
         self._placed = PlacedOptimizer(
             self.inner,
-            lambda master: resting if self._built(master).chunk.store.on_host else Place.DEVICE,
+            lambda master: resting if of_master[master].chunk.store.on_host else Place.DEVICE,
             model.chunk_manager.backend,
         )
         self._set_scale()
@@ -300,9 +300,6 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
     def _masters(self, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         return [one.masters[p] for p in params if (one := self._one_of[p]).masters[p].numel()]
 
-    def _built(self, master: torch.Tensor) -> BuiltChunk:
-        return self._one_of[self._master_of[master]]
-
     def _set_scale(self) -> None:
         self.model.loss_scale = self.scaler.scale if self.scales_loss else 1.0
 
@@ -349,10 +346,7 @@ def _global_norm(
     # One wait for the device, not one for each chunk.
     on_device = [norm.to(device) for norm in norms]
     squares = [norm**2 for norm in torch.stack(on_device).tolist()] if on_device else []
-    (total,) = combined([math.fsum(squares) if _finite(squares) else math.inf], dist.ReduceOp.SUM, group, device)
-    (total,) = combined([total], dist.ReduceOp.SUM, tensor_parallel_group, device)
+    total = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
+    for over in (group, tensor_parallel_group):
+        (total,) = combined([total], dist.ReduceOp.SUM, over, device)
     return math.sqrt(total) if total >= 0 else math.inf  # nan is neither
-
-
-def _finite(numbers: Iterable[float]) -> bool:
-    return all(math.isfinite(number) for number in numbers)

@@ -64,7 +64,6 @@ class ComputeSpec:
         self.compute_pattern, self.output_replicate = compute_pattern, True
 
     def set_output_replicate(self, flag: bool = True) -> None:
-        """See `output_replicate`."""
         self.output_replicate = bool(flag)
 
 
@@ -82,7 +81,6 @@ class ColoParameter(torch.nn.Parameter):
         self.process_group = pg
 
     def get_process_group(self) -> ProcessGroup | None:
-        """See `set_process_group`."""
         return self.process_group
 
     def get_tp_world_size(self) -> int:
@@ -100,17 +98,14 @@ class ColoParameter(torch.nn.Parameter):
         self.dist_spec = dist_spec
 
     def set_compute_spec(self, compute_spec: ComputeSpec) -> None:
-        """How its layer computes."""
         if not isinstance(compute_spec, ComputeSpec):
             raise OptionError(f"set_compute_spec takes a ComputeSpec, not {compute_spec!r}")
         self.compute_spec = compute_spec
 
     def has_compute_spec(self) -> bool:
-        """Whether it has been told how its layer computes."""
         return self.compute_spec is not None
 
     def set_tensor_spec(self, dist_spec: ReplicaSpec | ShardSpec, compute_spec: ComputeSpec) -> None:
-        """Both."""
         self.set_dist_spec(dist_spec)
         self.set_compute_spec(compute_spec)
 

@@ -187,9 +187,8 @@ class ZeroDDP(torch.nn.Module):
 
     def check_frozen(self) -> None:
         """Refuse parameters that have been unfrozen: they have neither masters nor gradients here."""
-        names = [
-            n for n, p in self.module.named_parameters() if p.requires_grad and self.chunk_manager.of(p).master is None
-        ]
+        trained = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+        names = [name for name, param in trained if self.chunk_manager.of(param).master is None]
         if names:
             raise OptionError(f"frozen when the model was wrapped, and not any more: {', '.join(names)}; wrap it anew")
 
@@ -239,9 +238,7 @@ class ZeroDDP(torch.nn.Module):
         return self.mixed_precision if self.mixed_precision and tensor.is_floating_point() else tensor.dtype
 
     def _cast_input(self, one: Any) -> Any:
-        if isinstance(one, torch.Tensor) and self.mixed_precision and one.is_floating_point():
-            return one.to(self.mixed_precision)
-        return one
+        return one.to(self._dtype(one)) if isinstance(one, torch.Tensor) else one
 
     def _forget_stepped(self) -> None:
         if self.stepped:
@@ -283,10 +280,7 @@ class ZeroDDP(torch.nn.Module):
     def _of_any_rank(self, flags: list[bool]) -> list[bool]:
         """Each flag is set if it is on any data-parallel rank. Collective."""
         manager = self.chunk_manager
-        return [
-            bool(flag)
-            for flag in combined([float(flag) for flag in flags], dist.ReduceOp.MAX, manager.group, manager.device)
-        ]
+        return list(map(bool, combined(list(map(float, flags)), dist.ReduceOp.MAX, manager.group, manager.device)))
 
     def _reduce(self, chunk: Chunk) -> Any:
         self._unreduced.pop(chunk, None)

@@ -146,7 +146,8 @@ class Exchange:
                 whole = torch.empty(shape.numel() if like_parameter else shape, dtype=dtype, device=device)
             else:
                 whole = (part.flat(mine) if like_parameter else mine).contiguous()
-            dist.broadcast(whole, src=self._global(owners[0]), group=self.group)
+            source = owners[0] if self.group is None else dist.get_global_rank(self.group, owners[0])
+            dist.broadcast(whole, src=source, group=self.group)
             return part.joined(whole) if like_parameter else whole
         length = max(map(len, part.ranges))
         padded = torch.zeros(length, dtype=dtype, device=device)
@@ -155,9 +156,6 @@ class Exchange:
         everyone = torch.empty(self.ranks * length, dtype=dtype, device=device)
         dist.all_gather_into_tensor(everyone, padded, group=self.group)
         return part.joined(everyone[: sum(map(len, part.ranges))])  # only at the end slices are short
-
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 def _elements(segments: Sequence[Segment], opened: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -194,8 +194,10 @@ class ParallelOptimizer(torch.optim.Optimizer):
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """The whole masters on the host, by the parameter that stands for each. Collective."""
         with_master = [part for part in self.parts if part.has_master]
-        whole = states.masters(with_master, self.exchange)
-        return {part.parameter: master for part, master in zip(with_master, whole, strict=True)}
+        return {
+            one.parameter: self.exchange.collect(one, one.piece, one.shape, one.parameter.dtype).to("cpu", copy=True)
+            for one in with_master
+        }
 
     @torch.no_grad()
     def set_masters(self, masters: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -236,13 +238,11 @@ class ParallelOptimizer(torch.optim.Optimizer):
             indices = [index for index, one in enumerate(trains) if one == wanted]
             sizes = [_size(parameters[index]) for index in indices]
             ranges |= dict(zip(indices, assignment.assign(sizes), strict=True))
-        numbers = iter(range(len(parameters)))
+        made = iter([Part(p, ranges[i], self.exchange.rank, targets[i]) for i, p in enumerate(parameters)])
         for group in new:
-            self._parts.append([])
-            for parameter, index in zip(group["params"], numbers, strict=False):
-                part = Part(parameter, ranges[index], self.exchange.rank, targets[index])
-                self._parts[-1].append(part)
-                state = self.state.pop(parameter, None)
+            self._parts.append([next(made) for _ in group["params"]])
+            for part in self._parts[-1]:
+                state = self.state.pop(part.parameter, None)
                 if state and part.piece is not None:
                     self.state[part.piece] = states.cut(state, part)
 
@@ -253,12 +253,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
         others = [rank for rank, one in enumerate(told) if one != told[0]]
         if others:
             found = f"ranks {others} of the process group have other parameters or options than rank 0"
-            raise OptimizerParallelError(
-                [
-                    f"{found}: all need the same optimizer, mode, message_bytes and parameters, in the same order, "
-                    "with the same shapes, dtypes and requires_grad"
-                ]
-            )
+            same = "optimizer, mode, message_bytes and parameters, in the same order, with the same shapes, dtypes and"
+            raise OptimizerParallelError([f"{found}: all need the same {same} requires_grad"])
 
     def _numbers(self) -> list[dict[str, Any]]:
         """What groups count (fused optimizers their steps), from a rank that has a part of the group. Collective."""

@@ -33,7 +33,11 @@ class Part:
         self.piece: torch.Tensor | None = None
         """None: this rank updates nothing of the parameter."""
         if self.has_master:
-            self._keep_own_master()
+            data = parameter.detach()
+            if self.own:
+                self.piece = self.cut(data) if self.whole else self.cut(data).clone()
+            # Another way to have shape, dtype and device, which gradients are checked against, without the memory.
+            parameter.data = torch.zeros((), dtype=data.dtype, device=data.device).expand(self.shape)
         elif self.whole:
             self.piece = parameter
         elif self.own:
@@ -85,13 +89,6 @@ class Part:
         """Fill this rank's piece of the master from a tensor of the parameter's shape."""
         if self.piece is not None:
             self.piece.copy_(self.cut(whole))
-
-    def _keep_own_master(self) -> None:
-        data = self.parameter.detach()
-        if self.own:
-            self.piece = self.cut(data) if self.whole else self.cut(data).clone()
-        # Another way to have a shape, a dtype and a device, which gradients are checked against, without the memory.
-        self.parameter.data = torch.zeros((), dtype=data.dtype, device=data.device).expand(self.shape)
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ ranks. The state of a parameter that one rank has whole goes as it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +33,8 @@ def cut(state: Mapping[Any, Any], part: Part) -> dict[Any, Any]:
             value = value.detach()
             if value.shape != part.shape:
                 found[key] = value.clone()
-            elif (
-                part.whole and part.piece is not None
-            ):  # with the strides of the parameter: fused optimizers go by memory order alone
+            elif part.whole and part.piece is not None:
+                # With the strides of the parameter: fused optimizers go by memory order alone.
                 found[key] = torch.empty_like(part.piece, dtype=value.dtype, device=value.device).copy_(value)
             else:
                 found[key] = part.cut(value).clone()
@@ -71,12 +70,6 @@ def whole(states: Mapping[torch.Tensor, Any], parts: Sequence[Part], exchange: E
         if keep:
             found[index] = entries
     return found
-
-
-def masters(parts: Sequence[Part], exchange: Exchange) -> Iterator[torch.Tensor]:
-    """Each parameter's whole master on the host, one at a time. Collective; to be exhausted."""
-    for part in parts:
-        yield exchange.collect(part, part.piece, part.shape, part.parameter.dtype).to("cpu", copy=True)
 
 
 def _describe(value: Any, part: Part) -> Any:

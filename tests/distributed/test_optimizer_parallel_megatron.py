@@ -30,14 +30,14 @@ METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 @contextlib.contextmanager
 def optimizer_parallel(mode):
-    from mindspeed_mem.optimizer_parallel import settings
+    from mindspeed_mem.features import Settings, put_into_force
 
-    settings.use(mode)
+    put_into_force(Settings(optimizer_parallel=mode))
     try:
         with applied(*["optimizer_parallel"] * (mode is not None)):
             yield
     finally:
-        settings.use(None)
+        put_into_force(Settings())
 
 
 def build(model, optimizer):

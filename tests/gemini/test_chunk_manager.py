@@ -37,8 +37,8 @@ def test_the_sizes_of_colossalai(name, oldest, newest):
     plans = manager.plan()
     held, used = sum(plan.capacity for plan in plans), sum(param.numel() for param in model.parameters())
     assert held - used < 1e-3 * used
-    assert [param for plan in plans for param in plan.params] == list(model.parameters())
-    assert all(plan.capacity <= newest + 128 or len(plan.params) == 1 for plan in plans)
+    assert [param for plan in plans for param in plan.pieces] == list(model.parameters())
+    assert all(plan.capacity <= newest + 128 or len(plan.pieces) == 1 for plan in plans)
 
 
 def by_hand():

@@ -116,7 +116,7 @@ def tagged(layers: list[torch.nn.Module], engine) -> None:
 
     for index, layer in enumerate(layers):
         for cls in regions.tag_layer(layer, index):
-            REGISTRY.apply_method(cls, "forward", region_forward, "mindspeed_mem.patches.activation_transformer_block")
+            REGISTRY.apply_method(cls, "forward", region_forward, "mindspeed_mem.patches.activation_stacks")
     engine.in_force.num_layers = len(layers)
 
 

@@ -14,7 +14,7 @@ from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 from tests.swap_runs import again
 
-PATCHES = "mindspeed_mem.patches.activation_transformer_block"
+PATCHES = "mindspeed_mem.patches.activation_stacks"
 
 
 class OwnGenerators(CpuBackend):

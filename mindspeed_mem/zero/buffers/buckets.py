@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -180,17 +180,17 @@ class BucketChunks:
     @torch.no_grad()
     def _take(self, buffer: Buffer) -> None:
         """Give each bucket of `buffer` memory of its own, so that it can go alone."""
-        views = list(self._views(buffer))
         names = {param: name for name, param in self.module.named_parameters()}
         assert buffer.param_data is not None and buffer.grad_data is not None, "once"
         dtype, device = buffer.grad_data.dtype, buffer.param_data.device
         for bucket in buffer.buckets:
             bucket.grad_data = None
-        for _, param, _ in views:
-            _give(param, None)
+            for param in bucket.params_list:
+                _give(param, None)
         buffer.grad_data = None
         for bucket in buffer.buckets:
-            inside = [(param, piece) for owner, param, piece in views if owner is bucket]
+            spans = [(param, buffer.param_index_map[param]) for param in bucket.params_list]
+            inside = [(param, Piece(one[0] - bucket.offset, one[1] - bucket.offset)) for param, one in spans]
             if self.stage == 3:
                 bucket.param_data = bucket.param_data.clone()
                 for param, piece in inside:
@@ -200,21 +200,13 @@ class BucketChunks:
                 self._whole_gradient[param] = whole[slice(*piece)].view(param.shape)
                 _give(param, self._whole_gradient[param])
             free(whole)
-            group = buffer.data_parallel_group
-            chunk = Chunk(next(_numbers), inside, bucket.param_data, whole, group)
+            chunk = Chunk(next(_numbers), inside, bucket.param_data, whole, buffer.data_parallel_group)
             ends = dict.fromkeys((names[inside[0][0]], names[inside[-1][0]]))
             chunk.label += f" ({' to '.join(ends)})"
             self._bucket_of[chunk], self._chunk_of_bucket[bucket] = bucket, chunk
             self._chunk_of.update((param, chunk) for param, _ in inside)
         if self.stage == 3:
             buffer.param_data = None
-
-    @staticmethod
-    def _views(buffer: Buffer) -> Iterator[tuple[Bucket, torch.nn.Parameter, Piece]]:
-        for bucket in buffer.buckets:
-            for param in bucket.params_list:
-                start, end, _ = buffer.param_index_map[param]
-                yield bucket, param, Piece(start - bucket.offset, end - bucket.offset)
 
 
 def _give(param: Any, gradient: torch.Tensor | None) -> None:

@@ -6,6 +6,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -13,12 +14,11 @@ import torch
 
 from mindspeed_mem.device import Backend, get_backend, host_memory
 from mindspeed_mem.zero.buffers.buckets import Bucket, BucketChunks, Buffer, in_order_of_use
-from mindspeed_mem.zero.buffers.host_chunk import HostChunk
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 from mindspeed_mem.zero.core import hooks
 from mindspeed_mem.zero.core.chunk import Chunk
 from mindspeed_mem.zero.core.gathering import Gathering
-from mindspeed_mem.zero.core.passes import Passes
+from mindspeed_mem.zero.core.passes import Passes, resting_bytes
 from mindspeed_mem.zero.core.shard_memory import DEVICE, HostStore, Store
 from mindspeed_mem.zero.layout.size_search import search_bucket_size
 from mindspeed_mem.zero.optimizer.placed import GROUP_BYTES, LEAST_GROUP_BYTES
@@ -32,6 +32,39 @@ class BudgetError(ValueError):
 
 class HostMemoryError(ValueError):
     """The chunks that are to rest on the host do not fit there; the message says what they need and what there is."""
+
+
+@dataclass(eq=False)
+class HostChunk:
+    """One chunk of one optimizer on the host, with masters and states: what it takes, and how it comes up."""
+
+    chunk: Chunk | None
+    """None where the model keeps its parameters and gradients itself (stage 1)."""
+    of_shard: bool
+    """Whether masters are pieces of the chunk's own shard, as those of fp32 parameters are."""
+    masters: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """Of this rank's pieces of the chunk's parameters."""
+    on_host: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """What all this takes, with a shard of parameters and one of gradients, if it has them."""
+        return resting_bytes(self.chunk, self.masters.values(), self.of_shard)
+
+    @torch.no_grad()
+    def to_device(self) -> None:
+        """Rest on the device from now on; between two steps. The optimizer's states follow at its next step."""
+        chunk, self.on_host = self.chunk, False
+        if chunk is not None:
+            chunk.move(DEVICE)
+        for param, master in self.masters.items():
+            if self.of_shard and chunk is not None:
+                master.data = chunk.own_part(param)
+            else:
+                master.data = torch.empty_like(master, device=param.device).copy_(master)
+            master.grad = None
+        if chunk is not None and chunk.shard is not None and not self.of_shard:
+            chunk.follow(self.masters)
 
 
 class Runtime:
@@ -133,7 +166,7 @@ class Runtime:
 
     def report(self) -> dict[str, Any]:
         """What this rank's chunks took and moved so far; sizes in bytes."""
-        counts, gathering = self.gathering.counts, self.gathering
+        gathering = self.gathering
         return {
             "stage": self.settings.stage,
             "placement": self.settings.placement.policy,
@@ -142,11 +175,7 @@ class Runtime:
             "host_bytes": sum(one.nbytes for one in self.resting if one.on_host),
             "whole_bytes": sum(chunk.nbytes for chunk in gathering.chunks),
             "budget": gathering.budget,
-            "peak_bytes": counts.peak_bytes,
-            "gathers": counts.gathers,
-            "gathered_bytes": counts.gathered_bytes,
-            "ahead": counts.ahead,
-            "over_budget": counts.over_budget,
+            **asdict(gathering.counts),
             "deviations": gathering.order.deviations,
         }
 

@@ -172,14 +172,10 @@ class ForeignReads:
         if self._gathering.manages(param):
             reading = self._running[-1]
             reading.params = (*reading.params, param)
-            self._allow()
+            if self._gathering.budget is not None:  # more is read at once than the modules alone say: it has to hold it
+                needed = self._gathering.largest_use([{p for one in self._running for p in one.params}])
+                self._gathering.budget = max(self._gathering.budget, needed)
             self._gathering.acquire(reading)
-
-    def _allow(self) -> None:
-        """More is read at once than the modules alone say: the budget has to hold it."""
-        if self._gathering.budget is not None:
-            needed = self._gathering.largest_use([{p for reading in self._running for p in reading.params}])
-            self._gathering.budget = max(self._gathering.budget, needed)
 
 
 class _Watched(dict):

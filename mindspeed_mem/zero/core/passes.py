@@ -164,7 +164,9 @@ class AutoPlacement:
                 one.to_device()
                 taken, moved = taken + nbytes, moved + 1
         if self._may_gather_more:
-            self.extra = self._least(room_in_pass - taken)
+            self.extra = room_in_pass - taken
+            if is_initialized():  # of all ranks the least
+                [self.extra] = combined([self.extra], dist.ReduceOp.MIN, dist.group.WORLD, backend.tensor_type)
         if self._gathering.budget is not None:
             self._gathering.budget += self.extra
         logger.info(
@@ -177,10 +179,3 @@ class AutoPlacement:
             taken,
             self._gathering.budget,
         )
-
-    def _least(self, number: int) -> int:
-        """Of all ranks' numbers."""
-        if not is_initialized():
-            return number
-        [least] = combined([number], dist.ReduceOp.MIN, dist.group.WORLD, self._backend.tensor_type)
-        return least

@@ -107,8 +107,7 @@ class PassOrder:
 class UseOrder:
     """Records a pass of a kind that is new, and says of a known one what comes next.
 
-    If a pass deviates from its order, it has no future any more, and the kind is recorded anew
-    the next time.
+    If a pass deviates from its order, it has no future any more, and the kind is recorded anew the next time.
     """
 
     def __init__(self) -> None:
@@ -175,11 +174,15 @@ class UseOrder:
         self._happens(chunk)
 
     def may_do(self, intent: Intent, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether all ranks of `group` are about to do the same; without an order they are asked (`agree`)."""
+        """Whether all ranks of `group` are about to do the same; False for a reduction that has to be put off.
+
+        Without an order they are asked. Collective then, and waits for the device. Raises ChunkOrderError on all ranks
+        if they never will be.
+        """
         if self._following is not None:
             return True
         self._asked[group] = device
-        return agree(group, device, intent)
+        return len(told(group, device, intent)) == 1
 
     def once(self) -> None:
         """What is used next is used in this pass alone: it is not one to follow."""
@@ -198,11 +201,11 @@ class UseOrder:
         found: dict[int, None] = {}
         if self._following is not None:
             events = self._following.events
-            position = self._at + 1
-            while position < len(events) and len(found) < number:
+            for position in range(self._at + 1, len(events)):
+                if len(found) >= number:
+                    break
                 event = events[position]
                 found.update(dict.fromkeys(event if isinstance(event, tuple) else ()))
-                position += 1
         return list(found)[:number]
 
     def next_reduction(self) -> int | None:
@@ -280,16 +283,8 @@ def _said(event: tuple[int, ...] | int | None) -> str:
     return f"the reduction of chunk {event}" if isinstance(event, int) else f"a use of chunks {event}"
 
 
-def agree(group: dist.ProcessGroup, device: torch.device, mine: Intent) -> bool:
-    """Whether all ranks of `group` are about to do `mine`; False for a reduction that has to be put off.
-
-    Collective over the group, and waits for the device. Raises ChunkOrderError on all ranks if they never will be.
-    """
-    return len(told(group, device, mine)) == 1
-
-
 def told(group: dist.ProcessGroup, device: torch.device, mine: Intent) -> set[Intent]:
-    """What the ranks of `group` are about to do, if it is `mine` or can be put off until they are; see `agree`.
+    """What the ranks of `group` are about to do, if it is `mine` or can be put off until they are; see `may_do`.
 
     At the end of a pass the numbers may differ: then all of them.
     """

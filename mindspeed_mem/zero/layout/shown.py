@@ -46,7 +46,8 @@ def lines(layout: Layout) -> list[str]:
             hidden += length * (times - 1)
         elif times > 1:
             again, last = start + length, start + length * times - 1
-            what = "alike" if length == 1 else f"the same {length} chunks {_times(times - 1)} more"
+            more = "once" if times == 2 else f"{times - 1} times"
+            what = "alike" if length == 1 else f"the same {length} chunks {more} more"
             which = f"chunks {again} to {last}" if last > again else f"chunk {again}"
             notes[-1] += f"\n  {which}: {what}"
     heads = ("chunk", "elements", "MiB bf16", "used", "")
@@ -123,10 +124,6 @@ def _row(place: int, layout: Layout) -> tuple[str, ...]:
 def _contents(chunk: ChunkContents) -> str:
     first, last = chunk.parameters[0].name, chunk.parameters[-1].name
     return f"  {first}" if len(chunk.parameters) == 1 else f"  {first} to {last} ({len(chunk.parameters)} parameters)"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _bars(layout: Layout, place: int) -> list[tuple[int, float, float, str]]:

@@ -88,7 +88,8 @@ def search_chunk_size(
     total = sum(sizes)
     if total < minimum_elements:
         return ChunkSize(round_up(max(1, total), world_size), 0, total, total)
-    scored = _without_giants(sizes)
+    limit = statistics.fmean(sizes) + 3 * statistics.pstdev(sizes)
+    scored = [size for size in sizes if size <= limit]
     start = max(minimum_elements, 1, *scored)
     start = round_up(start, step_elements) if start_on_step else start
     candidates = range(start, start + range_elements + 1, step_elements)
@@ -163,11 +164,6 @@ def _distinct(candidates: range, cut: Callable[[int], tuple[list[Cut], int | Non
 def _rated(target: int, spans: list[Cut], used: int) -> BucketSize:
     capacities = [one.capacity for one in spans]
     return BucketSize(target, sum(capacities) - used, sum(capacities), max(capacities), len(capacities))
-
-
-def _without_giants(sizes: Sequence[int]) -> list[int]:
-    limit = statistics.fmean(sizes) + 3 * statistics.pstdev(sizes)
-    return [size for size in sizes if size <= limit]
 
 
 def _check(sizes: Sequence[int], world_size: int, span: int, minimum: int, step: int, more: Sequence[str] = ()) -> None:

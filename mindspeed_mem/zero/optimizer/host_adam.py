@@ -144,8 +144,22 @@ class HostAdam:
         flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
         for start in range(0, master.numel(), self.tile):
             here = {name: tensor[start : start + self.tile] for name, tensor in flat.items()}
-            grad = self._scaled(here["gradient"], scaling)
-            self._update(here["master"], grad, here["exp_avg"], here["exp_avg_sq"], number, settings)
+            kernel = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
+            kernel(
+                [here["master"]],
+                [self._scaled(here["gradient"], scaling)],
+                [here["exp_avg"]],
+                [here["exp_avg_sq"]],
+                [],
+                [self._number.fill_(number)],
+                lr=settings.lr,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                weight_decay=settings.weight_decay,
+                eps=settings.eps,
+                amsgrad=False,
+                maximize=settings.maximize,
+            )
 
     def _scaled(self, gradient: torch.Tensor, scaling: GradientScaling) -> torch.Tensor:
         if scaling.neutral and gradient.dtype is torch.float32:
@@ -154,32 +168,6 @@ class HostAdam:
         stage.copy_(gradient)
         scaling.apply_(stage)
         return stage
-
-    def _update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        number: float,
-        settings: AdamSettings,
-    ) -> None:
-        kernel = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
-        kernel(
-            [master],
-            [grad],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [self._number.fill_(number)],
-            lr=settings.lr,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            weight_decay=settings.weight_decay,
-            eps=settings.eps,
-            amsgrad=False,
-            maximize=settings.maximize,
-        )
 
 
 def _check(tensors: dict[str, torch.Tensor]) -> None:

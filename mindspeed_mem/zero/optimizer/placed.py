@@ -174,8 +174,8 @@ class PlacedOptimizer:
         finally:
             if swap is not None:
                 swap.drain()
-                for swapped in swap.params:
-                    self._states.keep(swapped.param, swapped.state)
+                made = {one.param: one.state for one in swap.params if one.state}  # some optimizers have none
+                self.optimizer.state.update(made)
         for index, settings in left.items():
             for key, value in settings.items():
                 if isinstance(value, torch.Tensor) and isinstance(groups[index].get(key), torch.Tensor):

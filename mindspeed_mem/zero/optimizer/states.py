@@ -49,7 +49,7 @@ class PlacedStates:
                 state[key] = torch.empty_like(value, device=param.device).copy_(value)
 
     def on_host(self, param: torch.Tensor, group: dict[str, Any], adam: bool) -> State:
-        """The state of `param`, of this group, on the host; {} if there is none, for the caller to `keep`.
+        """The state of `param`, of this group, on the host; {} if there is none, for the caller to keep.
 
         For torch's Adam it is made as Adam makes it; with `adam` also for another optimizer, which counts its steps
         elsewhere.
@@ -68,8 +68,3 @@ class PlacedStates:
         if adam and isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].cpu()  # the host counts
         return state
-
-    def keep(self, param: torch.Tensor, state: State) -> None:
-        """`state` is that of `param`, if there is anything in it: optimizers that need none have no entry either."""
-        if state:
-            self._optimizer.state[param] = state

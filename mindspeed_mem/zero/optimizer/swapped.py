@@ -127,7 +127,10 @@ class SwappedStep:
             self._step(group, step, scaling)
             self._send(group)
             if number + len(self._buffers) < len(self._groups):
-                self._free(group)
+                if group.kept:
+                    self._backend.wait(self._backend.current_stream(), group.gone, FREE_AFTER_OUT)
+                group.kept.clear()
+                group.pieces.clear()
                 self._backend.wait(self._in, group.gone, IN_AFTER_OUT)
                 self._load(number + len(self._buffers))
 
@@ -233,12 +236,6 @@ class SwappedStep:
             self._backend.copy(target.view(torch.uint8), source.view(torch.uint8), self._out)
         group.gone = self._backend.record(self._out)
 
-    def _free(self, group: _Group) -> None:
-        if group.kept:
-            self._backend.wait(self._backend.current_stream(), group.gone, FREE_AFTER_OUT)
-        group.kept.clear()
-        group.pieces.clear()
-
     def _results(self, piece: _Piece, group: _Group) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What goes back: targets on the host and sources on the device, flat.
 
@@ -249,7 +246,10 @@ class SwappedStep:
         yield _flat(owner.param)[here], _flat(piece.stand_in)
         for key, value in piece.state.items():
             if travels(key, value, piece.stand_in):
-                yield _flat(self._rest(owner, key, value))[here], self._keep(_flat(value.contiguous()), group)
+                source = _flat(value.contiguous())
+                if all(source.untyped_storage() is not buffer.untyped_storage() for buffer in self._buffers):
+                    group.kept.append(source)
+                yield _flat(self._rest(owner, key, value))[here], source
             elif last:
                 owner.state[key] = _replaced(owner.state.get(key), value)
         if last:
@@ -262,12 +262,6 @@ class SwappedStep:
             like = torch.empty(owner.param.shape, dtype=value.dtype, device="meta")
             rest = owner.made[key] = self._host_like(like)
         return rest
-
-    def _keep(self, source: torch.Tensor, group: _Group) -> torch.Tensor:
-        """`source`, which lives until it has been copied."""
-        if all(source.untyped_storage() is not buffer.untyped_storage() for buffer in self._buffers):
-            group.kept.append(source)
-        return source
 
 
 def _count_on(device: torch.device, count: torch.Tensor) -> torch.Tensor:

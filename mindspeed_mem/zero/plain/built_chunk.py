@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from mindspeed_mem.zero.core.shard_memory import DEVICE, Store
 class PlannedChunk:
     """Parameters that will share a chunk."""
 
-    params: tuple[torch.nn.Parameter, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Mapping[torch.nn.Parameter, Piece]
     capacity: int
     """Elements, over all ranks."""
     dtype: torch.dtype
@@ -55,14 +54,13 @@ class BuiltChunk:
         if plan.trainable:
             gradient = torch.empty(plan.capacity, dtype=torch.float32, device=device)
             free(gradient)
-        pieces = dict(zip(plan.params, plan.pieces, strict=True))
-        self.chunk = chunk = Chunk(index, pieces.items(), whole, gradient, group)
+        self.chunk = chunk = Chunk(index, plan.pieces.items(), whole, gradient, group)
         self.trainable, self.sharded = plan.trainable, sharded
         self.master: torch.Tensor | None = None
         """fp32 [numel / ranks], what the optimizer steps; the shard itself where that is fp32 and in the same place."""
         self.masters: dict[torch.nn.Parameter, torch.Tensor] = {}
         """Views of `master`: this rank's piece of each parameter, perhaps empty."""
-        views = [whole[slice(*piece)].view(param.shape) for param, piece in pieces.items()]
+        views = {param: whole[slice(*piece)].view(param.shape) for param, piece in plan.pieces.items()}
         if sharded:
             shard = param_store.like(whole[chunk.mine], device).zero_()
             chunk.adopt_shard(shard, param_store)
@@ -73,7 +71,7 @@ class BuiltChunk:
             like = torch.empty(plan.capacity // group.size(), dtype=torch.float32, device="meta")
             self.master = chunk.shard if same else master_store.like(like, device).zero_()
             chunk.store = master_store  # of the reduced gradients, which lie where they are needed
-        for param, view in zip(plan.params, views, strict=True):
+        for param, view in views.items():
             self.write(param, initial(param))
             param.grad, param.data = None, view  # the memory that it had is freed
             param.__dict__.pop("initial_value", None)

@@ -181,7 +181,8 @@ class Recorder(TorchDispatchMode):
             return op(*self._real(args), **self._real(kwargs))  # content is copied out
         shadows, given = tree_map(_to_meta, (args, kwargs)) if known else (args, kwargs)
         if any(one.name == "device" for one in op._schema.arguments) and (known or not _tensors((args, kwargs))):
-            given = given | {"device": _without_content(given.get("device"))}
+            device = given.get("device")
+            given = given | {"device": _META if is_host_device(device) else device}
         try:
             result = op(*shadows, **given)
         except (NotImplementedError, RuntimeError):
@@ -203,7 +204,6 @@ class Recorder(TorchDispatchMode):
 
     def _draw(self, op: Any, args: tuple, kwargs: dict) -> None:
         """Let the generator advance by as much as `op` takes."""
-
         changed = {id(one) for one in _changed(op, args, kwargs)}
 
         def stand_in(one: Any) -> Any:
@@ -252,10 +252,6 @@ def _as_of(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
 def _changed(op: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that `op` changes in place."""
     return _tensors(written_arguments(op, args, kwargs))
-
-
-def _without_content(device: torch.device | None) -> torch.device | None:
-    return _META if is_host_device(device) else device
 
 
 def _to_meta(one: Any) -> Any:
