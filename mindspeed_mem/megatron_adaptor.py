@@ -207,6 +207,7 @@ def _apply(settings: Settings) -> None:
     except PatchError:
         REGISTRY.put_back(lifted)
         raise
+    features.put_into_force(settings)
     _use_chunks(settings.chunk)
     _State.modules, _State.settings = tuple(wanted), settings
     for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
@@ -245,7 +246,6 @@ def _connect(settings: Settings) -> None:
     megatron_arguments.when_validated = _validated
     pipeline_stages.when_refused = refuse
     megatron_pretrain.when_finished = _finished
-    features.put_into_force(settings)
     if settings.patches:
         first_step.after(_verify)
     else:

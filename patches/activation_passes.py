@@ -29,22 +29,25 @@ _serial = count()
 
 class ActivationPasses(Listener):
     place = Place.ACTIVATION
-    _engine: Engine | None = None  # that of the call that runs
+
+    def __init__(self) -> None:
+        self._engines: list[Engine | None] = []  # of the calls that run: a step may contain an evaluation
 
     def begin_call(self, call: ScheduleCall) -> None:
         engine = engines.current()
-        if engine is None:
-            return
+        if engine is not None:
+            self._begin(engine, call)
+        self._engines.append(engine)
+
+    def _begin(self, engine: Engine, call: ScheduleCall) -> None:
         if torch.is_grad_enabled() or not call.forward_only:  # evaluation saves nothing, and may be a rank's own
             _agreement.agree(engine, call.models)
         in_pipeline = call.stages > 1 and not call.forward_only
         key = (*call.kind, _number_of(call.models[0]))
         engine.passes.begin_schedule(key, call.passes(), call.stage if in_pipeline else None, gather)
-        self._engine = engine
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
+        if (engine := self._engines.pop()) is not None:
             engine.passes.end_schedule(completed)
 
     def begin_forward(self, micro_batch: int | None, model_chunk: int) -> None:

@@ -26,23 +26,27 @@ from mindspeed_mem.patching import REGISTRY, join
 
 class AdaptivePasses(Listener):
     place = Place.ADAPTIVE
-    _adaptation: FollowsCalls | None = None  # that follows the training call that runs
+
+    def __init__(self) -> None:
+        self._following: list[FollowsCalls | None] = []  # of the calls that run: a step may contain an evaluation
 
     def begin_call(self, call: ScheduleCall) -> None:
         engine = engines.current()
-        if engine is None or engine.adaptation is None or call.forward_only:
-            return
+        adaptation = None if engine is None or call.forward_only else engine.adaptation
+        if engine is not None and adaptation is not None:
+            self._begin(engine, adaptation, call)
+        self._following.append(adaptation)
+
+    def _begin(self, engine: Engine, adaptation: FollowsCalls, call: ScheduleCall) -> None:
         models = call.models
         sizes = (call.arguments["seq_length"], call.arguments["micro_batch_size"], call.micro_batches)
         what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, *sizes)
         _agreement.agree(engine, models)
         here = Ranks(ranks.number(), call.stage, ranks.gather, ranks.to_first, _agreement.partners())
-        engine.adaptation.begin(what, here, lambda: _facts(engine, models, what))
-        self._adaptation = engine.adaptation
+        adaptation.begin(what, here, lambda: _facts(engine, models, what))
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
-        adaptation, self._adaptation = self._adaptation, None
-        if adaptation is not None:
+        if (adaptation := self._following.pop()) is not None:
             adaptation.end(completed)
 
 

@@ -23,7 +23,9 @@ def _followed(call: ScheduleCall) -> list[Any]:
 
 class ChunkPasses(Listener):
     place = Place.CHUNKS
-    _runtime: Runtime | None = None  # that of the call that runs
+
+    def __init__(self) -> None:
+        self._runtimes: list[Runtime | None] = []  # of the calls that run: a step may contain an evaluation
 
     def around_call(self, call: ScheduleCall, run: Run) -> Any:
         if runtime.current() is None or not _followed(call):
@@ -35,11 +37,10 @@ class ChunkPasses(Listener):
         now = runtime.current()
         if now is not None:
             now.begin(call.kind, _followed(call), call.forward_only)
-        self._runtime = now
+        self._runtimes.append(now)
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
-        now, self._runtime = self._runtime, None
-        if now is not None:
+        if (now := self._runtimes.pop()) is not None:
             now.end(completed)
 
 

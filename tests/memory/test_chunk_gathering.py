@@ -195,3 +195,21 @@ def test_memory_really_is_given_back():
     (two, parameters), (three, _) = (on_ranks(2, peaks, stage, budget)[0] for stage in (2, 3))
     shards = parameters / 2
     assert two - three > 0.95 * (parameters - shards - budget)
+
+
+def evaluated_within(case):
+    """Bytes gathered after a step whose first micro-batch evaluates before it begins."""
+    with parallel(), chunked(3, chunk=case.chunk):
+        models, _ = built(case)
+
+        def evaluate(*unused):
+            handle.remove()
+            passed(models, case, 0, forward_only=True)
+
+        handle = models[0].register_forward_pre_hook(evaluate)
+        passed(models, case, 0)
+        return real_bytes(models, "whole")
+
+
+def test_nothing_stays_gathered_after_a_step_with_an_evaluation_within_it():
+    assert on_ranks(2, evaluated_within, Case()) == [0, 0]

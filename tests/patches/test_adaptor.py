@@ -196,6 +196,29 @@ def test_who_listens_is_in_the_same_order_however_it_came_and_gone_when_off(swap
     assert "cannot be undone" not in errors
 
 
+REFUSED = """
+    import megatron.core.pipeline_parallel.schedules
+    import mindspeed_mem.megatron_adaptor as mem
+    from mindspeed_mem import features
+    from mindspeed_mem.passes import LISTENERS
+    from mindspeed_mem.patching import PatchError, around
+    mem.configure({"device": "cpu", "max_inflight_microbatches": 4})
+    before = list(LISTENERS)
+    import mindspeed_mem.patches.pipeline_stages as patches
+    gone = lambda original: None
+    gone.__module__ = patches.__name__
+    around("megatron.core.pipeline_parallel.schedules:gone")(gone)
+    try:
+        mem.configure({"device": "cpu", "max_inflight_microbatches": 2, "pipeline_stages": "1,2"})
+    except PatchError:
+        print(features.in_force().max_inflight, features.in_force().pipeline_stages, len(before), LISTENERS == before)
+"""
+
+
+def test_settings_that_cannot_be_applied_leave_the_earlier_ones_in_force():
+    assert python(REFUSED)[0] == "4 None 3 True\n"
+
+
 FORGOTTEN = """
     import sys
     import mindspeed_mem.megatron_adaptor

@@ -153,6 +153,38 @@ def test_events_of_a_pass_nest_and_a_forward_that_fails_does_not_end(where, expe
     assert on_ranks(1, failing, where) == [expected]
 
 
+def evaluated_within():
+    """What follows training calls hears of one whose first micro-batch evaluates before it begins."""
+    from tests.adaptive_runs import adapting
+    from tests.models import build_gpt, train_step
+
+    heard = []
+
+    class Follows:
+        def begin(self, *unused):
+            heard.append("begins")
+
+        def end(self, completed):
+            heard.append(("ends", completed))
+
+    with parallel(), adapting() as engine:
+        engine.adaptation = Follows()
+        chunks = build_gpt("dense")
+
+        def evaluate(*unused):
+            handle.remove()
+            train_step(chunks, micro_batches=1, micro_batch_size=1, forward_only=True)
+            heard.append("evaluated")
+
+        handle = chunks[0].register_forward_pre_hook(evaluate)
+        train_step(chunks, micro_batches=2, micro_batch_size=1)
+    return heard
+
+
+def test_a_training_call_goes_on_after_an_evaluation_within_it():
+    assert on_ranks(1, evaluated_within) == [["begins", "evaluated", ("ends", True)]]
+
+
 def first_steps():
     """When a callback is called: not by an evaluation nor a failed step, once by a step; forgotten ones never."""
     import sys
