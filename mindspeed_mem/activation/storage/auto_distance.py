@@ -25,12 +25,9 @@ _NOTICEABLE = 20e-6
 _CALLS = 8
 """Training calls that are looked at, at most."""
 
-Owner = tuple[int, str]
-"""Layer and operator that produced an activation."""
-
 
 class AutoDistances:
-    """Each operator's distance so far.
+    """The distance so far of each operator that produced an activation, by layer and path.
 
     Args:
         backend: takes the timestamps.
@@ -39,8 +36,8 @@ class AutoDistances:
 
     def __init__(self, backend: Backend, operators_in: Callable[[int], int]):
         self._backend, self._operators_in = backend, operators_in
-        self._distances: dict[Owner, int] = {}
-        self._waits: list[tuple[Owner, object, object]] = []
+        self._distances: dict[tuple[int, str], int] = {}
+        self._waits: list[tuple[tuple[int, str], object, object]] = []
         self._seen = 0
         self.settled = backend.copies_block
         """Nothing is measured any more. A copy that blocks costs the same whenever it starts."""
