@@ -62,13 +62,11 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
 @around(_BUFFER + "__init__")
 def buffer_init(original, self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest):
     """Upstream makes one bucket of everything without overlap, behind the first pipeline stage, and of later chunks."""
-    now = runtime.current()
-    if now is None or not ddp_config.use_distributed_optimizer:
-        return original(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest)
-    if now.cuts_buckets:
+    now = runtime.current() if ddp_config.use_distributed_optimizer else None
+    if now is not None and now.cuts_buckets:
         padding = ddp_config.pad_buckets_for_high_nccl_busbw
         bucket_size = now.bucket_size(params, data_parallel_group.size(), padding)
-    with _GradientsLater() if now.settings.stage >= 2 else contextlib.nullcontext():
+    with _GradientsLater() if now is not None and now.settings.stage >= 2 else contextlib.nullcontext():
         original(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest)
 
 

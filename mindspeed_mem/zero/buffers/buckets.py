@@ -84,11 +84,12 @@ class BucketChunks:
         """Whether gradients are reduced in every micro-batch."""
         for buffer in buffers:
             self._take(buffer)
-        self._start_reduction = start_reduction
         # Of modules that are used twice: under recomputation each use has a backward of its own.
         found = Counter(param for _, param in module.named_parameters(remove_duplicate=False))
         shared = [param for param, times in found.items() if times > 1 and param in self._chunk_of]
-        self.gradients = GradientShards(self._bucket_of, self._reduce, gathering.order, shared)
+        self.gradients = GradientShards(
+            self._bucket_of, lambda chunk: start_reduction(self._bucket_of[chunk]), gathering.order, shared
+        )
 
     # ---- what there is
 
@@ -169,9 +170,6 @@ class BucketChunks:
                 _give(param, chunk.own_gradient(param))
 
     # ---- inside
-
-    def _reduce(self, chunk: Chunk) -> Waitable | None:
-        return self._start_reduction(self._bucket_of[chunk])
 
     def _open(self, params: tuple[torch.nn.Parameter, ...]) -> None:
         for param in params:

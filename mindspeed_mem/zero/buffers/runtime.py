@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -76,13 +76,13 @@ class Runtime:
         self.gathering = Gathering(given.placement.budget)
         self._passes = Passes(self.gathering, given.placement.budget)
         self._models: WeakSet[BucketChunks] = WeakSet()
-        self._new: list[weakref.ref[BucketChunks]] = []  # since the last pass
+        self._new: WeakKeyDictionary[BucketChunks, None] = WeakKeyDictionary()  # since the last pass
         self.hidden_size = 1024
         """Of the model at hand."""
         self._settled_for: tuple[list[int], int] = [], 0
         self._warned: set[str] = set()
-        self._resting: list[weakref.ref[HostChunk]] = []
-        self._host_bytes = 0
+        self._resting: WeakKeyDictionary[HostChunk, None] = WeakKeyDictionary()
+        self._host_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
     @property
     def cuts_buckets(self) -> bool:
@@ -144,23 +144,24 @@ class Runtime:
         if self.host is None:
             return
         given, share = self.settings, self.settings.placement.fraction
-        before = self._host_bytes
+        own = 0
         for buffer in buffers:
             size, ranks = sum(b.param_data.numel() for b in buffer.buckets), buffer.data_parallel_group.size()
             own_master = buffer.param_dtype is torch.float32
             each = 4 * (2 + (not own_master)) * (given.stage == 3 or not own_master)  # moments and masters
             gradients = given.stage >= 2 or not (own_master or self.backend.copies_block)
             each += 4 * gradients + (given.stage == 3) * buffer.param_dtype.itemsize
-            self._host_bytes += int(each * size * share) // ranks
-        weakref.finalize(ddp, self._leave_host, self._host_bytes - before).atexit = False
+            own += int(each * size * share) // ranks
+        self._host_bytes[ddp] = own
+        needed = sum(self._host_bytes.values())
         free, ranks = host_memory.available(), host_memory.ranks_here()
         limits = {"--chunk-host-memory-gib": given.host_limit_bytes}
         limits[f"what the host has free, for {ranks} ranks"] = None if free is None else free // ranks
         for what, limit in limits.items():
-            if limit is not None and self._host_bytes > limit:
+            if limit is not None and needed > limit:
                 raise HostMemoryError(
-                    f"--placement-policy {given.placement.policy}: the chunks of this rank need {self._host_bytes} "
-                    f"bytes of host memory ({self._host_bytes / 2**30:.2f} GiB); {what}: {limit} bytes. Use more "
+                    f"--placement-policy {given.placement.policy}: the chunks of this rank need {needed} "
+                    f"bytes of host memory ({needed / 2**30:.2f} GiB); {what}: {limit} bytes. Use more "
                     "data-parallel ranks, --placement-policy static with a smaller share, or device"
                 )
 
@@ -181,21 +182,18 @@ class Runtime:
 
     def rest(self, chunks: Iterable[HostChunk]) -> None:
         """These rest on the host, with their optimizer's states, as long as that keeps them; in the order of use."""
-        self._resting += map(weakref.ref, chunks)
+        self._resting.update(dict.fromkeys(chunks))
 
     @property
     def resting(self) -> list[HostChunk]:
         """Those that are still there."""
-        return [one for one in (ref() for ref in self._resting) if one is not None]
-
-    def _leave_host(self, nbytes: int) -> None:
-        self._host_bytes -= nbytes
+        return list(self._resting)
 
     def add(self, ddp: object, chunks: BucketChunks) -> None:
         """`chunks` are those of `ddp`; with it they go."""
         self._models.add(chunks)
         if chunks.stage == 3:
-            self._new.append(weakref.ref(chunks))
+            self._new[chunks] = None
             self.gathering.prepare(self._before_any_pass)
         weakref.finalize(ddp, _remove, self.gathering, chunks.chunks).atexit = False
 
@@ -226,16 +224,15 @@ class Runtime:
         Only what is called counts: the others may be there on some ranks and gone on others.
         """
         self.gathering.prepare(self._before_any_pass)  # again, if this raises or others wait
-        models = [one for one in (reference() for reference in self._new) if one is not None]
-        called = [one for one in models if not set(needed).isdisjoint(one.chunks)]
-        waiting = [weakref.ref(one) for one in models if one not in called]
+        called = [one for one in list(self._new) if not set(needed).isdisjoint(one.chunks)]
         before = self.gathering.budget
         self._settle_budget(called)
         after = self.gathering.budget
         if self.settings.placement.budget is None and before is not None and after is not None:
             self.gathering.budget = max(before, after)
-        self._new = waiting
-        if not waiting:
+        for one in called:
+            del self._new[one]
+        if not self._new:
             self.gathering.prepare(None)
 
     def _settle_budget(self, models: Sequence[BucketChunks], *unused: object) -> None:

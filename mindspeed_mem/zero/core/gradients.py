@@ -28,8 +28,7 @@ class GradientShards:
         chunks: each has a whole `grad`.
         reduce: starts to reduce a chunk's whole gradient, so that this rank's part of it holds the result; returns what
             to wait for, or None if it is done.
-        order: records and repeats the order of reductions among uses of chunks; None: all ranks are known to complete
-            chunks in the same order.
+        order: records and repeats the order of reductions among uses of chunks.
         at_end: parameters whose gradient may come in several parts in one backward; their chunks are reduced at the
             end of the step.
     """
@@ -38,7 +37,7 @@ class GradientShards:
         self,
         chunks: Iterable[Chunk],
         reduce: Callable[[Chunk], Waitable | None],
-        order: UseOrder | None = None,
+        order: UseOrder,
         at_end: Iterable[torch.nn.Parameter] = (),
     ) -> None:
         self._reduce, self._order = reduce, order
@@ -50,8 +49,7 @@ class GradientShards:
         self._to_reduce: dict[Chunk, None] = {}
         self._put_off: set[dist.ProcessGroup] = set()
         """Groups whose ranks do not complete chunks alike in this step: all that is left is reduced at its end."""
-        if order is not None:
-            order.reducers.update(dict.fromkeys(self._by_number, self))
+        order.reducers.update(dict.fromkeys(self._by_number, self))
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -83,7 +81,7 @@ class GradientShards:
         if chunk is None or not last:
             return
         self._ready[chunk].add(param)
-        if self.is_complete(chunk.index) and (self._order is None or self._order.complete(chunk.index)):
+        if self.is_complete(chunk.index) and self._order.complete(chunk.index):
             self._start(chunk, Act.REDUCE)
 
     def start(self, chunk: Chunk) -> None:
@@ -91,7 +89,7 @@ class GradientShards:
 
         All ranks call this for all chunks in the same order, after the step's last backward.
         """
-        if self._order is not None and chunk in self._to_reduce:
+        if chunk in self._to_reduce:
             self._order.last_call(chunk.index)
         if chunk in self._to_reduce:
             self._start(chunk, Act.REDUCE_LAST)
@@ -123,12 +121,11 @@ class GradientShards:
     # ---- inside
 
     def _start(self, chunk: Chunk, act: Act) -> None:
-        if self._order is not None:
-            put_off = act is Act.REDUCE and chunk.group in self._put_off
-            if put_off or not self._order.may_do(Intent(act, chunk.number_in_group), chunk.group, chunk.grad.device):
-                self._put_off.add(chunk.group)
-                return
-            self._order.reduction(chunk.index)
+        put_off = act is Act.REDUCE and chunk.group in self._put_off
+        if put_off or not self._order.may_do(Intent(act, chunk.number_in_group), chunk.group, chunk.grad.device):
+            self._put_off.add(chunk.group)
+            return
+        self._order.reduction(chunk.index)
         del self._to_reduce[chunk]
         self._ready[chunk].clear()
         self._finish()

@@ -90,7 +90,13 @@ class PlacedOptimizer:
         placed = self
 
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return placed._run(closure)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with torch.no_grad():
+                placed._step()
+            return loss
 
         ours = types.MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)
         optimizer.step = ours  # type: ignore[method-assign]  # of this object, as schedulers do it
@@ -114,15 +120,6 @@ class PlacedOptimizer:
             self._states.settle(param, self.optimizer.param_groups[index], self.place(param) is not Place.DEVICE)
 
     # ---- a step
-
-    def _run(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            self._step()
-        return loss
 
     def _step(self) -> None:
         resting: dict[Place, list[_Due]] = {Place.HOST: [], Place.SWAPPED: []}
