@@ -14,7 +14,7 @@ import time
 from mindspeed_mem.adaptive import Problem, Search
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import GIB
-from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
+from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "rope": True, "bias": False}
@@ -31,7 +31,7 @@ CASES = {
             kv_channels=128,
             **LLAMA,
         ),
-        Split(data=8, micro_batches=8, distributed_optimizer=True),
+        Degrees(data=8, micro_batches=8, distributed_optimizer=True),
         Machine(memory_bytes=80 * GIB, link_gbps=50),
     ),
     "70B shape, 80 layers, TP 8, 4 stages": (
@@ -46,7 +46,7 @@ CASES = {
             kv_channels=128,
             **LLAMA,
         ),
-        Split(tensor=8, pipeline=4, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
+        Degrees(tensor=8, pipeline=4, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
         Machine(memory_bytes=24 * GIB, link_gbps=25),
     ),
     "175B shape, 96 layers, TP 8, 8 stages": (
@@ -60,7 +60,7 @@ CASES = {
             num_query_groups=96,
             kv_channels=128,
         ),
-        Split(tensor=8, pipeline=8, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
+        Degrees(tensor=8, pipeline=8, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
         Machine(memory_bytes=28 * GIB, link_gbps=25),
     ),
     "the same, slow link, less memory": None,

@@ -17,7 +17,7 @@ from timing import machine
 import mindspeed_mem.megatron_adaptor as mem
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.device import get_backend
-from mindspeed_mem.device.ledger import Ledger
+from mindspeed_mem.device.ledger import DeviceLedger
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 
@@ -126,14 +126,14 @@ def device_bytes_at_peak(setting: Settings, name: str, step: Callable[[], Any]) 
             step()
             backend.synchronize()
             return backend.peak() - before
-        ledger = Ledger()
+        ledger = DeviceLedger()
         with _storages_that_shrink(ledger), ledger.watch():
             step()
         return ledger.peak
 
 
 @contextlib.contextmanager
-def _storages_that_shrink(ledger: Ledger) -> Iterator[None]:
+def _storages_that_shrink(ledger: DeviceLedger) -> Iterator[None]:
     """Megatron's selective recompute empties storages in place: let the ledger see that."""
     original = torch.UntypedStorage.resize_
 

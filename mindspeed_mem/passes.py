@@ -55,7 +55,7 @@ class ScheduleCall:
 Run = Callable[[ScheduleCall], Any]
 
 
-class Place(enum.IntEnum):
+class Precedence(enum.IntEnum):
     """Where a listener stands, the outermost first: it is told of a beginning before those further in, and of an end
     after them."""
 
@@ -80,7 +80,7 @@ class Place(enum.IntEnum):
 class Listener:
     """Is told of calls and passes; by default it does nothing. A part derives from it and joins `LISTENERS`."""
 
-    place: Place
+    precedence: Precedence
 
     def around_call(self, call: ScheduleCall, run: Run) -> Any:
         """In place of a call: ``run`` begins, runs and ends it for this listener and all further in, each time it is
@@ -116,7 +116,7 @@ LISTENERS: list[Listener] = []
 
 def listening() -> list[Listener]:
     """The listeners, the outermost first."""
-    return sorted(LISTENERS, key=lambda one: one.place)
+    return sorted(LISTENERS, key=lambda one: one.precedence)
 
 
 def run_call(call: ScheduleCall, loop: Run) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.engine import Engine
-from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patches import _agreement
 from mindspeed_mem.patching import join
 from mindspeed_mem.ranks import gather
@@ -28,7 +28,7 @@ _serial = count()
 
 
 class ActivationPasses(Listener):
-    place = Place.ACTIVATION
+    precedence = Precedence.ACTIVATION
 
     def __init__(self) -> None:
         self._engines: list[Engine | None] = []  # of the calls that run: a step may contain an evaluation

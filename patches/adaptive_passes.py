@@ -19,13 +19,13 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine, FollowsCalls
 from mindspeed_mem.adaptive.run.adaptation import Call, Ranks
-from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patches import _agreement
 from mindspeed_mem.patching import REGISTRY, join
 
 
 class AdaptivePasses(Listener):
-    place = Place.ADAPTIVE
+    precedence = Precedence.ADAPTIVE
 
     def __init__(self) -> None:
         self._following: list[FollowsCalls | None] = []  # of the calls that run: a step may contain an evaluation

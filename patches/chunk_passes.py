@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mindspeed_mem.passes import Listener, Place, Run, ScheduleCall
+from mindspeed_mem.passes import Listener, Precedence, Run, ScheduleCall
 from mindspeed_mem.patching import join
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.buffers.runtime import Runtime
@@ -22,7 +22,7 @@ def _followed(call: ScheduleCall) -> list[Any]:
 
 
 class ChunkPasses(Listener):
-    place = Place.CHUNKS
+    precedence = Precedence.CHUNKS
 
     def __init__(self) -> None:
         self._runtimes: list[Runtime | None] = []  # of the calls that run: a step may contain an evaluation

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patching import join
 
 _waiting: list[Callable[[], None]] = []
@@ -25,7 +25,7 @@ def forget() -> None:
 
 
 class FirstStep(Listener):
-    place = Place.FIRST_STEP
+    precedence = Precedence.FIRST_STEP
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
         if _waiting and completed and not call.forward_only:

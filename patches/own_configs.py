@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from mindspeed_mem import features
-from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patching import around, join
 
 _found: WeakKeyDictionary[nn.Module, features.Settings] = WeakKeyDictionary()
@@ -39,7 +39,7 @@ around("megatron.core.optimizer.muon:get_megatron_muon_optimizer", optional=True
 
 
 class OwnConfigs(Listener):
-    place = Place.OWN_CONFIGS
+    precedence = Precedence.OWN_CONFIGS
 
     def begin_call(self, call: ScheduleCall) -> None:
         settings = features.in_force()

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mem import features
-from mindspeed_mem.passes import BACKWARD, Listener, Pass, Place, Run, ScheduleCall
+from mindspeed_mem.passes import BACKWARD, Listener, Pass, Precedence, Run, ScheduleCall
 from mindspeed_mem.patching import around, join
 from mindspeed_mem.schedule import ScheduleError, executor, order, peak, problems, wires
 from mindspeed_mem.schedule.reductions import GradientReductions, ParameterGathers
@@ -62,7 +62,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 class CappedLoop(Listener):
-    place = Place.LOOP
+    precedence = Precedence.LOOP
 
     def around_call(self, call: ScheduleCall, run: Run) -> Any:
         if call.cap is None or call.forward_only:

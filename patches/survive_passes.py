@@ -23,7 +23,7 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.rerun import second_run
 from mindspeed_mem.activation.survive.step_retry import BeforeStep, RecordedIterator, forget_frames
 from mindspeed_mem.activation.survive.survival import NoRoomError, Survival
-from mindspeed_mem.passes import Listener, Place, Run, ScheduleCall
+from mindspeed_mem.passes import Listener, Precedence, Run, ScheduleCall
 from mindspeed_mem.patching import join
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def _survival() -> Survival | None:
 
 
 class SurvivePasses(Listener):
-    place = Place.SURVIVE
+    precedence = Precedence.SURVIVE
 
     def around_call(self, call: ScheduleCall, run: Run) -> Any:
         survival = _survival()

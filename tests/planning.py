@@ -7,9 +7,9 @@ from mindspeed_mem.adaptive.problem.definition import (
     Group,
     LayerClass,
     Link,
-    Operator,
     Part,
     Pipeline,
+    PlannedOperator,
     Problem,
     Stage,
 )
@@ -19,13 +19,13 @@ MB = 10**6
 LAYER = LayerClass(
     name="layer",
     operators=(
-        Operator(name=""),
-        Operator(name="norm", forward_seconds=0.01, backward_seconds=0.02),
-        Operator(name="qkv", forward_seconds=0.1, backward_seconds=0.2),
-        Operator(name="core", forward_seconds=0.05, backward_seconds=0.12),
-        Operator(name="up", forward_seconds=0.2, backward_seconds=0.4),
-        Operator(name="act", forward_seconds=0.02, backward_seconds=0.03),
-        Operator(name="down", forward_seconds=0.2, backward_seconds=0.4),
+        PlannedOperator(name=""),
+        PlannedOperator(name="norm", forward_seconds=0.01, backward_seconds=0.02),
+        PlannedOperator(name="qkv", forward_seconds=0.1, backward_seconds=0.2),
+        PlannedOperator(name="core", forward_seconds=0.05, backward_seconds=0.12),
+        PlannedOperator(name="up", forward_seconds=0.2, backward_seconds=0.4),
+        PlannedOperator(name="act", forward_seconds=0.02, backward_seconds=0.03),
+        PlannedOperator(name="down", forward_seconds=0.2, backward_seconds=0.4),
     ),
     groups=(
         Group(name="input", bytes=64 * MB, operators=("down",), used_by=("norm",), from_previous=True),
@@ -100,7 +100,7 @@ def small_problem(
 def tiny_class(sizes: list[int], seconds: list[float], needs: bool = True) -> LayerClass:
     """A layer of three groups, of MB and seconds to make again (0: impossible); forward takes 0.1 s an operator."""
     names = ("a", "b", "c")
-    operators = [Operator(name=name, forward_seconds=0.1, backward_seconds=0.2) for name in (*names, "end")]
+    operators = [PlannedOperator(name=name, forward_seconds=0.1, backward_seconds=0.2) for name in (*names, "end")]
     groups = [
         Group(
             name=name,

@@ -13,7 +13,7 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.passes import Passes, first_of
 from mindspeed_mem.activation.plan_in_force import PlanInForce
-from mindspeed_mem.activation.position import OUTSIDE, Position
+from mindspeed_mem.activation.position import NO_OPERATOR, Position
 from mindspeed_mem.activation.rerun import module_rerun
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun
 from mindspeed_mem.activation.rerun.tape import Tape
@@ -106,7 +106,7 @@ class OperatorRuns:
         """Run a function that may be compiled: nobody can look into it."""
         census = self._observation.counting
         if census is not None:
-            layer, path, inline = self._position.stack[-1] if self._position.stack else OUTSIDE
+            layer, path, inline = self._position.stack[-1] if self._position.stack else NO_OPERATOR
             return census.watch.run_fused((layer, path) if inline else None, call, args, kwargs)
         return self._second_runs.run_fused(call, args, kwargs)
 
@@ -178,7 +178,7 @@ class OperatorRuns:
         assert micro_batch is not None
         self._second_runs.stop_tape(depth)
         del stack[depth:]
-        layer, path, _ = stack[-1] if stack else OUTSIDE
+        layer, path, _ = stack[-1] if stack else NO_OPERATOR
         micro_batch.switch(layer, path, micro_batch.count)
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_mem.activation.rerun.second_run import Rerun
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 
-OUTSIDE = (-1, "", False)
+NO_OPERATOR = (-1, "", False)
 
 
 class Position:

@@ -20,7 +20,7 @@ from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import Tape
 from mindspeed_mem.activation.storage import marks, own_tensors
 from mindspeed_mem.activation.storage.ledger import LEDGER, Token
-from mindspeed_mem.activation.storage.micro_batch import OUTSIDE
+from mindspeed_mem.activation.storage.micro_batch import NO_OWNER
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import (
     DROPPED,
@@ -152,7 +152,7 @@ class SavedTensors:
         if not found.stays and storage.nbytes() and not found.static:
             record = self._record_of(tensor, storage, found)
             if record is None:
-                record = self._make((*OUTSIDE[:2], micro_batch.count), storage, tensor, found)
+                record = self._make((*NO_OWNER[:2], micro_batch.count), storage, tensor, found)
         handle = Handle(tensor, record)
         if record is not None:
             self._attach(handle, record, tensor)
@@ -213,7 +213,7 @@ class SavedTensors:
         if record.state in _AWAY:
             handle.let_go()
         elif record.state == KEPT:
-            distance = self._distance(record.layer, record.op, *OUTSIDE[:2])
+            distance = self._distance(record.layer, record.op, *NO_OWNER[:2])
             if distance is None:
                 distance = self._in_force.ahead(self._in_force.config.swap.default_prefetch, record.layer, record.op)
             micro_batch.select(record, distance)
@@ -279,7 +279,7 @@ class SavedTensors:
         if found.static or not (storage.nbytes() or type(rerun) is ModuleRerun):
             found.keep()
             return None
-        owner = OUTSIDE if stays else micro_batch.owner_of(tensor)
+        owner = NO_OWNER if stays else micro_batch.owner_of(tensor)
         if self._observation.counting is not None:
             self._observation.counting.add(owner, (layer, op, micro_batch.count), tensor, storage)
         made_here = rerun is not None and not stays and rerun.made(storage, owner)

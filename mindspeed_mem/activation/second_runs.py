@@ -19,7 +19,7 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.module_rerun import TAKE_OUT, ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import MANAGED, Tape
-from mindspeed_mem.activation.rerun.trial import Operator, Trial, Trials, in_managed_memory
+from mindspeed_mem.activation.rerun.trial import Trial, Trials, TriedOperator, in_managed_memory
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
@@ -48,7 +48,9 @@ class SecondRuns:
         self._tried, self._judged, self._ran = {}, set(), set()
 
     # ---- which operators
-    def operator(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, state: Any) -> Operator | None:
+    def operator(
+        self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, state: Any
+    ) -> TriedOperator | None:
         """What is known of the operator that is about to start, if it is to run again in backward."""
         if not self._wanted(layer, path):
             return None
@@ -103,7 +105,7 @@ class SecondRuns:
         args: tuple,
         kwargs: dict,
         begin: Callable[[], None],
-        of: Operator,
+        of: TriedOperator,
         state: Any = None,
     ) -> Any:
         """Run ``call`` as an operator to be recomputed. ``begin()`` starts it, once its inputs are held."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 
-class Measured(NamedTuple):
+class StagePeak(NamedTuple):
     """What one rank saw in a training call in which it swapped everything that its plan says, in bytes."""
 
     stage: int
@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     """The most passes that had run forward and not yet backward."""
 
 
-def passes_to_keep(mine: Measured, everyone: Sequence[Measured]) -> int:
+def passes_to_keep(mine: StagePeak, everyone: Sequence[StagePeak]) -> int:
     """How many passes in flight this rank may keep on the device without coming above the highest peak."""
     room = max(one.peak for one in everyone) - mine.peak
     if not mine.moved:
@@ -45,7 +45,7 @@ class StageBalance:
         """Passes that stayed, and all, in calls for which that was decided."""
         self._calls: Counter[Hashable] = Counter()
         self._kept: dict[Hashable, int] = {}
-        self._measured: dict[Hashable, Measured] = {}
+        self._measured: dict[Hashable, StagePeak] = {}
         self._key: Hashable = None
         self._away = self._moved = self._in_flight = 0
 
@@ -62,9 +62,9 @@ class StageBalance:
         self._in_flight = max(self._in_flight, in_flight)
 
     def end(self, stage: int, peak: int) -> None:
-        """The call has ended as it should; ``peak`` as in `Measured`."""
+        """The call has ended as it should; ``peak`` as in `StagePeak`."""
         if self._calls[self._key] == 2:
-            self._measured[self._key] = Measured(stage, peak, self._away, self._moved, self._in_flight)
+            self._measured[self._key] = StagePeak(stage, peak, self._away, self._moved, self._in_flight)
 
     def compare(self, gather: Callable[[Any], list]) -> list[str]:
         """Decide with all ranks. Returns what is to be logged, a line for each kind of outcome."""

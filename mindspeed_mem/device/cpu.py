@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from mindspeed_mem.device.base import AnyEvent, AnyStream, Backend, Event, Stream, check_copy, check_limit
-from mindspeed_mem.device.ledger import Ledger
+from mindspeed_mem.device.ledger import DeviceLedger
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 
 _STREAM = Stream("cpu", "cpu", side=False)
@@ -27,18 +27,18 @@ def why_absent() -> str | None:
 class HostBackend(Backend[AnyStream, AnyEvent]):
     """The host's memory as a device's; streams and events are a subclass's.
 
-    Device memory is what an attached `Ledger` or `LimitedMemory` counts; host buffers are numpy's: outside it.
+    Device memory is what an attached `DeviceLedger` or `LimitedMemory` counts; host buffers are numpy's: outside it.
     """
 
     tensor_type = "cpu"
     is_host = sums_float64 = fuses_adam = True
 
     def __init__(self) -> None:
-        self.ledger: Ledger | LimitedMemory | None = None
+        self.ledger: DeviceLedger | LimitedMemory | None = None
         self._own_memory: LimitedMemory | None = None  # attached by limit_memory
         self._unenforced: int | None = None
 
-    def attach_ledger(self, ledger: Ledger | LimitedMemory | None) -> None:
+    def attach_ledger(self, ledger: DeviceLedger | LimitedMemory | None) -> None:
         """Answer `allocated`, `peak` and `limit` from `ledger` from now on; None detaches it."""
         self.ledger = ledger
 
@@ -68,7 +68,7 @@ class HostBackend(Backend[AnyStream, AnyEvent]):
         """See `Backend.limit_memory`. Counted is what torch's CPU allocator hands out from the first call on.
 
         Where a C++ compiler is missing, there is one warning, and the limit is only the number that `limit` returns:
-        nothing is refused, and `allocated` stays None. A `Ledger` that is attached refuses nothing either.
+        nothing is refused, and `allocated` stays None. A `DeviceLedger` that is attached refuses nothing either.
         """
         check_limit(nbytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this host")
         self._unenforced = None

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 from mindspeed_mem.device.formulas import FormulaKeepingMode
 
 
-class Ledger:
+class DeviceLedger:
     """Bytes of the storages seen and still alive. A storage counts once, however many tensors view it.
 
     A storage's Python object lives as long as its memory, even when only autograd holds it, so that weak references
@@ -47,7 +47,7 @@ class Ledger:
             self.peak = self.allocated
 
     @contextmanager
-    def watch(self) -> Iterator[Ledger]:
+    def watch(self) -> Iterator[DeviceLedger]:
         """Count every CPU storage that an operator makes inside; parameters and other inputs made before stay out."""
         with _Watch(self):
             yield self
@@ -58,7 +58,7 @@ class Ledger:
 
 
 class _Watch(FormulaKeepingMode):
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: DeviceLedger) -> None:
         super().__init__()
         self._ledger = ledger
 

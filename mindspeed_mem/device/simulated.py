@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mindspeed_mem.device.base import Event, Stream, check_copy
 from mindspeed_mem.device.cpu import HostBackend
 from mindspeed_mem.device.formulas import FormulaKeepingMode
-from mindspeed_mem.device.ledger import Ledger, storages
+from mindspeed_mem.device.ledger import DeviceLedger, storages
 from mindspeed_mem.device.op_rules import written_arguments
 from mindspeed_mem.device.races import (
     COMPUTE,
@@ -96,7 +96,7 @@ class SimulatedBackend(HostBackend[SimulatedStream, SimulatedEvent]):
         self, *, check: bool = True, bandwidth: float = 10e9, latency: float = 1e-5, op_seconds: float = 1e-5
     ) -> None:
         super().__init__()
-        self.attach_ledger(Ledger())
+        self.attach_ledger(DeviceLedger())
         self.leave_out: set[str] = set()
         self.reasons: collections.Counter[str] = collections.Counter()
         self.faults: list[str] = []
@@ -276,7 +276,7 @@ class SimulatedBackend(HostBackend[SimulatedStream, SimulatedEvent]):
                 self._hand_out(self._current)
             owner = self._current if fresh else self._compute
             access = Access(storage.nbytes(), owner, allocated=dict(owner.clock) if fresh else {})
-            if isinstance(self.ledger, Ledger):
+            if isinstance(self.ledger, DeviceLedger):
                 self.ledger.see(storage)
             self._add(storage, access)
         return access

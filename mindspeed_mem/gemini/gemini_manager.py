@@ -13,7 +13,7 @@ from mindspeed_mem.gemini.launch import get_current_device
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 from mindspeed_mem.zero.core import hooks
 from mindspeed_mem.zero.core.gathering import Reading
-from mindspeed_mem.zero.core.passes import Passes
+from mindspeed_mem.zero.core.passes import PassesOverChunks
 from mindspeed_mem.zero.core.placement import POLICIES, last_share
 from mindspeed_mem.zero.plain.built_chunk import BuiltChunk
 
@@ -98,7 +98,9 @@ class GeminiManager:
         self.chunk_manager = chunk_manager
         self.gathering = chunk_manager.gathering
         self.gathering.ahead = max_prefetch
-        self._passes = Passes(self.gathering, None if gather_budget_mb is None else int(gather_budget_mb * 2**20))
+        self._passes = PassesOverChunks(
+            self.gathering, None if gather_budget_mb is None else int(gather_budget_mb * 2**20)
+        )
         self._movable: list[BuiltChunk] = []
         self.in_pass = False
 

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
-from mindspeed_mem.zero.plain.construction import Disguise, Recorder, Tape
+from mindspeed_mem.zero.plain.construction import Construction, Disguise, Recorder
 
 
 class lazy_init(contextlib.ContextDecorator):
@@ -45,7 +45,7 @@ class lazy_init(contextlib.ContextDecorator):
     def __enter__(self) -> lazy_init:
         if self._inside is not None:
             raise RuntimeError("lazy_init: this context is entered already; use a new one")
-        self._values, inside = InitialValues(Tape(), self.dtype), contextlib.ExitStack()
+        self._values, inside = InitialValues(Construction(), self.dtype), contextlib.ExitStack()
 
         def registered(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
             if tensor is not None:
@@ -87,7 +87,7 @@ _live: weakref.WeakSet[InitialValues] = weakref.WeakSet()
 class InitialValues:
     """What the tensors built in one context stand for. Lives as long as one of them that a module has."""
 
-    def __init__(self, tape: Tape, dtype: torch.dtype | None) -> None:
+    def __init__(self, tape: Construction, dtype: torch.dtype | None) -> None:
         self.tape, self._dtype = tape, dtype
         self._kept: list[weakref.ref[torch.Tensor]] = []
         _live.add(self)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem.optimizer_parallel.part import Part
+from mindspeed_mem.optimizer_parallel.part import OptimizerPart
 
 MESSAGE_BYTES = 64 * 2**20
 """Of what a rank receives at once, all ranks' parts together; sent and received take this and one rank's part more."""
@@ -87,7 +87,7 @@ class Exchange:
         self._key: tuple = ()
         self._messages: list[Message] = []
 
-    def plan(self, parts: Sequence[Part]) -> list[Message]:
+    def plan(self, parts: Sequence[OptimizerPart]) -> list[Message]:
         """The messages of `spread`, which stay the same as long as the parts do."""
         key = tuple(map(id, parts))
         if key != self._key:
@@ -97,7 +97,7 @@ class Exchange:
             self._key = key
         return self._messages
 
-    def spread(self, parts: Sequence[Part]) -> None:
+    def spread(self, parts: Sequence[OptimizerPart]) -> None:
         """Bring every rank's pieces into the targets of all ranks, rounded to the targets' dtype. Collective."""
         opened = [part.open() for part in parts]
         for part, flat in zip(parts, opened, strict=True):
@@ -122,7 +122,9 @@ class Exchange:
                 of += _places(segments, everyone[rank * message.length : (rank + 1) * message.length])
         _copy(to, of)
 
-    def collect(self, part: Part, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def collect(
+        self, part: OptimizerPart, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor:
         """A tensor of which each rank has what `part` says, on all ranks. Collective.
 
         Args:

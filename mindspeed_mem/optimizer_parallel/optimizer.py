@@ -16,7 +16,7 @@ from mindspeed_mem.optimizer_kinds import settings_of_whole_group
 from mindspeed_mem.optimizer_parallel import state as states
 from mindspeed_mem.optimizer_parallel.assignment import Assignment, Size
 from mindspeed_mem.optimizer_parallel.exchange import MESSAGE_BYTES, Exchange
-from mindspeed_mem.optimizer_parallel.part import Part, memory_order
+from mindspeed_mem.optimizer_parallel.part import OptimizerPart, memory_order
 from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError, problems
 from mindspeed_mem.ranks import gather
 
@@ -80,14 +80,14 @@ class ParallelOptimizer(torch.optim.Optimizer):
         self.exchange = Exchange(process_group, message_bytes)
         self._trained = Assignment(mode, self.exchange.ranks)
         self._frozen = Assignment(mode, self.exchange.ranks)
-        self._parts: list[list[Part]] = []
+        self._parts: list[list[OptimizerPart]] = []
         # The same groups, not copies: who changes a learning rate in one changes it in the other.
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self._divide(masters or {})
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OptimizerPart]:
         """Of all parameters, in the order of ``param_groups``."""
         return [part for parts in self._parts for part in parts]
 
@@ -238,7 +238,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
             indices = [index for index, one in enumerate(trains) if one == wanted]
             sizes = [_size(parameters[index]) for index in indices]
             ranges |= dict(zip(indices, assignment.assign(sizes), strict=True))
-        made = iter([Part(p, ranges[i], self.exchange.rank, targets[i]) for i, p in enumerate(parameters)])
+        made = iter([OptimizerPart(p, ranges[i], self.exchange.rank, targets[i]) for i, p in enumerate(parameters)])
         for group in new:
             self._parts.append([next(made) for _ in group["params"]])
             for part in self._parts[-1]:

@@ -7,7 +7,7 @@ import torch
 from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError
 
 
-class Part:
+class OptimizerPart:
     """A parameter, who updates which of its elements, and the `piece` of this rank, which its optimizer gets to see.
 
     Without a master, `parameter` is the model's. The piece is the parameter itself if it belongs to this rank whole,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mindspeed_mem.optimizer_parallel.exchange import Exchange
-from mindspeed_mem.optimizer_parallel.part import Part
+from mindspeed_mem.optimizer_parallel.part import OptimizerPart
 from mindspeed_mem.ranks import gather
 
 
@@ -25,7 +25,7 @@ class _Tensor(NamedTuple):
     dtype: torch.dtype
 
 
-def cut(state: Mapping[Any, Any], part: Part) -> dict[Any, Any]:
+def cut(state: Mapping[Any, Any], part: OptimizerPart) -> dict[Any, Any]:
     """This rank's part of a parameter's state; shares no memory with `state`."""
     found = {}
     for key, value in state.items():
@@ -43,7 +43,9 @@ def cut(state: Mapping[Any, Any], part: Part) -> dict[Any, Any]:
     return found
 
 
-def whole(states: Mapping[torch.Tensor, Any], parts: Sequence[Part], exchange: Exchange, keep: bool) -> dict[int, dict]:
+def whole(
+    states: Mapping[torch.Tensor, Any], parts: Sequence[OptimizerPart], exchange: Exchange, keep: bool
+) -> dict[int, dict]:
     """The states of all parameters by their index, with tensors on the host, one at a time. Collective.
 
     ``keep``: whether this rank gets them; if not, its result is empty.
@@ -72,7 +74,7 @@ def whole(states: Mapping[torch.Tensor, Any], parts: Sequence[Part], exchange: E
     return found
 
 
-def _describe(value: Any, part: Part) -> Any:
+def _describe(value: Any, part: OptimizerPart) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     of_piece = part.piece is not None and value.shape == part.piece.shape

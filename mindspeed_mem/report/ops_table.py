@@ -21,7 +21,7 @@ MiB per micro-batch and rank; each storage counted once, views of it included.
   FLOPs:    what its second run computes, of its layer's forward (matrix products in torch's operations)"""
 
 
-class Storage(TypedDict):
+class StorageRow(TypedDict):
     """One storage kept for backward, as the census counts it."""
 
     layer: int
@@ -32,7 +32,7 @@ class Storage(TypedDict):
     """Layer and operator."""
 
 
-class Choice(TypedDict):
+class ChoiceRow(TypedDict):
     """One operator that ran."""
 
     layer: int
@@ -46,11 +46,11 @@ class Choice(TypedDict):
 
 
 def format_operators(
-    storages: Sequence[Storage],
+    storages: Sequence[StorageRow],
     operators: Mapping[int, Sequence[str]],
     classes: Mapping[int, str],
     names: Callable[[str], Sequence[str]],
-    choices: Sequence[Choice] = (),
+    choices: Sequence[ChoiceRow] = (),
 ) -> str:
     """A text with one table for each class of layers that are alike.
 
@@ -84,9 +84,9 @@ def format_operators(
 def _rows(
     layer: int,
     operators: Sequence[str],
-    storages: Sequence[Storage],
+    storages: Sequence[StorageRow],
     names: Callable[[str], Sequence[str]],
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, ChoiceRow],
 ) -> tuple:
     used = [op for one in storages for at, op in [*one["saved_by"], (one["layer"], one["op"])] if at == layer]
     rows = []
@@ -140,7 +140,7 @@ def _other_name(op: str, parent: str, names: Callable[[str], Sequence[str]]) -> 
     return "" if name == op.removeprefix(parent) else name
 
 
-def _recompute(choice: Choice | None, layer: Choice | None) -> tuple[str, str]:
+def _recompute(choice: ChoiceRow | None, layer: ChoiceRow | None) -> tuple[str, str]:
     if choice is None or choice["frees"] <= 0:
         return "-", "-"
     if not layer or not layer["forward"]:

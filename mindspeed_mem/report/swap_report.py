@@ -14,7 +14,7 @@ _OF_PLANS = (
 )
 
 
-class SecondRuns(TypedDict):
+class SecondRunsRow(TypedDict):
     """Of one operator of one layer."""
 
     layer: int
@@ -58,7 +58,7 @@ class RankFigures(_More):
     passes_kept: int
     passes: int
     recomputed_bytes: int
-    recomputed_by_operator: list[SecondRuns]
+    recomputed_by_operator: list[SecondRunsRow]
     pinned: list[Pin]
     swaps: bool
     recomputes: bool
@@ -100,7 +100,7 @@ def format_report(ranks: Sequence[RankFigures]) -> str:
 
 def _second_runs(ranks: Sequence[RankFigures]) -> list[str]:
     """One line per operator, its layers and all ranks together."""
-    found: dict[str, list[SecondRuns]] = {}
+    found: dict[str, list[SecondRunsRow]] = {}
     for row in ranks:
         for one in row["recomputed_by_operator"]:
             found.setdefault(one["op"], []).append(one)

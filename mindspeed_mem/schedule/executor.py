@@ -1,6 +1,6 @@
 """Runs one stage's part of an order of passes: any order that `simulate` brings to its end.
 
-It knows passes, callables that run them, and `Wires` that carry results between stages. Receives are asked for one
+It knows passes, callables that run them, and `Carrier` that carry results between stages. Receives are asked for one
 pass ahead, so that data travel while a stage computes; nothing but arrivals is waited for, as in `simulate`.
 
 [Note: when a send is done] gloo and NCCL may complete a send only after its receiver has asked for it. Waiting for that
@@ -27,7 +27,7 @@ class Pending(Protocol):
         """Until it is done; a receive returns what arrived."""
 
 
-class Wires(Protocol):
+class Carrier(Protocol):
     """Carries results between this stage and its neighbours; for each direction and sender, first in, first out."""
 
     def send(self, direction: str, receiver: int, value: Any) -> Pending:
@@ -41,7 +41,7 @@ def run(
     orders: Sequence[Sequence[Pass]],
     stage: int,
     virtual_stages: int,
-    wires: Wires,
+    wires: Carrier,
     *,
     forward: Callable[[int | None, int, Any], Any],
     backward: Callable[[int | None, int, Any, Any, Any], Any],
@@ -91,7 +91,7 @@ class _Mail:
         orders: Sequence[Sequence[Pass]],
         stage: int,
         virtual_stages: int,
-        wires: Wires,
+        wires: Carrier,
         release: Callable[[Any], object],
     ) -> None:
         self._sizes = stage, len(orders), virtual_stages

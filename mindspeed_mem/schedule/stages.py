@@ -14,7 +14,7 @@ from mindspeed_mem.schedule.checks import ScheduleError
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerSplit:
     """The layers of a model in parts."""
 
     counts: tuple[int, ...]
@@ -41,7 +41,7 @@ def split(
     stages: int,
     virtual_stages: int | None = None,
     mtp_layers: int = 0,
-) -> Split:
+) -> LayerSplit:
     """What `entries` say: the layers of each part or, if they cannot be that, the part of each layer.
 
     `virtual_stages` None: not known, so that the number of counts tells it; parts of layers are then stages. Where
@@ -51,10 +51,10 @@ def split(
     parts = stages * (virtual_stages or 1)
     wrong = _as_counts(entries, num_layers, stages, virtual_stages)
     if not wrong:
-        return Split(tuple(entries), stages, mtp_layers)
+        return LayerSplit(tuple(entries), stages, mtp_layers)
     wrong_too = _as_parts(entries, num_layers, parts)
     if not wrong_too:
-        return Split(tuple(entries.count(part) for part in range(parts)), stages, mtp_layers)
+        return LayerSplit(tuple(entries.count(part) for part in range(parts)), stages, mtp_layers)
     what = "pipeline stage" if (virtual_stages or 1) == 1 else "chunk (of all stages the first, then the second)"
     raise ScheduleError(
         f"--pipeline-stages: got {','.join(map(str, entries))} for {num_layers} layers on "

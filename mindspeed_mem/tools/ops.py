@@ -82,10 +82,10 @@ def _print_and_leave() -> NoReturn:
 def _merged(everyone: list[tuple[Any, ...]]) -> str:
     """Each layer as the first rank sees it that has it: data and tensor parallel ranks hold the same operators."""
     from mindspeed_mem.plan import llama_names
-    from mindspeed_mem.report.ops_table import Choice, Storage, format_operators
+    from mindspeed_mem.report.ops_table import ChoiceRow, StorageRow, format_operators
 
-    storages: list[Storage] = []
-    choices: list[Choice] = []
+    storages: list[StorageRow] = []
+    choices: list[ChoiceRow] = []
     operators: dict[int, list[str]] = {}
     classes: dict[int, str] = {}
     for rows, again, tree, labels in everyone:

@@ -14,7 +14,7 @@ from mindspeed_mem import output, requirements
 from mindspeed_mem.adaptive.problem import from_shape, profile_file
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.problem.devices import ASSUMED, DEVICES, assumptions, reached
-from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
+from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search import plan_picture, plan_table
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
@@ -133,7 +133,7 @@ def _reserve(request: Request, profile: profile_file.Profile, device_bytes: int)
         name: profile.shapes.get(name) for name in ("tensor", "data", "context")
     }
     sizes = {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
-    return of_device(device_bytes, Split(**sizes).groups)
+    return of_device(device_bytes, Degrees(**sizes).groups)
 
 
 def _plan(given: argparse.Namespace, profile: profile_file.Profile, reserve: Reserve | None) -> int:
@@ -227,7 +227,7 @@ def _read(given: argparse.Namespace) -> Request:
     return request
 
 
-def _estimated(shape: Shape, split: Split, machine: Machine, assumed: str | None) -> profile_file.Profile:
+def _estimated(shape: Shape, split: Degrees, machine: Machine, assumed: str | None) -> profile_file.Profile:
     """A profile by formula. `assumed`: what a device's name was taken for."""
     return profile_file.Profile(
         problem=from_shape.problem(shape, split, machine),
@@ -257,7 +257,7 @@ def _by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
     return assumed
 
 
-def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Split, Machine] | None:
+def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Degrees, Machine] | None:
     """Model, split and machine that the options describe; None where too much is missing or wrong."""
     wrong = request.wrong
     needed = (*_NEEDED, "device_memory_gib")
@@ -308,7 +308,7 @@ def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Spli
     return shape, split, machine
 
 
-def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], wrong: list[str]) -> Split:
+def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], wrong: list[str]) -> Degrees:
     tensor, pipeline = numbers.get("tensor_model_parallel_size", 1), numbers.get("pipeline_model_parallel_size", 1)
     data, per_part = numbers.get("data_parallel_size", 1), numbers.get("num_layers_per_virtual_pipeline_stage")
     virtual, micro_batches = 1, 1
@@ -329,7 +329,7 @@ def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], 
     else:
         micro_batches = batch // each
         wrong += schedule_problems(pipeline, virtual, micro_batches)
-    return Split(
+    return Degrees(
         tensor=tensor,
         pipeline=pipeline,
         virtual=virtual,

@@ -117,12 +117,12 @@ def plan_of(kind: Any, group: Any, letter: str) -> dict[str, Any]:
 def test_bytes_are_those_of_the_census_and_what_is_freed_is_that_of_the_ledger(case):
     from mindspeed_mem.adaptive.problem.from_shape import layer_class
     from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes
-    from mindspeed_mem.adaptive.problem.shape import Machine, Split
+    from mindspeed_mem.adaptive.problem.shape import Degrees, Machine
     from mindspeed_mem.plan.operators import INPUT
 
     shape = shape_of(case)
-    sizes = layer_bytes(shape, Split())
-    kind = layer_class(shape, Split(), Machine(memory_bytes=1))
+    sizes = layer_bytes(shape, Degrees())
+    kind = layer_class(shape, Degrees(), Machine(memory_bytes=1))
     plans = {f"{group.name} S": plan_of(kind, group, "S") for group in kind.groups}
     again = [group for group in kind.groups if group.recompute_seconds is not None]
     plans |= {f"{group.name} R": plan_of(kind, group, "R") for group in again}

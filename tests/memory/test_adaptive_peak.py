@@ -20,13 +20,13 @@ def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
     from mindspeed_mem.adaptive import Plan, StagePlan
     from mindspeed_mem.adaptive.problem import from_shape
     from mindspeed_mem.adaptive.problem.layer_bytes import stream_bytes
-    from mindspeed_mem.adaptive.problem.shape import Machine, Split
+    from mindspeed_mem.adaptive.problem.shape import Degrees, Machine
     from mindspeed_mem.adaptive.search.hill_climb import is_valid
 
     shape = dataclasses.replace(shape_of(CASE), num_layers=LAYERS)
-    problem = from_shape.problem(shape, Split(), Machine(memory_bytes=10**12))
+    problem = from_shape.problem(shape, Degrees(), Machine(memory_bytes=10**12))
     [kind] = problem.classes
-    stream = stream_bytes(shape, Split())
+    stream = stream_bytes(shape, Degrees())
     after = Outside(bytes=stream + 2 * 2 * shape.tokens + head)  # the final norm's input and statistics
     part = dataclasses.replace(problem.stages[0].parts[0], before=Outside(bytes=stream), after=after)
     stage = dataclasses.replace(problem.stages[0], parts=(part,), static_bytes=0, temporary_bytes=0)

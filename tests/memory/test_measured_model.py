@@ -91,7 +91,7 @@ def observed_class(case: str) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_groups_are_those_that_are_estimated_from_the_shape(case):
     from mindspeed_mem.adaptive.problem.from_shape import layer_class
-    from mindspeed_mem.adaptive.problem.shape import Machine, Split
+    from mindspeed_mem.adaptive.problem.shape import Degrees, Machine
 
     def groups(kind: Any) -> dict[str, tuple]:
         return {
@@ -106,7 +106,7 @@ def test_groups_are_those_that_are_estimated_from_the_shape(case):
         }
 
     [(observed,)] = on_ranks(1, observed_class, case)
-    estimated = layer_class(shape_of(case), Split(), Machine(memory_bytes=1))
+    estimated = layer_class(shape_of(case), Degrees(), Machine(memory_bytes=1))
     assert observed.name == "layers 0-2"
     assert list(observed.index) == list(estimated.index)
     assert observed.input_bytes == estimated.input_bytes

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_mem.activation.stage_balance import Measured, StageBalance, passes_to_keep
+from mindspeed_mem.activation.stage_balance import StageBalance, StagePeak, passes_to_keep
 from tests.swap_runs import entry, op
 from tests.worlds import on_ranks, parallel
 
@@ -130,7 +130,7 @@ def test_a_step_that_failed_on_one_rank_leaves_nobody_waiting():
 
 @given(st.lists(st.tuples(*[st.integers(0, 1000)] * 4), min_size=1, max_size=8))
 def test_no_rank_comes_above_the_highest(rows):
-    ranks = [Measured(stage, *row) for stage, row in enumerate(rows)]
+    ranks = [StagePeak(stage, *row) for stage, row in enumerate(rows)]
     highest = max(rank.peak for rank in ranks)
     for rank in ranks:
         keep = passes_to_keep(rank, ranks)
@@ -148,7 +148,7 @@ def test_a_place_is_left_to_passes_whose_backward_comes_next():
 
 
 def test_what_is_said_names_the_stages():
-    ranks = [Measured(0, 90, 300, 30, 3), Measured(1, 60, 240, 30, 2), Measured(2, 50, 30, 30, 1)]
+    ranks = [StagePeak(0, 90, 300, 30, 3), StagePeak(1, 60, 240, 30, 2), StagePeak(2, 50, 30, 30, 1)]
     residency = StageBalance()
     for call in range(3):
         assert residency.begin("steps of one kind") == (call == 2)

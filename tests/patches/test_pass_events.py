@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from mindspeed_mem.passes import BACKWARD, FORWARD, LISTENERS, Listener, Place
+from mindspeed_mem.passes import BACKWARD, FORWARD, LISTENERS, Listener, Precedence
 from tests.worlds import applied, on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -16,41 +16,41 @@ class Told(Listener):
     """Writes down what it is told of passes and calls, under a name."""
 
     def __init__(self, place, log):
-        self.place, self.log = place, log
+        self.precedence, self.log = place, log
         self.outputs = {}
 
     def begin_call(self, call):
         self.call, self.ran = call, []
-        self.log.append((self.place.name, "begins"))
+        self.log.append((self.precedence.name, "begins"))
 
     def end_call(self, call, completed):
-        self.log.append((self.place.name, "ends", completed))
+        self.log.append((self.precedence.name, "ends", completed))
 
     @contextlib.contextmanager
     def during_forward(self):
-        self.log.append((self.place.name, "enters"))
+        self.log.append((self.precedence.name, "enters"))
         try:
             yield
         finally:
-            self.log.append((self.place.name, "leaves"))
+            self.log.append((self.precedence.name, "leaves"))
 
     def begin_forward(self, micro_batch, model_chunk):
         self.now = micro_batch, model_chunk
         self.ran.append((FORWARD, *self.now))
-        self.log.append((self.place.name, FORWARD))
+        self.log.append((self.precedence.name, FORWARD))
 
     def end_forward(self, output):
         output = output[0] if isinstance(output, list) else output
         self.outputs[id(output)] = output, self.now
-        self.log.append((self.place.name, FORWARD, "ends"))
+        self.log.append((self.precedence.name, FORWARD, "ends"))
 
     def begin_backward(self, output):
         output = output[0] if isinstance(output, list) else output
         self.ran.append((BACKWARD, *self.outputs.pop(id(output))[1]))
-        self.log.append((self.place.name, BACKWARD))
+        self.log.append((self.precedence.name, BACKWARD))
 
     def end_backward(self):
-        self.log.append((self.place.name, BACKWARD, "ends"))
+        self.log.append((self.precedence.name, BACKWARD, "ends"))
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def calls(layout, forward_only=False, **model):
     """Whether the passes that ran were those that the call tells, and what the call says of itself."""
     from tests.models import build_gpt, train_step
 
-    with parallel(**layout), told(Place.ACTIVATION) as ([one], _):
+    with parallel(**layout), told(Precedence.ACTIVATION) as ([one], _):
         chunks = build_gpt("dense", **model)
         train_step(chunks, micro_batches=4, micro_batch_size=1, forward_only=forward_only)
         call = one.call
@@ -109,7 +109,7 @@ def failing(where):
 
     with parallel():
         chunks = build_gpt("dense")
-        with told(Place.SURVIVE, Place.ACTIVATION) as (_, log):
+        with told(Precedence.SURVIVE, Precedence.ACTIVATION) as (_, log):
             with contextlib.nullcontext() if where is None else pytest.raises(ArithmeticError):
                 layer = chunks[0].module.decoder.layers[0].mlp
                 handle = layer.register_forward_hook(lambda _, __, out: (Fails.apply(out[0]), *out[1:]))

@@ -8,7 +8,7 @@ from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.checks import problems_of
 from mindspeed_mem.adaptive.problem.definition import GIB
 from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes
-from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
+from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 from mindspeed_mem.plan.operators import ATTENTION_ADD, CORE, FC1, INPUT, INPUT_NORM, QKV
 
@@ -27,7 +27,9 @@ MACHINE = Machine(memory_bytes=80 * GIB)
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA, dataclasses.replace(GPT, flash=False, fused=False)])
-@pytest.mark.parametrize("layout", [Split(micro_batches=4), Split(tensor=4, pipeline=4, virtual=2, micro_batches=8)])
+@pytest.mark.parametrize(
+    "layout", [Degrees(micro_batches=4), Degrees(tensor=4, pipeline=4, virtual=2, micro_batches=8)]
+)
 def test_a_problem_is_sound_and_full_recompute_costs_about_a_forward(shape, layout):
     problem = from_shape.problem(shape, layout, MACHINE)
     assert problems_of(problem) == [] and problem.num_layers == 16
@@ -38,7 +40,7 @@ def test_a_problem_is_sound_and_full_recompute_costs_about_a_forward(shape, layo
 
 def test_tensor_parallel_ranks_divide_what_they_compute_and_sequence_parallelism_the_rest():
     whole, split, both = (
-        layer_bytes(GPT, layout) for layout in (Split(), Split(tensor=4), Split(tensor=4, sequence_parallel=True))
+        layer_bytes(GPT, layout) for layout in (Degrees(), Degrees(tensor=4), Degrees(tensor=4, sequence_parallel=True))
     )
     for name in (QKV, CORE, FC1):
         assert whole[name] == 4 * split[name] == 4 * both[name]
@@ -48,7 +50,7 @@ def test_tensor_parallel_ranks_divide_what_they_compute_and_sequence_parallelism
 
 def test_a_layer_keeps_17_sbh_with_flash_attention():
     unit = GPT.tokens * GPT.hidden_size * 2
-    sizes = layer_bytes(GPT, Split())
+    sizes = layer_bytes(GPT, Degrees())
     assert sum(sizes.values()) / unit == pytest.approx(16, abs=0.1)  # 2 sbh bf16 each, statistics aside
 
 
@@ -68,14 +70,15 @@ def test_activations_of_gpt_175b_are_those_of_megatrons_own_formula(dropout, exp
         attention_dropout=dropout,
         hidden_dropout=dropout,
     )
-    layout = Split(tensor=8, sequence_parallel=True)
+    layout = Degrees(tensor=8, sequence_parallel=True)
     sizes = layer_bytes(whole, layout)
     assert sum(sizes.values()) == pytest.approx(whole.tokens * 12288 / 8 * expected, rel=1e-3)
 
 
 def test_flash_attention_keeps_no_mask_of_its_scores_but_the_residual_stream_does():
     plain, dropped = (
-        layer_bytes(dataclasses.replace(GPT, attention_dropout=on, hidden_dropout=on), Split()) for on in (False, True)
+        layer_bytes(dataclasses.replace(GPT, attention_dropout=on, hidden_dropout=on), Degrees())
+        for on in (False, True)
     )
     mask = GPT.tokens * GPT.hidden_size
     assert {name: dropped[name] - plain[name] for name in plain if dropped[name] != plain[name]} == {
@@ -84,7 +87,7 @@ def test_flash_attention_keeps_no_mask_of_its_scores_but_the_residual_stream_doe
     }
     problems = [
         from_shape.problem(
-            dataclasses.replace(GPT, hidden_dropout=on), Split(pipeline=2, virtual=2, micro_batches=4), MACHINE
+            dataclasses.replace(GPT, hidden_dropout=on), Degrees(pipeline=2, virtual=2, micro_batches=4), MACHINE
         )
         for on in (False, True)
     ]
@@ -95,9 +98,9 @@ def test_flash_attention_keeps_no_mask_of_its_scores_but_the_residual_stream_doe
 
 def test_context_parallel_ranks_split_the_tokens_and_the_states():
     machine = dataclasses.replace(MACHINE, tensor_gbps=1e4)  # so that the ring is hidden
-    alone = from_shape.problem(GPT, Split(), machine)
+    alone = from_shape.problem(GPT, Degrees(), machine)
     split = dataclasses.replace(GPT, context=4)
-    four = from_shape.problem(split, Split(context=4, distributed_optimizer=True), machine)
+    four = from_shape.problem(split, Degrees(context=4, distributed_optimizer=True), machine)
     for one, other in zip(alone.classes[0].groups, four.classes[0].groups, strict=True):
         assert one.bytes == 4 * other.bytes
     assert alone.stages[0].static_bytes == 2 * four.stages[0].static_bytes
@@ -106,15 +109,15 @@ def test_context_parallel_ranks_split_the_tokens_and_the_states():
 
 
 def test_static_memory_is_18_bytes_a_parameter_or_less_with_a_distributed_optimizer():
-    alone = from_shape.problem(GPT, Split(), MACHINE).stages[0].static_bytes
-    shared = from_shape.problem(GPT, Split(data=4, distributed_optimizer=True), MACHINE).stages[0].static_bytes
+    alone = from_shape.problem(GPT, Degrees(), MACHINE).stages[0].static_bytes
+    shared = from_shape.problem(GPT, Degrees(data=4, distributed_optimizer=True), MACHINE).stages[0].static_bytes
     parameters = 16 * GPT.layer_parameters + GPT.embedding_parameters
     assert (alone, shared) == (18 * parameters, 9 * parameters)
 
 
 def test_twice_the_speed_is_half_the_time():
     slow, fast = (
-        from_shape.problem(GPT, Split(micro_batches=2), dataclasses.replace(MACHINE, tflops=t, memory_gbps=m))
+        from_shape.problem(GPT, Degrees(micro_batches=2), dataclasses.replace(MACHINE, tflops=t, memory_gbps=m))
         for t, m in ((200, 1000), (400, 2000))
     )
     assert keep_all(slow).seconds == pytest.approx(2 * keep_all(fast).seconds)

@@ -7,7 +7,7 @@ import yaml
 from mindspeed_mem.adaptive import Plan, StagePlan
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import blocks
-from mindspeed_mem.adaptive.problem.shape import Machine, Shape, Split
+from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out
 from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config, sections
 from mindspeed_mem.adaptive.search.plan_table import LEGEND, grid
@@ -29,7 +29,7 @@ GPT = Shape(
 
 
 def gpt(**layout):
-    return from_shape.problem(GPT, Split(**layout), Machine(memory_bytes=1))
+    return from_shape.problem(GPT, Degrees(**layout), Machine(memory_bytes=1))
 
 
 def letters(**changes):

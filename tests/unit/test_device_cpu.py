@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_mem.device.cpu import CpuBackend
-from mindspeed_mem.device.ledger import Ledger
+from mindspeed_mem.device.ledger import DeviceLedger
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_memory_is_unknown_without_a_ledger(backend):
 
 
 def test_a_ledger_counts_storages_once_and_host_buffers_never(backend):
-    ledger = Ledger()
+    ledger = DeviceLedger()
     backend.attach_ledger(ledger)
     before = torch.zeros(256, dtype=torch.uint8)
     with ledger.watch():
@@ -114,7 +114,7 @@ def test_a_ledger_counts_storages_once_and_host_buffers_never(backend):
 
 
 def test_a_ledger_follows_what_only_autograd_holds():
-    ledger = Ledger()
+    ledger = DeviceLedger()
     weight = torch.ones(100, 100, requires_grad=True)
     with ledger.watch():
         out = (weight * 2).exp().sum()  # exp saves its result, the product is freed

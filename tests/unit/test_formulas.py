@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mindspeed_mem.device.ledger import Ledger
+from mindspeed_mem.device.ledger import DeviceLedger
 from mindspeed_mem.device.simulated import SimulatedBackend
 from tests.guarding import Sandbag, guarded, limited_memory, numbers
 
@@ -64,7 +64,7 @@ def _in_a_view(x):
 
 MODES = {
     "guard": lambda: guarded(Sandbag(None, pieces=0)),
-    "ledger": lambda: Ledger().watch(),
+    "ledger": lambda: DeviceLedger().watch(),
     "tracker": lambda: SimulatedBackend().tracker(),
 }
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mindspeed_mem import passes
-from mindspeed_mem.passes import Listener, Place, ScheduleCall
+from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 
 CALL = ScheduleCall(
     schedule="forward_backward_no_pipelining",
@@ -30,7 +30,7 @@ class Told(Listener):
     """Writes down what it is told."""
 
     def __init__(self, place, log, fails=""):
-        self.place, self.log, self.fails = place, log, fails
+        self.precedence, self.log, self.fails = place, log, fails
 
     def begin_call(self, call):
         self._note("begins", call.arguments["data_iterator"])
@@ -39,7 +39,7 @@ class Told(Listener):
         self._note("ends", completed)
 
     def _note(self, what, value):
-        self.log.append(f"{self.place.name} {what} {value}")
+        self.log.append(f"{self.precedence.name} {what} {value}")
         if self.fails == what:
             raise ValueError(what)
 
@@ -78,7 +78,7 @@ def run(monkeypatch):
 
 
 def test_the_order_is_that_of_the_places_not_of_joining(run):
-    result, log = run((Place.ACTIVATION, Told), (Place.FIRST_STEP, Told), (Place.CHUNKS, Told))
+    result, log = run((Precedence.ACTIVATION, Told), (Precedence.FIRST_STEP, Told), (Precedence.CHUNKS, Told))
     assert result == ["loss"]
     assert log == [
         "FIRST_STEP begins given",
@@ -92,26 +92,31 @@ def test_the_order_is_that_of_the_places_not_of_joining(run):
 
 
 def test_a_call_that_fails_ends_incomplete_for_all(run):
-    result, log = run((Place.CHUNKS, Told), (Place.ACTIVATION, Told), failures=1)
+    result, log = run((Precedence.CHUNKS, Told), (Precedence.ACTIVATION, Told), failures=1)
     assert result == "in the loop"
     assert log[2:] == ["runs given", "ACTIVATION ends False", "CHUNKS ends False"]
 
 
 def test_who_fails_to_begin_does_not_end_and_nobody_further_in_begins(run):
     result, log = run(
-        (Place.FIRST_STEP, Told), (Place.OWN_CONFIGS, Told), (Place.LOOP, Told), fails={Place.OWN_CONFIGS: "begins"}
+        (Precedence.FIRST_STEP, Told),
+        (Precedence.OWN_CONFIGS, Told),
+        (Precedence.LOOP, Told),
+        fails={Precedence.OWN_CONFIGS: "begins"},
     )
     assert result == "begins"
     assert log == ["FIRST_STEP begins given", "OWN_CONFIGS begins given", "FIRST_STEP ends False"]
 
 
 def test_a_failing_end_is_a_failed_call_for_those_further_out(run):
-    result, log = run((Place.CHUNKS, Told), (Place.ACTIVATION, Told), fails={Place.ACTIVATION: "ends"})
+    result, log = run((Precedence.CHUNKS, Told), (Precedence.ACTIVATION, Told), fails={Precedence.ACTIVATION: "ends"})
     assert result == "ends" and log[-2:] == ["ACTIVATION ends True", "CHUNKS ends False"]
 
 
 def test_a_call_that_runs_twice_begins_anew_further_in_only(run):
-    result, log = run((Place.ADAPTIVE, Told), (Place.SURVIVE, Twice), (Place.ACTIVATION, Told), failures=1)
+    result, log = run(
+        (Precedence.ADAPTIVE, Told), (Precedence.SURVIVE, Twice), (Precedence.ACTIVATION, Told), failures=1
+    )
     assert result == ["loss"]
     assert log == [
         "ADAPTIVE begins given",

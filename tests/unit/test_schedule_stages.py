@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from mindspeed_mem.schedule import ScheduleError
-from mindspeed_mem.schedule.stages import Split, describes, parts_of_layers, split
+from mindspeed_mem.schedule.stages import LayerSplit, describes, parts_of_layers, split
 
 
 @st.composite
@@ -16,7 +16,7 @@ def splits(draw):
     """Splits of at least one layer over 1-6 stages of 1-3 virtual stages, empty ones among them."""
     stages, virtual = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     counts = draw(st.lists(st.integers(0, 5), min_size=stages * virtual, max_size=stages * virtual).filter(any))
-    return Split(tuple(counts), stages, draw(st.integers(0, 2)))
+    return LayerSplit(tuple(counts), stages, draw(st.integers(0, 2)))
 
 
 @given(splits())
@@ -33,7 +33,7 @@ def test_counts_and_the_part_of_each_layer_say_the_same(case):
     assert tuple(by_layer.count(part) for part in range(len(case.counts))) == case.counts
     found = split(by_layer, len(by_layer), case.stages, case.virtual_stages, case.mtp_layers)
     as_counts = len(by_layer) == len(case.counts) and sum(by_layer) == len(by_layer)
-    assert found == (Split(by_layer, case.stages, case.mtp_layers) if as_counts else case)
+    assert found == (LayerSplit(by_layer, case.stages, case.mtp_layers) if as_counts else case)
 
 
 @given(splits())
@@ -78,10 +78,10 @@ def test_layouts():
 
 
 def test_what_fits_both_forms_is_counts():
-    assert split((1, 1, 1, 1), 4, 2) == Split((1, 1, 1, 1), 2)
-    assert split((0, 1, 1, 2), 4, 2, 2) == Split((0, 1, 1, 2), 2)
+    assert split((1, 1, 1, 1), 4, 2) == LayerSplit((1, 1, 1, 1), 2)
+    assert split((0, 1, 1, 2), 4, 2, 2) == LayerSplit((0, 1, 1, 2), 2)
     # ... and without virtual stages the stage of each layer
-    assert split((1, 1, 1, 1), 4, 2, 1) == Split((0, 4), 2)
+    assert split((1, 1, 1, 1), 4, 2, 1) == LayerSplit((0, 4), 2)
 
 
 @pytest.mark.parametrize(

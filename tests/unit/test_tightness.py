@@ -7,7 +7,7 @@ import torch
 
 from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
 from mindspeed_mem.device.cpu import CpuBackend
-from mindspeed_mem.device.ledger import Ledger
+from mindspeed_mem.device.ledger import DeviceLedger
 
 LIMIT = 1000 * 2**10
 
@@ -15,7 +15,7 @@ LIMIT = 1000 * 2**10
 @pytest.fixture
 def device():
     backend = CpuBackend()
-    ledger = Ledger()
+    ledger = DeviceLedger()
     ledger.limit = LIMIT
     backend.attach_ledger(ledger)
     return backend

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
-from mindspeed_mem.activation.rerun.state import Place, nearly_same, put_back, same_bits
+from mindspeed_mem.activation.rerun.state import Changeable, nearly_same, put_back, same_bits
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import (
@@ -105,7 +105,7 @@ class ModuleRerun(Rerun):
         hold: Callable[[torch.Tensor], Handle],
         state: Any = None,
         training: Sequence[tuple[torch.nn.Module, bool]] = (),
-        places: Mapping[Place, bool] | None = MappingProxyType({}),
+        places: Mapping[Changeable, bool] | None = MappingProxyType({}),
     ):
         """``call(*args, **kwargs)`` is about to run.
 
@@ -121,7 +121,7 @@ class ModuleRerun(Rerun):
         attributes = None if state is None else dict(vars(state))
         self.inputs: list[tuple[Handle, bool, dict[str, Any]]] | None = []
         self.training = training
-        self._then: list[tuple[Place, Any]] = []
+        self._then: list[tuple[Changeable, Any]] = []
         self._starts_with(places or {})
         self.untried = untried = Untried() if places is None else None
 
@@ -306,7 +306,7 @@ class ModuleRerun(Rerun):
         """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
         return self.untried is not None and any(leaf._version != version for leaf, version in self.untried.leaves)
 
-    def repeats(self, result: Any, places: Sequence[Place]) -> tuple[str, dict[Place, bool]]:
+    def repeats(self, result: Any, places: Sequence[Changeable]) -> tuple[str, dict[Changeable, bool]]:
         """Run it again at once, and compare what it returns (None: that is not made again) and what backward needs.
 
         Returns why it does not repeat itself (empty if it does), and those of ``places`` that the second run changed,
@@ -314,7 +314,7 @@ class ModuleRerun(Rerun):
         """
         assert self.untried is not None
         saved, leaves_then = self.untried.saved, self.untried.leaves
-        changed: dict[Place, bool] = {}
+        changed: dict[Changeable, bool] = {}
         index, nearly, otherwise = 0, False, False
 
         def compare(one: torch.Tensor | None, other: torch.Tensor | None) -> None:
@@ -362,12 +362,12 @@ class ModuleRerun(Rerun):
             why_not = "run again, it gives other values" + (f" (each run changes {names})" if names else "")
         return why_not, changed
 
-    def _starts_with(self, places: Mapping[Place, bool]) -> None:
+    def _starts_with(self, places: Mapping[Changeable, bool]) -> None:
         """What counts its runs may do something else after many: a second run finds what the first one found."""
         self._places = list(places)
         self._then = [(place, place.read()) for place, differs in places.items() if differs]
 
-    def settle(self, why_not: str, places: Mapping[Place, bool]) -> None:
+    def settle(self, why_not: str, places: Mapping[Changeable, bool]) -> None:
         """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""
         untried, self.untried = self.untried, None
         self.why_not = why_not

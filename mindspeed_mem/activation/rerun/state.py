@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NOT_LOOKED_INTO = (*_PLAIN, type, torch.Tensor, torch.nn.Module, torch.autograd.function.FunctionCtx)
 
 
-class Place(NamedTuple):
+class Changeable(NamedTuple):
     """Something that may change: how to read it, to write it, and to say whether two readings are the same.
 
     What lies in others is looked up in them each time: a program may put a new list, tensor or number there.
@@ -77,11 +77,11 @@ class Called:
             self.found[key] = code, frame.f_globals, held
 
 
-def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Place]:
+def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Changeable]:
     """What may change when these modules run: theirs, what ``state`` has, and what the functions name that ran."""
     found = [_PYTHON]
     if (numpy := sys.modules.get("numpy")) is not None:
-        found.append(Place("numpy's random", numpy.random.get_state, numpy.random.set_state, _equal))
+        found.append(Changeable("numpy's random", numpy.random.get_state, numpy.random.set_state, _equal))
     seen: set[int] = set()
     for root in modules:
         for path, module in root.named_modules():
@@ -101,7 +101,7 @@ def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) ->
 
 
 @contextlib.contextmanager
-def put_back(places: Sequence[Place], changed: dict[Place, bool] | None = None) -> Iterator[None]:
+def put_back(places: Sequence[Changeable], changed: dict[Changeable, bool] | None = None) -> Iterator[None]:
     """Afterwards these are as before. ``changed`` gets those that were not, and whether that is more than other
     objects of the same value."""
     before = [place.read() for place in places]
@@ -128,7 +128,7 @@ def _differs(now: Any, earlier: Any) -> bool:
     )
 
 
-def _visit(get: Callable[[], Any], name: str, found: list[Place], seen: set[int], depth: int) -> None:
+def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
     value = get()
     kind = type(value)
     if isinstance(value, (*_PLAIN, torch.nn.Module, type)) or id(value) in seen or depth > _DEPTH:
@@ -169,7 +169,7 @@ def _visit(get: Callable[[], Any], name: str, found: list[Place], seen: set[int]
         _attributes(get, name, found, seen, depth)
 
 
-def _attributes(get: Callable[[], Any], name: str, found: list[Place], seen: set[int], depth: int) -> None:
+def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
     owner, attributes = get(), partial(_vars, get)
     if id(owner) in seen or not (known := attributes()):
         return
@@ -200,7 +200,7 @@ def _vars(get: Callable[[], Any]) -> dict[str, Any] | None:
     return attributes_of(get())
 
 
-def _place(name: str, get: Callable[[], Any], read: Callable, write: Callable, same: Callable) -> Place:
+def _place(name: str, get: Callable[[], Any], read: Callable, write: Callable, same: Callable) -> Changeable:
     """What ``get()`` returns, as long as it is of the same type: what only one run had made is not missed."""
     kind = type(get())
 
@@ -213,10 +213,10 @@ def _place(name: str, get: Callable[[], Any], read: Callable, write: Callable, s
         if type(value) is kind and earlier is not None:
             write(value, earlier)
 
-    return Place(name, now, put, lambda one, other: one is None or other is None or same(one, other))
+    return Changeable(name, now, put, lambda one, other: one is None or other is None or same(one, other))
 
 
-def _container(get: Callable[[], Any], name: str) -> Place:
+def _container(get: Callable[[], Any], name: str) -> Changeable:
     kind = next(kind for kind in (dict, set, list) if kind is list or isinstance(get(), kind))
 
     def write(value: Any, earlier: Any) -> None:
@@ -237,11 +237,11 @@ def _container(get: Callable[[], Any], name: str) -> Place:
     return _place(name, get, kind, write, same)
 
 
-def _globals(names: dict[str, Any], keys: list[str]) -> Place:
+def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
     def same(now: dict, earlier: dict) -> bool:
         return all(_is(now[key], earlier[key]) for key in keys)
 
-    return Place(
+    return Changeable(
         f"{names.get('__name__')}.{keys[0]}", lambda: {key: names.get(key) for key in keys}, names.update, same
     )
 
@@ -268,7 +268,7 @@ def _equal(one: Any, other: Any) -> bool:
     return pickle.dumps(one) == pickle.dumps(other)
 
 
-_PYTHON = Place("Python's random", random.getstate, random.setstate, _equal)
+_PYTHON = Changeable("Python's random", random.getstate, random.setstate, _equal)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_MOST = 1 / 32  # coarse types: more is no rounding
 _AT_ONCE = 1 << 22  # elements: comparing takes memory, too

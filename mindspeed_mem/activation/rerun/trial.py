@@ -18,7 +18,7 @@ import torch
 from mindspeed_mem.activation.agreement import collectives_begun, highest
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
-from mindspeed_mem.activation.rerun.state import Called, Place, places_of
+from mindspeed_mem.activation.rerun.state import Called, Changeable, places_of
 from mindspeed_mem.activation.storage import marks
 
 _ELSEWHERE = "it does not repeat itself on another rank that runs its collectives"
@@ -28,11 +28,11 @@ class Verdict(NamedTuple):
     """What is known of an operator."""
 
     why_not: str
-    places: dict[Place, bool]
+    places: dict[Changeable, bool]
     """What it changes besides its result, to be put back after it has run again; and whether to another value."""
 
 
-class Operator:
+class TriedOperator:
     """What has been found of an operator, by the training flags of its modules: it may do more in training."""
 
     def __init__(self, call: Callable):
@@ -64,24 +64,24 @@ class Trials:
     """The operators that have run so far, as long as their modules live."""
 
     def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], Operator]] = weakref.WeakKeyDictionary()
-        self._others: dict[tuple[int, str], Operator] = {}  # functions
+        self._of: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], TriedOperator]] = weakref.WeakKeyDictionary()
+        self._others: dict[tuple[int, str], TriedOperator] = {}  # functions
 
-    def operator(self, layer: int, path: str, call: Callable, state: Any = None) -> Operator:
+    def operator(self, layer: int, path: str, call: Callable, state: Any = None) -> TriedOperator:
         owner = next(modules_of(call), state)
         known = self._others if owner is None else self._of.get(owner)
         if known is None:
             known = self._of[owner] = {}
         found = known.get((layer, path))
         if found is None:
-            found = known[layer, path] = Operator(call)
+            found = known[layer, path] = TriedOperator(call)
         return found
 
 
 class Trial(AbstractContextManager):
     """Around the first run of ``rerun``, then `settle`."""
 
-    def __init__(self, of: Operator, rerun: ModuleRerun, partners: Set[int], device_type: str):
+    def __init__(self, of: TriedOperator, rerun: ModuleRerun, partners: Set[int], device_type: str):
         self._of, self._rerun, self._partners, self._device_type = of, rerun, partners, device_type
         self._called = Called()
 
@@ -99,7 +99,7 @@ class Trial(AbstractContextManager):
         now = collectives_begun(self._partners)
         shared = [group for group, number in now.items() if number is None or number != self._begun.get(group)]
         why_not = rerun.why_not or ("it changes its input in place" if rerun.input_changed() else "")
-        places: dict[Place, bool] = {}
+        places: dict[Changeable, bool] = {}
         why_not = self._agreed(why_not, shared)
         if not why_not and not in_managed_memory(result):
             modules = list(modules_of(rerun.call))

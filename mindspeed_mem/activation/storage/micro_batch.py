@@ -18,7 +18,7 @@ import torch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owner, Record
 
-OUTSIDE = (-1, "", 0)  # layer, operator, number of what was allocated before this micro-batch's first operator
+NO_OWNER = (-1, "", 0)  # layer, operator, number of what was allocated before this micro-batch's first operator
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
 
@@ -62,9 +62,9 @@ class MicroBatch:
         base = tensor._base if tensor._base is not None else tensor
         node = base.grad_fn
         if node is None:
-            return OUTSIDE if base.requires_grad else self._running[-1]
+            return NO_OWNER if base.requires_grad else self._running[-1]
         position = bisect_right(self._bounds, node._sequence_nr()) - 1
-        return self._running[position] if position >= 0 else OUTSIDE
+        return self._running[position] if position >= 0 else NO_OWNER
 
     def saved_by(self, number: int) -> None:
         """Operator ``number`` saves one more tensor."""

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class PlannedOperator:
     """One operator of a layer, without those inside it; in the order in which they start forward."""
 
     name: str
@@ -61,7 +61,7 @@ class LayerClass:
     """Layers that are alike."""
 
     name: str
-    operators: tuple[Operator, ...]
+    operators: tuple[PlannedOperator, ...]
     groups: tuple[Group, ...]
     """What a group needs stands before it."""
     input_bytes: int = 0

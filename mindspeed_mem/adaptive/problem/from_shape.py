@@ -15,14 +15,14 @@ from mindspeed_mem.adaptive.problem.definition import (
     Group,
     LayerClass,
     Link,
-    Operator,
     Part,
     Pipeline,
+    PlannedOperator,
     Problem,
     Stage,
 )
 from mindspeed_mem.adaptive.problem.layer_bytes import layer_bytes, mask_bytes, norm_bytes, stream_bytes
-from mindspeed_mem.adaptive.problem.shape import ELEMENT, Machine, Shape, Split
+from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Machine, Shape
 from mindspeed_mem.plan import operators as op
 
 FLASH_FORWARD, FLASH_BACKWARD = 0.7, 0.6
@@ -32,7 +32,7 @@ LAYER = "layer"
 class Times:
     """Seconds of one layer's operators, forward and backward, for one micro-batch on one rank."""
 
-    def __init__(self, shape: Shape, split: Split, machine: Machine):
+    def __init__(self, shape: Shape, split: Degrees, machine: Machine):
         self.shape, self.split, self.machine = shape, split, machine
         tokens, tensor = shape.tokens, split.tensor
         stream = stream_bytes(shape, split)
@@ -81,14 +81,14 @@ class Times:
         return nbytes / (self.machine.memory_gbps * GB)
 
 
-def layer_class(shape: Shape, split: Split, machine: Machine) -> LayerClass:
+def layer_class(shape: Shape, split: Degrees, machine: Machine) -> LayerClass:
     """One decoder layer."""
     times, sizes = Times(shape, split, machine), layer_bytes(shape, split)
     stream = stream_bytes(shape, split)
     dense = [one for one in op.DENSE if not (shape.flash and op.within(one.path, op.CORE))]
     paths = [one.path for one in dense]
     seconds = [(name, times.forward.get(name, 0.0), times.backward.get(name, 0.0)) for name in ("", *paths)]
-    operators = [Operator(name=name, forward_seconds=f, backward_seconds=b) for name, f, b in seconds]
+    operators = [PlannedOperator(name=name, forward_seconds=f, backward_seconds=b) for name, f, b in seconds]
     given = Group(
         name=op.INPUT, bytes=sizes[op.INPUT], operators=(op.MLP_ADD,), used_by=(op.INPUT_NORM,), from_previous=True
     )
@@ -118,7 +118,7 @@ def layer_class(shape: Shape, split: Split, machine: Machine) -> LayerClass:
     return LayerClass(name=LAYER, operators=tuple(operators), groups=tuple(groups), input_bytes=stream)
 
 
-def problem(shape: Shape, split: Split, machine: Machine) -> Problem:
+def problem(shape: Shape, split: Degrees, machine: Machine) -> Problem:
     """The whole model: equal numbers of layers in all parts, the embedding in the first, head and loss in the last."""
     times, layer = Times(shape, split, machine), layer_class(shape, split, machine)
     return Problem(
@@ -131,7 +131,7 @@ def problem(shape: Shape, split: Split, machine: Machine) -> Problem:
     )
 
 
-def _stage(number: int, shape: Shape, split: Split, times: Times, layer: LayerClass) -> Stage:
+def _stage(number: int, shape: Shape, split: Degrees, times: Times, layer: LayerClass) -> Stage:
     first, last = number == 0, number == split.pipeline - 1
     parts = split.pipeline * split.virtual
     each = shape.num_layers // parts

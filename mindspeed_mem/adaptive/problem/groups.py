@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from mindspeed_mem.adaptive.problem.part_view import PartView, Storage
-from mindspeed_mem.adaptive.problem.recompute_sets import SecondRun, SecondRuns
+from mindspeed_mem.adaptive.problem.part_view import KeptStorage, PartView
+from mindspeed_mem.adaptive.problem.recompute_sets import RecomputeSets, SecondRun
 from mindspeed_mem.plan.operators import INPUT, within
 
 
@@ -51,7 +51,7 @@ class Grouping:
         containers = {op for op in kept if any(within(other, op) for other in kept)}
         merged = {op for op in containers if self._is_named(op) and self._is_one(op, kept)}
         self.fixed = {op for op in kept if (op in containers and op not in merged) or not self._is_named(op)}
-        self.groups: dict[str, list[Storage]] = {}
+        self.groups: dict[str, list[KeptStorage]] = {}
         self.operators: dict[str, list[str]] = {}
         self.inner: dict[str, set[str]] = {}
         for op in sorted(kept, key=lambda op: min(one.id for one in kept[op])):
@@ -62,12 +62,12 @@ class Grouping:
                 self.operators[name].append(outer)
             self.inner.setdefault(name, set()).add(op)
         producers = {op for some in self.operators.values() for op in some} | passed_on.keys()
-        self.runs = SecondRuns(view, layer, self.names, producers, self.fixed | passed_on.keys())
+        self.runs = RecomputeSets(view, layer, self.names, producers, self.fixed | passed_on.keys())
 
     def _is_named(self, op: str) -> bool:
         return op in self.seen and self.seen[op].named
 
-    def _is_one(self, op: str, kept: Mapping[str, list[Storage]]) -> bool:
+    def _is_one(self, op: str, kept: Mapping[str, list[KeptStorage]]) -> bool:
         """Whether an operator is one with all in it: see above."""
         inside = {name: one for name, one in self.seen.items() if within(name, op)}
         tops = [one for name, one in inside.items() if not any(within(name, other) for other in inside)]
@@ -142,7 +142,7 @@ class Grouping:
             swappable=not self._is_fixed(name),
         )
 
-    def _received(self) -> list[tuple[str, str | None, list[Storage]]]:
+    def _received(self) -> list[tuple[str, str | None, list[KeptStorage]]]:
         """What the layer before produced: name of the group, its producer, storages; the layer's input first."""
         view, layer = self.view, self.layer
         inputs = view.inputs(layer)
@@ -161,7 +161,7 @@ class Grouping:
         inside = any(within(other, op) for other in self.view.kept_of(before))
         return one is not None and one.named and not inside
 
-    def _users(self, storages: list[Storage]) -> tuple[str, ...]:
+    def _users(self, storages: list[KeptStorage]) -> tuple[str, ...]:
         users = {op for one in storages for layer, op in one.savers if layer == self.layer}
         return self._in_order(users)
 

@@ -23,11 +23,11 @@ or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two
 
 from __future__ import annotations
 
-from mindspeed_mem.adaptive.problem.shape import ELEMENT, Shape, Split
+from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Shape
 from mindspeed_mem.plan import operators as op
 
 
-def layer_bytes(shape: Shape, split: Split) -> dict[str, int]:
+def layer_bytes(shape: Shape, split: Degrees) -> dict[str, int]:
     """The bytes that each operator produces for backward, for one micro-batch on one rank; 0 for those that keep
     nothing. `INPUT` is what the layer before leaves: its output where backward keeps that, and its last mask."""
     tokens, tensor, norm = shape.tokens, split.tensor, norm_bytes(shape, split)
@@ -46,17 +46,17 @@ def layer_bytes(shape: Shape, split: Split) -> dict[str, int]:
     }
 
 
-def stream_bytes(shape: Shape, split: Split) -> int:
+def stream_bytes(shape: Shape, split: Degrees) -> int:
     """What one layer hands to the next."""
     return shape.tokens * shape.hidden_size * ELEMENT // _between(split)
 
 
-def mask_bytes(shape: Shape, split: Split) -> int:
+def mask_bytes(shape: Shape, split: Degrees) -> int:
     """What dropout keeps of the numbers that one layer hands to the next."""
     return stream_bytes(shape, split) // ELEMENT * shape.mask_element * shape.hidden_dropout
 
 
-def norm_bytes(shape: Shape, split: Split) -> int:
+def norm_bytes(shape: Shape, split: Degrees) -> int:
     """What a norm produces for backward: its output, statistics per token, and where no kernel does it in one, fp32
     tensors."""
     rows, output = shape.tokens // _between(split), stream_bytes(shape, split)
@@ -66,7 +66,7 @@ def norm_bytes(shape: Shape, split: Split) -> int:
     return output + rows * statistics * (ELEMENT if shape.cpu else 4)
 
 
-def _between(split: Split) -> int:
+def _between(split: Degrees) -> int:
     """How many ranks share what stands between the blocks."""
     return split.tensor if split.sequence_parallel else 1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import median
 
-from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Operator
+from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, PlannedOperator
 from mindspeed_mem.adaptive.problem.groups import Draft, Grouping, alike
 from mindspeed_mem.adaptive.problem.part_view import PartView
 from mindspeed_mem.plan.layers import in_words
@@ -67,7 +67,7 @@ class LayerClasses:
         return LayerClass(
             name=name,
             operators=tuple(
-                Operator(name=op, forward_seconds=forward[op], backward_seconds=backward[op]) for op in names
+                PlannedOperator(name=op, forward_seconds=forward[op], backward_seconds=backward[op]) for op in names
             ),
             groups=tuple(groups),
             input_bytes=given,

@@ -8,7 +8,7 @@ from mindspeed_mem.activation.observe.rank_profile import ChunkProfile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
+class KeptStorage:
     """One storage that an operator reads or makes."""
 
     id: int
@@ -47,7 +47,9 @@ class PartView:
         self.layers = tuple(sorted(profile.layers))
         savers = {row["id"]: frozenset((at, op) for at, op in row["saved_by"]) for row in profile.storages}
         self.storages = {
-            row["id"]: Storage(**{**row, "saved": row["id"] in savers, "savers": savers.get(row["id"], frozenset())})
+            row["id"]: KeptStorage(
+                **{**row, "saved": row["id"] in savers, "savers": savers.get(row["id"], frozenset())}
+            )
             for row in profile.dataflow["storages"]
         }
         self._operators: dict[int, dict[str, Observed]] = {}
@@ -70,15 +72,15 @@ class PartView:
         listed = dict.fromkeys(one.op for one in self.profile.operators if one.layer == layer)
         return tuple(listed | dict.fromkeys(self._operators[layer]))
 
-    def kept_of(self, layer: int) -> dict[str, list[Storage]]:
+    def kept_of(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What each operator of a layer produced and backward keeps."""
-        found: dict[str, list[Storage]] = {}
+        found: dict[str, list[KeptStorage]] = {}
         for one in self.storages.values():
             if one.saved and one.layer == layer and one.bytes and not one.elsewhere:
                 found.setdefault(one.op, []).append(one)
         return found
 
-    def passed_on(self, layer: int) -> dict[str, list[Storage]]:
+    def passed_on(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What those operators of a layer produced of which something is kept for later layers alone.
 
         All that such an operator produced leaves the device together, so all of it belongs to the layer after.
@@ -86,7 +88,7 @@ class PartView:
         kept = self.kept_of(layer)
         return {op: some for op, some in kept.items() if not all(one.saved_in(layer) for one in some)}
 
-    def received(self, layer: int) -> dict[str, list[Storage]]:
+    def received(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What operators of the layer before passed on to this one."""
         before = self.layers[: self.layers.index(layer)][-1:]
         handed = self.passed_on(before[0]) if before else {}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from mindspeed_mem.adaptive.problem.part_view import PartView, Storage
+from mindspeed_mem.adaptive.problem.part_view import KeptStorage, PartView
 from mindspeed_mem.plan.operators import within
 
 
@@ -30,7 +30,7 @@ class SecondRun:
     """Of these, bytes that other operators with groups of their own made."""
 
 
-class SecondRuns:
+class RecomputeSets:
     """Second runs in one layer.
 
     Args:
@@ -91,7 +91,7 @@ class SecondRuns:
         fewer = sum(self._storages[one].bytes for one in held) < self._storages[key].bytes
         return (operators, held) if fewer else (set(), {key})
 
-    def _is_kept(self, one: Storage) -> bool:
+    def _is_kept(self, one: KeptStorage) -> bool:
         """Whether it is there in backward without this. A layer's input is taken to be a layer's before."""
         if one.id in self._inputs:
             return one.saved_in(self._layer)

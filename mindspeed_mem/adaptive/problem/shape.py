@@ -73,7 +73,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Degrees:
     """How the model is split over ranks."""
 
     tensor: int = 1

@@ -37,7 +37,7 @@ class Simulated:
 
 def simulate(problem: Problem, plan: Plan) -> Simulated:
     """Play a step. With very many micro-batches only the first are played, and the pace of the last of them goes on."""
-    tracks = [Track(problem, number, stage) for number, stage in enumerate(plan.stages)]
+    tracks = [StageTrack(problem, number, stage) for number, stage in enumerate(plan.stages)]
     peaks = tuple(track.peak for track in tracks)
     micro_batches, send = problem.pipeline.micro_batches, problem.pipeline.send_seconds
     step = problem.pipeline.group_size or (len(problem.stages) if problem.virtual_stages > 1 else 1)
@@ -51,7 +51,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
     played = []
     for count in (few - less, few):
         shorter = problem.with_micro_batches(count)
-        tracks = [Track(shorter, number, stage) for number, stage in enumerate(plan.stages)]
+        tracks = [StageTrack(shorter, number, stage) for number, stage in enumerate(plan.stages)]
         played.append((play(tracks, problem.virtual_stages, send), [track.stall for track in tracks]))
     (early, early_stalls), (late, late_stalls) = played
     more = (micro_batches - few) / less
@@ -60,7 +60,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
     return Simulated(seconds=seconds + once, peaks=peaks, stalls=stalls, timeline=late)
 
 
-class Track:
+class StageTrack:
     """One stage with its three streams."""
 
     def __init__(self, problem: Problem, number: int, plan: StagePlan):

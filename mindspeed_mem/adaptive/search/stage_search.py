@@ -15,7 +15,7 @@ from mindspeed_mem.adaptive.problem.definition import GB, Problem
 from mindspeed_mem.adaptive.search.decisions import ORDERS, SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
 from mindspeed_mem.adaptive.search.hill_climb import Climb
 from mindspeed_mem.adaptive.search.milp import Rules, at_once, solve
-from mindspeed_mem.adaptive.search.simulation import Track
+from mindspeed_mem.adaptive.search.simulation import StageTrack
 
 ROUNDS = 4
 _CLOSE = 2e-3
@@ -50,7 +50,7 @@ class StageSearch:
     def judge(self, plan: StagePlan) -> tuple[float, int]:
         """Seconds and peak, with as few micro-batches as show both."""
         if plan not in self._known:
-            track = Track(self._short, self.number, plan)
+            track = StageTrack(self._short, self.number, plan)
             self._known[plan] = track.alone(), track.peak
         return self._known[plan]
 

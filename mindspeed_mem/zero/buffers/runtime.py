@@ -18,7 +18,7 @@ from mindspeed_mem.zero.buffers.settings import ChunkSettings
 from mindspeed_mem.zero.core import hooks
 from mindspeed_mem.zero.core.chunk import Chunk
 from mindspeed_mem.zero.core.gathering import Gathering
-from mindspeed_mem.zero.core.passes import Passes, resting_bytes
+from mindspeed_mem.zero.core.passes import PassesOverChunks, resting_bytes
 from mindspeed_mem.zero.core.shard_memory import DEVICE, HostStore, Store
 from mindspeed_mem.zero.layout.size_search import search_bucket_size
 from mindspeed_mem.zero.optimizer.placed import GROUP_BYTES, LEAST_GROUP_BYTES
@@ -74,7 +74,7 @@ class Runtime:
         self.settings = given
         self.backend: Backend = given.backend or get_backend()
         self.gathering = Gathering(given.placement.budget)
-        self._passes = Passes(self.gathering, given.placement.budget)
+        self._passes = PassesOverChunks(self.gathering, given.placement.budget)
         self._models: WeakSet[BucketChunks] = WeakSet()
         self._new: WeakKeyDictionary[BucketChunks, None] = WeakKeyDictionary()  # since the last pass
         self.hidden_size = 1024

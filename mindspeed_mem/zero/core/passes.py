@@ -52,7 +52,7 @@ def resting_bytes(chunk: Chunk | None, masters: Iterable[torch.Tensor], of_shard
     return total
 
 
-class Passes:
+class PassesOverChunks:
     """Begins and ends passes over the chunks of `gathering`.
 
     Args:

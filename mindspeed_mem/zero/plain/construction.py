@@ -57,7 +57,7 @@ class _Note:
 
 
 @dataclass
-class Tape:
+class Construction:
     """What was noted, in order."""
 
     notes: list[_Note] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Tape:
 class Recorder(TorchDispatchMode):
     """Notes on `tape` what happens to meta tensors."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Construction) -> None:
         super().__init__()
         self.tape = tape
 
@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
 class Disguise(TorchFunctionMode):
     """Tensors on a tape say that they are on the host: others leave meta tensors out, torch.nn.init among them."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Construction) -> None:
         super().__init__()
         self._tape = tape
         self._reads = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
