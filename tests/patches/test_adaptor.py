@@ -173,7 +173,7 @@ LISTENING = """
         wrappers, link = 0, function()
         while link is not native:
             wrappers, link = wrappers + 1, link.__wrapped__
-        return [wrappers, [one.place.name for one in passes.listening()], len(first_step._waiting)]
+        return [wrappers, [one.precedence.name for one in passes.listening()], len(first_step._waiting)]
     found = [state()]
     for settings in (
         {"max_inflight_microbatches": 2},
