@@ -229,7 +229,8 @@ def _one(job, variant) -> dict:
             losses += training.step()
     if training.runtime is not None:
         report = training.runtime.report()
-        found |= {key: report[key] or 0 for key in ("chunks", "budget", "peak_bytes", "host_bytes", "over_budget")}
+        found |= {"chunks": report.chunks, "budget": report.budget or 0, "host_bytes": report.host_bytes}
+        found |= {"peak_bytes": report.counts.peak_bytes, "over_budget": report.counts.over_budget}
     del training
     gc.collect()
     return found | traffic.figures() | {"losses": losses}

@@ -88,7 +88,7 @@ def main() -> None:
         if name in setting.engines:
             engine = setting.engines[name].report()
             rows[name]["stall_ms_per_step"] = 1e3 * setting.stalls[name] / (args.rounds + 3)
-            rows[name]["bytes_out_per_step"] = engine["bytes_out"] // (args.rounds + 3)
+            rows[name]["bytes_out_per_step"] = engine.bytes_out // (args.rounds + 3)
     print(table(rows))
     write(args, "swap", backend, shape, rows)
 

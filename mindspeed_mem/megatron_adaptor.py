@@ -94,7 +94,7 @@ def report() -> str:
     parts = []
     for running, formatted in ((engines.current(), format_report), (runtime.current(), format_chunks)):
         everyone = ranks.gather(None if running is None else running.report())
-        rows: list[Any] = [{"rank": rank, **one} for rank, one in enumerate(everyone) if one is not None]
+        rows: list[Any] = [one for one in everyone if one is not None]
         parts += [formatted(rows)] if rows and ranks.number() == 0 else []
     text = "\n".join(parts)
     if text:

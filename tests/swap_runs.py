@@ -168,9 +168,9 @@ def mismatches(
             found += [f"{name}: {key}" for key in after if not torch.equal(after[key], besides.get(key, after[key]))]
             if any(left.values()):
                 found.append(f"{name}: left over {left}")
-            frees = report["peak_bytes"] < report["peak_bytes_without"]
+            frees = report.peak_bytes < report.peak_bytes_without
             if frees == name.startswith("idle") and not name.startswith("maybe"):
-                found.append(f"{name}: {report['peak_bytes']} of {report['peak_bytes_without']} bytes")
+                found.append(f"{name}: {report.peak_bytes} of {report.peak_bytes_without} bytes")
     return found
 
 

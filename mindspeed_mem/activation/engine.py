@@ -9,11 +9,14 @@ leaves and comes back, and `Mover` copies; `SecondRuns` runs what the plan recom
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
 
+from mindspeed_mem import ranks
+from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.census import Census
@@ -43,7 +46,8 @@ class FollowsCalls(Protocol):
 
     def end(self, completed: bool) -> None: ...
 
-    def report(self) -> dict[str, Any]: ...
+    def report(self) -> tuple[tuple[str, ...], str]:
+        """Lines on rank 0, and since when its figures count; empty: from the start."""
 
 
 class Engine:
@@ -125,39 +129,46 @@ class Engine:
         return self.survival.run_fused(self.operators.run_fused, call, args, kwargs)
 
     # ---- what it did
-    def report(self) -> dict[str, Any]:
-        """Bytes, counts and seconds of this rank so far, plain data."""
+    def report(self) -> EngineFigures:
+        """What this rank did so far."""
         mover, slabs, balance = self.mover, self.mover.slabs, self.passes.balance
-        return {
-            "bytes_out": mover.bytes_out,
-            "bytes_in": mover.bytes_in,
-            "copies_out": mover.copies_out,
-            "copies_in": mover.copies_in,
-            "peak_bytes": LEDGER.held.highest,
-            "peak_owned_bytes": LEDGER.owned.highest,
-            "peak_bytes_without": LEDGER.without.highest,
-            "held_bytes": LEDGER.held.now,
-            "stall_seconds": self.backend.stall_seconds() - self._stalled_before,
-            "host_peak_bytes": slabs.peak_in_use,
-            "host_allocations": slabs.allocations,
-            "stayed_bytes": mover.stayed_bytes,
-            "evicted_bytes": mover.evicted_bytes,
-            "evictions": mover.evictions,
-            "passes_kept": balance.stayed,
-            "passes": balance.seen,
-            "moved_by_operator": [
-                {"layer": layer, "op": op, "bytes": n} for (layer, op), n in sorted(mover.moved.items())
-            ],
-            "recomputed_bytes": mover.dropped.total(),
-            "recomputed_by_operator": [
-                {"layer": layer, "op": op, "bytes": n, "runs": mover.second_runs[layer, op]}
-                for (layer, op), n in sorted(mover.dropped.items())
-            ],
-            "pinned": self.passes.pinned.rows(),
-            "swaps": _swaps(self.in_force.config.swap),
-            "recomputes": self.in_force.recomputes,
-            **({} if self.adaptation is None else self.adaptation.report()),
-        }
+        adaptive, since = (None, "") if self.adaptation is None else self.adaptation.report()
+        return EngineFigures(
+            rank=ranks.number(),
+            bytes_out=mover.bytes_out,
+            bytes_in=mover.bytes_in,
+            copies_out=mover.copies_out,
+            copies_in=mover.copies_in,
+            peak_bytes=LEDGER.held.highest,
+            peak_owned_bytes=LEDGER.owned.highest,
+            peak_bytes_without=LEDGER.without.highest,
+            held_bytes=LEDGER.held.now,
+            stall_seconds=self.backend.stall_seconds() - self._stalled_before,
+            host_peak_bytes=slabs.peak_in_use,
+            host_allocations=slabs.allocations,
+            stayed_bytes=mover.stayed_bytes,
+            evicted_bytes=mover.evicted_bytes,
+            evictions=mover.evictions,
+            passes_kept=balance.stayed,
+            passes=balance.seen,
+            moved_by_operator=_by_operator(mover.moved),
+            recomputed_bytes=mover.dropped.total(),
+            recomputed_by_operator=_by_operator(mover.dropped, mover.second_runs),
+            pinned=self.passes.pinned.rows(),
+            swaps=_swaps(self.in_force.config.swap),
+            recomputes=self.in_force.recomputes,
+            adaptive=adaptive,
+            since=since,
+        )
+
+
+def _by_operator(
+    nbytes: Counter[tuple[int, str]], runs: Counter[tuple[int, str]] | None = None
+) -> tuple[OperatorFigures, ...]:
+    return tuple(
+        OperatorFigures(layer=layer, op=op, bytes=n, runs=0 if runs is None else runs[layer, op])
+        for (layer, op), n in sorted(nbytes.items())
+    )
 
 
 def _swaps(config: SwapConfig) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
 
+from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
 from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.report.units import Column, mib, table
 
@@ -14,77 +14,27 @@ _OF_PLANS = (
 )
 
 
-class SecondRunsRow(TypedDict):
-    """Of one operator of one layer."""
-
-    layer: int
-    op: str
-    bytes: int
-    runs: int
+def _saved(row: EngineFigures) -> str:
+    without = row.peak_bytes_without
+    return f"{100 * (1 - row.peak_bytes / without):.0f} %" if without else "-"
 
 
-class Pin(TypedDict):
-    """What stays on the device because somebody else holds it."""
-
-    layer: int
-    op: str
-    bytes: int
-    by: str
-
-
-class _More(TypedDict, total=False):
-    """What only some engines count."""
-
-    evictions: int
-    evicted_bytes: int
-    adaptive: list[str]
-    """Lines of the adaptive plan."""
-    since: str
-    """Since when peaks are counted; empty: from the start."""
-
-
-class RankFigures(_More):
-    """`Engine.report` of one rank: bytes, counts and seconds of the whole run. It may have more keys."""
-
-    rank: int
-    bytes_out: int
-    bytes_in: int
-    peak_bytes: int
-    peak_bytes_without: int
-    """What the peak would have been without the plan."""
-    stall_seconds: float
-    host_peak_bytes: int
-    stayed_bytes: int
-    passes_kept: int
-    passes: int
-    recomputed_bytes: int
-    recomputed_by_operator: list[SecondRunsRow]
-    pinned: list[Pin]
-    swaps: bool
-    recomputes: bool
-
-
-def _saved(row: RankFigures) -> str:
-    without = row["peak_bytes_without"]
-    return f"{100 * (1 - row['peak_bytes'] / without):.0f} %" if without else "-"
-
-
-_COLUMNS: tuple[Column[RankFigures], ...] = (
-    ("rank", 4, lambda row: str(row["rank"])),
-    ("out", 10, lambda row: mib(row["bytes_out"])),
-    ("in", 10, lambda row: mib(row["bytes_in"])),
-    ("recomputed", 10, lambda row: mib(row["recomputed_bytes"])),
-    ("peak", 9, lambda row: mib(row["peak_bytes"])),
-    ("without", 9, lambda row: mib(row["peak_bytes_without"])),
+_COLUMNS: tuple[Column[EngineFigures], ...] = (
+    ("rank", 4, lambda row: str(row.rank)),
+    ("out", 10, lambda row: mib(row.bytes_out)),
+    ("in", 10, lambda row: mib(row.bytes_in)),
+    ("recomputed", 10, lambda row: mib(row.recomputed_bytes)),
+    ("peak", 9, lambda row: mib(row.peak_bytes)),
+    ("without", 9, lambda row: mib(row.peak_bytes_without)),
     ("saved", 6, _saved),
-    ("stall ms", 9, lambda row: f"{1e3 * row['stall_seconds']:.1f}"),
-    ("host peak", 9, lambda row: mib(row["host_peak_bytes"])),
+    ("stall ms", 9, lambda row: f"{1e3 * row.stall_seconds:.1f}"),
+    ("host peak", 9, lambda row: mib(row.host_peak_bytes)),
 )
 
 
-def format_report(ranks: Sequence[RankFigures]) -> str:
+def format_report(ranks: Sequence[EngineFigures]) -> str:
     """The report of all ranks, given in rank order. Sizes are shown in MiB."""
-    since = f" since {ranks[0]['since']}" if ranks[0].get("since") else ""
+    since = f" since {ranks[0].since}" if ranks[0].since else ""
     lines = [
         "activation memory, per rank (MiB; out, in, recomputed, host peak: in the whole run; peak, without: kept for "
         f"backward at most{since})",
@@ -94,20 +44,20 @@ def format_report(ranks: Sequence[RankFigures]) -> str:
     for row in ranks:
         lines += _remarks(row)
     for row in ranks:
-        lines += row.get("adaptive", ())  # rank 0 has them
+        lines += row.adaptive or ()  # rank 0 has them
     return "\n".join(lines)
 
 
-def _second_runs(ranks: Sequence[RankFigures]) -> list[str]:
+def _second_runs(ranks: Sequence[EngineFigures]) -> list[str]:
     """One line per operator, its layers and all ranks together."""
-    found: dict[str, list[SecondRunsRow]] = {}
+    found: dict[str, list[OperatorFigures]] = {}
     for row in ranks:
-        for one in row["recomputed_by_operator"]:
-            found.setdefault(one["op"], []).append(one)
+        for one in row.recomputed_by_operator:
+            found.setdefault(one.op, []).append(one)
     lines = []
     for op, ones in found.items():
-        layers = {one["layer"] for one in ones}
-        nbytes, runs = sum(one["bytes"] for one in ones), sum(one["runs"] for one in ones)
+        layers = {one.layer for one in ones}
+        nbytes, runs = sum(one.bytes for one in ones), sum(one.runs for one in ones)
         lines.append(
             f"recomputed: {op + ' of ' if op else 'the whole of '}{in_words(layers)}: {mib(nbytes)} MiB dropped, "
             f"{runs} second run{'' if runs == 1 else 's'}"
@@ -115,30 +65,28 @@ def _second_runs(ranks: Sequence[RankFigures]) -> list[str]:
     return lines
 
 
-def _remarks(row: RankFigures) -> list[str]:
-    where = f"rank {row['rank']}: "
+def _remarks(row: EngineFigures) -> list[str]:
+    where = f"rank {row.rank}: "
     remarks = []
-    if row["swaps"] and not row["bytes_out"]:
+    if row.swaps and not row.bytes_out:
         remarks.append(where + "nothing was moved: no selected operator of this rank saved anything for backward")
-    if row["recomputes"] and not row["recomputed_bytes"]:
+    if row.recomputes and not row.recomputed_bytes:
         remarks.append(where + "nothing was recomputed: no selected operator of this rank made anything for backward")
-    if row.get("evictions"):
+    if row.evictions:
         remarks.append(
-            where + f"{mib(row['evicted_bytes'])} MiB in {row['evictions']} activations left because device memory had "
-            "run out" + _OF_PLANS["adaptive" in row]
+            where + f"{mib(row.evicted_bytes)} MiB in {row.evictions} activations left because device memory had "
+            "run out" + _OF_PLANS[row.adaptive is not None]
         )
-    if row["stayed_bytes"]:
+    if row.stayed_bytes:
         remarks.append(
-            where + f"{mib(row['stayed_bytes'])} MiB in all stayed on the device: the host budget was used up "
+            where + f"{mib(row.stayed_bytes)} MiB in all stayed on the device: the host budget was used up "
             "(--swap-host-memory-gib)"
         )
-    if row["passes_kept"]:
+    if row.passes_kept:
         remarks.append(
-            where + f"{row['passes_kept']} of {row['passes']} forwards, since that was decided, kept their activations "
+            where + f"{row.passes_kept} of {row.passes} forwards, since that was decided, kept their activations "
             "on the device: swapping them lowers no peak of the job (swap_config.pp_aware)"
         )
-    for pin in row["pinned"]:
-        remarks.append(
-            where + f"layer {pin['layer']} {pin['op'] or 'layer'}: {mib(pin['bytes'])} MiB pinned by {pin['by']}"
-        )
+    for pin in row.pinned:
+        remarks.append(where + f"layer {pin.layer} {pin.op or 'layer'}: {mib(pin.bytes)} MiB pinned by {pin.by}")
     return remarks

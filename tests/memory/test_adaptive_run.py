@@ -45,7 +45,7 @@ def test_training_is_bit_identical_and_settles(kind, model):
     assert found == []
     assert state == "settled", lines
     assert evicted == 0 and peak <= limit
-    assert report["bytes_out"] + report["recomputed_bytes"] > 0  # it was needed
+    assert report.bytes_out + report.recomputed_bytes > 0  # it was needed
     assert sum(line.startswith("plan 1: predicted") for line in lines) == 1  # it stays with what it settled on
 
 
@@ -61,7 +61,7 @@ def test_ranks_settle_together(layout):
     assert all(peak <= limit for _, _, _, peak, limit, *_ in results)
     # Only one rank speaks, and has the figures of all.
     assert results[0][5] and not any("plan 1" in line for line in results[1][5])
-    assert results[0][6]["adaptive"] and not results[1][6]["adaptive"]
+    assert results[0][6].adaptive and not results[1][6].adaptive
 
 
 def without_room() -> tuple[list[str], str]:

@@ -95,7 +95,7 @@ def trained(plan: dict[str, Any] | None) -> tuple[Any, list[torch.Tensor], list[
         for scale, layer in zip(scales, chunks[0].module.decoder.layers, strict=True):
             layer.mlp.activation_func = lambda x, scale=scale: apply(ScaledSquare, x, scale, 1)
         result = models.train_step(chunks, micro_batches=2)
-        moved = [] if engine is None else [row["op"] for row in engine.report()["moved_by_operator"]]
+        moved = [] if engine is None else [row.op for row in engine.report().moved_by_operator]
     return result, [scale.grad for scale in scales], moved
 
 

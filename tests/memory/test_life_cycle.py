@@ -130,7 +130,7 @@ def end_of_forward(plan: dict) -> tuple[int, int, int]:
             selected = sum(
                 r["bytes"] for r in rows if r["layer"] >= 0 and engine.in_force.plan.decision(r["layer"], r["op"])
             )
-            assert sum(row["bytes"] for row in engine.report()["moved_by_operator"]) == selected
+            assert sum(row.bytes for row in engine.report().moved_by_operator) == selected
     return without, with_plan, selected
 
 
@@ -172,9 +172,9 @@ def budget(limit: int) -> tuple[list[str], dict, list[str]]:
 def test_beyond_the_host_budget_activations_stay_with_one_warning(limit):
     [(warnings, report, differences)] = on_ranks(1, budget, limit)
     assert len(warnings) == 1 and "--swap-host-memory-gib" in warnings[0]
-    assert report["host_peak_bytes"] <= limit
-    assert report["stayed_bytes"] > 0
-    assert (report["bytes_out"] > 0) == (limit > 0)
+    assert report.host_peak_bytes <= limit
+    assert report.stayed_bytes > 0
+    assert (report.bytes_out > 0) == (limit > 0)
     assert differences == []
 
 
@@ -189,7 +189,7 @@ def one_rank_runs_the_model_first() -> float:
             text = torch.arange(32).expand(1, -1)
             chunks[0].module(text, text, None, labels=text)
         loss = train_step(chunks).loss
-        assert engine.report()["bytes_out"] > 0
+        assert engine.report().bytes_out > 0
         return loss
 
 
@@ -264,7 +264,7 @@ def hooks_disabled() -> int:
         chunks = build_gpt("dense", layers=2)
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
             one_forward(engine, chunks).sum().backward()
-        return engine.report()["bytes_out"]
+        return engine.report().bytes_out
 
 
 @pytest.mark.distributed

@@ -76,15 +76,15 @@ def pinned() -> list[dict]:
         attention.register_forward_hook(lambda module, args, output: setattr(module, "last_output", output))
         train_step(chunks, micro_batches=2)
         del attention.last_output  # its graph would keep the model, and its layers would be known in later cases
-        return engine.report()["pinned"]
+        return engine.report().pinned
 
 
 @pytest.mark.distributed
 def test_what_is_held_elsewhere_is_reported_with_its_holder():
     [rows] = on_ranks(1, pinned)
-    assert [(row["layer"], row["op"]) for row in rows] == [(1, "self_attention.core_attention")]
-    assert "last_output" in rows[0]["by"]
-    assert rows[0]["bytes"] > 0
+    assert [(row.layer, row.op) for row in rows] == [(1, "self_attention.core_attention")]
+    assert "last_output" in rows[0].by
+    assert rows[0].bytes > 0
 
 
 class _SavesViews(torch.autograd.Function):
@@ -155,7 +155,7 @@ def views(policy: dict | None, case: str) -> tuple[list[torch.Tensor], int]:
         if case == "twice":
             loss.backward()
         grads = [x.grad, *(p.grad for layer in layers for p in layer.parameters())]
-        return grads, engine.report()["bytes_out"]
+        return grads, engine.report().bytes_out
 
 
 @pytest.mark.distributed
@@ -217,7 +217,7 @@ def gradient(module: type, policy: dict | None) -> tuple[torch.Tensor, int]:
             torch.nn.init.constant_(parameter, 0.5)
         tagged(layers, engine)
         layers[1](layers[0](x)).square().sum().backward()
-        return x.grad, engine.report()["bytes_out"]
+        return x.grad, engine.report().bytes_out
 
 
 @pytest.mark.distributed

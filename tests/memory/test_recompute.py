@@ -237,7 +237,7 @@ def held_with_inputs(swap_inputs: bool) -> tuple[int, int, list[dict]]:
         chunks = build_gpt("dense")
         loss = one_forward(engine, chunks)
         assert loss.requires_grad
-        return LEDGER.held.now, engine.mover.bytes_out, engine.report()["moved_by_operator"]
+        return LEDGER.held.now, engine.mover.bytes_out, engine.report().moved_by_operator
 
 
 def test_inputs_of_recomputed_operators_move_if_told_to():
@@ -245,7 +245,7 @@ def test_inputs_of_recomputed_operators_move_if_told_to():
     [(held_less, moved_more, rows)] = on_ranks(1, held_with_inputs, True)
     hidden = 32 * 64 * 4
     assert moved_more - moved == hidden == held - held_less
-    assert {row["layer"] for row in rows} == {1, 2}
+    assert {row.layer for row in rows} == {1, 2}
 
 
 def all_inputs_swapped() -> tuple[int, int]:

@@ -180,7 +180,7 @@ def swapped_beside(inputs_too: bool) -> tuple[list[str], list[str], int, int]:
             chunks = models.build_gpt("swiglu_gqa_rope")
             results.append(models.train_step(chunks, micro_batches=1))
             output = chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.shape[0] * 4 * 32 * 2
-            moved = running and running.report()["bytes_out"]
+            moved = running and running.report().bytes_out
     return swap_runs.difference(*results), said, moved, output
 
 

@@ -42,8 +42,8 @@ def course(sizes: dict, plan: dict, steps: list[int] = STEPS, fails: int | None 
         return {
             **found,
             "left": left_over(engine),
-            "kept": report["passes_kept"],
-            "all": report["passes"],
+            "kept": report.passes_kept,
+            "all": report.passes,
         }
 
 

@@ -24,7 +24,7 @@ def built_too_early(plan: dict[str, Any]) -> tuple[list[str], int]:
         with swap(plan) as engine, listening() as said:
             for step in range(2):
                 train_step(chunks, step=step)
-            return said, engine.report()["bytes_out"]
+            return said, engine.report().bytes_out
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def moved_by(depths: tuple[int, ...], scheduled: bool) -> list[int]:
                 train_step(models[-1], micro_batches=1)
             else:
                 one_forward(engine, models[-1]).mean().backward()
-            moved.append(engine.report()["bytes_out"])
+            moved.append(engine.report().bytes_out)
     return [later - earlier for earlier, later in zip(moved, moved[1:], strict=False)]
 
 
@@ -167,7 +167,7 @@ def hybrid(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], dict[str, A
         else:
             loss = one_forward(engine, [model])
         loss.mean().backward()
-        return [p.grad for p in model.parameters()], {} if engine is None else engine.report()
+        return [p.grad for p in model.parameters()], None if engine is None else engine.report()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def hybrid(plan: dict[str, Any] | None) -> tuple[list[torch.Tensor], dict[str, A
 def test_hybrid_models(plan, figure):
     [(without, _)] = on_ranks(1, hybrid, None)
     [(found, report)] = on_ranks(1, hybrid, plan)
-    assert all(map(torch.equal, found, without)) and report[figure] > 0
+    assert all(map(torch.equal, found, without)) and getattr(report, figure) > 0
 
 
 def encoder_and_decoder(
@@ -226,9 +226,9 @@ def encoder_and_decoder(
             )
         else:
             forward_step(None, model)[0].mean().backward()
-        report = {} if engine is None else engine.report()
-        rows = report.get("moved_by_operator", []) + report.get("recomputed_by_operator", [])
-        touched = sorted({(row["layer"], "cross" in row["op"]) for row in rows if row["bytes"]})
+        report = None if engine is None else engine.report()
+        rows = () if report is None else report.moved_by_operator + report.recomputed_by_operator
+        touched = sorted({(row.layer, "cross" in row.op) for row in rows if row.bytes})
         return [p.grad for p in model.parameters()], touched, said
 
 

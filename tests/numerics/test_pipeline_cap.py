@@ -151,7 +151,7 @@ def with_plans(layout: dict, cap: int, plans: dict) -> list[str]:
                 report, left = engine.report(), left_over(engine)
             found += [f"{name}: {what}" for pair in zip(results, plain, strict=True) for what in difference(*pair)]
             found += [f"{name}: left over {left}"] if any(left.values()) else []
-            found += [] if report["peak_bytes"] < report["peak_bytes_without"] else [f"{name}: freed nothing"]
+            found += [] if report.peak_bytes < report.peak_bytes_without else [f"{name}: freed nothing"]
     return found
 
 

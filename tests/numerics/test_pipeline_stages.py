@@ -39,9 +39,9 @@ def trained(layout: dict, splits: list, model: dict, plan: dict | None = None) -
             steps = [train_step(chunks, step=step, optimizer=optimizer) for step in range(STEPS)]
             layers = [[layer.layer_number - 1 for layer in chunk.module.decoder.layers] for chunk in chunks]
             del chunks, optimizer
-            rows = engine.report() if engine else {"moved_by_operator": [], "recomputed_by_operator": []}
-            swapped = {row["layer"] for row in rows["moved_by_operator"] if row["bytes"]}
-            recomputed = {row["layer"] for row in rows["recomputed_by_operator"] if row["bytes"]}
+            figures = engine.report() if engine else None
+            swapped = {row.layer for row in figures.moved_by_operator if row.bytes} if figures else set()
+            recomputed = {row.layer for row in figures.recomputed_by_operator if row.bytes} if figures else set()
             left = any(left_over(engine).values()) if engine else False
         found.append({"layers": layers, "steps": steps, "touched": (swapped, recomputed), "left": left})
     return found

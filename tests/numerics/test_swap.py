@@ -44,7 +44,7 @@ def compare(layout: dict, model: dict, policies: list[str], sdpa: bool = True, s
         for name in policies:
             with swap(POLICIES[name]) as engine:
                 results = run()
-                moved = engine.report()["bytes_out"]
+                moved = engine.report().bytes_out
                 left = left_over(engine)
             for number, (one, other) in enumerate(zip(results, without, strict=True)):
                 found += [f"{name}, step {number}: {what}" for what in difference(one, other)]

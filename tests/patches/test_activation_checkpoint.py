@@ -32,7 +32,7 @@ def differences(name: str) -> list[str]:
             for plan, settings in PLANS.items():
                 with swap(settings) as engine:
                     found += [f"{plan}: {what}" for what in difference(trained(), native)]
-                moved = [row["op"] for row in engine.report()["moved_by_operator"]]
+                moved = [row.op for row in engine.report().moved_by_operator]
                 if plan == "swapped" and not any(op.startswith("mlp") for op in moved):
                     found.append(f"the checkpoint's input stays on the device: only {moved} are moved")
             with surviving():

@@ -136,7 +136,7 @@ CONFIGURE = """
     mem.configure(parser.parse_args(["--device", "cpu", "--memory-config", file]))
     first = engine.current()
     mem.configure({"memory_config": file})
-    found += [engine.current() is first is not None, train() == plain, first.report()["bytes_out"] > 0, applied()]
+    found += [engine.current() is first is not None, train() == plain, first.report().bytes_out > 0, applied()]
     text = mem.report()
     found.append("activation memory, per rank" in text)
     mem.configure({"memory_config": file, "swap_host_memory_gib": 1.5})

@@ -137,7 +137,7 @@ def fused(overlap: bool) -> tuple[list[str], int]:
     with patched(SDPA):
         without = run()
         with swap(EVERYTHING) as engine:
-            return difference(run(), without), engine.report()["bytes_out"]
+            return difference(run(), without), engine.report().bytes_out
 
 
 @pytest.mark.distributed

@@ -1,5 +1,6 @@
 """The end-of-run report, from made-up figures."""
 
+from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures, PinnedFigures
 from mindspeed_mem.report.swap_report import format_report
 
 MIB = 2**20
@@ -22,11 +23,13 @@ FIGURES = {
 
 
 def lines(*ranks):
-    return format_report([{"rank": number, **FIGURES, **more} for number, more in enumerate(ranks)]).splitlines()
+    return format_report(
+        [EngineFigures(rank=number, **FIGURES | more) for number, more in enumerate(ranks)]
+    ).splitlines()
 
 
 def again(layer, op, size, runs):
-    return {"layer": layer, "op": op, "bytes": int(size * MIB), "runs": runs}
+    return OperatorFigures(layer=layer, op=op, bytes=int(size * MIB), runs=runs)
 
 
 def test_one_row_per_rank():
@@ -54,7 +57,7 @@ def test_remarks_only_about_what_is_configured():
     assert len(lines({**nothing, "swaps": False, "recomputes": True, "recomputed_bytes": MIB})) == 3
     only = lines({**nothing, "swaps": False, "recomputes": True})
     assert len(only) == 4 and only[-1].startswith("rank 0: nothing was recomputed: ")
-    both = lines({"stayed_bytes": MIB, "pinned": [{"layer": 2, "op": "", "bytes": MIB, "by": "a list"}]})[3:]
+    both = lines({"stayed_bytes": MIB, "pinned": [PinnedFigures(layer=2, op="", bytes=MIB, by="a list")]})[3:]
     assert both == [
         "rank 0: 1.00 MiB in all stayed on the device: the host budget was used up (--swap-host-memory-gib)",
         "rank 0: layer 2 layer: 1.00 MiB pinned by a list",

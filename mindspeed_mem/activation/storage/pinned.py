@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_mem.activation.figures import PinnedFigures
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import Record
 
@@ -42,11 +43,11 @@ class PinnedWatch:
                     who,
                 )
 
-    def rows(self) -> list[dict[str, Any]]:
-        return [
-            {"layer": layer, "op": op, "bytes": nbytes, "by": who}
+    def rows(self) -> tuple[PinnedFigures, ...]:
+        return tuple(
+            PinnedFigures(layer=layer, op=op, bytes=nbytes, by=who)
             for (layer, op), (nbytes, who) in sorted(self._seen.items())
-        ]
+        )
 
 
 def _holder(storage: torch.UntypedStorage, output: Any, modules: list[torch.nn.Module]) -> str:

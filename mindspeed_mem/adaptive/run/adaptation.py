@@ -120,12 +120,12 @@ class Adaptation:
         elif self.state == SETTLED:
             self._retried += self.engine.backend.allocation_retries() > self._retries
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> tuple[tuple[str, ...], str]:
         """For the end of the run."""
         lines = [] if self.planner is None else self.planner.report()
         if self.planner is None and self.state == SETTLED and self._ranks.rank == 0:
             lines = [f"adaptive memory plan: taken from {self.target}"]
-        return {"adaptive": lines, "since": "a plan was settled on" if self.has_settled else ""}
+        return tuple(lines), "a plan was settled on" if self.has_settled else ""
 
     # ---- states
     def _start(self, facts: Callable[[], Facts]) -> None:

@@ -6,14 +6,15 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from mindspeed_mem.device import Backend, get_backend, host_memory
+from mindspeed_mem.ranks import number
 from mindspeed_mem.zero.buffers.buckets import Bucket, BucketChunks, Buffer, in_order_of_use
+from mindspeed_mem.zero.buffers.figures import ChunkFigures
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 from mindspeed_mem.zero.core import hooks
 from mindspeed_mem.zero.core.chunk import Chunk
@@ -165,20 +166,21 @@ class Runtime:
                     "data-parallel ranks, --placement-policy static with a smaller share, or device"
                 )
 
-    def report(self) -> dict[str, Any]:
-        """What this rank's chunks took and moved so far; sizes in bytes."""
+    def report(self) -> ChunkFigures:
+        """What this rank's chunks took and moved so far."""
         gathering = self.gathering
-        return {
-            "stage": self.settings.stage,
-            "placement": self.settings.placement.policy,
-            "chunks": sum(len(one.chunks) for one in self._models),
-            "on_host": sum(one.on_host for one in self.resting),
-            "host_bytes": sum(one.nbytes for one in self.resting if one.on_host),
-            "whole_bytes": sum(chunk.nbytes for chunk in gathering.chunks),
-            "budget": gathering.budget,
-            **asdict(gathering.counts),
-            "deviations": gathering.order.deviations,
-        }
+        return ChunkFigures(
+            rank=number(),
+            stage=self.settings.stage,
+            placement=self.settings.placement.policy,
+            chunks=sum(len(one.chunks) for one in self._models),
+            on_host=sum(one.on_host for one in self.resting),
+            host_bytes=sum(one.nbytes for one in self.resting if one.on_host),
+            whole_bytes=sum(chunk.nbytes for chunk in gathering.chunks),
+            budget=gathering.budget,
+            counts=replace(gathering.counts),
+            deviations=gathering.order.deviations,
+        )
 
     def rest(self, chunks: Iterable[HostChunk]) -> None:
         """These rest on the host, with their optimizer's states, as long as that keeps them; in the order of use."""
