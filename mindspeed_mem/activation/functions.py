@@ -17,6 +17,13 @@ def adapt_mem_func_wrapper(function: type[torch.autograd.Function], *args: Any) 
     layers, or without an engine, it is just ``function.apply(*args)``. Tensors that ``forward`` hands to
     ``ctx.save_for_backward`` can be moved and made again; what it keeps as attributes of ``ctx`` stays where it is.
     Gradients flow to every tensor among the arguments, whatever becomes of the activations.
+
+    Args:
+        function: a subclass of torch.autograd.Function.
+        args: what its ``forward`` takes after ``ctx``.
+
+    Returns:
+        what ``function.apply`` does.
     """
     engine = engines.current()
     if engine is None or torch.compiler.is_compiling():

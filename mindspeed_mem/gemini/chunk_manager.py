@@ -282,8 +282,15 @@ def init_chunk_manager(
 ) -> ChunkManager:
     """A ChunkManager for `model`, with the chunk size that ColossalAI 0.5.0 finds in this range.
 
-    hidden_dim: the step of the search, in elements; None: 1024. search_range_mb, min_chunk_size_mb: in 2^20 elements,
-    as there, whatever the name says. Raises ValueError with all that is wrong.
+    Args:
+        init_device: where chunks rest at first; None: `ChunkManager`'s default.
+        hidden_dim: the step of the search, in elements; None: 1024.
+        search_range_mb, min_chunk_size_mb: in 2^20 elements, as there, whatever the name says.
+        process_group: the ranks that share the chunks; None: all.
+        filter_exlarge_params: chunks may be smaller than the largest parameter, which has one of its own then.
+
+    Raises:
+        OptionError: with all that is wrong.
     """
     wrong = [
         f"{name} is a number of at least 0, not {number!r}"

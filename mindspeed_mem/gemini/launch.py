@@ -46,9 +46,15 @@ def get_default_parser() -> argparse.ArgumentParser:
 def launch_from_torch(config: Any = None, backend: str | None = None, seed: int = 1024, verbose: bool = True) -> None:
     """Initialise torch.distributed from what torchrun says, choose this rank's device, and seed all generators.
 
-    backend: of the collectives; None: the device's. ColossalAI's "nccl" means the same where there is no CUDA.
-    gloo's group is left at exit. config: has no meaning; what scripts set there is given to GeminiDDP. Raises
-    OptionError outside of torchrun.
+    Args:
+        config: has no meaning; what scripts set there is given to GeminiDDP.
+        backend: of the collectives; None: the device's. ColossalAI's "nccl" means the same where there is no CUDA.
+            gloo's group is left at exit.
+        seed: of Python's, numpy's and torch's generators.
+        verbose: rank 0 logs what it found.
+
+    Raises:
+        OptionError: outside of torchrun.
     """
     missing = [
         name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ

@@ -15,8 +15,14 @@ from mindspeed_mem.optimizer_parallel.optimizer import ParallelOptimizer
 class LowLevelZeroOptimizer(ParallelOptimizer):
     """`optimizer`, of which each rank steps a slice of every parameter: see `optimizer_parallel`. Parameters are fp32.
 
-    partition_grad, overlap_communication: have no effect; `GeminiDDP` splits gradients. clip_grad_norm: the 2-norm of
-    all gradients; 0: do not. Raises OptionError, or OptimizerParallelError, with all that is wrong.
+    Args:
+        optimizer: any that `parallelize` takes.
+        clip_grad_norm: the 2-norm to which all gradients together are clipped; 0: they are not.
+        partition_grad, overlap_communication: have no effect, which is said; `GeminiDDP` splits gradients.
+        verbose: has no effect.
+
+    Raises:
+        OptionError, OptimizerParallelError: with all that is wrong.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def problems(
     cap: int | None = None,
     megatron_loop: bool = False,
 ) -> list[str]:
-    """Every reason, in words, why `order` has no such schedule; an empty list if it has.
+    """Every reason, in words, why `order` has no such schedule for these arguments; an empty list if it has.
 
     Without a cap these are Megatron-core 0.16.1's own conditions.
     """

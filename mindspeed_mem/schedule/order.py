@@ -37,12 +37,20 @@ if TYPE_CHECKING:
 def order(
     stages: int, virtual_stages: int, micro_batches: int, *, forward_only: bool = False, **limits: Unpack[Limits]
 ) -> list[list[Pass]]:
-    """The passes of each stage in the order they run, as (direction, micro-batch, chunk).
+    """The passes of each stage in the order they run, as (direction, micro-batch, model chunk).
 
-    `group_size` is Megatron's ``microbatch_group_size_per_vp_stage``, by default the number of stages. `cap` bounds
-    how many passes of a stage are in flight, that is run forward and not yet backward: micro-batches, or with virtual
-    stages passes of one chunk. `megatron_loop` asks for an order within the cap that Megatron's own loop can run.
-    Forward-only passes keep nothing in flight, and no cap changes them. Raises ScheduleError.
+    Args:
+        stages: of the pipeline.
+        virtual_stages: model chunks of each stage; 1: no virtual stages.
+        micro_batches: of one training step.
+        forward_only: an evaluation; it keeps nothing in flight, and no cap changes it.
+        group_size: Megatron's ``microbatch_group_size_per_vp_stage``; None: the number of stages.
+        cap: bounds how many passes of a stage are in flight, that is run forward and not yet backward: micro-batches,
+            or with virtual stages passes of one chunk; None: no bound.
+        megatron_loop: take an order within the cap that Megatron's own loop can run.
+
+    Raises:
+        ScheduleError: there is no such schedule; the message lists every reason.
     """
     sizes = (stages, virtual_stages, micro_batches)
     check(*sizes, **limits)

@@ -21,7 +21,8 @@ def peak(
     For stage p of P and M micro-batches that is min(P - p, M, cap); in Megatron's loop the cap scales the whole,
     min(ceil((P - p) * cap / P), M). With V virtual stages it is min((V - 1) * group + 2 (P - p - 1) + 1, M V) passes,
     each of which keeps one chunk's activations, about 1 / V of the stage's; a cap takes from the warm-up, and there
-    is always one pass more than that. Forward-only passes keep nothing. Raises ScheduleError.
+    is always one pass more than that. Forward-only passes keep nothing. (Derived in order.py, from Megatron-core's
+    warm-up.) Raises ScheduleError, as `order`.
     """
     check(stages, virtual_stages, micro_batches, **limits)
     if forward_only:

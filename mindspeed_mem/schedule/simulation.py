@@ -73,8 +73,15 @@ def simulate(
 ) -> Timeline:
     """Play the order of each stage: a pass starts when its stage is free and what it works on has arrived.
 
-    `forward` and `backward` are the time of one pass, of every stage or of each; `send` passes between the end of a
-    pass and the arrival of its result on another stage. Sends and receives occupy no stage. Raises DeadlockError.
+    Args:
+        passes: of each stage, as `order` returns them.
+        virtual_stages: model chunks of each stage.
+        forward, backward: the time of one pass, of every stage or of each; in any unit, the result has the same.
+        send: what passes between the end of a pass and the arrival of its result on another stage. Sends and receives
+            occupy no stage.
+
+    Raises:
+        DeadlockError: the order cannot be completed.
     """
     count = len(passes)
     times = {FORWARD: _of_each(forward, count), BACKWARD: _of_each(backward, count)}
