@@ -33,11 +33,11 @@ from mindspeed_mem.adaptive.problem import profile_file  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 1024, 16, 2752, 1024, 1, 1, 512),
-    "cuda": (16, 4096, 32, 11008, 8192, 4, 1, 32000),
-    "npu": (16, 4096, 32, 11008, 8192, 4, 1, 32000),
+    "device": (16, 4096, 32, 11008, 8192, 4, 1, 32000),
 }
-CAPS = {"cpu": "0.3,0.6"}
-ABSENT_STATES = {"cpu": 0}
+CAPS = {"cpu": "0.3,0.6", "device": "105GB"}
+ABSENT_STATES = {"cpu": 0, "device": 14}
+MARGIN = {"cpu": 0.0, "device": 0.02}
 _TRIES = 3
 
 
@@ -67,6 +67,14 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--margin", type=float, help="share of the cap not planned with; default 0.02, on a CPU 0")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
+    parser.add_argument(
+        "--finalists",
+        type=int,
+        metavar="N",
+        help="of Megatron's ways try once the 2 N that are predicted to be fastest under the cap, and compare only the "
+        "fastest N of them (and full recompute); default: all",
+    )
     parser.add_argument("--losses", type=int, default=3, help="steps of training whose losses are compared")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--picture", type=Path, help="draw throughput over memory there (PNG or SVG)")
@@ -126,8 +134,9 @@ def measure(given: argparse.Namespace) -> None:
     count_memory(backend)
     backend, model, step, shape = set_up(given, SHAPES, {"recompute_config": {"recompute": True}})
     bench = Bench(backend, model, step, shape["layers"])
-    default = (CAPS.get(backend.type, "105GB"), ABSENT_STATES.get(backend.type, 14), 0.02 * (backend.type != "cpu"))
-    absent, margin = (default[n] if one is None else one for n, one in ((1, given.absent_states), (2, given.margin)))
+    kind = "cpu" if backend.is_host else "device"
+    absent = ABSENT_STATES[kind] if given.absent_states is None else given.absent_states
+    margin = MARGIN[kind] if given.margin is None else given.margin
     absent *= sum(parameter.numel() for parameter in model.parameters())
     problem = problem_of(bench.profile(), shape["micro_batches"], bench.whole)
     if given.trace:
@@ -138,10 +147,10 @@ def measure(given: argparse.Namespace) -> None:
     low, high = (bench.peak(setting, name) for name in (FULL, KEEP_ALL))
     if low is None or high is None:
         raise SystemExit("the whole device does not suffice for keeping everything: give a smaller --shape")
-    clock = time.process_time if backend.type == "cpu" else time.perf_counter
+    clock = time.process_time if backend.is_host else time.perf_counter
     record = {"benchmark": "adaptive", "machine": machine(backend.type), "rounds": given.rounds, "shape": shape}
     record |= {"static_bytes": bench.static, "margin": margin, "caps": {}}
-    for name, cap in caps_of(given.caps or default[0], low, high, round(absent)).items():
+    for name, cap in caps_of(given.caps or CAPS[kind], low, high, round(absent)).items():
         rows = under_cap(bench, problem, policies, cap, margin, given, clock)
         print(f"cap {name}: {(cap - bench.static) / 2**20:.1f} MiB above the step's start", table(rows), "", sep="\n")
         record["caps"][name] = {"bytes": cap, "policies": rows}
@@ -163,6 +172,8 @@ def problem_of(profile, micro_batches: int, whole: int) -> Problem:
 
 def under_cap(bench, problem: Problem, policies: dict[str, Policy], cap: int, margin: float, given, clock) -> dict:
     """Name -> figures of each policy; those that the cap does not suffice for have no times."""
+    if given.finalists:
+        policies = promising(policies, cap, 2 * given.finalists)
     policies, tries = policies | plans(problem, cap, margin), {}
     for name in [name for name in (RECOMPUTE_ONLY, ADAPTIVE) if name in policies]:
         policies[name], tries[name] = _corrected(bench, problem, name, policies[name], cap, margin)
@@ -170,21 +181,40 @@ def under_cap(bench, problem: Problem, policies: dict[str, Policy], cap: int, ma
     setting = bench.settings(policies, None)
     peaks = {name: (bench.peak(setting, name), bench.allocator()) for name in rows}
     setting = bench.settings(policies, cap, uncapped=(KEEP_ALL,))  # whose engines have host buffers of their own
-    reference = bench.losses(setting, KEEP_ALL, given.losses)
     for name, row in rows.items():
         peak, allocator = peaks[name]
         row |= allocator | {"fits": name == KEEP_ALL, "plans_tried": tries.get(name, 0)}
         if peak is not None:
             row["device_bytes_at_peak"] = peak - bench.static
             row["fits"] |= peak <= cap and bench.peak(setting, name) is not None  # the second: also when fragmented
-        if row["fits"]:
-            row["same"] = bench.losses(setting, name, given.losses) == reference
     fitting = [name for name, row in rows.items() if row["fits"]]
+    slow: list[str] = []
+    if given.finalists:
+        once = bench.times(setting, fitting, KEEP_ALL, 1, clock)
+        by_hand = [name for name in once if rows[name]["peer"] and name not in (KEEP_ALL, FULL)]
+        slow = sorted(by_hand, key=lambda name: once[name]["median_ms"])[given.finalists :]
+        fitting = [name for name in once if name not in slow]
+    reference = bench.losses(setting, KEEP_ALL, given.losses)
+    for name in fitting:
+        losses = bench.losses(setting, name, given.losses)
+        rows[name]["same"] = None if None in (losses, reference) else losses == reference
     setting.stalls.clear()
-    for name, times in bench.times(setting, fitting, KEEP_ALL, given.rounds, clock).items():
-        steps = (given.rounds + 1) * (1 + bench.warm)
+    timed = bench.times(setting, fitting, KEEP_ALL, given.rounds, clock, given.minutes)
+    for name in rows.keys() - timed.keys():
+        rows[name]["fits"] &= name in slow
+    for name, times in timed.items():
+        steps = (times["rounds"] + 1) * (1 + bench.warm)
         rows[name] |= times | {"stall_ms_per_step": 1e3 * setting.stalls[name] / steps}
     return rows
+
+
+def promising(policies: dict[str, Policy], cap: int, most: int) -> dict[str, Policy]:
+    """Keeping everything, full recompute, and so many others that are predicted to be the fastest within the cap, or
+    five percent beyond it: predictions are not exact."""
+    others = {name: one for name, one in policies.items() if name not in (KEEP_ALL, FULL)}
+    near = [name for name, one in others.items() if max(one.predicted.peaks) <= 1.05 * cap]
+    chosen = {KEEP_ALL, FULL, *sorted(near, key=lambda name: others[name].predicted.seconds)[:most]}
+    return {name: policies[name] for name in policies if name in chosen}
 
 
 def _corrected(bench, problem: Problem, name: str, policy: Policy, cap: int, margin: float) -> tuple[Policy, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from policies import Policy
-from timing import interleaved, reproducible, summary
+from timing import bits, interleaved, reproducible, summary
 from variants import Settings, Variant
 
 import mindspeed_mem.megatron_adaptor as mem
@@ -25,7 +25,7 @@ RATE = 1e-2
 def count_memory(backend: Backend) -> None:
     """Let a CPU's memory be counted and limited like a device's. Before the model is built; raises SystemExit where
     that cannot be done."""
-    if backend.type == "cpu":
+    if backend.is_host:
         backend.limit_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if backend.allocated() is None:
         raise SystemExit("the memory of this device cannot be counted: on a CPU that needs a C++ compiler")
@@ -68,7 +68,7 @@ class Bench:
     @property
     def warm(self) -> int:
         """Untimed steps before each timed one: setting a cap empties an accelerator's caching allocator."""
-        return int(self.backend.type != "cpu")
+        return int(not self.backend.is_host)
 
     def settings(self, policies: dict[str, Policy], cap: int | None, uncapped: Sequence[str] = ()) -> Settings:
         """``cap``: bytes of everything on the device, or None."""
@@ -115,16 +115,15 @@ class Bench:
 
     def allocator(self) -> dict[str, int]:
         """Figures of an accelerator's caching allocator about the last step measured by `peak`."""
-        if self.backend.type == "cpu":
+        if self.backend.is_host:
             return {}
-        figures = torch.get_device_module(self.backend.type).memory_stats()
-        names = {"reserved_bytes_at_peak": "reserved_bytes.all.peak", "allocation_retries": "num_alloc_retries"}
-        return {name: figures.get(key, 0) for name, key in names.items()}
+        held, retries = self.backend.peak_held(), self.backend.allocation_retries()
+        return {"reserved_bytes_at_peak": held or 0, "allocation_retries": retries}
 
-    def losses(self, setting: Settings, name: str, steps: int) -> list[float]:
-        """The losses of the first steps of a training by plain gradient descent, and a sum over the last gradients; the
-        parameters are put back."""
-        found = []
+    def losses(self, setting: Settings, name: str, steps: int) -> list[float] | None:
+        """The losses of the first steps of a training by plain gradient descent, and the bits of the last gradients;
+        the parameters are put back. None where this device cannot make them reproducible."""
+        found: list[float] = []
         try:
             for _ in range(steps):
                 with setting(name), reproducible(self.backend.type):
@@ -132,14 +131,32 @@ class Bench:
                 with torch.no_grad():
                     for parameter in self.model.parameters():
                         parameter.add_(parameter.grad, alpha=-RATE)
-            return [*found, sum(parameter.grad.double().sum().item() for parameter in self.model.parameters())]
+            return [*found, *(bits(parameter.grad) for parameter in self.model.parameters())]
+        except RuntimeError as error:
+            if "determinis" not in str(error):
+                raise
+            print(f"{name}: {error}".splitlines()[0], flush=True)
+            return None
         finally:
             for parameter, saved in zip(self.model.parameters(), self._saved, strict=True):
                 _bytes(parameter).copy_(saved)
 
-    def times(self, setting: Settings, names: Sequence[str], base: str, rounds: int, clock) -> dict[str, dict]:
-        seconds = interleaved(names, setting, self.step, rounds, self.backend.synchronize, clock, self.warm)
-        return summary(seconds, base)
+    def times(
+        self, setting: Settings, names: Sequence[str], base: str, rounds: int, clock, minutes: float | None = None
+    ) -> dict[str, dict]:
+        """Name -> figures; without those for which, unlike when they ran alone, the cap does not suffice."""
+        fitting = list(names)
+        while True:
+            try:
+                synchronize = self.backend.synchronize
+                found = interleaved(fitting, setting, self.step, rounds, synchronize, clock, self.warm, minutes)
+                return {name: {"rounds": len(found[name])} | row for name, row in summary(found, base).items()}
+            except (RuntimeError, MemoryError) as error:
+                if setting.last == base or not self.backend.is_out_of_memory(error):
+                    raise
+            print(f"{setting.last}: does not fit beside the others", flush=True)
+            fitting.remove(setting.last)
+            self._let_go()
 
 
 def _bytes(parameter: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
@@ -31,7 +33,7 @@ from chunk_page import BASE, goal_lines, goals, page, table  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 512, 8, 1376, 256, 1, 2, 512),
-    "cuda": (8, 4096, 32, 11008, 4096, 1, 2, 32000),
+    "device": (8, 4096, 32, 11008, 4096, 1, 2, 32000),
 }
 SHAPE = ("layers", "hidden", "heads", "ffn", "seq_length", "micro_batch_size", "micro_batches", "vocab")
 LARGEST_CHUNK = 32 * 2**20
@@ -44,11 +46,18 @@ ROOM = 0.6
 
 def main() -> None:
     given = _arguments()
-    ranks = given.ranks or (2 if given.device == "cpu" else _gpus())
+    on_ranks(given.ranks or (2 if given.device == "cpu" else _devices(given.device)), work, given)
+
+
+def on_ranks(ranks: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call ``function(rank, ranks, meeting, *arguments)`` in a process for each rank; `meeting`: a file to meet at.
+
+    Raises SystemExit if one of them fails, which ends the others.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "group")
-        processes = [context.Process(target=work, args=(rank, ranks, meeting, given)) for rank in range(ranks)]
+        processes = [context.Process(target=function, args=(n, ranks, meeting, *arguments)) for n in range(ranks)]
         for process in processes:
             process.start()
         waiting = list(processes)
@@ -64,8 +73,8 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=tuple(SHAPES), default="cpu")
-    parser.add_argument("--ranks", type=int, help="default: 2 on a CPU, else as many as there are GPUs")
+    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), default="cpu")
+    parser.add_argument("--ranks", type=int, help="default: 2 on a CPU, else as many as there are devices")
     for name in SHAPE:
         parser.add_argument("--" + name.replace("_", "-"), type=int, metavar="N")
     parser.add_argument(
@@ -75,13 +84,19 @@ def _arguments() -> argparse.Namespace:
         "--device-memory-mib", type=int, default=256, help="what a CPU is taken for, where the pack asks; default 256"
     )
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="begin no round that would end later than so long after the start, and no variant after half of that",
+    )
     parser.add_argument("--only", help="only variants whose names contain one of these, separated by ;")
     parser.add_argument("--rebuild", action="store_true", help="build each model anew for each timed step")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--page", type=Path, help="write a page of Markdown there")
     parser.add_argument("--picture", type=Path, help="draw throughput over memory there (PNG or SVG)")
     given = parser.parse_args()
-    given.shape = {n: getattr(given, n) or v for n, v in zip(SHAPE, SHAPES[given.device], strict=True)}
+    shape = SHAPES["cpu" if given.device == "cpu" else "device"]
+    given.shape = {n: getattr(given, n) or v for n, v in zip(SHAPE, shape, strict=True)}
     return given
 
 
@@ -92,27 +107,24 @@ def chunk_elements(shape: dict[str, int]) -> int:
     return min(quarter, LARGEST_CHUNK // hidden * hidden)
 
 
-def _gpus() -> int:
-    import torch
+def _devices(name: str) -> int:
+    from mindspeed_mem.device import get_backend
 
-    return torch.cuda.device_count()
+    return int(str(get_backend(name).describe()["count"]))
 
 
 def work(rank: int, ranks: int, meeting: str, given: argparse.Namespace) -> None:
     """One rank."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed as dist
 
-    job = _job(rank, ranks, meeting, given)
+    job = start(rank, ranks, meeting, given)
     from chunk_variants import variants
 
     chosen = variants()
     if given.only:
         words = given.only.split(";")
         chosen = {n: v for n, v in chosen.items() if n == BASE or any(word in n for word in words)}
-    rows, failed = measured(job, chosen)
+    rows, failed = measured(job, chosen, given.minutes)
     chosen = {name: variant for name, variant in chosen.items() if name in rows}
     timed(job, chosen, rows, given)
     if rank == 0:
@@ -121,12 +133,17 @@ def work(rank: int, ranks: int, meeting: str, given: argparse.Namespace) -> None
     dist.destroy_process_group()
 
 
-def _job(rank: int, ranks: int, meeting: str, given: argparse.Namespace):
+def start(rank: int, ranks: int, meeting: str, given: argparse.Namespace):
+    """Join the other ranks; returns the `Job`. Of ``given``: device, device_memory_mib, shape, chunk_elements."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
     import mindspeed_mem.megatron_adaptor as mem  # before megatron
     from mindspeed_mem.device import get_backend
+    from mindspeed_mem.zero.core.shard_memory import device_of
 
     logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
     backend = get_backend(given.device)
@@ -135,20 +152,19 @@ def _job(rank: int, ranks: int, meeting: str, given: argparse.Namespace):
     from sharded_gpt import Job
     from two_memories import TwoMemories
 
-    device = torch.device("cpu") if given.device == "cpu" else torch.device(given.device, rank)
-    if given.device == "cpu":
+    if backend.is_host:
         torch.set_num_threads(1)
         backend.limit = lambda: given.device_memory_mib * 2**20  # the pack's buffers are small beside a device's memory
     else:
-        torch.cuda.set_device(device)
-    groups = "gloo" if given.device == "cpu" else "cpu:gloo,cuda:nccl"
+        backend.use_device_of_rank()
+    groups = "gloo" if backend.is_host else f"cpu:gloo,{backend.tensor_type}:{backend.collectives}"
     dist.init_process_group(groups, init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel()
     elements = given.chunk_elements or chunk_elements(given.shape)
     hidden = given.shape["hidden"]
     return Job(
         backend=backend,
-        device=device,
+        device=device_of(backend),
         memories=TwoMemories(backend),
         shape=given.shape,
         chunk_elements=-(-elements // hidden) * hidden,
@@ -156,13 +172,16 @@ def _job(rank: int, ranks: int, meeting: str, given: argparse.Namespace):
 
 
 # ---- memory, traffic, losses
-def measured(job, chosen: dict) -> tuple[dict[str, dict], dict[str, str]]:
+def measured(job, chosen: dict, minutes: float | None = None) -> tuple[dict[str, dict], dict[str, str]]:
     """Name -> figures without times; and why a peer has none. Collective; on rank 0 those of all ranks."""
     import torch.distributed as dist
-    from timing import reproducible
+    from timing import late, reproducible
 
     rows, failed = {}, {}
     for name, variant in chosen.items():
+        if minutes is not None and rows and _agreed(late(minutes / 2)):
+            failed[name] = "there was no time left"
+            continue
         with _counted(job.backend), reproducible(job.backend.type):
             try:
                 mine = _one(job, variant)
@@ -194,7 +213,7 @@ def _counted(backend):
     """A CPU's memory is counted inside."""
     from mindspeed_mem.device.limited_cpu import LimitedMemory
 
-    if backend.type != "cpu":
+    if not backend.is_host:
         yield
         return
     with LimitedMemory() as memory:
@@ -269,14 +288,24 @@ def timed(job, chosen: dict, rows: dict[str, dict], given: argparse.Namespace) -
             kept[name] = _warm(job, variant)
     gc.collect()
     gc.freeze()
-    warm = int(job.backend.type != "cpu")
-    seconds = interleaved(list(chosen), setting, lambda: current.step(), given.rounds, synchronize, warm=warm)
+    how = {"warm": int(not job.backend.is_host), "minutes": given.minutes, "agreed": _agreed}
+    seconds = interleaved(list(chosen), setting, lambda: current.step(), given.rounds, synchronize, **how)
+    given.rounds = len(seconds[BASE])
     gc.unfreeze()
     slowest = {name: _over_ranks(values, max) for name, values in seconds.items()}
     for name, figures in summary(slowest, BASE).items():
         rows[name] |= figures
-        if job.backend.type == "cpu":
+        if job.backend.is_host:
             rows[name]["cpu_ms"] = 1e3 * statistics.median(_over_ranks(cpu[name][1:], sum))  # the first is not timed
+
+
+def _agreed(mine: bool) -> bool:
+    """What rank 0 thinks."""
+    import torch.distributed as dist
+
+    answer = [mine]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
 
 
 def _warm(job, variant):
@@ -297,20 +326,16 @@ def _over_ranks(values: list[float], join) -> list[float]:
 
 def _fit(job, rows: dict[str, dict]) -> bool:
     """Whether all models can be there at once, by what rests of each; the same on all ranks."""
-    import torch.distributed as dist
-
     from mindspeed_mem.device import host_memory
 
     needed = sum(row["resting_bytes"] for row in rows.values()) + max(row["device_bytes"] for row in rows.values())
     on_host = len(rows) * max(row["resting_bytes"] for row in rows.values())  # none rests on more
     host = (host_memory.available() or 0) // host_memory.ranks_here()
-    if job.backend.type == "cpu":
+    if job.backend.is_host:
         fits = needed + on_host / 2 < ROOM * host
     else:
         fits = needed < ROOM * (job.backend.room() or 0) and on_host < ROOM * host
-    answer = [fits]
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+    return _agreed(fits)
 
 
 # ---- results

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+from typing import Any
+
 import torch
 import torch.distributed as dist
+
+from mindspeed_mem.device import Backend, get_backend
+from mindspeed_mem.zero.core.shard_memory import device_of
 
 
 def start_one_rank(device_type: str) -> torch.device:
@@ -11,44 +19,79 @@ def start_one_rank(device_type: str) -> torch.device:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
-    if device_type != "cpu":
-        torch.get_device_module(device_type).set_device(device)
-    backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device_type]
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # no port that another may have
+    backend = get_backend(device_type)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for Megatron's gloo groups: look up no name
+    dist.init_process_group(
+        backend.collectives, store=dist.HashStore(), rank=0, world_size=1
+    )  # no port that another may have
     parallel_state.initialize_model_parallel()
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)
-    return device
+    return device_of(backend)
 
 
-def build(device: torch.device, layers: int, hidden: int, heads: int, ffn: int, seq: int, vocab: int, dtype):
-    """SwiGLU, RMSNorm, rotary positions, untied embeddings; parameters of ``dtype``."""
+@functools.cache
+def compiles(backend: Backend) -> bool:
+    """Whether this device can run what torch.compile makes, as Megatron's fused activation is made: on a GPU that takes
+    triton and a C compiler."""
+    if backend.is_host:
+        return False
+    try:
+        torch.compile(lambda x: torch.nn.functional.silu(x) * x)(torch.ones(8, device=device_of(backend)))
+    except Exception as error:  # whatever a compiler raises
+        print(f"nothing is compiled here: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+@functools.cache
+def repair_megatron(backend: Backend) -> None:
+    """Let selective recompute of norms work without TransformerEngine: megatron-core 0.16.1 asks ``fp8 is not None``
+    with a default of False, and then for names of TransformerEngine."""
+    from megatron.core.tensor_parallel import random
+
+    if random.HAVE_TE or backend.is_host:  # on a host the pack sees to it
+        return
+    original = random.CheckpointWithoutOutput.__init__
+
+    def without_fp8(self, fp8=False):
+        original(self, None if fp8 is False else fp8)
+
+    random.CheckpointWithoutOutput.__init__ = without_fp8
+
+
+def build(
+    backend: Backend, layers: int, hidden: int, heads: int, ffn: int, seq: int, vocab: int, dtype, **more: Any
+) -> torch.nn.Module:
+    """SwiGLU, RMSNorm, rotary positions, untied embeddings; parameters of ``dtype``. ``more``: for its config."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        ffn_hidden_size=ffn,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=device.type != "cpu",
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-    )
+    repair_megatron(backend)
+    fields = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": ffn,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "gradient_accumulation_fusion": False,  # these need Apex or TransformerEngine
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": compiles(backend),
+    }
+    config = TransformerConfig(**(fields | more))
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
@@ -57,7 +100,7 @@ def build(device: torch.device, layers: int, hidden: int, heads: int, ffn: int, 
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    return model.to(device=device, dtype=dtype)
+    return model.to(device=device_of(backend), dtype=dtype)
 
 
 def make_step(model, device: torch.device, seq: int, micro_batch: int, micro_batches: int, vocab: int):

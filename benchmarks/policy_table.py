@@ -34,7 +34,7 @@ def table(rows: dict[str, dict]) -> str:
             "        -" if ratio is None or full is None else f"{100 * (full / ratio - 1):>+7.1f} %",
             "        -" if size is None else f"{size / 2**20:>9.1f}",
             f"{'yes' if row['fits'] else 'no':>5}",
-            f"{'-' if 'same' not in row else 'equal' if row['same'] else 'DIFFER':>7}",
+            f"{ {True: 'equal', False: 'DIFFER', None: '-'}[row.get('same')]:>7}",
         ]
         if measured:
             words += [f"{row['predicted_ratio']:>10.3f}", f"{row['predicted_bytes'] / 2**20:>9.1f}"]

@@ -19,15 +19,14 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from timing import interleaved, reproducible, summary  # noqa: E402
-from variants import Settings, Variant, device_bytes_at_peak, set_up, write  # noqa: E402
+from timing import interleaved, summary  # noqa: E402
+from variants import Settings, Variant, add_common, chosen, device_bytes_at_peak, results, set_up, write  # noqa: E402
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 1024, 16, 2752, 1024, 1, 1, 512),
-    "cuda": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
-    "npu": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
+    "device": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
 }
 NORMS, ACTIVATION, ATTENTION = r".*norm", r"mlp\.activation_func", r"self_attention\.core_attention"
 CHEAP = [NORMS, ACTIVATION, r"self_attention\.rotary_pos_emb"]
@@ -86,26 +85,24 @@ def variants(layers: int, distance: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     mem.add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=15)
+    add_common(parser)
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
-    parser.add_argument("--shape", type=int, nargs=8, metavar="N", help="layers hidden heads ffn seq mbs n_mb vocab")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--picture", type=Path, help="draw throughput over memory there (PNG or SVG)")
     args = parser.parse_args()
     backend, model, step, shape = set_up(args, SHAPES, recompute(recompute=True))
-    all_variants = variants(shape["layers"], args.prefetch)
+    all_variants = chosen(variants(shape["layers"], args.prefetch), args.only)
     setting = Settings(model, backend, all_variants, shape["layers"])
-    clock = time.process_time if backend.type == "cpu" else time.perf_counter
-    seconds = interleaved(list(all_variants), setting, step, args.rounds, backend.synchronize, clock)
-    rows, losses = summary(seconds, "no recompute"), {}
+    clock = time.process_time if backend.is_host else time.perf_counter
+    names, minutes = list(all_variants), args.minutes
+    seconds = interleaved(names, setting, step, args.rounds, backend.synchronize, clock, minutes=minutes)
+    rows, rounds, found = summary(seconds, "no recompute"), len(seconds["no recompute"]), {}
     for name, row in rows.items():
         row["peer"] = all_variants[name].peer
         row["device_bytes_at_peak"] = device_bytes_at_peak(setting, name, step)
-        with setting(name), reproducible(backend.type):
-            losses[name] = step(), [p.grad.double().sum().item() for p in model.parameters()]
-        row["same"] = losses[name] == losses["no recompute"]
+        found[name] = results(setting, name, step)
+        row["same"] = None if None in (found[name], found["no recompute"]) else found[name] == found["no recompute"]
     print(table(rows))
-    write(args, "recompute", backend, shape, rows)
+    write(args, "recompute", backend, shape, rounds, rows)
     if args.picture:
         from picture import draw
 
@@ -116,7 +113,7 @@ def table(rows: dict[str, dict]) -> str:
     lines = [f"{'variant':48} {'median ms':>10} {'ratio':>7} {'MiB':>9} {'results':>8}"]
     for name, row in rows.items():
         mib = row["device_bytes_at_peak"] / 2**20
-        same = "equal" if row["same"] else "DIFFER"
+        same = {True: "equal", False: "DIFFER", None: "-"}[row["same"]]
         lines.append(f"{name:48} {row['median_ms']:>10.1f} {row['median_of_ratios']:>7.3f} {mib:>9.1f} {same:>8}")
     return "\n".join(lines)
 

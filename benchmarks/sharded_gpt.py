@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Job:
     """See `chunk_zero.SHAPE`."""
     chunk_elements: int
     """At which a bucket of Megatron's, or a chunk, is closed."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """More for Megatron's config of the model."""
 
     def model(self) -> torch.nn.Module:
         """A GPTModel in bf16, always with the same parameters."""
@@ -45,7 +47,7 @@ class Job:
         torch.manual_seed(1234)
         model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         names = ("layers", "hidden", "heads", "ffn", "seq_length", "vocab")
-        return build(self.device, *(self.shape[name] for name in names), torch.bfloat16)
+        return build(self.backend, *(self.shape[name] for name in names), torch.bfloat16, **self.config)
 
     def batches(self) -> torch.Tensor:
         """This rank's tokens [micro-batches, micro-batch, sequence] of every step."""

@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from timing import interleaved, summary  # noqa: E402
-from variants import Settings, Variant, device_bytes_at_peak, set_up, write  # noqa: E402
+from variants import Settings, Variant, add_common, chosen, device_bytes_at_peak, results, set_up, write  # noqa: E402
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
 from mindspeed_mem.activation.observe.meter import ActivationMeter  # noqa: E402
@@ -29,8 +29,7 @@ from mindspeed_mem.activation.storage.ledger import LEDGER  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 512, 8, 1376, 512, 1, 2, 512),
-    "cuda": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
-    "npu": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
+    "device": (8, 4096, 32, 11008, 4096, 1, 4, 32000),
 }
 
 
@@ -38,7 +37,7 @@ def entry(**more) -> dict:
     return {"swap_config": {"swap": True, **more}}
 
 
-def variants(prefetch: int, layers: int, pinned: bool) -> dict:
+def variants(prefetch: int, layers: int, backend) -> dict:
     everywhere = {"backward_prefetch": prefetch, "layers": True}
     half = {"op_name": r".*\.core_attention", "backward_prefetch": prefetch, "layers": list(range(0, layers, 2))}
     return {
@@ -48,14 +47,16 @@ def variants(prefetch: int, layers: int, pinned: bool) -> dict:
         "swap core attention": Variant(entry(default_prefetch=prefetch)),
         "swap core attention, half the layers": Variant(entry(op_swap=[half])),
         "swap everything": Variant(entry(layer_swap=[everywhere])),
-        "save_on_cpu": Variant(around=lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)),
+        "save_on_cpu": Variant(
+            around=lambda: torch.autograd.graph.save_on_cpu(not backend.is_host, device_type=backend.tensor_type)
+        ),
         "Megatron full recompute": Variant(full=layers),
     }
 
 
 def held_at_peak(name: str, setting: Settings, step) -> int | None:
     """Bytes of one step's activations at their peak."""
-    if setting.backend.type != "cpu":
+    if not setting.backend.is_host:
         return device_bytes_at_peak(setting, name, step)
     if name == "save_on_cpu":
         return None
@@ -69,36 +70,33 @@ def held_at_peak(name: str, setting: Settings, step) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     mem.add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=15)
+    add_common(parser)
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
-    parser.add_argument("--shape", type=int, nargs=8, metavar="N", help="layers hidden heads ffn seq mbs n_mb vocab")
-    parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
     backend, model, step, shape = set_up(args, SHAPES, entry())
-    all_variants = variants(args.prefetch, shape["layers"], backend.type != "cpu")
+    all_variants = chosen(variants(args.prefetch, shape["layers"], backend), args.only)
     setting = Settings(model, backend, all_variants, shape["layers"])
     names = list(all_variants)
-    seconds, losses = interleaved(names, setting, step, args.rounds, backend.synchronize), {}
-    rows = summary(seconds, "no pack")
+    seconds, found = interleaved(names, setting, step, args.rounds, backend.synchronize, minutes=args.minutes), {}
+    rows, rounds = summary(seconds, "no pack"), len(seconds["no pack"])
     for name in names:
         rows[name]["peak_bytes"] = held_at_peak(name, setting, step)
-        with setting(name):
-            losses[name] = step()
-        rows[name]["same_losses"] = losses[name] == losses["no pack"]
+        found[name] = results(setting, name, step)
+        rows[name]["same"] = None if None in (found[name], found["no pack"]) else found[name] == found["no pack"]
         if name in setting.engines:
             engine = setting.engines[name].report()
-            rows[name]["stall_ms_per_step"] = 1e3 * setting.stalls[name] / (args.rounds + 3)
-            rows[name]["bytes_out_per_step"] = engine.bytes_out // (args.rounds + 3)
+            rows[name]["stall_ms_per_step"] = 1e3 * setting.stalls[name] / (rounds + 3)
+            rows[name]["bytes_out_per_step"] = engine.bytes_out // (rounds + 3)
     print(table(rows))
-    write(args, "swap", backend, shape, rows)
+    write(args, "swap", backend, shape, rounds, rows)
 
 
 def table(rows: dict[str, dict]) -> str:
-    lines = [f"{'variant':38} {'median ms':>10} {'ratio':>7} {'peak MiB':>9} {'losses':>7}"]
+    lines = [f"{'variant':38} {'median ms':>10} {'ratio':>7} {'peak MiB':>9} {'results':>8}"]
     for name, row in rows.items():
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
-        same = "equal" if row["same_losses"] else "DIFFER"
-        lines.append(f"{name:38} {row['median_ms']:>10.1f} {row['ratio_of_medians']:>7.3f} {peak:>9} {same:>7}")
+        same = {True: "equal", False: "DIFFER", None: "-"}[row["same"]]
+        lines.append(f"{name:38} {row['median_ms']:>10.1f} {row['ratio_of_medians']:>7.3f} {peak:>9} {same:>8}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import random
 import statistics
@@ -11,7 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-import torch
+# Without it the matrix products of a GPU refuse to be reproducible; read when the first of them is run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+_START = time.monotonic()
+
+import torch  # noqa: E402
+
+from mindspeed_mem.device import get_backend  # noqa: E402
 
 
 def interleaved(
@@ -22,16 +29,24 @@ def interleaved(
     synchronize: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
     warm: int = 0,
+    minutes: float | None = None,
+    agreed: Callable[[bool], bool] = bool,
 ) -> dict[str, list[float]]:
     """Seconds of ``step`` under each variant, one per round; every round runs all variants in an order of its own.
 
     ``setting(name)`` puts a variant in place (untimed). One untimed step of each variant comes first; ``warm``: and so
     many before each timed one, for a caching allocator that another variant has left in another state. ``clock``: for
-    one thread on a shared machine `time.process_time`, which does not count the time that others take.
+    one thread on a shared machine `time.process_time`, which does not count the time that others take. ``minutes``: no
+    round begins that would probably end later than so long after the program began; but there is always one.
+    ``agreed``: makes one answer of what the ranks think about that.
     """
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    longest = 0.0
     for round_number in range(-1, rounds):
+        begun = time.monotonic()
+        if minutes is not None and round_number > 0 and agreed(begun + longest - _START > 60 * minutes):
+            break
         for name in order.sample(list(names), len(names)):
             with setting(name):
                 for _ in range(warm):
@@ -42,22 +57,37 @@ def interleaved(
                 synchronize()
                 if round_number >= 0:
                     seconds[name].append(clock() - start)
+        longest = max(longest, time.monotonic() - begun) if round_number >= 0 else 0.0  # the first makes what stays
     return seconds
+
+
+def late(minutes: float) -> bool:
+    """Whether the program began longer ago than that."""
+    return time.monotonic() - _START > 60 * minutes
 
 
 @contextlib.contextmanager
 def reproducible(device_type: str) -> Iterator[None]:
-    """Inside, an accelerator's kernels give the same bits each time, where they can (flash attention does not by
-    default); for comparing losses, not for timing."""
+    """Inside, an accelerator's kernels give the same bits each time; for comparing results, not for timing.
+
+    Strictly: told only to warn, flash attention's backward stays as it is. An operator that cannot be reproducible
+    raises RuntimeError.
+    """
     before, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
-    if device_type != "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    if not get_backend(device_type).is_host:
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
         torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def bits(tensor: torch.Tensor) -> int:
+    """A number that tells tensors of one shape apart: the sum of their elements' bit patterns."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(integer).sum(dtype=torch.int64))
 
 
 def summary(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
@@ -85,8 +115,8 @@ def machine(device_type: str) -> dict[str, str | int]:
         "processor": _processor(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    if device_type != "cpu":
-        found["device"] = torch.get_device_module(device_type).get_device_name()
+    if not get_backend(device_type).is_host:
+        found["device"] = str(get_backend(device_type).describe()["device"])
     return found
 
 

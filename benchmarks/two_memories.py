@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mindspeed_mem.device import Backend
+from mindspeed_mem.device import Backend, is_host_device
 
 GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "allgather_coalesced_")
 SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
@@ -26,7 +26,7 @@ class TwoMemories:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.told_apart = backend.type != "cpu"
+        self.told_apart = not backend.is_host
         """Whether torch itself tells them apart."""
         self._hosts: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         if not self.told_apart:
@@ -39,7 +39,7 @@ class TwoMemories:
 
     def on_host(self, tensor: torch.Tensor) -> bool:
         if self.told_apart:
-            return tensor.device.type == "cpu"
+            return is_host_device(tensor.device)
         return tensor.untyped_storage() in self._hosts
 
     def mark(self, tensor: torch.Tensor) -> torch.Tensor:

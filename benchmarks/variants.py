@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from gpt import build, make_step, start_one_rank
-from timing import machine
+from timing import bits, machine, reproducible
 
 import mindspeed_mem.megatron_adaptor as mem
 from mindspeed_mem.activation import engine as engines
@@ -55,6 +57,8 @@ class Settings:
         self.model, self.backend, self.variants = model, backend, variants
         self.config = model.config
         self.engines, self.stalls = {}, Counter()
+        self.last = ""
+        """The variant put in place last."""
         for name, variant in variants.items():
             if variant.plan is not None:
                 config = load_memory_config(variant.plan)
@@ -64,6 +68,7 @@ class Settings:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.last = name
         variant, engine = self.variants[name], self.engines.get(name)
         if engine is not None:
             REGISTRY.apply(PATCHES)
@@ -88,27 +93,56 @@ class Settings:
 def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any]):
     """The device's backend, a model on it with no patch of ours left, its step, and the shape.
 
-    The model is built under ``plan``, so that its operators are named. ``shapes``: by kind of device.
+    The model is built under ``plan``, so that its operators are named. ``shapes``: of "cpu" and "device".
     """
     backend = get_backend(None if args.device in (None, "auto") else args.device)
     mem.configure({"device": backend.type, "sdpa_attention": True, "memory_config": plan})
     engines.stop()
-    shape = dict(zip(SHAPE, args.shape or shapes[backend.type], strict=True))
+    shape = dict(zip(SHAPE, args.shape or shapes["cpu" if backend.is_host else "device"], strict=True))
     layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape.values()
     device = start_one_rank(backend.type)
-    if backend.type == "cpu":
+    if backend.is_host:
         torch.set_num_threads(1)
-    model = build(device, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
+    model = build(backend, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
     REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
     return backend, model, make_step(model, device, seq, micro_batch, micro_batches, vocab), shape
 
 
-def write(args, name: str, backend, shape: dict[str, int], rows: dict[str, dict]) -> None:
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a benchmark that times variants."""
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
+    parser.add_argument("--only", help="only variants whose names contain one of these, separated by ; (and the first)")
+    parser.add_argument("--shape", type=int, nargs=8, metavar="N", help="layers hidden heads ffn seq mbs n_mb vocab")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+
+
+def chosen(variants: dict[str, Variant], only: str | None) -> dict[str, Variant]:
+    """The first, and those that ``--only`` names; all if it is None."""
+    if only is None:
+        return variants
+    first, words = next(iter(variants)), only.split(";")
+    return {name: one for name, one in variants.items() if name == first or any(word in name for word in words)}
+
+
+def write(args, name: str, backend, shape: dict[str, int], rounds: int, rows: dict[str, dict]) -> None:
     """Put the figures into the JSON file that was asked for, with the machine and what was run."""
     if args.json:
-        record = {"benchmark": name, "machine": machine(backend.type), "rounds": args.rounds}
+        record = {"benchmark": name, "machine": machine(backend.type), "rounds": rounds}
         record |= {"prefetch": args.prefetch, "shape": shape, "variants": rows}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def results(setting: Settings, name: str, step: Callable[[], list[float]]) -> tuple | None:
+    """The losses of a step and the bits of its gradients; None where this device cannot make them reproducible."""
+    try:
+        with setting(name), reproducible(setting.backend.type):
+            return step(), [bits(parameter.grad) for parameter in setting.model.parameters()]
+    except RuntimeError as error:
+        if "determinis" not in str(error):
+            raise
+        print(f"{name}: {error}".splitlines()[0], flush=True)
+        return None
 
 
 def device_bytes_at_peak(setting: Settings, name: str, step: Callable[[], Any]) -> int:
@@ -119,7 +153,7 @@ def device_bytes_at_peak(setting: Settings, name: str, step: Callable[[], Any]) 
     backend = setting.backend
     gc.collect()
     with setting(name):
-        if backend.type != "cpu":
+        if not backend.is_host:
             backend.synchronize()
             backend.reset_peak()
             before = backend.allocated()
