@@ -65,6 +65,7 @@ def build(
     backend: Backend, layers: int, hidden: int, heads: int, ffn: int, seq: int, vocab: int, dtype, **more: Any
 ) -> torch.nn.Module:
     """SwiGLU, RMSNorm, rotary positions, untied embeddings; parameters of ``dtype``. ``more``: for its config."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -97,6 +98,8 @@ def build(
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab,
         seq,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
