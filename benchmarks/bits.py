@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -451,7 +452,12 @@ def trained(
             del found.did["chunks"]  # Megatron's own buckets
     del training
     gc.collect()
+    _freeze()
     return found, (static, peak)
+
+
+_freeze = functools.cache(gc.freeze)
+"""Once, when all is imported: afterwards a collection has little to look through."""
 
 
 GROUPS = {"activations": activations, "chunks": chunks, "gemini": gemini, "pipeline": pipeline}

@@ -105,6 +105,8 @@ def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any]):
         torch.set_num_threads(1)
     model = build(backend, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
     REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
+    gc.collect()
+    gc.freeze()  # all that is imported: what is collected later need not look through it
     return backend, model, make_step(model, device, seq, micro_batch, micro_batches, vocab), shape
 
 
