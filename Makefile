@@ -2,6 +2,8 @@
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
 # make test-oldest  set up the oldest supported torch beside it (.venv-oldest) and run some tests of swapping
 # make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
+# make device     what is to be known of an accelerator, in pieces: installs nothing, PYTHON has to have torch and
+#                 megatron-core (DEVICE=npu, MINUTES=9, ONLY=bits-chunks,swap, RESULTS=folder; goes on where it stopped)
 # make check      ruff, types and the unit tests: the quick loop
 # make lint, make types, make doctor, make clean
 #
@@ -17,6 +19,9 @@ DEVICE ?= cpu
 TESTS ?= tests
 PYTEST_ARGS ?=
 JOBS ?= 2
+MINUTES ?= 25
+ONLY ?=
+RESULTS ?=
 OLDEST := 2.6.0
 OLDEST_TESTS := tests/asynchrony/test_swap_waits.py tests/memory/test_life_cycle.py \
     $(foreach kind,dense moe,'tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model[$(kind)]')
@@ -29,7 +34,7 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test test-oldest check lint types doctor hashes clean environment
+.PHONY: help pretrain test test-oldest check lint types doctor device hashes clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -65,6 +70,12 @@ check: lint
 
 doctor: environment
 	$(ENVIRONMENT) $(RUN) -m mindspeed_mem doctor
+
+# .venv has a torch for the CPU: taken is PYTHON, unless VENV is named. DEVICE has another default here.
+device:
+	$(if $(filter command environment override,$(firstword $(origin VENV))),$(ENVIRONMENT) $(RUN),$(PYTHON)) \
+	    benchmarks/on_device.py --minutes $(MINUTES) $(if $(filter file,$(origin DEVICE)),,--device $(DEVICE)) \
+	    $(if $(ONLY),--only "$(ONLY)") $(if $(RESULTS),--results "$(RESULTS)")
 
 hashes: environment
 	$(ENVIRONMENT) MINDSPEED_MEM_DEVICE=cpu $(RUN) -c "from mindspeed_mem.tools import examination; examination.write_hashes()"

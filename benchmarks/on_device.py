@@ -128,7 +128,8 @@ def adaptive(job: Job) -> list[str]:
     how: tuple[object, ...] = ("--finalists", 3, "--losses", 2, "--minutes", job.minutes)
     memory, whole_model = job.device["memory"] or 0, 125e9
     if job.tiny:
-        how = ("--shape", 3, 64, 2, 128, 64, 1, 2, 64, "--rounds", 1, "--caps", 0.5, "--finalists", 1, "--margin", 0.02)
+        how = ("--shape", 3, 64, 2, 128, 64, 1, 2, 64, "--rounds", 1, "--caps", 0.5, "--finalists", 1)
+        how += ("--margin", 0.02, "--losses", 1)
     elif job.device["type"] != "cpu" and memory < whole_model:
         micro_batch = 4 if memory > 48e9 else 1
         layers = int((0.9 * memory - 4e9 - micro_batch * 3e9) / (0.8e9 + micro_batch * 1.3e9))

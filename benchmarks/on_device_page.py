@@ -1,4 +1,4 @@
-"""What `on_device.py` found, as one page: machine, versions, each piece with its goals and what it printed. No torch."""
+"""What `on_device.py` found, as one page: the machine, and each piece with its goals and what it printed. No torch."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import torch
 from mindspeed_mem import reserve
 from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_limit
 
+_HAIR = 1e-3  # bytes by which a limit, read back as a share of the memory, may fall short of a whole number
 _PENDING_STALLS = 256  # event pairs kept before those that have happened are added up
 
 
@@ -178,7 +179,7 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         index = self._module.current_device()
         read = getattr(self._module, "get_per_process_memory_fraction", None)  # others may set it, too
         fraction = self._fractions.get(index, 1.0) if read is None else read(index)
-        return int(min(fraction, 1.0) * self._total())
+        return int(min(fraction, 1.0) * self._total() + _HAIR)
 
     def limit_memory(self, nbytes: int | None) -> None:
         index = self._module.current_device()

@@ -1,6 +1,8 @@
 """The CUDA backend on a real GPU; without one, only how its host buffers are registered, with a stand-in runtime."""
 
+import errno
 import gc
+import mmap
 import types
 
 import pytest
@@ -53,6 +55,17 @@ def test_host_buffers_are_exact_aligned_and_registered_while_they_live(unplugged
     del view
     assert runtime.registered == {}
     assert backend.host_empty(0).numel() == 0 and runtime.calls == 1
+
+
+def test_a_kernel_that_takes_no_advice_about_pages_has_host_buffers_too(unplugged, monkeypatch):
+    class Plain(mmap.mmap):
+        def madvise(self, *unused):
+            raise OSError(errno.EINVAL, "built without huge pages")
+
+    backend, runtime = unplugged
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    buffer = backend.host_empty(5000)
+    assert runtime.registered == {buffer.data_ptr(): 5000}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinning by torch works here")

@@ -1,0 +1,128 @@
+"""`benchmarks/on_device.py`: pieces in processes of their own, what is kept of them, and most of them once, tiny."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "on_device.py"
+DEVICE = {"type": "cpu", "name": "made up", "memory": None, "count": 1, "host": {"processor": "one", "memory": 10**9}}
+DEVICE |= {"versions": {"torch": "2"}}
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec = importlib.util.spec_from_file_location("on_device", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "on_device", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def pieces(script, monkeypatch):
+    """Pieces of one line of Python each."""
+
+    def piece(name, code, minutes=1.0, **more):
+        return script.Piece(name=name, minutes=minutes, command=lambda job: ["-c", code, str(job.target)], **more)
+
+    write = "import sys; open(sys.argv[1], 'w').write('{}')"
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    found = (
+        piece("good", f"print('a table'); {write}"),
+        piece("bad", "print('half of it'); raise ValueError('because')"),
+        piece("long", f"print('begun', flush=True); {child}", minutes=0.01),
+        piece("elsewhere", write, absent=lambda device: f"not for {device['type']}"),
+        piece("last", write),
+    )
+    monkeypatch.setattr(script, "PIECES", found)
+    return found
+
+
+def ran(script, folder, seconds=60.0, **more):
+    run = script.Run(folder, DEVICE, False, time.monotonic() + seconds)
+    run.do(script.PIECES, **{"again": False, **more})
+    return {name: record["status"] for name, record in run.records.items()}
+
+
+def test_a_piece_that_fails_or_takes_too_long_is_noted_and_the_rest_goes_on(script, pieces, tmp_path):
+    begun = time.monotonic()
+    expected = {"good": "done", "bad": "FAILED", "long": "STOPPED", "elsewhere": "skipped", "last": "done"}
+    assert ran(script, tmp_path) == expected and time.monotonic() - begun < 50
+    page = (tmp_path / "README.md").read_text()
+    assert "half of it" in page and "ValueError: because" in page and "a table" in page and "begun" in page
+    assert "| elsewhere | skipped: not for cpu |" in page and "longer than its 0.0 minutes" in page
+    assert json.loads((tmp_path / "bad.json").read_text())["exit_status"] == 1
+    assert not (tmp_path / "elsewhere.json").exists()
+
+
+def test_what_is_there_of_the_same_source_and_device_is_not_run_again(script, pieces, tmp_path, monkeypatch):
+    def date(name):
+        return (tmp_path / f"{name}.json").stat().st_mtime_ns
+
+    ran(script, tmp_path)
+    before = {name: date(name) for name in ("good", "bad", "long")}
+    ran(script, tmp_path)
+    assert before == {name: date(name) for name in before}
+    run = script.Run(tmp_path, DEVICE, False, time.monotonic() + 60)
+    run.do([pieces[0]], again=True)
+    assert date("good") > before["good"] and date("bad") == before["bad"]
+    monkeypatch.setattr(script, "source", lambda: "another")
+    assert script.Run(tmp_path, DEVICE, False, 0.0).records == {}
+
+
+def test_what_the_time_does_not_suffice_for_is_left_for_the_next_call(script, pieces, tmp_path):
+    assert set(ran(script, tmp_path, seconds=0.0).values()) == {"not begun", "skipped"}
+    assert not list(tmp_path.glob("*.json")) and "0.0 minutes were left" in (tmp_path / "README.md").read_text()
+    assert ran(script, tmp_path)["last"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        ({"full": 1.3, "block": 1.1, "mine": 1.02}, ("met", "MISSED", "met")),
+        ({"full": 1.3, "block": 1.25, "mine": 1.06}, ("met", "met", "MISSED")),
+        ({"full": 1.2, "mine": 1.04}, ("MISSED", "met", "met")),
+        ({"full": 1.2}, ("untold", "untold", "untold")),
+    ],
+)
+def test_the_goals_of_the_adaptive_plan(script, rows, lines):
+    import on_device_page
+    from policies import ADAPTIVE, FULL, KEEP_ALL
+
+    names = {"full": FULL, "block": "Megatron block recompute, 1 of 2", "mine": ADAPTIVE}
+    policies = {names[name]: {"median_of_ratios": ratio, "peer": name != "mine"} for name, ratio in rows.items()}
+    policies[KEEP_ALL] = {"median_of_ratios": 1.0, "peer": True}
+    goals = on_device_page.goals("adaptive", {"caps": {"105GB": {"policies": policies}}})
+    words = [line.partition(":")[0] for line in on_device_page.goal_lines(goals)]
+    assert tuple(words[:3]) == lines
+
+
+def test_a_piece_that_is_not_there_is_refused():
+    done = subprocess.run([sys.executable, str(SCRIPT), "--only", "swop"], capture_output=True, text=True)
+    assert done.returncode == 1 and "--only swop: allowed are doctor, gpu-tests, " in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_benchmarks_run_from_end_to_end(tmp_path):
+    """With tiny sizes; without the pieces of which other tests run the like."""
+    only = ["bits-gemini", "swap", "recompute", "adaptive", "chunk_zero"]
+    words = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--only", ",".join(only)]
+    environment = {**os.environ, "PYTHONPATH": ""}  # it finds the package by itself
+    done = subprocess.run(
+        [*words, "--results", str(tmp_path / "results")], capture_output=True, text=True, env=environment
+    )
+    page = (tmp_path / "results" / "README.md").read_text()
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{page}"
+    records = [json.loads((tmp_path / "results" / f"{name}.json").read_text()) for name in only]
+    assert [record["status"] for record in records] == ["done"] * len(only)
+    assert page.count("- met: losses and gradients are equal") == 3
+    assert "- met: the bits are stock Megatron's (5 comparisons)" in page
