@@ -82,7 +82,12 @@ def _on_device(backend: Backend, nbytes: int) -> Iterator[tuple[torch.Tensor, li
                 matrices = [backend.empty(2 * _SIDE**2).view(torch.float16).view(_SIDE, _SIDE) for _ in range(3)]
             break
         except (RuntimeError, MemoryError) as error:
-            if not backend.is_out_of_memory(error) or nbytes <= _LEAST:
+            if not backend.is_out_of_memory(error):
+                raise
+            if nbytes <= _LEAST and memory is not None:
+                matrices = None  # what copies lose beside computation is then not known
+                break
+            if nbytes <= _LEAST:
                 raise
         nbytes = max(nbytes // 2, _LEAST)
     for matrix in matrices or ():

@@ -101,6 +101,21 @@ def test_what_does_not_fit_is_halved():
     assert backend.asked == [n * 2**20 for n in (16, 8, 4)]
 
 
+class Full(Cautious):
+    """A device apart from the host, with no room for the matrices that are multiplied meanwhile."""
+
+    def empty(self, nbytes):
+        return super().empty(nbytes).to("meta")
+
+    def copy(self, target, source, stream):
+        assert "meta" in (target.device.type, source.device.type)
+
+
+def test_without_room_for_matrices_copies_are_measured_alone():
+    speed = measure_link(Full(), nbytes=2**20, rounds=1)
+    assert (speed.out, speed.back) == (speed.out_alone, speed.back_alone) and min(speed[:4]) > 0
+
+
 @pytest.mark.gpu
 def test_a_gpu_copies_beside_its_computation():
     backend = get_backend("cuda")
