@@ -50,7 +50,7 @@ CLOSE = 1e-3
 
 @dataclasses.dataclass
 class Numbers:
-    """What some steps computed: their losses and gradient norms, and the bits of each step's gradients."""
+    """What some steps computed: the losses of each, then its gradient norm (0: none), and the bits of its gradients."""
 
     losses: list[list[float]] = dataclasses.field(default_factory=list)
     gradients: list[list[int]] = dataclasses.field(default_factory=list)
@@ -61,7 +61,12 @@ class Numbers:
         """Of the steps that both have."""
         found = []
         for number, (mine, others) in enumerate(zip(self.losses, other.losses, strict=False)):
-            found += [f"step {number}: losses"] if mine != others else []
+            found += [f"step {number}: losses"] if mine[:-1] != others[:-1] else []
+            found += (
+                [f"step {number}: the norm, by {abs(mine[-1] / others[-1] - 1):.0e}"]
+                if mine[-1:] != others[-1:]
+                else []
+            )
         for number, (mine, others) in enumerate(zip(self.gradients, other.gradients, strict=False)):
             wrong = sum(a != b for a, b in zip(mine, others, strict=True))
             found += [f"step {number}: {wrong} of {len(mine)} gradients"] if wrong else []
@@ -325,7 +330,7 @@ def _plain(backend: Backend, shape: dict[str, int], batches: list[torch.Tensor])
         with torch.no_grad():
             for parameter, master in masters.items():
                 parameter.copy_(master)
-        found.losses.append([float(loss)])
+        found.losses.append([float(loss), 0.0])
     found.gradients.append([bits(parameter) for parameter in model.parameters()])
     return found
 
@@ -344,7 +349,7 @@ def _in_chunks(
         loss = _loss(model, batch)
         optimizer.backward(loss)
         optimizer.step()
-        found.losses.append([float(loss.detach())])
+        found.losses.append([float(loss.detach()), 0.0])
     state = model.state_dict()
     names = [name for name, _ in model.named_parameters()]
     found.gradients.append([bits(state[name].bfloat16()) for name in names])
