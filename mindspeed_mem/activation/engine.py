@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mindspeed_mem import ranks
+from mindspeed_mem import ranks, reserve
 from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
@@ -101,6 +101,8 @@ class Engine:
     def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
         """Make the plan, as `PlanInForce.resolve`."""
         self.in_force.resolve(gather, partners)
+        window, limit = self.in_force.config.swap.window_bytes, self.backend.nominal_limit()
+        self.mover.late.window = reserve.late_copies(limit or 0) if window is None else window
         if self.survival is not None:
             self.survival.knows_layers()
 

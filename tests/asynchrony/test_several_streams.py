@@ -32,7 +32,7 @@ PLANS = {
         ["second"], {"swap": True, "swap_recompute_inputs": True, "op_swap": [op(["first", "before"], 1)]}
     ),
 }
-surviving = functools.partial(run, survive=True, room=6000)
+surviving = functools.partial(run, survive=True, after_part=lambda engine: engine.mover.make_room(6000, set()))
 
 
 @pytest.fixture(scope="module")

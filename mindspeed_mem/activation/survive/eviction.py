@@ -82,10 +82,11 @@ class EvictingMover(Mover):
         return found
 
     def _in_order(self) -> list[Record]:
-        """What could leave: passes whose backward is furthest, first, and in a pass what was saved first."""
+        """What could leave: what is copied already, then passes whose backward is furthest, and in each what was saved
+        first."""
         found = [r for r in list(self._known) if r.state in _ON_DEVICE and r.nbytes >= _SMALLEST]
         turns = {id(one): self._turn(one) for one in {id(r.micro_batch): r.micro_batch for r in found}.values()}
-        found.sort(key=lambda r: (-turns[id(r.micro_batch)], r.last_use, -r.nbytes))
+        found.sort(key=lambda r: (r not in self.late, -turns[id(r.micro_batch)], r.last_use, -r.nbytes))
         return found
 
     def _evict(self, record: Record, pinned: set[int]) -> bool:
@@ -128,11 +129,13 @@ class EvictingMover(Mover):
         return True
 
     def _release_early(self, record: Record, selected: bool = True) -> bool:
+        listed = record in self.late
         if not self.release(record):
             return False
         if not selected:
             record.distance = 1  # back one operator ahead, if there is room by then
-        record.micro_batch.moved.append(weakref.ref(record))
+        if not listed:
+            record.micro_batch.moved.append(weakref.ref(record))
         return True
 
     def _drop_buffer(self, record: Record, holding: list) -> None:

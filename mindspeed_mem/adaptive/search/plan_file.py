@@ -55,6 +55,7 @@ def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
             swap_recompute_inputs=inputs_move,
             default_prefetch=max(stage.distance for stage in plan.stages) if inputs_move else 1,
             op_swap=swaps,
+            window_bytes=plan.window_bytes,
         ),
         recompute=RecomputeConfig(
             rules=tuple(
@@ -93,6 +94,8 @@ def sections(config: MemoryConfig) -> dict[str, dict[str, object]]:
     swap: dict[str, object] = {"swap": config.swap.swap, "pp_aware": config.swap.pp_aware}
     if config.swap.swap_recompute_inputs:
         swap |= {"swap_recompute_inputs": True, "default_prefetch": config.swap.default_prefetch}
+    if config.swap.window_bytes is not None:
+        swap["window_bytes"] = config.swap.window_bytes
     swap["op_swap"] = [
         {
             "op_name": list(one.op_name) if len(one.op_name) > 1 else one.op_name[0],
