@@ -38,6 +38,7 @@ _SWAP_KEYS = (
     "swap_recompute_inputs",
     "pp_aware",
     "window_bytes",
+    "smallest_bytes",
 )
 _MCORE_KEYS = {"cpu_offloading": "swap", "cpu_offloading_num_layers": "layer_swap"}
 """What the models of MindFormers that are built like Megatron's call these keys."""
@@ -90,6 +91,8 @@ class SwapConfig:
     window_bytes: int | None = None
     """What copies to the host that are late at their release points may hold before computation waits for them; None: a
     share of the device's memory (`reserve.late_copies`)."""
+    smallest_bytes: int | None = None
+    """Smaller activations are not swapped; None: those whose copies would take longer to start than to run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +206,7 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
         "swap_recompute_inputs": check.boolean,
         "pp_aware": check.boolean,
         "window_bytes": check.size,
+        "smallest_bytes": check.size,
     }
     values: dict[str, Any] = {
         key: read(found[key], f"{path}.{called[key]}") for key, read in readers.items() if key in found

@@ -78,8 +78,11 @@ class MicroBatch:
     def select(self, record: Record, distance: int, at_once: bool = True) -> None:
         """Move this record: copy out as soon as it is complete, release ``distance`` operators after its producer.
 
-        Without ``at_once`` the copy waits for the end of the running operator even if it is complete.
+        Without ``at_once`` the copy waits for the end of the running operator even if it is complete. If it is small,
+        it stays.
         """
+        if self.mover.staying.is_small(record):
+            return
         record.distance = distance
         record.state = DEVICE
         self._fresh.append(weakref.ref(record))

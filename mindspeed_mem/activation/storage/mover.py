@@ -35,17 +35,16 @@ Memory is handed out again by the stream it was allocated on, which nobody can a
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.late_copies import LateCopies
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, KEPT, LOADED, Record
+from mindspeed_mem.activation.storage.staying import Staying
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,8 +55,6 @@ if TYPE_CHECKING:
     from mindspeed_mem.device import Backend
     from mindspeed_mem.device.base import Event, Stream
     from mindspeed_mem.device.slabs import HostSlabs, Slab
-
-logger = logging.getLogger(__name__)
 
 OUT_AFTER_COMPUTE = "copy out after compute"
 OUT_AFTER_SLAB = "copy out after the slab's last copy"
@@ -97,12 +94,12 @@ class Mover:
         self.second_runs: Counter[tuple[int, str]] = Counter()
         self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
         self.late = LateCopies()
-        self.bytes_on_host = self.stayed_bytes = 0
+        self.bytes_on_host = 0
+        self.staying = Staying()
         self.evicted_bytes = self.evictions = 0  # of what left because memory had run out
         self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
         self.auto: AutoDistances | None = None  # while the plan leaves distances to it
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
-        self._warned_full = False
 
     def _begin(self) -> tuple[Stream, Stream, Stream]:
         """Compute's stream and the two for copies, made at the first copy: only then the device is surely chosen."""
@@ -137,7 +134,7 @@ class Mover:
                     continue
                 slab = self.slabs.take(record.nbytes)
                 if slab is None:
-                    self._stays(record)
+                    self.staying.no_room(record, self.slabs.limit_bytes)
                     continue
                 try:
                     self._wait_for_bytes(record, compute, out_stream, ready)
@@ -325,19 +322,3 @@ class Mover:
         self.slabs.give(record.slab, event)
         record.slab = None
         self.bytes_on_host -= record.nbytes
-
-    def _stays(self, record: Record) -> None:
-        record.state = KEPT
-        if (storage := record.storage()) is not None:
-            marks.of(storage).keep()
-        self.stayed_bytes += record.nbytes
-        if not self._warned_full:
-            self._warned_full = True
-            logger.warning(
-                "the host budget of %d bytes is used up (--swap-host-memory-gib): %s of layer %d (%d bytes) and what "
-                "follows stays on the device; raise the budget or select less",
-                self.slabs.limit_bytes,
-                record.op,
-                record.layer,
-                record.nbytes,
-            )
