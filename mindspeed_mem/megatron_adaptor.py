@@ -289,9 +289,9 @@ def _start_engine(settings: Settings) -> None:
     engines.stop()
     if needed:
         assert settings.backend is not None  # something is on
-        if settings.adaptive:
-            logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))
         config = settings.memory or load_memory_config(None)
+        if config.swap.swap or settings.survive_oom:  # before there are host buffers
+            logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))
         engine = engines.start(config, settings.backend, settings.host_limit_bytes, survive=settings.survive_oom)
         if settings.adaptive:
             from mindspeed_mem.adaptive.run.adaptation import Adaptation

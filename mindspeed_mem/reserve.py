@@ -17,6 +17,9 @@ _FRAGMENTATION = 0.02
 """Of the memory: what an allocator keeps in pieces that nobody can use. An assumption: no typical figure was found, and
 where recomputing and virtual stages mix lifetimes torch's allocator can waste far more (up to 43 %, arXiv
 2507.16274)."""
+_LATE_COPIES = 256
+"""The part of the memory that copies to the host may hold longer than planned: 320 MiB of 80 GiB, which take a link of
+25 GB/s 13 ms, so that computation does not stand still wherever the link is busy for a while."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ def of_device(nbytes: int, groups: int) -> Reserve:
 def contexts(nbytes: int) -> int:
     """For libraries, on a device of so many bytes."""
     return min(_LIBRARIES, nbytes // _LIBRARIES_SHARE)
+
+
+def late_copies(nbytes: int) -> int:
+    """For what has not been copied to the host in time, where tensors may take so many bytes."""
+    return nbytes // _LATE_COPIES
 
 
 def fragmentation(nbytes: int) -> int:

@@ -2,7 +2,8 @@
 
 Why here: a hook alone cannot do that, as autograd makes new tensors of what it hands back. A linear layer that adds
 to ``main_grad`` by itself (Megatron's, TransformerEngine's) asks the weight that it saved whether to, and marks it; a
-checkpoint that runs its function again reads ``.grad`` of the inputs that it saved.
+checkpoint that runs its function again reads ``.grad`` of the inputs that it saved. TransformerEngine marks weights in
+a low precision, plain tensors that it saves for each micro-batch, as nothing to be offloaded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from torch.autograd.function import BackwardCFunction
 
 from mindspeed_mem.activation.storage import own_tensors
-from mindspeed_mem.patching import replace
+from mindspeed_mem.patching import join, replace
 
 _native: Any = BackwardCFunction.saved_tensors  # of a class, what reads it
 
@@ -21,4 +22,5 @@ def _read(self):
     return own_tensors.read(_native.__get__, self)
 
 
+join("mindspeed_mem.activation.storage.own_tensors:MARKS", "_TE_do_not_offload", declared_by=__name__)
 replace("torch.autograd.function:BackwardCFunction.saved_tensors", property(_read), declared_by=__name__)

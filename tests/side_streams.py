@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -149,13 +149,14 @@ def run(
     leave_out: str | None = None,
     tells: bool = True,
     survive: bool = False,
-    room: int = 0,
+    after_part: Callable[[engines.Engine], object] | None = None,
+    bandwidth: float = 10e9,
 ) -> tuple[list[torch.Tensor], SimulatedBackend]:
     """Gradients of two micro-batches in flight, two steps. Raises RaceError where the device finds one.
 
-    ``room``: bytes that are asked for after each part, forward and backward, as if memory had run out.
+    ``after_part``: called after each part, forward and backward.
     """
-    backend = SimulatedBackend()
+    backend = SimulatedBackend(bandwidth=bandwidth)
     backend.leave_out = {leave_out} if leave_out else set()
     streams = Streams(backend)
     torch.manual_seed(0)
@@ -171,10 +172,10 @@ def run(
                     REGISTRY.apply_method(owner, "forward", region_forward, _PATCHES)
             engine.in_force.num_layers = len(model)
             engine.resolve()
-        if room:
+        if after_part is not None:
             for part in (m for m in model.modules() if isinstance(m, Part)):
-                part.register_forward_hook(functools.partial(_make_room, engine, room))
-                part.register_full_backward_hook(functools.partial(_make_room, engine, room))
+                part.register_forward_hook(functools.partial(_call, after_part, engine))
+                part.register_full_backward_hook(functools.partial(_call, after_part, engine))
         stack.enter_context(backend.tracker())
         for _ in range(2):
             _step(engine, model, streams)
@@ -182,8 +183,8 @@ def run(
         return [parameter.grad.clone() for parameter in model.parameters()], backend
 
 
-def _make_room(engine: engines.Engine, room: int, *_: Any) -> None:
-    engine.mover.make_room(room, set())
+def _call(after_part: Callable[[engines.Engine], object], engine: engines.Engine, *_: Any) -> None:
+    after_part(engine)
 
 
 def _step(engine: engines.Engine | None, model: torch.nn.ModuleList, streams: Streams) -> None:

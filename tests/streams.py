@@ -33,6 +33,7 @@ class Machine:
 
     def __init__(self, problem, plan):
         self.problem, self.plan = problem, plan
+        self.late = [[] for _ in problem.stages]  # events of copies out that are due, with their bytes
         self.streams = [
             [Stream()] * 3 if problem.link.blocking else [Stream() for _ in range(3)] for _ in problem.stages
         ]
@@ -40,7 +41,7 @@ class Machine:
             self._enqueue(number)
 
     def run(self):
-        done, now, heap, tie = set(), 0.0, [], 0
+        done, now, ended, heap, tie = set(), 0.0, 0.0, [], 0
         held = [s.static_bytes + s.temporary_bytes for s in self.problem.stages]
         peaks = list(held)
         while True:
@@ -64,11 +65,12 @@ class Machine:
             now, _, stage, which, sets, give = heapq.heappop(heap)
             stream = self.streams[stage][which]
             stream.running, stream.place = False, stream.place + 1
+            ended = now if which == 0 else ended  # a step is over with its computation
             held[stage] -= give
             done.update(sets)
         for streams in self.streams:
             assert all(stream.place == len(stream.queue) for stream in streams), "the machine is stuck"
-        return now + max(s.step_seconds for s in self.problem.stages), peaks
+        return ended + max(s.step_seconds for s in self.problem.stages), peaks
 
     # ---- what the engine would ask the streams for
     def _enqueue(self, number):
@@ -145,10 +147,26 @@ class Machine:
         for _, index in sorted(found, reverse=True):
             item = self.items[key[1]][index]
             fetched.add((number, key, index))
+            copied = ("out", number, key, index)
+            if (copied, item["group"].bytes) in self.late[number]:  # it stays: its memory is counted as the copy's now
+                self.late[number].remove((copied, item["group"].bytes))
+                compute.put(give=item["group"].bytes)
             asked = ("asked", number, key, index)
             compute.put(take=item["group"].bytes, sets=[asked])
             seconds = item["group"].bytes / GB / self.problem.link.back
-            back.put(wait=[asked, ("out", number, key, index)], seconds=seconds, sets=[("back", number, key, index)])
+            # not after the copy out: what is late by then would stay, and is taken to be copied all the same
+            back.put(wait=[asked], seconds=seconds, sets=[("back", number, key, index)])
+
+    def _release(self, number, copied, size):
+        """What is due leaves once its copy is done, at the latest when more is late than the window allows.
+
+        It gives its memory as late as that: a machine on which nobody looks whether a copy is done.
+        """
+        late = self.late[number]
+        late.append((copied, size))
+        while sum(nbytes for _, nbytes in late) > self.plan.window_bytes:
+            copied, size = late.pop(0)
+            self.streams[number][0].put(wait=[copied], give=size)
 
     def _arrival(self, number, direction, micro_batch, chunk):
         """The pass on another stage that has to be done."""
@@ -187,14 +205,14 @@ class Machine:
                     if item["act"] == "R" and max(item["made"], item["last"]) == position:
                         compute.put(give=size - item["group"].recompute_keeps)
                 for index, size in releases.pop(position, []):
-                    compute.put(wait=[("out", number, key, index)], give=size)
+                    self._release(number, ("out", number, key, index), size)
         for index, size in releases.pop(count + 1, []) if self._tail(number, chunk) else ():
-            compute.put(wait=[("out", number, key, index)], give=size)
+            self._release(number, ("out", number, key, index), size)
         compute.put(seconds=of_chunk.after.forward_seconds)
         compute.put(take=of_chunk.after.bytes)
         for due in sorted(releases):
             for index, size in releases[due]:
-                compute.put(wait=[("out", number, key, index)], give=size)
+                self._release(number, ("out", number, key, index), size)
         compute.put(sets=[("pass", number, FORWARD, micro_batch, chunk)])
 
     def _backward(self, number, micro_batch, chunk, ahead, fetched):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mindspeed_mem import ranks
+from mindspeed_mem import ranks, reserve
 from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
@@ -31,6 +31,7 @@ from mindspeed_mem.activation.second_runs import SecondRuns
 from mindspeed_mem.activation.storage.auto_distance import AutoDistances
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.mover import Mover
+from mindspeed_mem.activation.storage.staying import smallest_worth
 from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.survival import Survival, ask_before_failing
 from mindspeed_mem.device import Backend
@@ -101,6 +102,12 @@ class Engine:
     def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
         """Make the plan, as `PlanInForce.resolve`."""
         self.in_force.resolve(gather, partners)
+        swap, limit = self.in_force.config.swap, self.backend.nominal_limit()
+        self.mover.late.window = reserve.late_copies(limit or 0) if swap.window_bytes is None else swap.window_bytes
+        if swap.smallest_bytes is not None:
+            self.mover.staying.smallest = swap.smallest_bytes
+        elif swap.swap:
+            self.mover.staying.smallest = smallest_worth(self.backend)
         if self.survival is not None:
             self.survival.knows_layers()
 
@@ -146,7 +153,9 @@ class Engine:
             stall_seconds=self.backend.stall_seconds() - self._stalled_before,
             host_peak_bytes=slabs.peak_in_use,
             host_allocations=slabs.allocations,
-            stayed_bytes=mover.stayed_bytes,
+            stayed_bytes=mover.staying.no_room_bytes,
+            smallest_bytes=mover.staying.smallest,
+            small_bytes=mover.staying.small_bytes,
             evicted_bytes=mover.evicted_bytes,
             evictions=mover.evictions,
             passes_kept=balance.stayed,

@@ -50,6 +50,10 @@ class EngineFigures:
     host_allocations: int = 0
     stayed_bytes: int
     """For lack of room on the host."""
+    smallest_bytes: int = 0
+    """What is smaller is not swapped."""
+    small_bytes: int = 0
+    """Of what stayed for that, each time it was saved."""
     evicted_bytes: int = 0
     evictions: int = 0
     """Activations that left because device memory had run out."""

@@ -143,7 +143,7 @@ class Passes:
             self._of_output[id(first)] = micro_batch.key, weakref.ref(first)
         moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
         self.pinned.check(moved, output)
-        away = LEDGER.without.now - LEDGER.held.now
+        away = LEDGER.without.now - LEDGER.held.now + self._mover.late.nbytes
         self.balance.passed(sum(record.nbytes for record in moved), away, len(self._in_flight))
         if observed.counting is not None:
             observed.counting.finish(micro_batch.key[1])

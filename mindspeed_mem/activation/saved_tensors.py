@@ -117,6 +117,8 @@ class SavedTensors:
         record = None
         if by_function and own_tensors.stays_itself(tensor):
             self._pin(tensor, storage, found)
+        elif by_function and own_tensors.told_to_stay(tensor):
+            found.keep()
         if not found.stays or census is not None:
             record = self._record_of(tensor, storage, found)
             if record is None:
@@ -149,6 +151,8 @@ class SavedTensors:
         record = None
         if by_function and own_tensors.stays_itself(tensor):
             self._pin(tensor, storage, found)
+        elif by_function and own_tensors.told_to_stay(tensor):
+            found.keep()
         if not found.stays and storage.nbytes() and not found.static:
             record = self._record_of(tensor, storage, found)
             if record is None:

@@ -2,6 +2,7 @@
 
 A dispatch mode sees every operator that torch runs, in forward, backward and optimizer alike, and the graph task takes
 it along to autograd's threads. It costs some microseconds per operator, so it is for times when memory is tight.
+What is known of an operator's needs (op_needs.py) is made room for before it runs.
 The few backwards that a mode would change (formulas.py) run out of its sight, with room made before them.
 
 A collective finds room made before it begins: nothing has been sent then, and the other ranks do not notice. Where a
@@ -22,6 +23,7 @@ from mindspeed_mem.device import collectives, onednn
 from mindspeed_mem.device.base import Backend
 from mindspeed_mem.device.formulas import FormulaKeepingMode
 from mindspeed_mem.device.limited_cpu import LimitedMemory
+from mindspeed_mem.device.op_needs import OpNeeds
 from mindspeed_mem.device.op_rules import Rule, rule_of, storages, why_begun, why_computed, why_not
 
 _MOST_DOUBLINGS = 6
@@ -50,10 +52,11 @@ class OpGuard(FormulaKeepingMode):
         super().__init__()
         self._backend, self._make_room, self._give_up = backend, make_room, give_up
         self._process = os.getpid()
+        self.needs = OpNeeds()
         self.retries = 0
         """How often an operator ran again."""
         self.lacks = 0
-        """How often there was too little memory: inside an operator, or before a collective."""
+        """How often there was too little memory: inside an operator, or before one."""
 
     def operator(self, op: Any, args: tuple, kwargs: dict) -> Any:
         if os.getpid() != self._process:  # a data loader's, forked meanwhile: it has the mode, but not the device
@@ -70,6 +73,7 @@ class OpGuard(FormulaKeepingMode):
 
     def room_for(self, nbytes: int, args: tuple = (), kwargs: dict | None = None) -> None:
         """Make room for ``nbytes``, as far as that can be, before what has these arguments and cannot run again."""
+        self.needs.left = 0
         room = self._backend.room() if nbytes else None
         if room is not None and room < nbytes:
             self.lacks += 1
@@ -80,15 +84,38 @@ class OpGuard(FormulaKeepingMode):
         return onednn.call(op, args, kwargs, memory) if isinstance(memory, LimitedMemory) else op(*args, **kwargs)
 
     def _run(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        key = self.needs.key(op, args, kwargs)
+        nbytes = self.needs.of(key, args, kwargs)
+        if nbytes:
+            self._foresee(nbytes, args, kwargs)
         random = _states(self._backend, args, kwargs) if _random(op) else None
         try:
-            return self._call(op, args, kwargs)
+            result = self._call(op, args, kwargs)
+            self.needs.saw(key, result, args, kwargs)
+            return result
         except (RuntimeError, MemoryError) as error:
             if not self._backend.is_out_of_memory(error):
                 raise
             caught = error
         # Only here, behind the except block: its traceback would keep the operator's tensors alive.
+        wanted = self._backend.bytes_wanted(caught)
+        self.needs.lacked(key, wanted, self._backend.room() if wanted else None, args, kwargs)
         return self._again(op, args, kwargs, random, caught)
+
+    def _foresee(self, nbytes: int, args: tuple, kwargs: dict) -> None:
+        """Make room for ``nbytes`` beyond the margin, unless there was so much when it was looked at last."""
+        needs = self.needs
+        if nbytes > needs.left:
+            room = self._backend.room()
+            if room is None:
+                return
+            lack = nbytes + needs.margin - room
+            if lack > 0:
+                self.lacks += 1
+                self._make_room(lack, storages(args, kwargs))
+                room = self._backend.room() or 0
+            needs.left = room - needs.margin
+        needs.left -= nbytes
 
     def _again(self, op: Any, args: tuple, kwargs: dict, random: Any, error: Exception) -> Any:
         wanted = self._backend.bytes_wanted(error)

@@ -84,6 +84,13 @@ class Checker:
         self.wrong(path, value, f"an integer of at least 1, or {AUTO}")
         return None
 
+    def size(self, value: Any, path: str) -> int | None:
+        """Bytes; None leaves it to us."""
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            self.wrong(path, value, "bytes, an integer of at least 0, or None")
+            return None
+        return value
+
     def activations(self, value: Any, path: str) -> str | None:
         if isinstance(value, str) and value in ACTIVATIONS:
             return value

@@ -29,7 +29,17 @@ MINDFORMERS_SECTIONS = frozenset(
 """Top-level keys of MindFormers' training files, which say nothing about memory plans."""
 
 _SECTIONS = ("swap_config", "recompute_config")
-_SWAP_KEYS = ("swap", "default_prefetch", "layer_swap", "op_swap", "activations", "swap_recompute_inputs", "pp_aware")
+_SWAP_KEYS = (
+    "swap",
+    "default_prefetch",
+    "layer_swap",
+    "op_swap",
+    "activations",
+    "swap_recompute_inputs",
+    "pp_aware",
+    "window_bytes",
+    "smallest_bytes",
+)
 _MCORE_KEYS = {"cpu_offloading": "swap", "cpu_offloading_num_layers": "layer_swap"}
 """What the models of MindFormers that are built like Megatron's call these keys."""
 
@@ -78,6 +88,11 @@ class SwapConfig:
     """Also swap what a recomputed region takes as its input."""
     pp_aware: bool = True
     """Pipeline stages do not swap what they have room for below the highest stage's peak."""
+    window_bytes: int | None = None
+    """What copies to the host that are late at their release points may hold before computation waits for them; None: a
+    share of the device's memory (`reserve.late_copies`)."""
+    smallest_bytes: int | None = None
+    """Smaller activations are not swapped; None: those whose copies would take longer to start than to run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +205,8 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
         "activations": check.activations,
         "swap_recompute_inputs": check.boolean,
         "pp_aware": check.boolean,
+        "window_bytes": check.size,
+        "smallest_bytes": check.size,
     }
     values: dict[str, Any] = {
         key: read(found[key], f"{path}.{called[key]}") for key, read in readers.items() if key in found

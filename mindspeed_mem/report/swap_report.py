@@ -77,6 +77,11 @@ def _remarks(row: EngineFigures) -> list[str]:
             where + f"{mib(row.evicted_bytes)} MiB in {row.evictions} activations left because device memory had "
             "run out" + _OF_PLANS[row.adaptive is not None]
         )
+    if row.small_bytes:
+        remarks.append(
+            where + f"{mib(row.small_bytes)} MiB in all stayed on the device, in activations of less than "
+            f"{row.smallest_bytes} bytes: too small to be worth copies (swap_config.smallest_bytes)"
+        )
     if row.stayed_bytes:
         remarks.append(
             where + f"{mib(row.stayed_bytes)} MiB in all stayed on the device: the host budget was used up "

@@ -18,7 +18,9 @@ def run(bandwidth: float, prefetch: int | str, calls: int, policy: str = "layer_
     backend = SimulatedBackend(bandwidth=bandwidth, latency=0.0, op_seconds=1e-4)
     plans = {
         "layer_swap": entry(layer_swap=[{"backward_prefetch": prefetch, "layers": True}]),
-        "inputs": again(["mlp"], {"swap": True, "swap_recompute_inputs": True, "default_prefetch": prefetch}),
+        "inputs": again(
+            ["mlp"], {"swap": True, "smallest_bytes": 0, "swap_recompute_inputs": True, "default_prefetch": prefetch}
+        ),
     }
     stalls = []
     with (

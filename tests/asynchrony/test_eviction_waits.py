@@ -52,7 +52,13 @@ def run(leave_out: str | None, plan: dict | None = None) -> str:
     return ""
 
 
-PLAN = {"swap_config": {"swap": True, "op_swap": [{"op_name": "mlp", "backward_prefetch": 2, "layers": True}]}}
+PLAN = {
+    "swap_config": {
+        "swap": True,
+        "smallest_bytes": 0,
+        "op_swap": [{"op_name": "mlp", "backward_prefetch": 2, "layers": True}],
+    }
+}
 
 
 @pytest.mark.distributed

@@ -29,10 +29,11 @@ PLANS = {
     "main recomputed": again(["before"]),
     "branch recomputed": again(["first", "second"]),
     "recomputed from the host": again(
-        ["second"], {"swap": True, "swap_recompute_inputs": True, "op_swap": [op(["first", "before"], 1)]}
+        ["second"],
+        {"swap": True, "smallest_bytes": 0, "swap_recompute_inputs": True, "op_swap": [op(["first", "before"], 1)]},
     ),
 }
-surviving = functools.partial(run, survive=True, room=6000)
+surviving = functools.partial(run, survive=True, after_part=lambda engine: engine.mover.make_room(6000, set()))
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,30 @@ def test_megatron_may_be_imported_before():
     assert json.loads(late)[2] == []
 
 
+BOUND = """
+    import json, logging, sys
+    import mindspeed_mem.megatron_adaptor as mem
+    said = []
+    class Listener(logging.Handler):
+        def emit(self, record):
+            said.append("NUMA" in record.getMessage() or "bound to" in record.getMessage())
+    logging.getLogger("mindspeed_mem").addHandler(Listener())
+    logging.getLogger("mindspeed_mem").setLevel(logging.INFO)
+    found = []
+    for flags in ({"memory_config": sys.argv.pop(1)}, {"recompute_layers": [0]}, {"survive_oom": True}, {}):
+        said.clear()
+        mem.configure(flags | ({"device": "cpu"} if flags else {}))
+        found.append(sum(said))
+    print(json.dumps(found))
+"""
+
+
+def test_whoever_copies_to_the_host_is_bound_to_a_numa_node(swap_file):
+    """With swap, without any (recompute alone), with eviction, with nothing."""
+    out, _ = python(BOUND, swap_file)
+    assert json.loads(out) == [1, 0, 1, 0]
+
+
 CONFIGURE = """
     import argparse, json, sys
     import mindspeed_mem.megatron_adaptor as mem

@@ -1,5 +1,6 @@
 """The planner against all there is: where every plan can be tried, it finds one within 0.3 % of the best."""
 
+import dataclasses
 import itertools
 import random
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_mem import reserve
 from mindspeed_mem.adaptive import InfeasibleError, Plan, Search, StagePlan, simulate
 from mindspeed_mem.adaptive.problem.definition import GB, blocks
 from mindspeed_mem.adaptive.search import milp
@@ -214,3 +216,16 @@ def test_what_the_solver_prints_is_not_our_output(monkeypatch, capfd):
     print("after")
     ctypes.CDLL(None).fflush(None)
     assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_a_plan_that_swaps_lets_copies_be_late_where_that_fits():
+    search = Search(small_problem(layers=6, micro_batches=4, link=0.6))
+    most = max(search.simulated(search.keep_all).peaks)
+    roomy = search.best(int(0.9 * most))
+    assert roomy.plan.window_bytes == reserve.late_copies(roomy.problem.device_limit) > 0
+    assert roomy.simulated.peaks[0] <= roomy.problem.device_limit
+    assert search.best(10 * most).plan.window_bytes == 0, "nothing is swapped"
+    found = [search.simulated(dataclasses.replace(roomy.plan, window_bytes=window)) for window in (0, 10**12)]
+    assert found[0].seconds >= roomy.simulated.seconds >= found[1].seconds
+    blocking = Search(small_problem(layers=6, micro_batches=4, link=0.6, blocking=True))
+    assert blocking.best(int(0.9 * most)).plan.window_bytes == 0

@@ -61,6 +61,31 @@ def test_time_and_peaks_are_those_of_the_machine(case):
     assert found.peaks == pytest.approx(peaks, rel=CLOSE)
 
 
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([100, 400, 10_000]))
+def test_a_window_for_late_copies_is_in_time_and_bounds_what_they_hold(case, window):
+    problem, plan = case
+    at_once = simulate(problem, plan)
+    plan = dataclasses.replace(plan, window_bytes=window * 10**6)
+    seconds, peaks = Machine(problem, plan).run()
+    found = simulate(problem, plan)
+    if not problem.link.blocking:
+        assert found.seconds == pytest.approx(seconds, rel=CLOSE) and found.seconds <= at_once.seconds * (1 + CLOSE)
+        assert all(most <= bound for most, bound in zip(peaks, found.peaks, strict=True))
+    for one, without in zip(found.peaks, at_once.peaks, strict=True):
+        assert without <= one <= without + (0 if problem.link.blocking else plan.window_bytes)
+
+
+def test_a_window_saves_waiting_for_copies():
+    problem = small_problem(layers=4, micro_batches=2, link=0.3)
+    moved = StagePlan(parts=(("-SSKKK", *["KSSKKK"] * 3),))
+    stalls = []
+    for window in (0, 200, 600):
+        simulated = simulate(problem, Plan(stages=(moved,), window_bytes=window * 10**6))
+        stalls.append(simulated.stalls[0])
+    assert stalls == sorted(stalls, reverse=True) and len(set(stalls)) == 3
+
+
 @pytest.mark.parametrize(("virtual", "link"), [(1, 1.0), (1, 4.0), (2, 1.0)])
 def test_many_micro_batches_go_on_at_the_pace_of_the_first(virtual, link):
     problem = small_problem(stages=3, virtual=virtual, layers=2, micro_batches=75, link=link)

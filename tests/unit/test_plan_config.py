@@ -346,6 +346,7 @@ MISTAKES = [
     (("recompute_config", "select_comm_recompute"), 3),
     (("recompute_config", "select_recompute_exclude"), "a("),
     (("recompute_config", "mp_comm_recompute"), "no"),
+    (("swap_config", "window_bytes"), -1),
     (("recompute_config", "recomputes"), 1),
     (("colour",), "red"),
 ]

@@ -1,9 +1,10 @@
 """One micro-batch of one model chunk: its operators in the order they ran, and what is due when.
 
 Operators are numbered from 1 in order of their forward. An activation produced by operator n and used by backward of
-operator u (the last that saved it), moved with distance k, is released in forward once operator n+k has run, and its
-copy back starts when backward of operator u+k is about to start. The first unpack of what an operator saved says that
-its backward starts, the death of the last of it that it has ended: the next below starts, whether or not it saved any.
+operator u (the last that saved it), moved with distance k, is released in forward once operator n+k has run and its
+copy is done, or `LateCopies` has no room. Its copy back starts when backward of operator u+k is about to start. The
+first unpack of what an operator saved says that its backward starts, the death of the last of it that it has ended: the
+next below starts, whether or not it saved any.
 """
 
 from __future__ import annotations
@@ -77,8 +78,11 @@ class MicroBatch:
     def select(self, record: Record, distance: int, at_once: bool = True) -> None:
         """Move this record: copy out as soon as it is complete, release ``distance`` operators after its producer.
 
-        Without ``at_once`` the copy waits for the end of the running operator even if it is complete.
+        Without ``at_once`` the copy waits for the end of the running operator even if it is complete. If it is small,
+        it stays.
         """
+        if self.mover.staying.is_small(record):
+            return
         record.distance = distance
         record.state = DEVICE
         self._fresh.append(weakref.ref(record))
@@ -101,8 +105,10 @@ class MicroBatch:
         """Release what is due once operator ``until`` has run (None: everything)."""
         while self._due and (until is None or self._due[0][0] <= until):
             record = heapq.heappop(self._due)[2]()
-            if record is not None and self.mover.release(record):
+            if record is not None:
+                self.mover.release_when_copied(record)
                 self.moved.append(weakref.ref(record))
+        self.mover.release_late()
 
     def finish_forward(self) -> None:
         self.copy_fresh()
@@ -138,7 +144,7 @@ class MicroBatch:
             return
         self._reached = number
         if self._queue is None:
-            live = [record for ref in self.moved if (record := ref()) is not None and record.state == HOST]
+            live = [record for ref in self.moved if (record := ref()) is not None and record.state in (HOST, COPYING)]
             live.sort(key=lambda r: (r.last_use + r.distance, r.last_use, r.number), reverse=True)
             self._queue = [(record.last_use + record.distance, weakref.ref(record)) for record in live]
         start = self._cursor
@@ -148,6 +154,7 @@ class MicroBatch:
             self.mover.load([r for _, ref in self._queue[start : self._cursor] if (r := ref()) is not None])
         if self.ahead is not None and self.ahead is not self:
             self.ahead.backward_reaches(self.ahead.count + number)
+        self.mover.release_late()
 
     def forward_reaches(self, total: int) -> None:
         """Forward of operator `count` out of ``total`` starts."""

@@ -4,13 +4,16 @@
 |---|---|---|
 | a copy out | compute so far | the activation must be written |
 | a copy out | the slab's last copy | a recycled host buffer may still be read by a copy in |
-| compute, at the release point | the copy out | the released memory is handed to whoever allocates next on compute |
+| compute, when a copy is too late | the copy out | the released memory is handed to whoever allocates next on compute |
 | a copy in | compute so far | its device buffer may have a previous user on compute |
 | compute, at unpack | the copy in | the bytes must be there |
 | compute, when a record dies early | its copies | both ends are freed while a copy may run |
 
 A copy in need not wait for the copy out: the release did (compute), and the copy in waits for compute.
 The host thread never waits.
+
+Compute does not stand still at the release point for a copy that is late: the memory stays until the copy is done. Only
+when late copies hold more than `LateCopies.window`, compute waits for the oldest of them.
 
 Compute is the stream that is current when an operator runs, and a model may have several. A micro-batch's home is the
 one it began on; `Record.stream` is where the record's device memory was ready first, and what waits before it is freed.
@@ -32,16 +35,16 @@ Memory is handed out again by the stream it was allocated on, which nobody can a
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.late_copies import LateCopies
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, KEPT, LOADED, Record
+from mindspeed_mem.activation.storage.staying import Staying
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,8 +55,6 @@ if TYPE_CHECKING:
     from mindspeed_mem.device import Backend
     from mindspeed_mem.device.base import Event, Stream
     from mindspeed_mem.device.slabs import HostSlabs, Slab
-
-logger = logging.getLogger(__name__)
 
 OUT_AFTER_COMPUTE = "copy out after compute"
 OUT_AFTER_SLAB = "copy out after the slab's last copy"
@@ -92,12 +93,13 @@ class Mover:
         self.dropped: Counter[tuple[int, str]] = Counter()  # bytes not kept, by the operator that makes them again
         self.second_runs: Counter[tuple[int, str]] = Counter()
         self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
-        self.bytes_on_host = self.stayed_bytes = 0
+        self.late = LateCopies()
+        self.bytes_on_host = 0
+        self.staying = Staying()
         self.evicted_bytes = self.evictions = 0  # of what left because memory had run out
         self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
         self.auto: AutoDistances | None = None  # while the plan leaves distances to it
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
-        self._warned_full = False
 
     def _begin(self) -> tuple[Stream, Stream, Stream]:
         """Compute's stream and the two for copies, made at the first copy: only then the device is surely chosen."""
@@ -132,7 +134,7 @@ class Mover:
                     continue
                 slab = self.slabs.take(record.nbytes)
                 if slab is None:
-                    self._stays(record)
+                    self.staying.no_room(record, self.slabs.limit_bytes)
                     continue
                 try:
                     self._wait_for_bytes(record, compute, out_stream, ready)
@@ -175,15 +177,35 @@ class Mover:
             del storage
             assert record.out_event is not None
             self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
+            self.late.drop(record)
             record.source = None
             record.leave(HOST, self)
             self.moved[record.layer, record.op] += record.nbytes
             return True
 
+    def release_when_copied(self, record: Record) -> None:
+        """The release point of a record is there: see `release_late`."""
+        with self._lock:
+            if record.state == COPYING:
+                self.late.add(record)
+
+    def release_late(self) -> None:
+        """Release what has been copied meanwhile, and so many of the oldest that the others fit into the window."""
+        if not self.late:
+            return
+        with self._lock:
+            while (record := self.late.oldest()) is not None:
+                assert record.out_event is not None
+                if not self.late.too_much and not self.backend.done(record.out_event):
+                    return
+                if not self.release(record):
+                    self.late.drop(record)
+
     def cancel(self, record: Record) -> None:
         """Keep a record on the device after all."""
         with self._lock:
             if record.state == COPYING:
+                self.late.drop(record)
                 assert record.out_event is not None
                 self.backend.wait(record.stream, record.out_event, RETIRE_AFTER_COPIES)
                 self._give_back(record, record.out_event)
@@ -200,9 +222,14 @@ class Mover:
                 record.state = KEPT
 
     def load(self, records: Iterable[Record]) -> None:
-        """Start copying back what is on the host; idempotent."""
+        """Start copying back what is on the host; idempotent. What is being copied out yet stays where it is."""
         with self._lock:
-            wanted = [record for record in records if record.state == HOST]
+            wanted = []
+            for record in records:
+                if record.state == HOST:
+                    wanted.append(record)
+                else:
+                    self.late.drop(record)
             if not wanted:
                 return
             compute, _, in_stream = self._begin()
@@ -279,6 +306,7 @@ class Mover:
         if record.state not in (COPYING, HOST, LOADED):
             return
         with self._lock:
+            self.late.drop(record)
             if record.state == LOADED:
                 memory, event = record.buffer, record.in_event
             else:
@@ -294,19 +322,3 @@ class Mover:
         self.slabs.give(record.slab, event)
         record.slab = None
         self.bytes_on_host -= record.nbytes
-
-    def _stays(self, record: Record) -> None:
-        record.state = KEPT
-        if (storage := record.storage()) is not None:
-            marks.of(storage).keep()
-        self.stayed_bytes += record.nbytes
-        if not self._warned_full:
-            self._warned_full = True
-            logger.warning(
-                "the host budget of %d bytes is used up (--swap-host-memory-gib): %s of layer %d (%d bytes) and what "
-                "follows stays on the device; raise the budget or select less",
-                self.slabs.limit_bytes,
-                record.op,
-                record.layer,
-                record.nbytes,
-            )

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
 
+MARKS: list[str] = []
+"""Attributes by which libraries say that a tensor that their functions save is to stay on the device."""
+
 
 class _Reading(threading.local):
     """Handles in the order in which the ``ctx.saved_tensors`` that is being read unpacks them; None: none is."""
@@ -64,6 +67,12 @@ def _returned(tensor: torch.Tensor) -> bool:
 def stays_itself(tensor: torch.Tensor) -> bool:
     """Whether autograd keeps it, whatever a hook makes of it: its gradient is accumulated there."""
     return tensor.requires_grad and tensor.is_leaf
+
+
+def told_to_stay(tensor: torch.Tensor) -> bool:
+    """Whether the library whose custom function saves ``tensor`` has said so."""
+    attributes = vars(tensor)
+    return bool(attributes) and any(attributes.get(name) for name in MARKS)
 
 
 def own(handle: Handle, tensor: torch.Tensor) -> Handle:

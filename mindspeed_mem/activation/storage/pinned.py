@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from typing import Any
 
 import torch
 
 from mindspeed_mem.activation.figures import PinnedFigures
 from mindspeed_mem.activation.storage import marks
-from mindspeed_mem.activation.storage.records import Record
+from mindspeed_mem.activation.storage.records import COPYING, HOST, Record
 
 logger = logging.getLogger(__name__)
 
@@ -20,20 +21,28 @@ class PinnedWatch:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, str], tuple[int, str]] = {}
+        self._late: list[weakref.ref[Record]] = []
 
     def check(self, records: list[Record], output: Any) -> None:
-        """To be called when a forward has ended: by then only ``output`` and outsiders can hold a moved storage."""
-        held = [(record, storage) for record in records if (storage := record.storage()) is not None]
+        """To be called when a forward has ended: by then only ``output`` and outsiders can hold a moved storage.
+
+        Such a storage is not moved again, whoever saves it next: weights in a low precision, which a module keeps for
+        all micro-batches, would travel with each. What is late is looked at when the next forward has ended.
+        """
+        records = [record for ref in self._late if (record := ref()) is not None] + records
+        self._late = [weakref.ref(record) for record in records if record.state == COPYING]
+        moved = [record for record in records if record.state == HOST]
+        held = [(record, storage) for record in moved if (storage := record.storage()) is not None]
+        for _, storage in held:
+            marks.of(storage).keep()
         new = [(r, s) for r, s in held if (r.layer, r.op) not in self._seen]
         if not new:
             return
         # by type, not isinstance: that would wake lazy objects and stumble over dead proxies
         modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
         for record, storage in new:
-            who = _holder(storage, output, modules)
-            if who.startswith("attribute"):
-                marks.of(storage).keep()  # a table of the model's own: moving it again would be as useless
             if (record.layer, record.op) not in self._seen:
+                who = _holder(storage, output, modules)
                 self._seen[record.layer, record.op] = record.nbytes, who
                 logger.warning(
                     "swap has no effect on %d bytes of %s in layer %d: the memory is pinned by %s",

@@ -45,11 +45,15 @@ class EvictingMover(Mover):
         turn: says of a frame how many passes come before its backward, as far as anybody knows.
     """
 
+    known: weakref.WeakSet[Record]
+
     def __init__(self, backend: Backend, slabs: HostSlabs, turn: Callable[[InFlight], float]):
         super().__init__(backend, slabs)
-        self.known = self._known = weakref.WeakSet[Record]()
+        self.known = weakref.WeakSet()
         self._turn = turn
         self._prefetching = False
+        self.spare: Callable[[], int] | None = None
+        """While memory is tight: the bytes of room that nothing is to be copied back into early."""
         self.host_full = False
         """Whether the host had no room in the last `make_room`."""
         self.copying: Callable[[], AbstractContextManager] = contextlib.nullcontext
@@ -76,16 +80,17 @@ class EvictingMover(Mover):
     def on_device(self) -> Counter[tuple[int, str]]:
         """Bytes of activations on the device that a handle holds, by the operator that produced them."""
         found: Counter[tuple[int, str]] = Counter()
-        for record in list(self._known):
+        for record in list(self.known):
             if record.state in _ON_DEVICE:
                 found[record.layer, record.op] += record.nbytes
         return found
 
     def _in_order(self) -> list[Record]:
-        """What could leave: passes whose backward is furthest, first, and in a pass what was saved first."""
-        found = [r for r in list(self._known) if r.state in _ON_DEVICE and r.nbytes >= _SMALLEST]
+        """What could leave: what is copied already, then passes whose backward is furthest, and in each what was saved
+        first."""
+        found = [r for r in list(self.known) if r.state in _ON_DEVICE and r.nbytes >= _SMALLEST]
         turns = {id(one): self._turn(one) for one in {id(r.micro_batch): r.micro_batch for r in found}.values()}
-        found.sort(key=lambda r: (-turns[id(r.micro_batch)], r.last_use, -r.nbytes))
+        found.sort(key=lambda r: (r not in self.late, -turns[id(r.micro_batch)], r.last_use, -r.nbytes))
         return found
 
     def _evict(self, record: Record, pinned: set[int]) -> bool:
@@ -128,11 +133,13 @@ class EvictingMover(Mover):
         return True
 
     def _release_early(self, record: Record, selected: bool = True) -> bool:
+        listed = record in self.late
         if not self.release(record):
             return False
         if not selected:
             record.distance = 1  # back one operator ahead, if there is room by then
-        record.micro_batch.moved.append(weakref.ref(record))
+        if not listed:
+            record.micro_batch.moved.append(weakref.ref(record))
         return True
 
     def _drop_buffer(self, record: Record, holding: list) -> None:
@@ -159,12 +166,19 @@ class EvictingMover(Mover):
             self._prefetching = True
             try:
                 for record in records:
-                    super().load((record,))
+                    if self._may_return(record):
+                        super().load((record,))
             except (RuntimeError, MemoryError) as error:
                 if not self.backend.is_out_of_memory(error):
                     raise
             finally:
                 self._prefetching = False
+
+    def _may_return(self, record: Record) -> bool:
+        if self.spare is None or record.state != HOST:
+            return True
+        room = self.backend.room()
+        return room is None or room >= record.nbytes + self.spare()
 
     def bring_back(self, record: Record) -> None:
         with self.copying():

@@ -28,6 +28,7 @@ from mindspeed_mem.device.op_rules import storage_of
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 100  # at least this part of the device's memory is freed at a time: each lack costs an attempt
+_MOST_SPARE = 10  # this part of it is kept free at most, for an allocator that has to retry
 _NAMED = 5  # operators in a message
 
 
@@ -66,13 +67,23 @@ class Survival:
         guard = self.guard if self.policy.begins() or self._in_force.everything else None
         self._guarding, before = True, self.guard.lacks
         self._tight = guard is not None
+        self.mover.spare = (lambda: self.guard.needs.margin) if self._tight else None
+        retries = self.backend.allocation_retries()
         self.guarded_steps += self._tight
         try:
             with guard or onednn.noticed(getattr(self.backend, "ledger", None)):
                 yield
         finally:
             self._guarding = self._tight = False
+            self.mover.spare = None
+            self._leave_more(self.backend.allocation_retries() - retries)
             self.policy.ends(self.guard.lacks > before)
+
+    def _leave_more(self, retries: int) -> None:
+        """The allocator has had to retry so often: what it keeps is in pieces, so more has to be free."""
+        limit = self.backend.limit()
+        if retries > 1 and limit:
+            self.guard.needs.margin = min(self.guard.needs.margin + limit // _AT_ONCE, limit // _MOST_SPARE)
 
     @contextlib.contextmanager
     def moving_everything(self) -> Iterator[None]:

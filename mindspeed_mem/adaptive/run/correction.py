@@ -43,9 +43,10 @@ def passes_seconds(problem: Problem, simulated: Simulated) -> float:
 def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measured]) -> Problem:
     """The problem for which the plan simulated as ``simulated`` would have been predicted as it was ``measured``.
 
-    Temporaries take up whatever the peaks are off, and what an allocator lacked that had to retry. Where computation
-    waited for copies longer than predicted, the link is slower; so it is, where copies block, if the call took longer
-    at all: a copy also costs the host its time. Otherwise everything is as much slower or faster as the call was.
+    Temporaries take up whatever the peaks are off beyond the window of late copies, and what an allocator lacked that
+    had to retry. Where computation waited for copies longer than predicted, the link is slower; so it is, where copies
+    block, if the call took longer at all: a copy also costs the host its time. Otherwise everything is as much slower
+    or faster as the call was.
     """
     stages = tuple(_stage(problem, simulated, number, measured) for number in range(len(problem.stages)))
     problem = dataclasses.replace(problem, stages=stages)
@@ -84,6 +85,7 @@ def _stage(problem: Problem, simulated: Simulated, number: int, measured: Sequen
     if not mine:
         return stage
     over = max(one.peak for one in mine) - simulated.peaks[number]
+    over = max(over, min(0, over + simulated.late[number]))  # copies that were in time now need not be so next time
     evicted = max(one.evicted for one in mine)
     if evicted:  # nobody knows how far the peak would have gone
         each = evicted // problem.pipeline.micro_batches

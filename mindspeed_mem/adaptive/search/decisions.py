@@ -59,6 +59,8 @@ class Plan:
     inputs_move: bool = False
     """Whether what a recomputed operator starts from leaves the device, unless it is recomputed too
     (``swap_recompute_inputs``); otherwise it stays there."""
+    window_bytes: int = 0
+    """What copies out that are late may hold on each rank before computation waits for them."""
 
 
 def key(block: Block) -> Key:

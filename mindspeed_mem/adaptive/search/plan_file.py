@@ -55,6 +55,8 @@ def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
             swap_recompute_inputs=inputs_move,
             default_prefetch=max(stage.distance for stage in plan.stages) if inputs_move else 1,
             op_swap=swaps,
+            window_bytes=plan.window_bytes,
+            smallest_bytes=0,  # all of a group leaves: its bytes are counted on
         ),
         recompute=RecomputeConfig(
             rules=tuple(
@@ -93,6 +95,9 @@ def sections(config: MemoryConfig) -> dict[str, dict[str, object]]:
     swap: dict[str, object] = {"swap": config.swap.swap, "pp_aware": config.swap.pp_aware}
     if config.swap.swap_recompute_inputs:
         swap |= {"swap_recompute_inputs": True, "default_prefetch": config.swap.default_prefetch}
+    for name in ("window_bytes", "smallest_bytes"):
+        if (value := getattr(config.swap, name)) is not None:
+            swap[name] = value
     swap["op_swap"] = [
         {
             "op_name": list(one.op_name) if len(one.op_name) > 1 else one.op_name[0],

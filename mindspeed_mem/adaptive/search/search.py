@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mindspeed_mem import reserve
 from mindspeed_mem.adaptive.problem.definition import Problem
-from mindspeed_mem.adaptive.search.decisions import Plan
+from mindspeed_mem.adaptive.search.decisions import SWAP, Plan, StagePlan
 from mindspeed_mem.adaptive.search.hill_climb import WORK
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
@@ -49,7 +50,8 @@ class Search:
             if not good:
                 good = self._try(problem, inputs_move)
         fitting = [plan for plan, simulated in self._seen.items() if max(simulated.peaks) <= limit]
-        best = min(fitting, key=lambda plan: self._seen[plan].seconds, default=None)
+        # At equal times with a window, where it fits: what is as fast without one may not be, when copies take longer.
+        best = min(fitting, key=lambda plan: (self._seen[plan].seconds, -plan.window_bytes), default=None)
         if best is None:
             least = self.least()
             raise InfeasibleError(problem, least.plan, least.simulated.peaks)
@@ -89,12 +91,19 @@ class Search:
         stages = [found for stage in self._stages if (found := stage.best(problem, inputs_move)) is not None]
         if len(stages) < len(self._stages):
             return False
-        self.simulated(Plan(stages=tuple(stages), inputs_move=inputs_move))
+        self._simulate(problem, stages, inputs_move)
         if all(map(StageSearch.is_good, self._stages, stages)):
             return True
         work = WORK
         for number in sorted(range(len(stages)), key=lambda number: -self._stages[number].judge(stages[number])[0]):
             if work > 0 and not self._stages[number].is_good(stages[number]):
                 stages[number], work = self._stages[number].climbed(problem, stages[number], inputs_move, work)
-        self.simulated(Plan(stages=tuple(stages), inputs_move=inputs_move))
+        self._simulate(problem, stages, inputs_move)
         return all(map(StageSearch.is_good, self._stages, stages))
+
+    def _simulate(self, problem: Problem, stages: Sequence[StagePlan], inputs_move: bool) -> None:
+        """With copies that may be late, too: that waits less, and holds more."""
+        plan = Plan(stages=tuple(stages), inputs_move=inputs_move)
+        self.simulated(plan)
+        if not problem.link.blocking and any(SWAP in text for one in stages for part in one.parts for text in part):
+            self.simulated(replace(plan, window_bytes=reserve.late_copies(problem.device_limit)))

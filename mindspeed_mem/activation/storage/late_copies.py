@@ -1,0 +1,45 @@
+"""What is to leave the device but is still being copied: computation does not stand still for it, as far as it may hold
+memory for longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.storage.records import Record
+
+
+class LateCopies:
+    """Records past their release points, the oldest first."""
+
+    def __init__(self) -> None:
+        self.window = 0
+        """Bytes that they may hold together before computation waits for the oldest."""
+        self.nbytes = 0
+        self._records: dict[int, weakref.ref[Record]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def __contains__(self, record: Record) -> bool:
+        return id(record) in self._records
+
+    @property
+    def too_much(self) -> bool:
+        return self.nbytes > self.window
+
+    def add(self, record: Record) -> None:
+        if id(record) not in self._records:
+            self._records[id(record)] = weakref.ref(record)
+            self.nbytes += record.nbytes
+
+    def drop(self, record: Record) -> None:
+        """It has left, or it stays, or nobody needs it any more."""
+        if self._records.pop(id(record), None) is not None:
+            self.nbytes -= record.nbytes
+
+    def oldest(self) -> Record | None:
+        """None where there is none, or it is about to be dropped by whoever found it dead."""
+        return next(iter(self._records.values()))() if self._records else None

@@ -1,0 +1,69 @@
+"""What operators need is learnt: room is made before they run again, for other sizes too, and never too much."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_mem.activation.engine import Engine
+from mindspeed_mem.device.cpu import CpuBackend
+from mindspeed_mem.plan import load_memory_config
+from tests.guarding import N, Sandbag, guarded, limited_memory, numbers
+
+
+@pytest.fixture
+def memory():
+    with limited_memory() as memory:
+        yield memory
+
+
+def test_room_is_made_before_an_operator_that_has_run_before_and_for_other_sizes(memory):
+    sandbag = Sandbag(memory, pieces=64)
+    guard = guarded(sandbag)
+    one, other = numbers(N), numbers(N // 2)
+    refused = memory.refused
+    with guard:
+        small = one * 2
+        memory.limit = memory.allocated + 100
+        kept = [one * 2, other * 2, small * 3]
+    memory.limit = None
+    assert memory.refused == refused and guard.retries == 0 < guard.lacks
+    assert torch.equal(kept[1], other * 2)
+    assert sandbag.asked[0] <= one.nbytes, "no more than is lacking"
+
+
+def test_a_failure_is_learnt_from(memory):
+    sandbag = Sandbag(memory, pieces=200)
+    guard = guarded(sandbag)
+    one, failures = numbers(64, 64), []
+    for _ in range(4):
+        before = memory.refused
+        with guard:
+            memory.limit = memory.allocated + 100
+            torch.linalg.svd(one)  # takes workspaces, too
+        memory.limit = None
+        failures.append(memory.refused - before)
+    assert failures[0] > 0 and failures[-1] == 0
+
+
+class InPieces(CpuBackend):
+    """Memory whose allocator has to retry."""
+
+    retries = 0
+
+    def allocation_retries(self):
+        return self.retries
+
+    def limit(self):
+        return 10**9
+
+
+def test_an_allocator_that_retries_is_left_more_room():
+    backend = InPieces()
+    survival = Engine(load_memory_config(None), backend, survive=True).survival
+    margins = []
+    for retries in (0, 1, 2, *([5] * 20)):
+        with survival.guarded():
+            backend.retries += retries
+        margins.append(survival.guard.needs.margin)
+    assert margins[:4] == [0, 0, 10**7, 2 * 10**7] and margins[-1] == 10**8
