@@ -49,6 +49,7 @@ def start(kind: str, library: Path, gib: float = 2.0) -> None:
         torch.version.cuda = "12.8"
         torch.backends.cuda.is_built = lambda: True
         torch._C._cuda_getDevice = torch.accelerator.current_device_index
+        torch._C._cuda_getAllocatorBackend = lambda: "native"
         torch._C._cuda_getCurrentStream = lambda device: torch.accelerator.current_stream(device).stream_id
         torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)
     for name, member in _members(kind).items():
@@ -58,6 +59,7 @@ def start(kind: str, library: Path, gib: float = 2.0) -> None:
             part = getattr(module, name)
             for member in _members(kind).keys() & vars(part).keys():
                 setattr(part, member, getattr(module, member))
+    torch.ops.accelerator.initialise()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@
 
 #include "runtime.h"
 
+#include <ATen/Context.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/autocast_mode.h>
@@ -613,6 +614,8 @@ struct Registration {
     operators.impl("record_stream", TORCH_FN(record_stream));
     operators.impl("native_dropout", TORCH_FN(native_dropout));
 
+    // Before, torch says of no memory that it is pinned.
+    own.def("initialise() -> ()", [] { at::globalContext().lazyInitDevice(device_type()); });
     own.def("set_lags(int compute, int side, int random, int seed) -> ()", TORCH_FN(set_lags));
     own.def("counters() -> Dict(str, int)", TORCH_FN(counters));
     own.def("reset_counters() -> ()", [] { record().reset(); });
