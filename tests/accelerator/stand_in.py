@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.accelerator import process_group
+
 CAPABILITY = (9, 0)
 
 
@@ -60,6 +62,7 @@ def start(kind: str, library: Path, gib: float = 2.0) -> None:
             for member in _members(kind).keys() & vars(part).keys():
                 setattr(part, member, getattr(module, member))
     torch.ops.accelerator.initialise()
+    process_group.install(kind)
 
 
 @contextlib.contextmanager

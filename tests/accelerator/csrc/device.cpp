@@ -4,6 +4,7 @@
 // Every operator runs by one fallback: its results' shapes come from meta tensors, its work is submitted to the current
 // stream and done there by the CPU's kernel on the same memory. What needs an answer first makes the host wait.
 
+#include "process_group.h"
 #include "runtime.h"
 
 #include <ATen/Context.h>
@@ -14,7 +15,6 @@
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/library.h>
 
@@ -23,42 +23,6 @@ namespace {
 
 using c10::IValue;
 using torch::jit::Stack;
-
-bool on_device(const Tensor& t) { return t.defined() && t.device().type() == device_type(); }
-
-// ---- tensors without their storages: a piece of work holds no memory, as on a real device
-
-struct Flat {
-  char *low, *high;  // as the device's
-  std::vector<int64_t> sizes, strides;
-  at::ScalarType dtype;
-  char* data;  // as ours
-};
-Flat flat(const Tensor& t) {
-  Flat f{nullptr, nullptr, t.sizes().vec(), t.strides().vec(), t.scalar_type(), nullptr};
-  if (!t.numel()) return f;
-  int64_t last = 0;
-  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  const auto item = static_cast<int64_t>(t.element_size());
-  TORCH_CHECK(static_cast<size_t>((t.storage_offset() + last + 1) * item) <= t.storage().nbytes(),
-              "accelerator: a tensor is used whose storage was resized to ", t.storage().nbytes(), " bytes");
-  f.low = static_cast<char*>(const_cast<void*>(t.storage().data())) + t.storage_offset() * item;
-  f.high = f.low + (last + 1) * item;
-  f.data = ours(f.low);
-  return f;
-}
-Tensor on_host(const Flat& f) {
-  static char nothing[64];
-  return at::from_blob(f.data ? f.data : nothing, f.sizes, f.strides, at::TensorOptions().dtype(f.dtype));
-}
-// Work of `stream` on this memory, about to be submitted; under `submitting`.
-void use(const Flat& f, bool writes, StreamThread* stream, const char* what) {
-  if (!f.data) return;
-  Block* block = allocator()->block_of(f.low);
-  TORCH_CHECK(block, "accelerator: ", what, " uses memory that is freed");
-  join(stream->clock, host_clock());
-  block->uses.add({f.low, f.high, stream->index, stream->clock[stream->index] + 1, writes, what}, stream->clock);
-}
 
 Tensor map_tensor(const Tensor& t, const std::function<Tensor(const Tensor&)>& f) { return t.defined() ? f(t) : t; }
 IValue map_tensors(const IValue& value, const std::function<Tensor(const Tensor&)>& f) {
@@ -650,6 +614,7 @@ struct Registration {
       resize_storage(whole.storage().unsafeGetStorageImpl(), static_cast<size_t>(n));
     });
     own.def("host_view(Tensor self) -> Tensor", TORCH_FN(host_view));
+    own.def("add_to_group(__torch__.torch.classes.c10d.ProcessGroup group, str name, int milliseconds) -> ()", TORCH_FN(add_to_group));
   }
   static c10::DispatchKey key() { return is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1; }
 };

@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <set>
 #include <thread>
 
 namespace accelerator {
@@ -25,8 +26,10 @@ using c10::DeviceIndex;
 using c10::StreamId;
 
 constexpr int kDevices = 2;
-constexpr int kSideStreams = 32;  // of a device; then they are handed out again
-constexpr int kStreams = kDevices * (1 + kSideStreams);
+constexpr int kSideStreams = 32;   // of a device; then they are handed out again
+constexpr int kGroupStreams = 32;  // those of process groups, which nobody else gets
+constexpr int kOfDevice = 1 + kSideStreams + kGroupStreams;
+constexpr int kStreams = kDevices * kOfDevice;
 
 // Held wherever work is submitted or memory changes hands; never while waiting for a stream.
 inline std::recursive_mutex& submitting() {
@@ -195,26 +198,37 @@ class Streams {
  public:
   StreamThread* at(DeviceIndex device, StreamId number) {
     Submitting lock(submitting());
-    auto& of_device = made_[device];
-    while (static_cast<StreamId>(of_device.size()) <= number) {
-      const int next = static_cast<int>(of_device.size());
-      of_device.push_back(new StreamThread(device, next, device * (1 + kSideStreams) + next));
-    }
-    return of_device[number];
+    auto*& found = made_[device][number];
+    if (!found) found = new StreamThread(device, static_cast<int>(number), device * kOfDevice + static_cast<int>(number));
+    return found;
   }
   StreamId fresh(DeviceIndex device) {
     Submitting lock(submitting());
     return 1 + handed_out_[device]++ % kSideStreams;
   }
+  // One that is used by its group alone, until it is given back.
+  StreamThread* lend(DeviceIndex device) {
+    Submitting lock(submitting());
+    for (int number = 1 + kSideStreams; number < kOfDevice; ++number)
+      if (lent_[device].insert(number).second) return at(device, number);
+    TORCH_CHECK(false, "accelerator: ", kGroupStreams, " process groups use a device already");
+  }
+  void give_back(StreamThread* stream) {
+    Submitting lock(submitting());
+    lent_[stream->device].erase(stream->number);
+  }
   std::vector<StreamThread*> of(DeviceIndex device) {
     Submitting lock(submitting());
-    at(device, 0);
-    return made_[device];
+    std::vector<StreamThread*> all{at(device, 0)};
+    for (int number = 1; number < kOfDevice; ++number)
+      if (made_[device][number]) all.push_back(made_[device][number]);
+    return all;
   }
 
  private:
-  std::vector<StreamThread*> made_[kDevices];
+  StreamThread* made_[kDevices][kOfDevice] = {};
   int handed_out_[kDevices] = {};
+  std::set<int> lent_[kDevices];
 };
 inline Streams& streams() {
   static auto* the = new Streams();
