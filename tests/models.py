@@ -14,6 +14,7 @@ are applied already, that is in functions that run in `tests.worlds.on_ranks`, o
 from __future__ import annotations
 
 import argparse as text_source
+import os
 import re
 import weakref
 import zlib
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+DEVICE = os.environ.get("ACCELERATOR_KIND", "cpu")
 VOCABULARY = 256
 SEQUENCE = 32
 KINDS = ("dense", "swiglu_gqa_rope", "mla", "moe", "dropout")
@@ -139,6 +141,7 @@ def build_gpt(
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         fill_by_name(model)
+        model.to(DEVICE)  # Megatron's own get_model does so: torch's norms are made on the host
         model = Float16Module(config, model) if config.bf16 or config.fp16 else model
         chunks.append(DistributedDataParallel(config, settings, model))
     _built.update(chunks)
@@ -205,11 +208,11 @@ def train_step(
     mine = parallel_state.get_data_parallel_rank()
     first = step * micro_batches
     numbers = range(first + mine, first + micro_batches, ranks)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1) if attention_mask else None
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=DEVICE).triu(1) if attention_mask else None
 
     def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         text = next(batches)
-        positions = torch.arange(SEQUENCE).unsqueeze(0).expand(micro_batch_size, -1)
+        positions = torch.arange(SEQUENCE, device=DEVICE).unsqueeze(0).expand(micro_batch_size, -1)
         output = model(text[:, :-1].contiguous(), positions, mask, labels=text[:, 1:].contiguous())
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -295,14 +298,14 @@ def _texts(numbers: range, micro_batch_size: int) -> Iterator[torch.Tensor]:
     for number in numbers:
         generator = torch.Generator().manual_seed(number)
         starts = torch.randint(0, len(data) - SEQUENCE - 1, (micro_batch_size,), generator=generator)
-        yield torch.stack([data[start : start + SEQUENCE + 1] for start in starts])
+        yield torch.stack([data[start : start + SEQUENCE + 1] for start in starts]).to(DEVICE)
 
 
 def _mean_loss(losses: list[torch.Tensor], micro_batches: int) -> float:
     """The mean over all ranks, from the last stages, given to everybody."""
     from megatron.core import parallel_state
 
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=DEVICE)
     if losses and parallel_state.get_tensor_model_parallel_rank() == 0:
         total += torch.stack(losses).double().sum()
     torch.distributed.all_reduce(total)

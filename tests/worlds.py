@@ -6,9 +6,11 @@
 
     losses = on_ranks(2, case, 2)                  # what each rank returned, in rank order
 
-Ranks apply the CPU patches, then import megatron.core, then take their first case. Each case gets a process group of
-its own, which is the default one. An exception on a rank is raised here as `RankError` with its traceback; a rank that
-dies or does not answer in time has its stack printed into the error, and all ranks of that case are replaced.
+Ranks apply the CPU patches, then import megatron.core, then take their first case. With `device="cuda"` or "npu" they
+are other processes, in which tests.accelerator stands in for that device, and nothing is patched. Each case gets a
+process group of its own, which is the default one. An exception on a rank is raised here as `RankError` with its
+traceback; a rank that dies or does not answer in time has its stack printed into the error, and all ranks of that case
+are replaced.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import faulthandler
 import fnmatch
 import gc
 import importlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -43,7 +46,8 @@ GRACE = 10  # seconds that the other ranks have after one has failed
 NEEDED = """torch._dynamo megatron.core.dist_checkpointing megatron.core.distributed megatron.core.models.gpt
 megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer megatron.core.pipeline_parallel""".split()
 """What nearly every case imports."""
-_ranks: list[_Rank] = []
+COLLECTIVES = {"cuda": "nccl", "npu": "hccl", None: "gloo"}
+_ranks: dict[str | None, list[_Rank]] = {device: [] for device in COLLECTIVES}
 _folder: Path | None = None
 _serial = itertools.count()
 
@@ -52,14 +56,18 @@ class RankError(AssertionError):
     """A case failed on a rank; the message holds the traceback or, for a rank that was stopped, its stack."""
 
 
-def on_ranks(size: int, function: Callable, *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:
+def on_ranks(
+    size: int, function: Callable, *args: Any, timeout: float = 180, device: str | None = None, **kwargs: Any
+) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on `size` ranks at once; returns their results in rank order.
 
-    Function, arguments and results are pickled, tensors by value. The process group gives up after `timeout` seconds.
+    Function, arguments and results are pickled, tensors by value, those of a device as the host's. The process group
+    gives up after `timeout` seconds. On the accelerator (`device`: "cuda", "npu") a fault that nobody has raised by the
+    end of the case fails it.
     """
-    while len(_ranks) < size:
-        _ranks.append(_start())
-    ranks = _ranks[:size]
+    while len(_ranks[device]) < size:
+        _ranks[device].append(_start(device))
+    ranks = _ranks[device][:size]
     case = pickle.dumps((function, args, kwargs))
     meeting = str(_folder / f"group{next(_serial)}")
     for number, rank in enumerate(ranks):
@@ -75,6 +83,8 @@ def on_ranks(size: int, function: Callable, *args: Any, timeout: float = 180, **
             rank.pipe.send_bytes(b"leave")
         _stop([rank for rank in ranks if rank.threads() > MOST_THREADS])
     errors = [answer[1] for answer in answers if answer is not None and not answer[0]]
+    if errors and device:  # its streams may wait for each other for ever
+        _stop([rank for rank in ranks if rank in _ranks[device]])
     if errors or silent:
         raise RankError("\n".join([*errors, silent]))
     return [pickle.loads(answer[1]) for answer in answers]
@@ -105,11 +115,12 @@ def parallel(
                 torch.distributed.destroy_process_group(group)
 
 
-def apply_cpu_patches() -> list[str]:
-    """Apply all CPU repairs in this process; returns the names of the patch modules."""
+def apply_cpu_patches(device: str | None = None) -> list[str]:
+    """Apply all CPU repairs in this process, for a `device` only those of a Megatron without TransformerEngine; returns
+    the names of the patch modules."""
     from mindspeed_mem.patching import REGISTRY
 
-    modules = patch_modules("cpu_*")
+    modules = patch_modules("cpu_*" if device is None else "cpu_megatron_core")
     REGISTRY.apply(modules)
     return modules
 
@@ -164,7 +175,7 @@ class _Rank:
         return "\n".join([f"rank {number} {state}; the end of its output:", *tail])
 
 
-def _start() -> _Rank:
+def _start(device: str | None) -> _Rank:
     global _folder
     if _folder is None:
         _folder = Path(tempfile.mkdtemp(prefix="ranks"))
@@ -172,8 +183,13 @@ def _start() -> _Rank:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     log = _folder / f"process{next(_serial)}.log"
+    library = None
+    if device:
+        from tests.accelerator import building
+
+        library = building.library()
     # Not a daemon: daemons may not start processes, as distributed checkpoints do.
-    process = context.Process(target=_serve, args=(theirs, str(log)))
+    process = context.Process(target=_serve, args=(theirs, str(log), device, library))
     process.start()
     theirs.close()
     return _Rank(process, ours, log)
@@ -202,15 +218,16 @@ def _stop(ranks: list[_Rank]) -> None:
             os.killpg(rank.process.pid, signal.SIGKILL)
         rank.process.join()
         rank.pipe.close()
-    _ranks[:] = [rank for rank in _ranks if rank not in ranks]
+    for pool in _ranks.values():
+        pool[:] = [rank for rank in pool if rank not in ranks]
 
 
 def _finish() -> None:
-    _stop(list(_ranks))
+    _stop([rank for pool in _ranks.values() for rank in pool])
     shutil.rmtree(_folder, ignore_errors=True)
 
 
-def _serve(pipe: connection.Connection, log: str) -> None:
+def _serve(pipe: connection.Connection, log: str, device: str | None, library: Path | None) -> None:
     """A rank's life: answer cases until the pipe closes. Distributed checkpoints leave processes that outlive it."""
     os.setpgrp()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -220,10 +237,14 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if library is not None:
+        from tests.accelerator import stand_in
+
+        stand_in.start(device, library)
     import torch
 
     torch.set_num_threads(1)
-    apply_cpu_patches()
+    apply_cpu_patches(device)
     for module in NEEDED:
         importlib.import_module(module)
     gc.freeze()  # cases collect garbage all the time, which takes 0.2 s where it looks through all these modules
@@ -231,30 +252,55 @@ def _serve(pipe: connection.Connection, log: str) -> None:
         while True:
             case = pickle.loads(pipe.recv_bytes())
             os.truncate(log, 0)
-            pipe.send_bytes(pickle.dumps(_answer(*case)))
+            pipe.send_bytes(pickle.dumps(_answer(device, *case)))
             pipe.recv_bytes()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 
 
-def _answer(number: int, size: int, meeting: str, timeout: float, case: bytes) -> tuple[bool, Any]:
+def _answer(device: str | None, number: int, size: int, meeting: str, timeout: float, case: bytes) -> tuple[bool, Any]:
+    import torch
     import torch.distributed as dist
 
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     try:
         limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=size, timeout=limit)
+        if device:
+            torch.get_device_module(device).set_device(number % 2)
+        dist.init_process_group(
+            COLLECTIVES[device], init_method=f"file://{meeting}", rank=number, world_size=size, timeout=limit
+        )
         function, args, kwargs = pickle.loads(case)
-        return True, pickle.dumps(function(*args, **kwargs))
+        result = _pickled(function(*args, **kwargs))
+        if device:
+            torch.get_device_module(device).synchronize()  # raises what happened on streams
+            sys.modules["tests.accelerator.stand_in"].check()
+        return True, result
     except BaseException:
         return False, f"rank {number} of {size}:\n{traceback.format_exc()}"
     finally:
         if "tests.models" in sys.modules:
             sys.modules["tests.models"].forget_routing()
-        apply_cpu_patches()  # a case that configures the pack has undone them at its end
+        if device is None:
+            apply_cpu_patches()  # a case that configures the pack has undone them at its end
         gc.collect()
         if not gc.get_freeze_count():  # the case has undone it
             gc.freeze()
+
+
+def _pickled(result: Any) -> bytes:
+    """With tensors of a device as the host's."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return NotImplemented
+
+    target = io.BytesIO()
+    Pickler(target).dump(result)
+    return target.getvalue()
 
 
 def _die_with_parent() -> None:
