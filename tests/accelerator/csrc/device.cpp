@@ -209,12 +209,16 @@ class Call {
     for (size_t d = 0; d < flats.size(); ++d) use(flats[d], written_[d], stream, name_);
     for (const auto& places : fresh)
       for (const auto& place : places) use(place, true, stream, name_);
-    stream->submit([op = op_, held, flats, fresh] {
+    stream->submit([op = op_, name = name_, held, flats, fresh] {
       Stack stack;
       size_t next = 0;
       for (const auto& arg : held)
         stack.push_back(map_tensors(arg, [&](const Tensor& t) { return is_placeholder(t) ? on_host(flats[next++]) : t; }));
-      op.callBoxed(stack);
+      try {
+        op.callBoxed(stack);
+      } catch (const c10::Error& error) {
+        TORCH_CHECK(false, name, ": ", error.what_without_backtrace());
+      }
       for (size_t i = 0; i < fresh.size(); ++i) {
         size_t k = 0;
         if (!fresh[i].empty())

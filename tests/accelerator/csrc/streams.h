@@ -163,6 +163,8 @@ class StreamThread {
       lag();
       try {
         work();
+      } catch (const c10::Error& error) {
+        record().fault(std::string("on a stream: ") + error.what_without_backtrace());
       } catch (const std::exception& error) {
         record().fault(std::string("on a stream: ") + error.what());
       }
