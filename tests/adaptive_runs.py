@@ -1,4 +1,4 @@
-"""Runs tiny GPT models under --adaptive-memory-optimization while the memory of the CPU is limited.
+"""Runs tiny GPT models under --adaptive-memory-optimization while the memory of the device is limited.
 
 Import this where the CPU patches are applied: in functions that `tests.worlds.on_ranks` runs.
 """
@@ -19,17 +19,18 @@ from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.features import check
 from mindspeed_mem.plan import load_memory_config
 from tests.guarding import settled
-from tests.limited_runs import Training
+from tests.limited_runs import DeviceMemory, Training
+from tests.models import DEVICE
 from tests.swap_runs import patched
 from tests.worlds import patch_modules
 
 
 @contextlib.contextmanager
 def adapting(plan_file: Path | None = None, host_limit: int | None = None) -> Iterator[engines.Engine]:
-    """--adaptive-memory-optimization on whatever the CPU backend's memory is limited to."""
-    modules = patch_modules(*check({"adaptive_memory_optimization": True, "device": "cpu"}).patches)
+    """--adaptive-memory-optimization on whatever the backend's memory is limited to."""
+    modules = patch_modules(*check({"adaptive_memory_optimization": True, "device": DEVICE}).patches)
     with patched([module for module in modules if module.rpartition(".")[2].partition("_")[0] != "cpu"]):
-        engine = engines.start(load_memory_config(None), get_backend("cpu"), host_limit, survive=True)
+        engine = engines.start(load_memory_config(None), get_backend(DEVICE), host_limit, survive=True)
         Adaptation(engine, plan_file)
         try:
             yield engine
@@ -58,7 +59,7 @@ def told() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def room_for(memory: LimitedMemory, kind: str, share: float, steps: int = 3, **model: Any) -> tuple[int, list]:
+def room_for(memory: LimitedMemory | DeviceMemory, kind: str, share: float, steps: int = 3, **model: Any) -> tuple[int, list]:
     """Bytes that let a step have so much of what it would take beyond parameters, gradients and optimizer states, and
     what the steps of a model without the pack compute."""
     before = settled(memory)

@@ -1,6 +1,6 @@
-"""Trains tiny GPT models while the memory of the CPU is limited, for the tests of --survive-oom.
+"""Trains tiny GPT models while the memory of the device is limited, for the tests of --survive-oom.
 
-Import this where the CPU patches are applied: in functions that `tests.worlds.on_ranks` runs.
+Import this where the CPU patches are applied, or the accelerator is: in functions that `tests.worlds.on_ranks` runs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,47 @@ from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.features import check
 from mindspeed_mem.plan import load_memory_config
-from tests.models import SEQUENCE, _texts, build_gpt, build_optimizer, global_parameters
+from tests.models import DEVICE, SEQUENCE, _texts, build_gpt, build_optimizer, global_parameters
 from tests.swap_runs import patched
 from tests.worlds import patch_modules
 
 
+class DeviceMemory:
+    """What `LimitedMemory` is for the CPU, of a device that counts by itself."""
+
+    def __init__(self, backend: Backend):
+        self.backend = backend
+        self.refused = 0
+
+    @property
+    def allocated(self) -> int:
+        self.backend.synchronize()  # what waits for other streams is still allocated
+        return self.backend.allocated()
+
+    @property
+    def peak(self) -> int:
+        return self.backend.peak()
+
+    def reset_peak(self) -> None:
+        self.backend.reset_peak()
+
+    @property
+    def limit(self) -> int:
+        return self.backend.limit()
+
+    @limit.setter
+    def limit(self, nbytes: int | None) -> None:
+        self.backend.limit_memory(nbytes)
+
+
 @contextlib.contextmanager
-def counted() -> Iterator[LimitedMemory]:
-    """The CPU backend's memory is counted, and can be limited."""
-    backend = get_backend("cpu")
+def counted() -> Iterator[LimitedMemory | DeviceMemory]:
+    """The backend's memory is counted, and can be limited."""
+    backend = get_backend(DEVICE)
+    if not backend.is_host:
+        yield DeviceMemory(backend)
+        backend.limit_memory(None)
+        return
     with LimitedMemory() as memory:
         backend.attach_ledger(memory)
         try:
@@ -40,10 +72,10 @@ def surviving(
     plan: Any = None, host_limit: int | None = None, backend: Backend | None = None
 ) -> Iterator[engines.Engine]:
     """--survive-oom, beside a plan if one is given."""
-    asked = {"survive_oom": True, "device": "cpu"} | ({} if plan is None else {"memory_config": plan})
+    asked = {"survive_oom": True, "device": DEVICE} | ({} if plan is None else {"memory_config": plan})
     modules = patch_modules(*check(asked).patches)
     with patched([module for module in modules if module.rpartition(".")[2].partition("_")[0] != "cpu"]):
-        engine = engines.start(load_memory_config(plan), backend or get_backend("cpu"), host_limit, survive=True)
+        engine = engines.start(load_memory_config(plan), backend or get_backend(DEVICE), host_limit, survive=True)
         try:
             yield engine
         finally:
@@ -58,7 +90,7 @@ class Training:
     allocates is none of it. Gradients and parameters are kept by numpy, which is not counted.
     """
 
-    def __init__(self, memory: LimitedMemory, kind: str = "dense", micro_batches: int = 2, **model: Any):
+    def __init__(self, memory: LimitedMemory | DeviceMemory, kind: str = "dense", micro_batches: int = 2, **model: Any):
         self.memory, self.micro_batches = memory, micro_batches
         self.chunks = build_gpt(kind, **model)
         self.optimizer = build_optimizer(self.chunks)
@@ -107,7 +139,7 @@ class Training:
 
     def forward(self, batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         text = next(batches)
-        positions = torch.arange(SEQUENCE).unsqueeze(0).expand(2, -1)
+        positions = torch.arange(SEQUENCE, device=DEVICE).unsqueeze(0).expand(2, -1)
         output = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -118,7 +150,7 @@ class Training:
 
 
 def _kept(tensor: torch.Tensor) -> numpy.ndarray:
-    return tensor.detach().float().numpy().copy()
+    return tensor.detach().float().cpu().numpy().copy()
 
 
 def different(one: dict[str, numpy.ndarray], other: dict[str, numpy.ndarray]) -> list[str]:

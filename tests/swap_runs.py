@@ -19,6 +19,7 @@ from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.plan import load_memory_config
+from tests.models import DEVICE
 from tests.worlds import applied
 
 _ACTIVATION = ("checkpoint", "markers", "moe", "passes", "saved_tensors", "stacks")
@@ -76,7 +77,7 @@ def swap(plan: dict[str, Any], backend: Backend | None = None, host_limit: int |
     _held_before = LEDGER.owned.now  # by models of earlier cases that are still alive
     with patched(SWAP):
         LEDGER.reset_peak()
-        engine = engines.start(load_memory_config(plan), backend or get_backend("cpu"), host_limit, watch_only)
+        engine = engines.start(load_memory_config(plan), backend or get_backend(DEVICE), host_limit, watch_only)
         try:
             yield engine
         finally:
@@ -86,8 +87,8 @@ def swap(plan: dict[str, Any], backend: Backend | None = None, host_limit: int |
 
 def one_forward(engine: Engine, chunks: list[torch.nn.Module], micro_batch: int = 0) -> torch.Tensor:
     """The losses of one micro-batch, run as a schedule would: between `Engine.begin_forward` and `end_forward`."""
-    text = torch.arange(33).expand(1, -1)
-    positions = torch.arange(32).expand(1, -1)
+    text = torch.arange(33, device=DEVICE).expand(1, -1)
+    positions = torch.arange(32, device=DEVICE).expand(1, -1)
     engine.passes.begin_forward(micro_batch, 0)
     loss = chunks[0](text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
     engine.passes.end_forward(loss)

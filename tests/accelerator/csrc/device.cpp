@@ -135,11 +135,18 @@ class Call {
       Stack stack(args.begin(), args.end());
       op_.callBoxed(stack);
       meta_results_.assign(stack.begin(), stack.end());
+      if (std::string(name_) == "aten::native_layer_norm") as_the_hosts_layer_norm();
       return true;
     } catch (const std::exception&) {  // of torch, or of a meta kernel in Python
       metas_.clear();
       return false;
     }
+  }
+  // Mean and deviation of half-precision input: the host's kernels have them in another type than meta tensors say.
+  void as_the_hosts_layer_norm() {
+    const auto input = args_[0].toTensor(), weight = args_[2].isNone() ? input : args_[2].toTensor();
+    for (size_t i : {1, 2})
+      meta_results_[i] = meta_results_[i].toTensor().to(weight.scalar_type() == input.scalar_type() ? input.scalar_type() : at::kFloat);
   }
   IValue written_argument(const c10::Argument& result) const {
     for (size_t k = 0; k < args_.size(); ++k) {
@@ -567,6 +574,8 @@ struct Registration {
       KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
       KERNEL_PRIVATEUSEONE(baddbmm, lower_precision_fp)
     }
+    // Else it would be put together from others, while its backward expects what the host's kernel gives.
+    operators.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
     operators.impl("empty.memory_format", TORCH_FN(empty_memory_format));
     operators.impl("empty_strided", TORCH_FN(empty_strided));
     operators.impl("as_strided", TORCH_FN(as_strided));

@@ -234,7 +234,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
 
  private:
   // Smaller than torch's for CUDA, as the tests' models are; the same steps.
-  static constexpr size_t kRound = 512, kSmall = 32 << 10, kSmallSegment = 256 << 10, kLargeRound = 64 << 10;
+  static constexpr size_t kRound = 512, kSmall = 4 << 10, kSmallSegment = 32 << 10, kLargeRound = 8 << 10;
   using Key = std::tuple<DeviceIndex, int, bool>;
   struct BySize {
     bool operator()(const Block* a, const Block* b) const {
