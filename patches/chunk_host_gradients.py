@@ -36,11 +36,13 @@ def _device():
 
 @around(_CLIP + "get_grad_norm_fp32")
 def get_grad_norm_fp32(original, grads_for_norm, norm_type=2, *args, **kwargs):
-    """The norm of norms is the norm: of a gradient on the host only its own norm travels."""
+    """The norm of norms is the norm: of a gradient on the host only its own norm travels, and stands where that stood."""
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
-    there = [torch.linalg.vector_norm(grad, float(norm_type)) for grad in grads if away(grad)]
+    there = [number for number, grad in enumerate(grads) if away(grad)]
     if there:
-        grads = [grad for grad in grads if not away(grad)] + [torch.stack(there).to(_device())]
+        norms = torch.stack([torch.linalg.vector_norm(grads[number], float(norm_type)) for number in there])
+        for number, norm in zip(there, norms.to(_device()).split(1), strict=True):
+            grads[number] = norm
     return original(grads, norm_type, *args, **kwargs)
 
 

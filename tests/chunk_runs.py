@@ -2,7 +2,7 @@
 
     found = on_ranks(2, differences, {"bf16": Case(), "PP2": Case(layout={"pp": 2})})     # [[], []]
 
-Import this where the CPU patches are applied: in functions that `tests.worlds.on_ranks` runs.
+Import this where the CPU patches are applied, or the accelerator is: in functions that `tests.worlds.on_ranks` runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindspeed_mem.device import get_backend
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 from mindspeed_mem.zero.core.placement import Placement
-from tests.models import SEQUENCE, _texts, build_gpt, build_optimizer, forget_routing
+from tests.models import DEVICE, SEQUENCE, _texts, build_gpt, build_optimizer, forget_routing
 from tests.worlds import applied, parallel
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -81,7 +81,7 @@ def chunked(stage: int, *, chunk: int = 16384, budget: int | None = None, **more
         stage=stage or 3,
         min_chunk_size=chunk,
         search_range=0,
-        **{"placement": Placement(budget=budget), "backend": get_backend("cpu"), **more},
+        **{"placement": Placement(budget=budget), "backend": get_backend(DEVICE), **more},
     )
     if not stage:
         with _same_buckets(given):
@@ -218,7 +218,7 @@ def passed(models: list[Any], case: Case, step: int, forward_only: bool = False)
 
 def _forward(case: Case, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
     text = next(batches)
-    positions = torch.arange(SEQUENCE).unsqueeze(0).expand(len(text), -1)
+    positions = torch.arange(SEQUENCE, device=DEVICE).unsqueeze(0).expand(len(text), -1)
     output = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
 
     def loss(output: torch.Tensor) -> tuple[Any, ...]:
@@ -226,7 +226,7 @@ def _forward(case: Case, batches: Iterator[torch.Tensor], model: Any) -> tuple[t
         report = {"loss": mean.detach().clone()}
         if not case.per_token:
             return mean, report
-        return output.float().sum(), torch.tensor(output.numel(), dtype=torch.int), report
+        return output.float().sum(), torch.tensor(output.numel(), dtype=torch.int, device=DEVICE), report
 
     return output, loss
 
@@ -244,7 +244,7 @@ def masters(optimizer: Any) -> str:
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         for groups in (one.shard_fp32_from_float16_groups, one.shard_fp32_groups):
             for master in (master for group in groups for master in group):
-                digest.update(master.detach().contiguous().float().numpy().tobytes())
+                digest.update(master.detach().contiguous().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
