@@ -76,6 +76,8 @@ def _quiet_fork(original, self, *args, **kwargs):
 @around("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu")
 def _split_sizes(original, tensor, as_numpy=False, *args, **kwargs):
     """On the host already; but gloo's all_to_all_single takes numbers, not tensors, as sizes."""
+    if torch.is_tensor(tensor) and not tensor.is_cpu:
+        return original(tensor, as_numpy, *args, **kwargs)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

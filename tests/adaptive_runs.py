@@ -59,7 +59,9 @@ def told() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def room_for(memory: LimitedMemory | DeviceMemory, kind: str, share: float, steps: int = 3, **model: Any) -> tuple[int, list]:
+def room_for(
+    memory: LimitedMemory | DeviceMemory, kind: str, share: float, steps: int = 3, **model: Any
+) -> tuple[int, list]:
     """Bytes that let a step have so much of what it would take beyond parameters, gradients and optimizer states, and
     what the steps of a model without the pack compute."""
     before = settled(memory)

@@ -115,11 +115,12 @@ def parallel(
                 torch.distributed.destroy_process_group(group)
 
 
-def apply_cpu_patches() -> list[str]:
-    """Apply all CPU repairs in this process; returns the names of the patch modules."""
+def apply_cpu_patches(device: str | None = None) -> list[str]:
+    """Apply all CPU repairs in this process, for a `device` only those of a Megatron without TransformerEngine; returns
+    the names of the patch modules."""
     from mindspeed_mem.patching import REGISTRY
 
-    modules = patch_modules("cpu_*")
+    modules = patch_modules("cpu_*" if device is None else "cpu_megatron_core")
     REGISTRY.apply(modules)
     return modules
 
@@ -243,8 +244,7 @@ def _serve(pipe: connection.Connection, log: str, device: str | None, library: P
     import torch
 
     torch.set_num_threads(1)
-    if device is None:
-        apply_cpu_patches()
+    apply_cpu_patches(device)
     for module in NEEDED:
         importlib.import_module(module)
     gc.freeze()  # cases collect garbage all the time, which takes 0.2 s where it looks through all these modules

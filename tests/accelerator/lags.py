@@ -1,0 +1,21 @@
+"""What is late on the accelerator while a case runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+LAGS = {
+    "copies late": {"side": 2000},
+    "computation late": {"compute": 300},
+    "random": {"random": 1000, "seed": 1},
+}
+"""In microseconds, as `tests.accelerator.stand_in.lagging` takes them."""
+
+
+def under(lag: str, case: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What ``case(*args, **kwargs)`` returns, run under one of the `LAGS`."""
+    from tests.accelerator import stand_in
+
+    with stand_in.lagging(**LAGS[lag]):
+        return case(*args, **kwargs)

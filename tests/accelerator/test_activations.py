@@ -1,0 +1,114 @@
+"""Swap, recompute, survival and the adaptive run on the accelerator: the same bits under lags, no wait and no
+allocation in a steady state."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.accelerator.lags import LAGS, under
+from tests.memory.test_adaptive_run import life
+from tests.memory.test_survive_oom import under_limits
+from tests.numerics.test_recompute import policies
+from tests.numerics.test_swap import compare
+from tests.swap_runs import EVERYTHING, again, mismatches, op
+from tests.worlds import on_ranks, parallel
+
+pytestmark = pytest.mark.distributed
+
+FUSED = {"kind": "dropout", "bias_dropout_fusion": True, "bias_activation_fusion": True}
+
+
+@pytest.mark.parametrize(
+    ("lag", "model"),
+    [
+        ("copies late", {"kind": "dense"}),
+        ("computation late", {"kind": "swiglu_gqa_rope", "hidden_dropout": 0.1}),
+        ("random", {"kind": "moe"}),
+        ("random", {"kind": "mla"}),
+        ("copies late", FUSED),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_swap(lag, model):
+    assert on_ranks(1, under, lag, compare, {}, model, ["everything", "both"], device="cuda") == [[]]
+
+
+def recomputed(model: dict) -> list[str]:
+    chosen = policies(model["kind"])
+    plans = {name: chosen[name] for name in itertools.islice(chosen, 0, None, 3)}
+    return mismatches(plans, {}, model, micro_batches=1)
+
+
+@pytest.mark.parametrize(
+    ("lag", "model"),
+    [("computation late", {"kind": "dropout"}), ("random", {"kind": "moe"}), ("copies late", FUSED)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_recompute_and_mixes(lag, model):
+    assert on_ranks(1, under, lag, recomputed, model, device="cuda") == [[]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "model", "lag"),
+    [
+        (2, {"tp": 2}, {"sequence_parallel": True}, "random"),
+        (2, {"pp": 2, "vpp": 2}, {}, "computation late"),
+        (2, {}, {"ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True}}, "copies late"),
+        (4, {"tp": 2, "pp": 2}, {"sequence_parallel": True}, "random"),
+    ],
+    ids=["TP2", "PP2 x VPP2", "DP2", "TP2 x PP2"],
+)
+def test_swap_on_several_ranks(ranks, layout, model, lag):
+    model = {"kind": "swiglu_gqa_rope", "hidden_dropout": 0.1, "hidden": 32, **model}
+    assert on_ranks(ranks, under, lag, compare, layout, model, ["everything"], device="cuda") == [[]] * ranks
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_survival(lag):
+    shares = {"copies late": (0.9, 0.3), "computation late": (0.5,), "random": (0.7, 0.4)}[lag]
+    # The allocator's memory is in pieces: with little of it a step may be tried again.
+    found = on_ranks(1, under, lag, under_limits, "dropout", shares, layers=6, hidden=16, device="cuda")[0]
+    assert [line for line in found if "tried again" not in line] == []
+
+
+def test_an_adaptive_run():
+    [(found, state, evicted, peak, limit, lines, report)] = on_ranks(
+        1, under, "random", life, "dense", {}, 0.7, layers=4, hidden=16, device="cuda"
+    )
+    assert found == [] and state == "settled", lines
+    assert peak <= limit
+    assert report.bytes_out + report.recomputed_bytes > 0
+
+
+def steady(plan: dict | None, steps: int = 20) -> dict[str, int]:
+    """What a step does that stops the host or asks the driver, summed over the last half of the steps."""
+    import contextlib
+
+    from tests.accelerator import stand_in
+    from tests.models import build_gpt, build_optimizer, train_step
+    from tests.swap_runs import swap
+
+    with contextlib.nullcontext() if plan is None else swap(plan), parallel():
+        chunks = build_gpt("swiglu_gqa_rope", hidden=32)
+        optimizer = build_optimizer(chunks)
+        for number in range(steps):
+            if number == steps // 2:
+                stand_in.reset_counters()
+            train_step(chunks, optimizer=optimizer, step=number, micro_batches=1)
+        counters = stand_in.counters()
+    return {name: counters.get(name, 0) for name in ("host synchronisation", "driver allocation", "pinned allocation")}
+
+
+def steady_states(plans: dict[str, dict]) -> dict[str, dict[str, int]]:
+    return {name: steady(plan) for name, plan in {"": None, **plans}.items()}
+
+
+def test_a_steady_state_waits_for_nothing_and_allocates_nothing():
+    both = {"swap_config": {"swap": True, "op_swap": [op("mlp", 2)]}, **again(["self_attention", ".*norm"])}
+    plans = {"swap": EVERYTHING, "recompute": again(recompute=[0, 1, 2, 3]), "both": EVERYTHING | both}
+    states = on_ranks(1, under, "random", steady_states, plans, device="cuda")[0]
+    stock = states.pop("")
+    assert stock["driver allocation"] == stock["pinned allocation"] == 0
+    assert states == dict.fromkeys(states, stock)
