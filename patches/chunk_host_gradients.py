@@ -36,7 +36,7 @@ def _device():
 
 @around(_CLIP + "get_grad_norm_fp32")
 def get_grad_norm_fp32(original, grads_for_norm, norm_type=2, *args, **kwargs):
-    """The norm of norms is the norm: of a gradient on the host only its own norm travels, and stands where that stood."""
+    """The norm of norms is the norm: of a gradient on the host only its own travels, and stands in its place."""
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
     there = [number for number, grad in enumerate(grads) if away(grad)]
     if there:
