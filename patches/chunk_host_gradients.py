@@ -22,10 +22,12 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:"
 
 
-def away(tensor: torch.Tensor) -> bool:
+def away(tensor: torch.Tensor | None) -> bool:
     """Whether `tensor` is on the host while the model is on an accelerator."""
     now = runtime.current()
-    return now is not None and not now.backend.is_host and is_host_device(tensor.device)
+    if now is None or tensor is None:
+        return False
+    return not now.backend.is_host and is_host_device(tensor.device)
 
 
 def _device():
@@ -36,13 +38,13 @@ def _device():
 
 @around(_CLIP + "get_grad_norm_fp32")
 def get_grad_norm_fp32(original, grads_for_norm, norm_type=2, *args, **kwargs):
-    """The norm of norms is the norm: of a gradient on the host only its own norm travels, and takes its place: in
-    another order they would sum up to other bits."""
+    """The norm of norms is the norm: of a gradient on the host only its own travels, and stands in its place."""
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
-    there = [torch.linalg.vector_norm(grad, float(norm_type)) for grad in grads if away(grad)]
+    there = [number for number, grad in enumerate(grads) if away(grad)]
     if there:
-        norms = iter(torch.stack(there).to(_device()).view(-1, 1).unbind())
-        grads = [next(norms) if away(grad) else grad for grad in grads]
+        norms = torch.stack([torch.linalg.vector_norm(grads[number], float(norm_type)) for number in there])
+        for number, norm in zip(there, norms.to(_device()).split(1), strict=True):
+            grads[number] = norm
     return original(grads, norm_type, *args, **kwargs)
 
 
@@ -73,30 +75,35 @@ def collect_main_grad_data_for_unscaling(original, self):
 
 
 @around(_FINALIZE + "_allreduce_embedding_grad")
-def allreduce_embedding_grad(original, model, *args, **kwargs):
-    with _brought_up(model, lambda name, param: "embedding" in name or "output_layer" in name):
-        original(model, *args, **kwargs)
+def allreduce_embedding_grad(original, model, embd_group, pp_group, weight_getter, *args, **kwargs):
+    """Upstream asks for the weight where there is something to reduce, and only there."""
+    with contextlib.ExitStack() as until_reduced:
+
+        def getter(module):
+            weight = weight_getter(module)
+            until_reduced.enter_context(_brought_up([weight]))
+            return weight
+
+        original(model, embd_group, pp_group, getter, *args, **kwargs)
 
 
 @around(_FINALIZE + "_allreduce_non_tensor_model_parallel_grads")
-def allreduce_non_tensor_model_parallel_grads(original, model, *args, **kwargs):
+def allreduce_non_tensor_model_parallel_grads(original, model, config, tp_group, *args, **kwargs):
     flags = ("sequence_parallel", "average_gradients_across_tp_domain")
     norms = ("q_layernorm", "k_layernorm")
-    with _brought_up(
-        model,
-        lambda name, param: any(getattr(param, flag, False) for flag in flags) or any(norm in name for norm in norms),
-    ):
-        original(model, *args, **kwargs)
+    named = (pair for one in model for pair in one.named_parameters() if tp_group.size() > 1)
+    reduced = [
+        param
+        for name, param in named
+        if any(getattr(param, flag, False) for flag in flags) or any(norm in name for norm in norms)
+    ]
+    with _brought_up(reduced):
+        original(model, config, tp_group, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _brought_up(models, wanted):
-    """Inside, ``main_grad`` of the parameters that are `wanted` is a copy on the device, taken back at the end."""
-    now = runtime.current()
-    if now is None or now.host is None:
-        yield
-        return
-    params = [param for model in models for name, param in model.named_parameters() if wanted(name, param)]
+def _brought_up(params):
+    """Inside, ``main_grad`` of these parameters is a copy on the device, taken back at the end, where it is away."""
     there = {param: param.main_grad for param in params if away(getattr(param, "main_grad", param))}
     for param, grad in there.items():
         param.main_grad = grad.to(_device(), copy=True)

@@ -2,7 +2,7 @@
 
     found = on_ranks(2, differences, {"bf16": Case(), "PP2": Case(layout={"pp": 2})})     # [[], []]
 
-Import this where the CPU patches are applied: in functions that `tests.worlds.on_ranks` runs.
+Import this where the CPU patches are applied, or the accelerator is: in functions that `tests.worlds.on_ranks` runs.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mem.gemini import GeminiAdamOptimizer, GeminiDDP
+from tests.models import DEVICE
 
 VOCABULARY, LENGTH, BATCH = 40, 12, 2
 SMALL_CHUNKS = {"search_range_mb": 0.001, "min_chunk_size_mb": 0.004, "hidden_dim": 64}
@@ -56,7 +57,7 @@ class TinyGPT(torch.nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.wte(tokens) + self.positions(torch.arange(tokens.shape[1])) * self.scale
+        x = self.wte(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)) * self.scale
         for block in self.blocks:
             if self.recompute == "none" or not torch.is_grad_enabled():
                 x = block(x)
@@ -80,7 +81,7 @@ def batches(steps: int, micro: int = 1, seed: int = 11) -> torch.Tensor:
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (steps, micro, ranks, BATCH, LENGTH), generator=generator)
-    return tokens[:, :, rank]
+    return tokens[:, :, rank].to(DEVICE)
 
 
 def reference(
@@ -92,7 +93,7 @@ def reference(
     all_used: bool = False,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """(losses of this rank, fp32 masters by name) after training on `data`; `all_used`: every parameter, on a rank."""
-    model = plain() if model is None else model
+    model = (plain() if model is None else model).to(DEVICE)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     masters = {name: param.detach().clone().requires_grad_() for name, param in trained.items()}
     optimizer = torch.optim.AdamW(masters.values(), **ADAM, fused=True)
@@ -123,7 +124,7 @@ def reference(
         with torch.no_grad():
             for name, param in trained.items():
                 param.copy_(masters[name])
-    return losses, {name: master.detach() for name, master in masters.items()}
+    return losses, {name: master.detach().cpu() for name, master in masters.items()}
 
 
 def average(grad: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ def chunked(
 ) -> tuple[GeminiDDP, GeminiAdamOptimizer]:
     """A model (None: `plain`) in small chunks, and its optimizer."""
     options = {"mixed_precision": torch.float32} | SMALL_CHUNKS | more
-    wrapped = GeminiDDP(plain() if model is None else model, "cpu", **options)
+    wrapped = GeminiDDP(plain() if model is None else model, DEVICE, **options)
     return wrapped, GeminiAdamOptimizer(wrapped, **ADAM, **(adam or {}))
 
 

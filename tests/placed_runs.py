@@ -6,6 +6,7 @@ import io
 
 import torch
 
+import tests.models
 from mindspeed_mem.device.simulated import SimulatedBackend
 from mindspeed_mem.zero.optimizer.host_adam import HostAdam, adam_settings
 from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
@@ -68,7 +69,7 @@ class Run:
     def __init__(self, kind, sizes, places, backend=None, group_bytes=SMALL, seed=0):
         torch.manual_seed(seed)
         self.backend, self.places = backend, places
-        self.params = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+        self.params = [torch.nn.Parameter(torch.randn(size).to(tests.models.DEVICE)) for size in sizes]
         if places is not None:
             for param, place in zip(self.params, places, strict=True):
                 if place is not DEVICE and param.numel():
@@ -86,7 +87,7 @@ class Run:
         for _ in range(count):
             for index, param in enumerate(self.params):
                 gradient = torch.randn(param.shape, generator=self.generator)
-                param.grad = None if index in missing else gradient
+                param.grad = None if index in missing else gradient.to(param.device)
             self.optimizer.param_groups[0]["lr"] *= 0.9
             self.optimizer.step()
         return self
@@ -96,7 +97,7 @@ class Run:
         file = io.BytesIO()
         torch.save((self.optimizer.state_dict(), [param.data for param in self.params]), file)
         file.seek(0)
-        return torch.load(file, weights_only=False)
+        return torch.load(file, "cpu", weights_only=False)
 
     def load(self, saved):
         state, params = saved
@@ -122,7 +123,7 @@ def on_host(backend, tensor):
 def same(one, other):
     """Whether two trees of dicts, lists, tensors and values are equal, and all tensors bit by bit."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)):

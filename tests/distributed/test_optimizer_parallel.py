@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mem.optimizer_parallel import OptimizerParallelError, parallelize
+from tests.models import DEVICE
 from tests.worlds import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -43,7 +44,7 @@ def parameters(dtype=torch.float32):
     generator = torch.Generator().manual_seed(7)
 
     def values(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
     made = [values(300, 7), values(1), values(()), values(33, 20).t(), values(30, 40)[:, ::3], values(2), values(129)]
     found = [torch.nn.Parameter(one) for one in made]
@@ -75,7 +76,7 @@ def differences(one, other):
     if isinstance(one, list) and isinstance(other, list):
         return differences(dict(enumerate(one)), dict(enumerate(other)))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return [] if one.dtype == other.dtype and torch.equal(one.detach(), other.detach()) else ["values"]
+        return [] if one.dtype == other.dtype and torch.equal(one.detach().cpu(), other.detach().cpu()) else ["values"]
     return [] if one == other else [f"{one!r} is not {other!r}"]
 
 
@@ -141,7 +142,8 @@ def adafactor_of_mixed_types():
         for _ in range(2):
             generator = torch.Generator().manual_seed(3)
             dtypes = (torch.bfloat16, torch.float32, torch.float32) * 2
-            copies.append([torch.nn.Parameter(torch.randn(9, 9, generator=generator).to(one)) for one in dtypes])
+            values = (torch.randn(9, 9, generator=generator).to(DEVICE, one) for one in dtypes)
+            copies.append(list(map(torch.nn.Parameter, values)))
         reference, inner = (torch.optim.Adafactor(groups(one), foreach=foreach) for one in copies)
         optimizers = reference, parallelize(inner, None, "grouping")
         for step in range(3):
@@ -149,7 +151,7 @@ def adafactor_of_mixed_types():
             gradients = [3e-3 * torch.randn(9, 9, generator=generator) for _ in copies[0]]
             for optimizer, params in zip(optimizers, copies, strict=True):
                 for index, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
-                    param.grad = None if index == step else gradient.to(param.dtype)
+                    param.grad = None if index == step else gradient.to(param)
                 optimizer.step()
         states = [optimizer.state_dict() for optimizer in optimizers]
         found[foreach] = differences(*copies) + differences(*states)
@@ -173,7 +175,7 @@ def corners():
         parallel = parallelize(inner, dist.group.WORLD, mode)
         train([reference, parallel], [plain, mine], [1], schedulers)
         # a new group, and parameters whose memory or freezing changes on the way
-        more = [[torch.nn.Parameter(torch.arange(200.0))] for _ in range(2)]
+        more = [[torch.nn.Parameter(torch.arange(200.0, device=DEVICE))] for _ in range(2)]
         reference.add_param_group({"params": more[0], "lr": 0.5})
         parallel.add_param_group({"params": more[1], "lr": 0.5})
         for found in (plain, mine):
@@ -196,7 +198,7 @@ def corners():
         # a loss scale that overflows once: the step is left out, and nothing moves
         for step, factor in enumerate((1.0, float("inf"), 1.0)):
             for optimizer, found in ((reference, plain), (parallel, mine)):
-                scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+                scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
                 optimizer.zero_grad()
                 (scaler.scale(sum((one * (step + 1)).sum() for one in found)) * factor).backward()
                 scaler.step(optimizer)

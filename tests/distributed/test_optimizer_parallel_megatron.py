@@ -85,7 +85,7 @@ def differences(one, other):
     wrong = sorted(one.keys() ^ other.keys())
     for name in one.keys() & other.keys():
         a, b = one[name], other[name]
-        same = torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+        same = torch.equal(a.cpu(), b.cpu()) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
         wrong += [] if same else [name]
     return wrong
 

@@ -10,6 +10,7 @@ decides when that is. Gradients go the other way: the whole is there from the fi
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -18,8 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem.device import Event
+from mindspeed_mem.device import Event, get_backend
 from mindspeed_mem.device.refill import refill
+from mindspeed_mem.zero.core.arrival import Arrival
 from mindspeed_mem.zero.core.shard_memory import DEVICE, Store
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -77,8 +79,7 @@ class Chunk:
         self.store: Store = DEVICE
         """Where `grad_shard` rests."""
         self.gathered = True
-        self._work: dist.Work | None = None
-        self._brought: Event | None = None
+        self._arrival: Arrival | None = None
         self._reduced_before: tuple[torch.Tensor, Event] | None = None
         self._spare: torch.Tensor | None = None  # host memory for `grad_shard`: pinning is slow
 
@@ -136,8 +137,9 @@ class Chunk:
     @torch.no_grad()
     def fill_own(self) -> None:
         """Write this rank's part into the whole, which has memory."""
-        self._bring_own()
-        self.wait()
+        brought = self._bring_own()
+        if brought is not None:
+            self.shard_store.meet(brought)
 
     @torch.no_grad()
     def move(self, store: Store) -> None:
@@ -159,28 +161,29 @@ class Chunk:
     @torch.no_grad()
     def gather(self) -> None:
         """Start to make the chunk whole, asynchronously; collective over the group. `wait` before use."""
-        assert not self.gathered and self._work is None
+        assert not self.gathered and self._arrival is None
+        self._arrival = Arrival(get_backend(self.whole.device.type))
         fill(self.whole)
-        self._bring_own()
+        brought = self._bring_own()
+        if brought is not None:
+            self._arrival.meet = functools.partial(self.shard_store.meet, brought)
         if self.group.size() > 1:
             own = self.whole[self.mine]
-            with self.shard_store.beside() if self._brought is not None else contextlib.nullcontext():
-                self._work = dist.all_gather_into_tensor(self.whole, own, group=self.group, async_op=True)
-            self._brought = None  # the collective has met it
+            with self.shard_store.beside() if brought is not None else contextlib.nullcontext():
+                work = dist.all_gather_into_tensor(self.whole, own, group=self.group, async_op=True)
+            self._arrival.meet = work.wait  # the collective has met what was brought
         self.gathered = True
 
     def wait(self) -> None:
-        """Let what comes next on the device see the gathered parameters."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._brought is not None:
-            self.shard_store.meet(self._brought)
-            self._brought = None
+        """Let what comes next on the device's current stream see the gathered parameters."""
+        if self._arrival is not None:
+            self._arrival.wait()
 
     def release(self) -> None:
         """Free the whole; the shard stays."""
-        self.wait()
+        if self._arrival is not None:
+            self._arrival.end()
+            self._arrival = None
         free(self.whole)
         self.gathered = False
 
@@ -196,12 +199,13 @@ class Chunk:
         for written, master in zip(self._own_parts(), self.masters.values(), strict=True):
             master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
 
-    def _bring_own(self) -> None:
-        own = self.whole[self.mine]
+    def _bring_own(self) -> Event | None:
+        """Start to write this rank's part into the whole; what to meet, as of `Store.bring`."""
         if self.masters:
             torch._foreach_copy_(self._own_parts(), list(self.masters.values()))
         elif self.shard is not None:
-            self._brought = self.shard_store.bring(own, self.shard)
+            return self.shard_store.bring(self.whole[self.mine], self.shard)
+        return None
 
     def _own_parts(self) -> list[torch.Tensor]:
         """What `masters` are cast into, in their order."""
