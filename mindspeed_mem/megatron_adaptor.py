@@ -289,7 +289,7 @@ def _start_engine(settings: Settings) -> None:
     engines.stop()
     if needed:
         assert settings.backend is not None  # something is on
-        if settings.adaptive:
+        if settings.adaptive and settings.backend.index() is None:  # others are, before their first host buffer
             logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))
         config = settings.memory or load_memory_config(None)
         engine = engines.start(config, settings.backend, settings.host_limit_bytes, survive=settings.survive_oom)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import re
 import threading
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 
 from mindspeed_mem import reserve
+from mindspeed_mem.device import numa
 from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_limit
+
+logger = logging.getLogger(__name__)
 
 _PENDING_STALLS = 256  # event pairs kept before those that have happened are added up
 
@@ -53,7 +57,7 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         self._stalled = 0.0
         self._unread = 0  # stalls too many to keep: those kept stand for them
         self._lock = threading.Lock()
-        self._told_unpinned = False
+        self._told_unpinned = self._is_near = False
         self._fractions: dict[int, float] = {}  # of a device's memory that this process may use, if we have set it
         self._asked: dict[int, int | None] = {}  # the limit that was asked for, by device
         self._reserving: dict[int, int] = {}  # the one that leaves just the reserve
@@ -151,6 +155,12 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
+        if not self._is_near:
+            self._is_near = True
+            logger.info(numa.bind(self.index(), self.pci_address()))
+        return self._pinned(nbytes)
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -263,6 +273,9 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return self._module.get_device_properties(self._module.current_device()).total_memory
 
     def foreign_allocator(self) -> str | None:
+        uncached = f"PYTORCH_NO_{self.type.upper()}_MEMORY_CACHING"  # then torch counts and limits nothing
+        if os.environ.get(uncached, "0") != "0":
+            return uncached
         name = getattr(getattr(self._module, "memory", None), "get_allocator_backend", lambda: "native")()
         return "a pluggable allocator" if name == "pluggable" else None
 

@@ -274,7 +274,7 @@ def test_workspaces_that_the_launching_thread_takes_are_kept_free(backend, npu, 
 def test_pinned_buffers_are_counted_as_torch_npu_makes_them(backend, npu, monkeypatch):
     emptied = []
     npu.host_empty_cache = lambda: emptied.append(1)
-    monkeypatch.setattr(NpuBackend := type(backend), "host_empty", lambda self, n: torch.empty(n, dtype=torch.uint8))
+    monkeypatch.setattr(NpuBackend := type(backend), "_pinned", lambda self, n: torch.empty(n, dtype=torch.uint8))
     slabs = HostSlabs(backend, limit_bytes=2048)
     slab = slabs.take(600)
     assert (slab.buffer.numel(), slab.nbytes, slabs.bytes_held, slabs.bytes_in_use) == (600, 1024, 1024, 1024)
