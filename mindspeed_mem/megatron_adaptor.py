@@ -290,8 +290,9 @@ def _start_engine(settings: Settings) -> None:
     if needed:
         assert settings.backend is not None  # something is on
         config = settings.memory or load_memory_config(None)
-        if config.swap.swap or settings.survive_oom:  # before there are host buffers
-            logger.info(numa.bind(settings.backend.index(), settings.backend.pci_address()))
+        copies = config.swap.swap or settings.survive_oom or settings.adaptive
+        if copies and settings.backend.index() is None:  # an accelerator's process is, before its first host buffer
+            logger.info(numa.bind(None))
         engine = engines.start(config, settings.backend, settings.host_limit_bytes, survive=settings.survive_oom)
         if settings.adaptive:
             from mindspeed_mem.adaptive.run.adaptation import Adaptation

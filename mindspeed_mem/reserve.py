@@ -13,6 +13,9 @@ _COMMUNICATOR, _COMMUNICATOR_SHARE = 688 * MIB, 64
 """For the buffers of one group of ranks, which are made at its first collective, under load. NCCL took 544 MB for two
 A100 with NVLink and 688 for more (NVIDIA/nccl#964), less over PCIe, more for an all-to-all (3 GB among 8 H100,
 NVIDIA/nccl#1685); HCCL takes twice HCCL_BUFFSIZE, 400 MB unless told (its documentation)."""
+_WORKSPACES_SHARE = 32
+"""This part for operators' workspaces where they are taken beside torch's allocator: one for each stream, as large as
+its largest. An assumption: the fp32 sums of an attention's backward take 1.5 GiB for 4 x 8192 tokens of width 4096."""
 _FRAGMENTATION = 0.02
 """Of the memory: what an allocator keeps in pieces that nobody can use. An assumption: no typical figure was found, and
 where recomputing and virtual stages mix lifetimes torch's allocator can waste far more (up to 43 %, arXiv
@@ -51,6 +54,11 @@ def contexts(nbytes: int) -> int:
 def late_copies(nbytes: int) -> int:
     """For what has not been copied to the host in time, where tensors may take so many bytes."""
     return nbytes // _LATE_COPIES
+
+
+def workspaces(nbytes: int) -> int:
+    """For what operators compute in, on a device of so many bytes where that is none of torch's tensors."""
+    return nbytes // _WORKSPACES_SHARE
 
 
 def fragmentation(nbytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import re
 import threading
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 
 from mindspeed_mem import reserve
+from mindspeed_mem.device import numa
 from mindspeed_mem.device.base import Backend, Event, Stream, check_copy, check_limit
+
+logger = logging.getLogger(__name__)
 
 _HAIR = 1e-3  # bytes by which a limit, read back as a share of the memory, may fall short of a whole number
 _PENDING_STALLS = 256  # event pairs kept before those that have happened are added up
@@ -23,7 +27,8 @@ _PENDING_STALLS = 256  # event pairs kept before those that have happened are ad
 class NativeEvent(Event):
     """A recorded device event. When nobody refers to it any more, the native event goes back to its pool.
 
-    That is safe while a stream still waits for it: such a wait means the point recorded before, not a later one.
+    Safe while a stream still waits for it where such a wait means the point recorded before, not a later one, as CUDA's
+    does. Where it does not, `AcceleratorBackend.reuses_events` is False and the pool keeps nothing.
     """
 
     __slots__ = ("native", "_pool")
@@ -42,15 +47,18 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
     """What libraries, and older torch_npu itself, say if there is no memory left: RuntimeErrors of no certain type."""
     perhaps_full: re.Pattern[str]
     """What they say for this reason or another."""
+    reuses_events = True
+    reading_waits = False
+    """Whether the host waits for its own queue when it asks for the time between two events that have happened."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
-        self._events: dict[object, collections.deque[Any]] = {}  # native events ready for use, by device
-        self._timing: collections.deque[Any] = collections.deque()
-        self._stalls: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._events: dict[object, collections.deque[Any]] = {}  # native events ready for use, by device and kind
+        self._stalls: collections.deque[tuple[NativeEvent, NativeEvent]] = collections.deque()
         self._stalled = 0.0
+        self._unread = 0  # stalls too many to keep: those kept stand for them
         self._lock = threading.Lock()
-        self._told_unpinned = False
+        self._told_unpinned = self._is_near = False
         self._fractions: dict[int, float] = {}  # of a device's memory that this process may use, if we have set it
         self._asked: dict[int, int | None] = {}  # the limit that was asked for, by device
         self._reserving: dict[int, int] = {}  # the one that leaves just the reserve
@@ -72,26 +80,29 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return Stream(self._module.Stream(), name, side=True)
 
     def record(self, stream: Stream) -> NativeEvent:
-        # An event belongs to the device it was first recorded on.
-        pool = self._events.setdefault(stream.native.device, collections.deque())
+        return self._record(stream.native, timing=False)
+
+    def _record(self, stream: Any, timing: bool) -> NativeEvent:
+        key = stream.device, timing  # an event belongs to the device it was first recorded on
+        pool = self._events.get(key)
+        if pool is None:
+            pool = self._events.setdefault(key, collections.deque(maxlen=None if self.reuses_events else 0))
         try:
             native = pool.pop()
         except IndexError:
-            native = self._module.Event()
-        native.record(stream.native)
+            native = self._module.Event(enable_timing=timing)
+        native.record(stream)
         return NativeEvent(native, pool)
 
     def wait(self, stream: Stream, event: NativeEvent, reason: str) -> None:
-        if stream.side or event.native.query():
+        if stream.side:
             stream.native.wait_event(event.native)
-            return
-        begin, end = self._timing_event(), self._timing_event()
-        begin.record(stream.native)
-        stream.native.wait_event(event.native)
-        end.record(stream.native)
-        self._stalls.append((begin, end))
-        if len(self._stalls) > _PENDING_STALLS:
-            self._add_up()
+        elif not event.native.query():  # what has happened is waited for by nobody
+            begin = self._record(stream.native, timing=True)
+            stream.native.wait_event(event.native)
+            self._stalls.append((begin, self._record(stream.native, timing=True)))
+            if len(self._stalls) > _PENDING_STALLS:
+                self._add_up(asked=False)
 
     def on_stream(self, stream: Stream) -> AbstractContextManager:
         return self._module.stream(stream.native)
@@ -109,33 +120,33 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
             event.native.synchronize()
 
     def stall_seconds(self) -> float:
-        self._add_up()
+        self._add_up(asked=True)
         return self._stalled
 
     def timestamp(self, stream: Stream | None = None) -> NativeEvent:
-        native = self._timing_event()
-        native.record(self._module.current_stream() if stream is None else stream.native)
-        return NativeEvent(native, self._timing)
+        return self._record(self._module.current_stream() if stream is None else stream.native, timing=True)
 
     def seconds_between(self, begin: NativeEvent, end: NativeEvent) -> float:
         begin.native.synchronize()  # the two may be of different streams
         end.native.synchronize()
         return begin.native.elapsed_time(end.native) / 1000.0
 
-    def _timing_event(self) -> Any:
-        try:
-            return self._timing.pop()
-        except IndexError:
-            return self._module.Event(enable_timing=True)
-
-    def _add_up(self) -> None:
+    def _add_up(self, asked: bool) -> None:
         if not self._lock.acquire(blocking=False):
             return  # somebody is at it: perhaps this very thread, whose garbage collector ended a wait's owner
         try:
-            while self._stalls and self._stalls[0][1].query():
+            if self.reading_waits and not asked:
+                self._stalls.popleft()
+                self._unread += 1
+                return
+            seconds, read = 0.0, 0
+            while self._stalls and self._stalls[0][1].native.query():
                 begin, end = self._stalls.popleft()
-                self._stalled += begin.elapsed_time(end) / 1000.0
-                self._timing.extend((begin, end))
+                seconds += begin.native.elapsed_time(end.native) / 1000.0
+                read += 1
+            if read:
+                self._stalled += seconds * (1 + self._unread / read)
+                self._unread = 0
         finally:
             self._lock.release()
 
@@ -145,6 +156,12 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
+        if not self._is_near:
+            self._is_near = True
+            logger.info(numa.bind(self.index(), self.pci_address()))
+        return self._pinned(nbytes)
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -257,6 +274,9 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return self._module.get_device_properties(self._module.current_device()).total_memory
 
     def foreign_allocator(self) -> str | None:
+        uncached = f"PYTORCH_NO_{self.type.upper()}_MEMORY_CACHING"  # then torch counts and limits nothing
+        if os.environ.get(uncached, "0") != "0":
+            return uncached
         name = getattr(getattr(self._module, "memory", None), "get_allocator_backend", lambda: "native")()
         return "a pluggable allocator" if name == "pluggable" else None
 

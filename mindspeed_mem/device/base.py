@@ -34,8 +34,7 @@ class Stream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and (self.native is other.native or self.native == other.native)
 
-    def __hash__(self) -> int:
-        return hash(self.native)
+    __hash__ = None  # type: ignore[assignment]  # the hash of torch_npu's streams waits for all that the host has queued
 
     def __repr__(self) -> str:
         return f"Stream({self.name!r})"
@@ -153,10 +152,18 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
 
     @abc.abstractmethod
     def host_empty(self, nbytes: int) -> torch.Tensor:
-        """uint8[nbytes] on the host, uninitialised, exactly this size, pinned where that exists.
+        """uint8[nbytes] on the host, uninitialised, pinned where that exists; `host_bytes` tells what it takes.
 
         It must outlive every copy that uses it: nothing else keeps it from being unmapped.
         """
+
+    def host_bytes(self, nbytes: int) -> int:
+        """What a host buffer of `nbytes` takes: more where pinned memory comes in certain sizes."""
+        return nbytes
+
+    def free_host(self) -> None:
+        """Return to the system what an allocator of host buffers keeps of those that are gone."""
+        return None
 
     @abc.abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: AnyStream) -> None:
@@ -279,7 +286,10 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
 
     @abc.abstractmethod
     def stall_seconds(self) -> float:
-        """Seconds that computation has stood still for copies so far; stands still in progress are left out."""
+        """Seconds that computation has stood still for copies so far; stands still in progress are left out.
+
+        Where reading a time makes the host wait, only this does, and the latest ones stand for those before.
+        """
 
     def describe(self) -> dict[str, object]:
         """A few plain values for a report: type, device name, memory, versions."""

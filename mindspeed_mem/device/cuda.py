@@ -25,6 +25,9 @@ def why_absent() -> str | None:
     return None
 
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this process
+
+
 class CudaBackend(AcceleratorBackend):
     """The current GPU of this process."""
 
@@ -44,10 +47,10 @@ class CudaBackend(AcceleratorBackend):
     def stream_key(self) -> object:
         return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())  # without making a stream object of it
 
-    def host_empty(self, nbytes: int) -> torch.Tensor:
+    def _pinned(self, nbytes: int) -> torch.Tensor:
         # torch's pinned allocator rounds up to a power of two, which nearly doubles the host memory of some sizes.
         buffer = _registered(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-        return super().host_empty(nbytes) if buffer is None else buffer
+        return super()._pinned(nbytes) if buffer is None else buffer
 
     def describe(self) -> dict[str, object]:
         return super().describe() | {"cuda": torch.version.cuda or torch.version.hip}
@@ -66,7 +69,7 @@ def _registered(nbytes: int) -> torch.Tensor | None:
     array = numpy.frombuffer(pages, dtype=numpy.uint8)
     address = array.ctypes.data
     runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(address, nbytes, 0)) != 0:
+    if int(runtime.cudaHostRegister(address, nbytes, _PORTABLE)) != 0:
         _forget_error()
         return None
     # The tensor's storage holds the array, the array its pages: at the array's end they are still mapped.

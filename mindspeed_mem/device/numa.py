@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+_VARIABLE = "MINDSPEED_MEM_NUMA"
 _SYSFS, _PROC = Path("/sys"), Path("/proc")
 
 
@@ -46,6 +47,8 @@ class _Reason(Exception):
 
 
 def _bind(index: int | None, address: str | None, ranks: tuple[int, int] | None, sysfs: Path, proc: Path) -> str:
+    if os.environ.get(_VARIABLE) == "0":
+        raise _Reason(f"{_VARIABLE} is 0")
     if not hasattr(os, "sched_setaffinity"):
         raise _Reason("only Linux can do that")
     present = os.sched_getaffinity(0)

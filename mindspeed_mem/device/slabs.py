@@ -1,4 +1,4 @@
-"""Host buffers of exact sizes, recycled, under a budget."""
+"""Host buffers of the sizes that are asked for, recycled, under a budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Slab:
 class HostSlabs:
     """A pool of host buffers that together never hold more than `limit_bytes` (None: no limit).
 
-    Buffers are made in exact sizes, because activations come in few sizes and rounding up would waste pinned memory.
+    Buffers are made in exact sizes, because activations come in few sizes and rounding up would waste pinned memory; or
+    as large as what the device's pinned memory takes for them anyway, and are counted so.
     Where sizes keep changing (experts), an idle buffer that is up to a quarter larger serves too, and idle buffers are
     freed before all of them together exceed twice what was ever in use.
     Buffers come back in the order they were given back, so that the copies that use them have had the longest time to
@@ -61,12 +62,13 @@ class HostSlabs:
         """
         if nbytes < 0:
             raise ValueError(f"host slab: got {nbytes} bytes; give 0 or more")
+        size = self._backend.host_bytes(nbytes)
         with self._lock:
-            idle = self._idle.get(nbytes) or self._idle.get(self._close_to(nbytes))
+            idle = self._idle.get(size) or self._idle.get(self._close_to(size))
             if idle:
                 slab = idle.popleft()
-            elif self._make_room(nbytes):
-                slab = self._allocate(nbytes)
+            elif self._make_room(size):
+                slab = self._allocate(size)
             else:
                 return None
             slab.buffer = slab.whole[:nbytes]
@@ -99,6 +101,8 @@ class HostSlabs:
             while size := self._largest_idle():
                 freed += self._free_one(size)
             self._idle.clear()
+        if freed:
+            self._backend.free_host()
         return freed
 
     def _allocate(self, nbytes: int) -> Slab:
@@ -118,12 +122,12 @@ class HostSlabs:
         allowed = 2 * max(self.peak_in_use, needed)
         if self.limit_bytes is not None:
             allowed = min(allowed, self.limit_bytes)
-        while self.bytes_held + nbytes > allowed:
-            size = self._largest_idle()
-            if not size:
-                return self.limit_bytes is None
-            self._free_one(size)
-        return True
+        freed = 0
+        while self.bytes_held + nbytes > allowed and (size := self._largest_idle()):
+            freed += self._free_one(size)
+        if freed:
+            self._backend.free_host()
+        return self.limit_bytes is None or self.bytes_held + nbytes <= allowed
 
     def _close_to(self, nbytes: int) -> int:
         """The smallest idle size that holds `nbytes` without wasting more than a fifth; 0 if there is none."""

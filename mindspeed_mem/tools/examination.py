@@ -78,8 +78,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _optional() -> list[dict[str, str | None]]:
-    device = get_backend().type
-    library = delegating.available(device)
+    library = delegating.available()
     parts = (
         ("scipy", _version("scipy"), "nothing can be planned (mindspeed-mem[adaptive])"),
         ("matplotlib", _version("matplotlib"), "no pictures (mindspeed-mem[picture])"),
@@ -89,7 +88,7 @@ def _optional() -> list[dict[str, str | None]]:
             "no limited CPU memory, and the allocator below cannot be built",
         ),
         (
-            f"delegating allocator for {device}",
+            "delegating allocator",
             None if library is None else str(library),
             "--survive-oom runs operators again, which compiled code does not allow (build-allocator builds one)",
         ),

@@ -46,6 +46,9 @@ def start(kind: str, library: Path, gib: float = 2.0) -> None:
         npu = types.ModuleType("torch_npu")
         npu.__version__ = torch.__version__.split("+")[0]
         npu.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
+        npu._C = types.SimpleNamespace(
+            _npu_getCurrentStream=lambda device: torch.accelerator.current_stream(device).stream_id
+        )
         sys.modules["torch_npu"] = npu
     else:
         module = torch.cuda

@@ -177,7 +177,7 @@ def test_doctor_is_content_with_what_is_installed(tmp_path):
         ("scipy", find_spec("scipy") is None),
         ("matplotlib", find_spec("matplotlib") is None),
         ("C++ compiler", not any(map(shutil.which, ("c++", "g++", "clang++")))),
-        ("delegating allocator for cpu", True),
+        ("delegating allocator", True),
     ]
     status = {(row["file"], row["target"]): row["status"] for row in found["patches"]}
     schedule = "megatron.core.pipeline_parallel.schedules:"
@@ -253,7 +253,7 @@ def test_doctor_says_what_the_absence_of_optional_parts_costs(tmp_path):
         "\nscipy: none: nothing can be planned (mindspeed-mem[adaptive])\n",
         "\nmatplotlib: none: no pictures (mindspeed-mem[picture])\n",
         "\nC++ compiler: none: no limited CPU memory, and the allocator below cannot be built\n",
-        "\ndelegating allocator for cpu: none: --survive-oom ",
+        "\ndelegating allocator: none: --survive-oom ",
     ):
         assert line in out
     assert "nothing is wrong: " in out

@@ -13,7 +13,6 @@ import pytest
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.experimental import delegating
-from mindspeed_mem.experimental.building import build
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, limited_memory) -> str:
     place = tmp_path_factory.mktemp("allocator")
-    build("cpu", place)
+    delegating.build(place)
     return str(place)
 
 
@@ -43,14 +42,14 @@ def with_less_memory(kind: str, share: float, folder: str) -> tuple[list, int, i
     with parallel(), counted() as memory, surviving() as engine:
         training = Training(memory, kind)
         steps = [training.step()]
-        limit, before = int(share * training.peak), delegating.retries("cpu")
+        limit, before = int(share * training.peak), delegating.retries()
         undo = delegating.install(get_backend("cpu"), lambda nbytes: engine.mover.make_room(nbytes, set()) or 0)
         try:
             steps += [training.step(limit) for _ in range(2)]
         finally:
             undo()
         assert training.peak <= limit
-        return steps, delegating.retries("cpu") - before, engine.survival.guard.retries
+        return steps, delegating.retries() - before, engine.survival.guard.retries
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

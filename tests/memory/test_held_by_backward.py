@@ -14,7 +14,6 @@ import pytest
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.experimental import delegating
-from mindspeed_mem.experimental.building import build
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -25,7 +24,7 @@ N = 16384  # elements
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, limited_memory) -> str:
     place = tmp_path_factory.mktemp("allocator")
-    build("cpu", place)
+    delegating.build(place)
     return str(place)
 
 

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from mindspeed_mem.device import get_backend
+from mindspeed_mem.device import get_backend, numa
 from mindspeed_mem.device.slabs import HostSlabs
 
 MB = 1 << 20
@@ -18,9 +18,10 @@ class StandInRuntime:
     """Notes what is registered; `refuse` makes registration fail as a locked-memory limit does."""
 
     def __init__(self, refuse=False):
-        self.refuse, self.calls, self.registered = refuse, 0, {}
+        self.refuse, self.calls, self.registered, self.bound = refuse, 0, {}, []
 
     def cudaHostRegister(self, address, nbytes, flags):
+        assert flags == 1  # pinned for all devices
         self.calls += 1
         if not self.refuse:
             self.registered[address] = nbytes
@@ -38,6 +39,9 @@ def unplugged(monkeypatch):
 
     runtime = StandInRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(CudaBackend, "index", lambda self: 2)
+    monkeypatch.setattr(CudaBackend, "pci_address", lambda self: "0000:3b:00.0")
+    monkeypatch.setattr(numa, "bind", lambda *device: runtime.bound.append((device, runtime.calls)) or "bound")
     return CudaBackend(), runtime
 
 
@@ -66,6 +70,28 @@ def test_a_kernel_that_takes_no_advice_about_pages_has_host_buffers_too(unplugge
     monkeypatch.setattr(mmap, "mmap", Plain)
     buffer = backend.host_empty(5000)
     assert runtime.registered == {buffer.data_ptr(): 5000}
+
+
+def test_the_process_moves_next_to_its_device_before_its_first_host_buffer(unplugged):
+    """Whatever needs the buffer; they lie where the process runs that first touches them."""
+    backend, runtime = unplugged
+    assert runtime.bound == []
+    kept = [backend.host_empty(100) for _ in range(3)]
+    assert runtime.bound == [((2, "0000:3b:00.0"), 0)] and len(kept) == runtime.calls
+
+
+@pytest.mark.parametrize("device", ["CUDA", "NPU"])
+def test_an_allocator_that_caches_nothing_is_none_to_survive_with(device, monkeypatch):
+    from mindspeed_mem.device.cuda import CudaBackend
+
+    backend = CudaBackend()
+    monkeypatch.setattr(backend, "type", device.lower())
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
+    variable = f"PYTORCH_NO_{device}_MEMORY_CACHING"
+    monkeypatch.setenv(variable, "0")
+    assert backend.foreign_allocator() is None
+    monkeypatch.setenv(variable, "1")
+    assert backend.foreign_allocator() == variable
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pinning by torch works here")

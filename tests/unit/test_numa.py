@@ -127,6 +127,12 @@ def test_a_rank_alone_on_a_host_keeps_all_its_nodes(tmp_path):
     assert os.sched_getaffinity(0) == set(CORES)
 
 
+def test_who_does_not_want_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_MEM_NUMA", "0")
+    line = numa.bind(0, ADDRESS, sysfs=host(tmp_path, {0: NEAR, 1: FAR}))
+    assert line == "not bound to a NUMA node: MINDSPEED_MEM_NUMA is 0" and os.sched_getaffinity(0) == set(CORES)
+
+
 def test_the_launchers_numbers_are_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
