@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini import GeminiAdamOptimizer, GeminiDDP
 from tests.models import DEVICE
 
@@ -96,7 +97,7 @@ def reference(
     model = (plain() if model is None else model).to(DEVICE)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     masters = {name: param.detach().clone().requires_grad_() for name, param in trained.items()}
-    optimizer = torch.optim.AdamW(masters.values(), **ADAM, fused=True)
+    optimizer = torch.optim.AdamW(masters.values(), **ADAM, fused=get_backend(DEVICE).fuses_adam or None)
     model.to(dtype)
     losses = []
     for step in data:

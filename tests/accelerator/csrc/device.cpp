@@ -566,6 +566,10 @@ struct Registration {
     all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
     if (!is_cuda()) {  // CUDA's are in every build of torch
       autocast.fallback(torch::CppFunction::makeFallthrough());
+      // As torch_npu answers, which torch itself would not of such a device: ``data`` may move between it and the host.
+      operators.impl("_has_compatible_shallow_copy_type", [](const Tensor& self, const Tensor& from) {
+        return (self.is_cpu() || on_device(self)) && (from.is_cpu() || on_device(from));
+      });
       torch::Library& m = lower_precision;
       KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
       KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
