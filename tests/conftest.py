@@ -16,7 +16,20 @@ from hypothesis import settings
 settings.register_profile("mindspeed_mem", derandomize=True, deadline=None)
 settings.load_profile("mindspeed_mem")
 
-FOLDERS = ("unit", "patches", "memory", "asynchrony", "gemini", "numerics", "fuzz", "distributed", "examples")
+FOLDERS = (
+    *(
+        "unit",
+        "patches",
+        "memory",
+        "asynchrony",
+        "gemini",
+        "numerics",
+        "fuzz",
+        "distributed",
+        "accelerator",
+        "examples",
+    ),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +44,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("fuzz", "random cases of tests/fuzz")
     group.addoption("--fuzz", type=int, metavar="N", help="try N cases instead of a few fixed ones")
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="which N cases")
+    parser.addoption("--sweep", action="store_true", help="also the cases of tests/accelerator that others stand for")
 
 
 def pytest_configure(config):
@@ -38,7 +52,10 @@ def pytest_configure(config):
         config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.get_closest_marker("sweep") and not config.getoption("sweep"):
+            item.add_marker(pytest.mark.skip(reason="only with --sweep"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -22,6 +22,7 @@ from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
 
+sweep = pytest.mark.sweep
 FUSED = {"kind": "dropout", "bias_dropout_fusion": True, "bias_activation_fusion": True}
 
 
@@ -29,9 +30,9 @@ FUSED = {"kind": "dropout", "bias_dropout_fusion": True, "bias_activation_fusion
     ("lag", "model"),
     [
         ("copies late", {"kind": "dense"}),
-        ("computation late", {"kind": "swiglu_gqa_rope", "hidden_dropout": 0.1}),
-        ("random", {"kind": "moe"}),
-        ("random", {"kind": "mla"}),
+        pytest.param("computation late", {"kind": "swiglu_gqa_rope", "hidden_dropout": 0.1}, marks=sweep),
+        ("random", {"kind": "moe", "layers": 2}),
+        pytest.param("random", {"kind": "mla"}, marks=sweep),
         ("copies late", FUSED),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
@@ -48,7 +49,11 @@ def recomputed(model: dict) -> list[str]:
 
 @pytest.mark.parametrize(
     ("lag", "model"),
-    [("computation late", {"kind": "dropout"}), ("random", {"kind": "moe"}), ("copies late", FUSED)],
+    [
+        ("computation late", {"kind": "dropout"}),
+        pytest.param("random", {"kind": "moe"}, marks=sweep),
+        pytest.param("copies late", FUSED, marks=sweep),
+    ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_recompute_and_mixes(lag, model):
@@ -61,7 +66,7 @@ def test_recompute_and_mixes(lag, model):
         (2, {"tp": 2}, {"sequence_parallel": True}, "random"),
         (2, {"pp": 2, "vpp": 2}, {}, "computation late"),
         (2, {}, {"ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True}}, "copies late"),
-        (4, {"tp": 2, "pp": 2}, {"sequence_parallel": True}, "random"),
+        pytest.param(4, {"tp": 2, "pp": 2}, {"sequence_parallel": True}, "random", marks=sweep),
     ],
     ids=["TP2", "PP2 x VPP2", "DP2", "TP2 x PP2"],
 )
@@ -70,7 +75,9 @@ def test_swap_on_several_ranks(ranks, layout, model, lag):
     assert on_ranks(ranks, under, lag, compare, layout, model, ["everything"], device="cuda") == [[]] * ranks
 
 
-@pytest.mark.parametrize("lag", ["copies late", "computation late", "random"])
+@pytest.mark.parametrize(
+    "lag", [pytest.param("copies late", marks=sweep), pytest.param("computation late", marks=sweep), "random"]
+)
 def test_survival(lag):
     shares = {"copies late": (0.9, 0.3), "computation late": (0.5,), "random": (0.7, 0.4)}[lag]
     # The allocator's memory is in pieces: with little of it a step may be tried again.
@@ -78,6 +85,7 @@ def test_survival(lag):
     assert [line for line in found if "tried again" not in line] == []
 
 
+@sweep
 def test_an_adaptive_run():
     [(found, state, evicted, peak, limit, lines, report)] = on_ranks(
         1, under, "random", life, "dense", {}, 0.7, layers=4, hidden=16, device="cuda"
@@ -107,7 +115,7 @@ def branches_beside() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize("lag", [lag if lag == "random" else pytest.param(lag, marks=sweep) for lag in LAGS])
 def test_a_branch_on_a_stream_of_its_own(lag):
     assert on_ranks(1, under, lag, branches_beside, device="cuda") == [[]]
 

@@ -39,7 +39,9 @@ def two_steps(layout, model, lags):
         return [(one.loss, one.grad_norm, {name: g.tolist() for name, g in one.grads.items()}) for one in results]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["TP2", "DP2", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("PP2", "interleaved"))]
+)
 def test_a_layout_trains_to_the_bits_of_the_host(name):
     found = on_ranks(2, two_steps, *LAYOUTS[name], LATE["random"], device="cuda")
     assert found == on_ranks(2, two_steps, *LAYOUTS[name], {})
@@ -50,12 +52,14 @@ def late_differences(cases, lags):
         return differences(cases)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("late", LATE)
 def test_chunk_zero_trains_to_the_bits_of_megatron(late):
     cases = {"bf16": Case(steps=2, ddp=OVERLAP)}
     assert on_ranks(2, late_differences, cases, LATE[late], device="cuda") == [[], []]
 
 
+@pytest.mark.sweep
 def test_chunk_zero_on_pipeline_stages():
     cases = {"PP2": Case(steps=2, layout={"pp": 2})}
     assert on_ranks(4, late_differences, cases, LATE["random"], device="cuda") == [[]] * 4
