@@ -1,4 +1,4 @@
-"""Plain layers that compute a branch on a stream of its own, on the simulated device.
+"""Plain layers that compute a branch on a stream of its own, on the simulated device or on the accelerator.
 
 Autograd runs each node on the stream of its forward, after the streams its gradients come from. On a CPU it does not;
 `Streams.backward` does it instead.
@@ -17,9 +17,11 @@ import torch
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.stacks import region_forward
+from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.device.simulated import SimulatedBackend
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
+from tests.models import DEVICE
 
 WIDTH = 32
 PIPELINE = "F0 F1 B0 B1 F2 B2".split()
@@ -30,9 +32,9 @@ _PATCHES = "mindspeed_mem.patches.activation_stacks"
 class Streams:
     """The main stream of a program, and one beside it."""
 
-    def __init__(self, backend: SimulatedBackend):
+    def __init__(self, backend: Backend, **of_side: Any):
         self.backend = backend
-        self.main, self.side = backend.current_stream(), backend.new_stream("side", side=False)
+        self.main, self.side = backend.current_stream(), backend.new_stream("side", **of_side)
         self._bounds, self._streams = [0], [self.main]
 
     @contextmanager
@@ -82,6 +84,29 @@ class Streams:
             for gradient in gradients:
                 if gradient is not None:
                     self.used_on(gradient, stream)
+
+
+class NativeStreams(Streams):
+    """Of the accelerator, which autograd knows."""
+
+    def __init__(self, backend: Backend):
+        super().__init__(backend)
+        self.side.side = False  # operators run there
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+@contextmanager
+def without(backend: Backend, reason: str | None) -> Iterator[None]:
+    """Inside, no wait of this reason is made, and the allocator is not told of what it is about."""
+    wait, used_on = backend.wait, backend.used_on
+    backend.wait = lambda stream, event, why: why == reason or wait(stream, event, why)
+    backend.used_on = lambda tensor, stream, why: why == reason or used_on(tensor, stream, why)
+    try:
+        yield
+    finally:
+        del backend.wait, backend.used_on
 
 
 class Fork(torch.autograd.Function):
@@ -150,18 +175,19 @@ def run(
     tells: bool = True,
     survive: bool = False,
     room: int = 0,
-) -> tuple[list[torch.Tensor], SimulatedBackend]:
-    """Gradients of two micro-batches in flight, two steps. Raises RaceError where the device finds one.
+) -> tuple[list[torch.Tensor], Backend]:
+    """Gradients of two micro-batches in flight, two steps. Raises an error where the device finds a race.
 
     ``room``: bytes that are asked for after each part, forward and backward, as if memory had run out.
     """
-    backend = SimulatedBackend()
-    backend.leave_out = {leave_out} if leave_out else set()
-    streams = Streams(backend)
+    simulated = DEVICE == "cpu"
+    backend = SimulatedBackend() if simulated else get_backend(DEVICE)
+    streams = Streams(backend, side=False) if simulated else NativeStreams(backend)
     torch.manual_seed(0)
-    model = torch.nn.ModuleList(Layer(streams, tells) for _ in range(2))
+    model = torch.nn.ModuleList(Layer(streams, tells) for _ in range(2)).to(DEVICE)
     engine = None
     with ExitStack() as stack:
+        stack.enter_context(without(backend, leave_out))
         if plan is not None:
             engine = engines.start(load_memory_config(plan), backend, survive=survive)
             stack.callback(REGISTRY.undo, [_PATCHES])
@@ -175,10 +201,12 @@ def run(
             for part in (m for m in model.modules() if isinstance(m, Part)):
                 part.register_forward_hook(functools.partial(_make_room, engine, room))
                 part.register_full_backward_hook(functools.partial(_make_room, engine, room))
-        stack.enter_context(backend.tracker())
+        if simulated:
+            stack.enter_context(backend.tracker())
         for _ in range(2):
             _step(engine, model, streams)
-        backend.check()
+        if simulated:
+            backend.check()
         return [parameter.grad.clone() for parameter in model.parameters()], backend
 
 
@@ -197,7 +225,7 @@ def _step(engine: engines.Engine | None, model: torch.nn.ModuleList, streams: St
         if action[0] == "F":
             if engine is not None:
                 engine.passes.begin_forward(number, 0)
-            x = torch.linspace(-1, 1, 16 * WIDTH).view(16, WIDTH) * (number + 1)
+            x = torch.linspace(-1, 1, 16 * WIDTH).view(16, WIDTH).to(DEVICE) * (number + 1)
             for layer in model:
                 x = layer(x)
             losses[number] = x.square().mean()

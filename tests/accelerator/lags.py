@@ -9,6 +9,7 @@ LAGS = {
     "copies late": {"side": 2000},
     "computation late": {"compute": 300},
     "random": {"random": 1000, "seed": 1},
+    "everything late": {"side": 3000, "compute": 1000},
 }
 """In microseconds, as `tests.accelerator.stand_in.lagging` takes them."""
 

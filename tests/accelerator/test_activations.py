@@ -6,8 +6,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
+from mindspeed_mem.activation.storage import mover
+from tests import side_streams
 from tests.accelerator.lags import LAGS, under
+from tests.asynchrony.test_several_streams import PLANS
+from tests.asynchrony.test_swap_waits import SCARCE, run
 from tests.memory.test_adaptive_run import life
 from tests.memory.test_survive_oom import under_limits
 from tests.numerics.test_recompute import policies
@@ -65,7 +70,7 @@ def test_swap_on_several_ranks(ranks, layout, model, lag):
     assert on_ranks(ranks, under, lag, compare, layout, model, ["everything"], device="cuda") == [[]] * ranks
 
 
-@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize("lag", ["copies late", "computation late", "random"])
 def test_survival(lag):
     shares = {"copies late": (0.9, 0.3), "computation late": (0.5,), "random": (0.7, 0.4)}[lag]
     # The allocator's memory is in pieces: with little of it a step may be tried again.
@@ -82,6 +87,31 @@ def test_an_adaptive_run():
     assert report.bytes_out + report.recomputed_bytes > 0
 
 
+@pytest.mark.parametrize("wait", [None, *mover.WAITS])
+def test_each_wait_of_the_mover(wait):
+    """`tests.asynchrony` finds every wait of this package missing, on the simulated device."""
+    program = "abandoned" if wait == mover.RETIRE_AFTER_COPIES else "pipeline"
+    # All late: what an event has told the host needs no wait.
+    [found] = on_ranks(1, under, "everything late", run, program, wait, 30, SCARCE, device="cuda")
+    assert bool(found) == (wait is not None)
+
+
+def branches_beside() -> list[str]:
+    found = []
+    for tells in (True, False):
+        expected, _ = side_streams.run(None, tells=tells)
+        for name, plan in PLANS.items():
+            gradients, _ = side_streams.run(plan, tells=tells)
+            if not all(map(torch.equal, gradients, expected)):
+                found.append(f"{name}, {tells}")
+    return found
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_a_branch_on_a_stream_of_its_own(lag):
+    assert on_ranks(1, under, lag, branches_beside, device="cuda") == [[]]
+
+
 def steady(plan: dict | None, steps: int = 20) -> dict[str, int]:
     """What a step does that stops the host or asks the driver, summed over the last half of the steps."""
     import contextlib
@@ -91,7 +121,7 @@ def steady(plan: dict | None, steps: int = 20) -> dict[str, int]:
     from tests.swap_runs import swap
 
     with contextlib.nullcontext() if plan is None else swap(plan), parallel():
-        chunks = build_gpt("swiglu_gqa_rope", hidden=32)
+        chunks = build_gpt("swiglu_gqa_rope", hidden=32, layers=2)
         optimizer = build_optimizer(chunks)
         for number in range(steps):
             if number == steps // 2:
@@ -106,9 +136,9 @@ def steady_states(plans: dict[str, dict]) -> dict[str, dict[str, int]]:
 
 
 def test_a_steady_state_waits_for_nothing_and_allocates_nothing():
-    both = {"swap_config": {"swap": True, "op_swap": [op("mlp", 2)]}, **again(["self_attention", ".*norm"])}
-    plans = {"swap": EVERYTHING, "recompute": again(recompute=[0, 1, 2, 3]), "both": EVERYTHING | both}
-    states = on_ranks(1, under, "random", steady_states, plans, device="cuda")[0]
+    both = again(["mlp", ".*norm"], {"swap": True, "op_swap": [op("self_attention", 2)]})
+    plans = {"swap": EVERYTHING, "recompute": again(["mlp", ".*norm"]), "both": both}
+    states = on_ranks(1, under, "copies late", steady_states, plans, device="cuda")[0]
     stock = states.pop("")
     assert stock["driver allocation"] == stock["pinned allocation"] == 0
     assert states == dict.fromkeys(states, stock)

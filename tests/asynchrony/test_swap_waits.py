@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from mindspeed_mem.activation.storage import mover
@@ -15,16 +17,21 @@ SCARCE = 300_000
 
 
 def run(program: str, leave_out: str | None, distance: int, host_limit: int | None = None) -> str:
-    """Two steps of ``program`` on the simulated device; returns what it found, "" for nothing."""
-    from mindspeed_mem.device.simulated import RaceError, SimulatedBackend
-    from tests.models import build_gpt
+    """Two steps of ``program`` on the simulated device or the accelerator; returns what it found, "" for nothing."""
+    import torch
+
+    from mindspeed_mem.device import get_backend
+    from mindspeed_mem.device.simulated import SimulatedBackend
+    from tests.models import DEVICE, build_gpt
+    from tests.side_streams import without
     from tests.swap_runs import SDPA, entry, one_forward, patched, swap
 
-    backend = SimulatedBackend()
-    backend.leave_out = {leave_out} if leave_out else set()
+    simulated = DEVICE == "cpu"
+    backend = SimulatedBackend() if simulated else get_backend(DEVICE)
+    looks = backend.tracker() if simulated else contextlib.nullcontext()
     plan = entry(layer_swap=[{"backward_prefetch": distance, "layers": True}])
     try:
-        with patched(SDPA), parallel(), backend.tracker(), swap(plan, backend, host_limit) as engine:
+        with patched(SDPA), parallel(), looks, without(backend, leave_out), swap(plan, backend, host_limit) as engine:
             chunks = build_gpt("dense", layers=2)
             for _ in range(2):
                 engine.passes.begin_schedule(("test",))
@@ -33,8 +40,13 @@ def run(program: str, leave_out: str | None, distance: int, host_limit: int | No
                 else:
                     _pipeline(engine, chunks, one_forward)
                 engine.passes.end_schedule(True)
-            backend.check()
-    except RaceError as error:
+            if simulated:
+                backend.check()
+            else:
+                torch.ops.accelerator.check_freed()
+    except RuntimeError as error:
+        if "race" not in f"{type(error).__name__} {error}".lower():
+            raise
         return str(error)
     return ""
 
@@ -56,12 +68,14 @@ def _abandon(engine, chunks) -> None:
     """A forward that stops in its second layer, so that records die while their copies out are under way."""
     import torch
 
+    from tests.models import DEVICE
+
     def stop(*_):
         raise ZeroDivisionError
 
     handle = chunks[0].module.decoder.layers[1].mlp.linear_fc2.register_forward_pre_hook(stop)
     engine.passes.begin_forward(0, 0)
-    text = torch.arange(32).expand(1, -1)
+    text = torch.arange(32, device=DEVICE).expand(1, -1)
     with pytest.raises(ZeroDivisionError):
         chunks[0](text, text, None, labels=text)
     handle.remove()

@@ -605,6 +605,7 @@ struct Registration {
     own.def("memory_figures(int device) -> Dict(str, int)", TORCH_FN(memory_figures));
     own.def("reset_peak(int device) -> ()", [](int64_t d) { allocator()->resetPeakStats(static_cast<DeviceIndex>(d)); });
     own.def("set_limit(int device, int bytes) -> ()", [](int64_t d, int64_t n) { allocator()->set_limit(static_cast<DeviceIndex>(d), n); });
+    own.def("check_freed() -> ()", [] { allocator()->check_freed(); });
     own.def("empty_cache() -> ()", [] { allocator()->emptyCache(); });
     own.def("default_generator(int device) -> Generator?", [](int64_t d) { return default_generator(static_cast<DeviceIndex>(d)); });
     own.def("host_register(int address, int bytes) -> int", TORCH_FN(host_register));

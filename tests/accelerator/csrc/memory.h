@@ -224,6 +224,16 @@ class CachingAllocator final : public c10::DeviceAllocator {
     Submitting lock(submitting());
     figures_[device].limit = bytes;
   }
+  // Raises if freed memory is not yet its stream's to hand out again.
+  void check_freed() {
+    Submitting lock(submitting());
+    collect();
+    for (const auto& [key, pool] : pools_)
+      for (Block* block : pool) {
+        const std::string who = block->uses.unordered(streams().at(block->device, block->stream)->clock);
+        TORCH_CHECK(who.empty(), "accelerator: race: freed memory may be handed out again that is still ", who);
+      }
+  }
   // The block that this address lies in, if it is in use.
   Block* block_of(const void* p) {
     auto it = in_use_.upper_bound(static_cast<const char*>(p));
