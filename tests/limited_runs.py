@@ -92,6 +92,9 @@ class Training:
 
     def __init__(self, memory: LimitedMemory | DeviceMemory, kind: str = "dense", micro_batches: int = 2, **model: Any):
         self.memory, self.micro_batches = memory, micro_batches
+        if isinstance(memory, DeviceMemory):  # else pieces of this model keep what an earlier one had
+            gc.collect()
+            memory.backend.give_back()
         self.chunks = build_gpt(kind, **model)
         self.optimizer = build_optimizer(self.chunks)
         self.number = 0
@@ -128,6 +131,8 @@ class Training:
                 seq_length=SEQUENCE,
                 micro_batch_size=2,
             )
+            if isinstance(self.memory, DeviceMemory) and self.number == 1:  # or the states keep activations' segments
+                self.memory.backend.give_back()
             norm = self.optimizer.step()[1]
         finally:
             self.memory.limit = None

@@ -31,7 +31,7 @@ FUSED = {"kind": "dropout", "bias_dropout_fusion": True, "bias_activation_fusion
     [
         ("copies late", {"kind": "dense"}),
         pytest.param("computation late", {"kind": "swiglu_gqa_rope", "hidden_dropout": 0.1}, marks=sweep),
-        ("random", {"kind": "moe", "layers": 2}),
+        pytest.param("random", {"kind": "moe"}, marks=sweep),
         pytest.param("random", {"kind": "mla"}, marks=sweep),
         ("copies late", FUSED),
     ],
@@ -43,7 +43,7 @@ def test_swap(lag, model):
 
 def recomputed(model: dict) -> list[str]:
     chosen = policies(model["kind"])
-    plans = {name: chosen[name] for name in itertools.islice(chosen, 0, None, 3)}
+    plans = {name: chosen[name] for name in itertools.islice(chosen, 1, None, 4)}
     return mismatches(plans, {}, model, micro_batches=1)
 
 

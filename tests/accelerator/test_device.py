@@ -159,6 +159,7 @@ def times_events():
     module, _ = device()
     begin, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
     begin.record()
+    begin.synchronize()
     gate = torch.ops.accelerator.new_gate()
     torch.ops.accelerator.wait_at_gate(gate)
     end.record()

@@ -183,6 +183,7 @@ def test_chunks(lag):
     assert on_ranks(2, under, lag, differences, CHUNKS[lag], device="cuda") == [[], []]
 
 
+@pytest.mark.sweep
 def test_chunks_in_a_layout():
     model = {"sequence_parallel": True}
     case = Case("dropout", layout={"tp": 2, "pp": 2}, model=model, stages=(3,), steps=2, settings=resting("host"))
@@ -229,10 +230,12 @@ def test_placed_optimizers():
 
 
 def test_optimizers_in_parallel():
-    for found in on_ranks(2, under, "computation late", against_plain, CASES[1::9], device="cuda"):
+    cases = [case for case in CASES[1::9] if "ASGD" not in str(case)]
+    for found in on_ranks(2, under, "computation late", against_plain, cases, device="cuda"):
         assert {case: wrong for case, (wrong, *_) in found.items() if wrong} == {}
 
 
+@pytest.mark.sweep
 def test_megatrons_optimizers_in_parallel():
     for plain, *others in on_ranks(2, under, "random", compared, {}, BF16, {}, device="cuda"):
         for history, wrong, _ in others:

@@ -29,7 +29,7 @@ def run(program: str, leave_out: str | None, distance: int, host_limit: int | No
     simulated = DEVICE == "cpu"
     backend = SimulatedBackend() if simulated else get_backend(DEVICE)
     looks = backend.tracker() if simulated else contextlib.nullcontext()
-    plan = entry(layer_swap=[{"backward_prefetch": distance, "layers": True}])
+    plan = entry(layer_swap=[{"backward_prefetch": distance, "layers": True}], window_bytes=0)
     try:
         with patched(SDPA), parallel(), looks, without(backend, leave_out), swap(plan, backend, host_limit) as engine:
             chunks = build_gpt("dense", layers=2)

@@ -83,7 +83,7 @@ class HostStore(Store):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._streams: tuple[Stream, Stream] | None = None
-        self._busy: dict[Stream, None] = {}  # since the host has waited for them
+        self._busy: set[int] = set()  # their numbers, since the host has waited for them
         self._leaving: collections.deque[tuple[Event, torch.Tensor, torch.Tensor]] = collections.deque()
 
     def like(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -130,8 +130,8 @@ class HostStore(Store):
         self._leaving.append((backend.record(stream), kept, target))
 
     def settle(self) -> None:
-        for stream in self._busy:
-            self._backend.synchronize(self._backend.record(stream))
+        for number in sorted(self._busy):
+            self._backend.synchronize(self._backend.record(self._side(number)))
         self._busy.clear()
         self._leaving.clear()
 
@@ -139,7 +139,7 @@ class HostStore(Store):
         """The stream of that number, for work that somebody may have to wait for."""
         if self._streams is None:
             self._streams = self._backend.new_stream("shards up"), self._backend.new_stream("gradients down")
-        self._busy[self._streams[number]] = None
+        self._busy.add(number)
         return self._streams[number]
 
 
