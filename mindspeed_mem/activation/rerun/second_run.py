@@ -84,12 +84,16 @@ class Rerun(abc.ABC):
         record.fill(tensor)
         self.mover.saves(record, tensor, first=True)
 
+    def run_again(self) -> None:
+        """Run again where it ran before."""
+        with self.mover.on(self.stream):
+            self.remake()
+        self.mover.second_runs[self.layer, self.op] += 1
+
     def bring_back(self, record: Record) -> None:
         """Run again, unless that has happened. Raises OverwrittenError if the result was written to since."""
         if record.state == DROPPED:
-            with self.mover.on(self.stream):
-                self.remake()
-            self.mover.second_runs[self.layer, self.op] += 1
+            self.run_again()
             if record.way_back is not self:  # memory ran out later in the second run, and it had to leave
                 record.way_back.bring_back(record)
                 return

@@ -302,4 +302,4 @@ def view_of(
     stride: Sequence[int],
     offset: int | torch.SymInt,
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    return _empty(dtype, storage.device).new_empty(0).set_(storage, offset, size, stride)
