@@ -99,6 +99,8 @@ class OperatorRuns:
                 return self._run_module(layer, path, original, module, args, kwargs)
         if type(rerun) is ModuleRerun:
             rerun.enters(path, args, kwargs)
+        if not self._in_force.recomputes and self._observation.counting is None:
+            return self._run_once(layer, path, original, (module, *args), kwargs)
         return self._run_call(layer, path, functools.partial(original, module), args, kwargs)
 
     def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
@@ -128,24 +130,41 @@ class OperatorRuns:
         again = second_runs.operator(layer, path, call, args, kwargs, state) if self._in_force.recomputes else None
         if self._observation.counting is not None:
             call = functools.partial(self._observation.counting.watch.run, (layer, path), state, call)
-        if depth and stack[-1][:2] == (layer, path) and again is None:
-            return self._run_within(call, args, kwargs)  # a subclass calling super, or a marker of the same name
+        if again is None:
+            return self._run_once(layer, path, call, args, kwargs)
         micro_batch = self._position.micro_batch
         assert micro_batch is not None
         number = micro_batch.count + 1
         try:
-            if again is not None:
-                begin = functools.partial(self._start, layer, path, False)
-                result = second_runs.run(layer, path, call, args, kwargs, begin, again, state)
-            else:
-                self._start(layer, path, False)
-                result = call(*args, **kwargs)
+            begin = functools.partial(self._start, layer, path, False)
+            result = second_runs.run(layer, path, call, args, kwargs, begin, again, state)
         except BaseException:
             second_runs.cut_tape(depth)
             self._leave(depth)
             raise
         self._stop(depth)
         course = self._position.course
+        if course is not None and number in course.signed:
+            self._sign_at(result, number)
+        return result
+
+    def _run_once(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run an operator that does not run again."""
+        position = self._position
+        stack, micro_batch = position.stack, position.micro_batch
+        if stack and stack[-1][1] == path and stack[-1][0] == layer:
+            return self._run_within(call, args, kwargs)  # a subclass calling super, or a marker of the same name
+        assert micro_batch is not None
+        depth, number = len(stack), micro_batch.count + 1
+        try:
+            self._start(layer, path, False)
+            result = call(*args, **kwargs)
+        except BaseException:
+            self._second_runs.cut_tape(depth)
+            self._leave(depth)
+            raise
+        self._stop(depth)
+        course = position.course
         if course is not None and number in course.signed:
             self._sign_at(result, number)
         return result
@@ -196,12 +215,14 @@ class OperatorRuns:
         micro_batch = self._position.micro_batch
         assert micro_batch is not None
         micro_batch.count += 1
-        self._position.stack.append((layer, path, marker))
-        micro_batch.switch(layer, path, micro_batch.count)
-        if self._position.course is not None:
+        position = self._position
+        position.stack.append((layer, path, marker))
+        if position.course is not None:
             self._by_course(micro_batch, layer, path)
-        elif self._position.watch is not None:
-            self._position.watch.starts(layer, path, marker)
+        elif position.watch is not None:
+            position.watch.starts(layer, path, marker)
+        if not path or not self._natively():
+            micro_batch.switch(layer, path, micro_batch.count)
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)
         if micro_batch.ahead is not None:
@@ -212,13 +233,19 @@ class OperatorRuns:
         stack, micro_batch = self._position.stack, self._position.micro_batch
         assert micro_batch is not None
         self._second_runs.stop_tape(depth)
+        natively = self._natively()
         self._leave(depth)
         layer, path, _ = stack[-1] if stack else NO_OPERATOR
-        micro_batch.switch(layer, path, micro_batch.count)
+        if not natively:
+            micro_batch.switch(layer, path, micro_batch.count)
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)
         micro_batch.copy_fresh()
         micro_batch.release_due(micro_batch.count)
+
+    def _natively(self) -> bool:
+        """Whether nobody will ask which operator runs: it has no hook, and no second run takes what it makes."""
+        return self._position.course is not None and not self._hooked and not self._in_force.recomputes
 
     def _by_course(self, micro_batch: MicroBatch, layer: int, path: str) -> None:
         """An operator has started in a forward of which it is known what needs the hook."""
@@ -266,7 +293,8 @@ class OperatorRuns:
                             LEDGER.enter(storage, owned=False)
                             if self._position.watch is not None:
                                 self._position.watch.holds(marks.of(storage).token)
-        self._natives.enter_layer(layer, tuple(shapes), self._learns())
+        on = self._position.course is not None
+        self._natives.enter_layer(layer, tuple(shapes), regions.hooks_are_ours_alone() if on else self._learns())
 
     def _learns(self) -> bool:
         """Whether this forward can go by a course, or show one: nobody measures or has hooks here."""

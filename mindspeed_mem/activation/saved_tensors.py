@@ -67,7 +67,7 @@ class SavedTensors:
         if by_function is None:
             by_function = own_tensors.saved_by_function()
         rerun = self._position.rerun
-        if type(rerun) is ModuleRerun and rerun.program is not None:
+        if type(rerun) is ModuleRerun and rerun.saved.program is not None:
             micro_batch = self._position.micro_batch
             assert micro_batch is not None
             slot = rerun.drops(tensor, micro_batch, by_function)

@@ -122,7 +122,7 @@ class SecondRuns:
         rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, training, places)
         partners, device_type = self._in_force.partners, self._mover.backend.tensor_type
         if verdict is not None and position.watch is None and self._saved.may_drop():
-            rerun.program = of.program(training)
+            rerun.saved.program = of.program(training)
         trial = Trial(of, rerun, partners, device_type) if verdict is None else None
         begin()
         rerun.number = micro_batch.count

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
-from mindspeed_mem.activation.rerun.dropped import Made, Program, Saver, Slot
+from mindspeed_mem.activation.rerun.dropped import Made, Saves, Slot
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
 from mindspeed_mem.activation.rerun.state import Changeable, nearly_same, put_back, same_bits
 from mindspeed_mem.activation.storage import marks
@@ -40,7 +40,6 @@ from mindspeed_mem.activation.storage.records import (
     Owner,
     Record,
     layout_of,
-    movable,
     view_of,
 )
 from mindspeed_mem.device import is_host_device
@@ -77,28 +76,19 @@ class ModuleRerun(Rerun):
 
     __slots__ = (
         "inputs",
-        "slots",
         "outputs",
         "noted",
         "call",
         "state",
         "training",
         "untried",
-        "program",
-        "_made",
-        "_saver",
-        "_dropped",
-        "_taken",
-        "_seen",
-        "_firsts",
+        "saved",
         "_given",
         "_random",
         "_autocast",
         "_places",
         "_then",
         "_noted_again",
-        "_entered",
-        "_entries",
         "_entered_again",
         "_filled",
         "_remaining",
@@ -143,25 +133,15 @@ class ModuleRerun(Rerun):
             return hold(tensor), tensor.requires_grad, dict(vars(tensor))
 
         self._given = split((args, kwargs, attributes), take, self.inputs)
-        self.program: Program | None = None
-        """What it saves, where that is known."""
-        self._made: dict[int, Made] = {}  # while it runs, by the number of the first saved tensor
-        self._saver: Saver | None = None
-        self._dropped = 0  # bytes
-        self._taken: dict[int, _Taken] = {}  # by operators inside, by the number of what is expected to be saved later
-        self._seen: list[int] = []  # as `Program.saves`
-        self._firsts: dict[int, int] = {}  # records by their ids, to the number of what was saved first
+        self.saved = Saves()
         self._random = rng.capture(handle.alias for handle, *_ in self.inputs)
         self._autocast = _autocast_now()
-        self.slots: list[tuple[weakref.ref[Record] | weakref.ref[Made], Layout] | None] = []
         self.outputs: list[weakref.ref[Record] | None] = []
         self.noted: list[Any] = []  # see `SecondRuns.once`
         self._noted_again = 0
         self._remaining = 0
-        self._entered: list[str] = []  # operators inside, in order
         self._entered_again = 0
         self._filled: list[weakref.ref[torch.UntypedStorage]] = []
-        self._entries: dict[int, list[tuple[int, int]]] = {}  # as `Program.entries`
 
     # ---- the first run
     def enters(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -170,23 +150,7 @@ class ModuleRerun(Rerun):
         A function of autograd saves its input only after it has run: the second run can stop before it, if the input is
         all that is still wanted.
         """
-        number = len(self._entered)
-        self._entered.append(path)
-        if self.program is not None:
-            wanted = self.program.entries.get(number)
-            tensors = list(tensors_in((args, kwargs))) if wanted else []
-            for position, first in wanted or ():
-                if position < len(tensors) and tensors[position].layout is torch.strided:
-                    tensor = tensors[position]
-                    ref = weakref.ref(tensor.untyped_storage())
-                    self._taken[first] = _Taken(ref, number, position, tensor._version)
-            return
-        for position, tensor in enumerate(tensors_in((args, kwargs))):
-            if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-                found = marks.of(tensor.untyped_storage())
-                known: _Entry | None = found.entry
-                if known is None or known.rerun() is not self or known.version != tensor._version:
-                    found.entry = _Entry(weakref.ref(self), number, position, tensor._version)
+        self.saved.enters(self, path, args, kwargs)
 
     def made(self, storage: torch.UntypedStorage, owner: Owner) -> bool:
         return owner[2] >= self.number
@@ -198,67 +162,15 @@ class ModuleRerun(Rerun):
             mine = record
         if untried is not None:
             untried.saved.append((mine, layout_of(tensor)) if mine is not None else None)
-        number = len(self.slots)
-        self._seen.append(-1 if mine is None else self._firsts.setdefault(id(mine), number))
-        if mine is None or mine.handles:
-            self.slots.append(None)
-        else:  # its first
-            self.slots.append((weakref.ref(mine), layout_of(tensor)))
-            self._was_taken(number, tensor.untyped_storage(), tensor)
-            entry: _Entry | None = marks.of(tensor.untyped_storage()).entry
-            if entry is not None and entry.rerun() is self and entry.version == tensor._version:
-                self._entries.setdefault(entry.number, []).append((entry.position, number))
-
-    def _was_taken(self, number: int, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
-        """The storage is saved for the first time: an operator inside may have taken it before, as was expected."""
-        taken = self._taken.get(number)
-        if taken is not None and taken.storage() is storage and taken.version == tensor._version:
-            self._entries.setdefault(taken.number, []).append((taken.position, number))
+        self.saved.adds(self, mine, tensor)
 
     def drops(self, tensor: torch.Tensor, micro_batch: MicroBatch, by_function: bool) -> Slot | None:
         """What autograd keeps of ``tensor``, which the operator saves; None: others than its backward may need it."""
-        program, number, mover = self.program, len(self.slots), self.mover
-        if program is None or number >= len(program.saves) or type(tensor) is not torch.Tensor:
-            return None
-        first = program.saves[number]
-        if first < 0 or mover.several or mover.backend.stream_key() != micro_batch.home_key:
-            return None
-        storage, layout = tensor.untyped_storage(), layout_of(tensor)
-        made = self._made.get(first)
-        if made is not None:
-            if made.storage() is not storage or (layout != made.layout and not movable(tensor, storage.device.type)):
-                return None
-            self.slots.append(None)
-        else:
-            found = marks.of(storage)
-            if first != number or found.token is not None or found.stays or found.static or found.made_by is not None:
-                return None
-            if by_function and tensor.requires_grad and tensor.is_leaf:
-                return None
-            made = self._made[first] = Made(self, micro_batch, storage, layout, found)
-            self._dropped += made.nbytes
-            self.slots.append((weakref.ref(made), layout))
-            self._was_taken(number, storage, tensor)
-        saver = self._saver
-        if saver is None or saver.number != micro_batch.count:
-            saver = self._saver = Saver(micro_batch, micro_batch.count)
-            self.used_at(micro_batch.count)
-        return Slot(made, None if layout == made.layout else layout, saver)
-
-    def learn(self) -> Program:
-        """What it has saved, after it has returned: others may hold what is still there."""
-        alive = {
-            number
-            for number, slot in enumerate(self.slots)
-            if slot is not None and (record := slot[0]()) is not None and record.storage() is not None
-        }
-        return Program(tuple([-1 if first in alive else first for first in self._seen]), self._entries)
+        return self.saved.drops(self, tensor, micro_batch, by_function)
 
     def ends(self) -> None:
         """The operator has run to its end."""
-        if self.program is not None:
-            self.mover.dropped[self.layer, self.op] += self._dropped
-            self._made, self._saver, self._taken = {}, None, {}
+        self.mover.dropped[self.layer, self.op] += self.saved.ends()
         if rng.same(self._random, rng.capture_as(self._random)):
             self._random = None  # it drew nothing
 
@@ -283,7 +195,9 @@ class ModuleRerun(Rerun):
         return self.inputs is not None
 
     def records(self) -> list[Record | Made]:
-        refs = [slot[0] for slot in self.slots if slot is not None] + [ref for ref in self.outputs if ref is not None]
+        refs = [slot[0] for slot in self.saved.slots if slot is not None] + [
+            ref for ref in self.outputs if ref is not None
+        ]
         return [record for ref in refs if (record := ref()) is not None and record.state == DROPPED]
 
     def held(self) -> list[Handle]:
@@ -307,9 +221,9 @@ class ModuleRerun(Rerun):
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal index
-            if index == len(self.slots):
+            if index == len(self.saved.slots):
                 self._differs(tensor, None)
-            slot = self.slots[index]
+            slot = self.saved.slots[index]
             index += 1
             if slot is None:
                 return
@@ -463,12 +377,12 @@ class ModuleRerun(Rerun):
         if self.untried is not None:
             return
         number, self._entered_again = self._entered_again, self._entered_again + 1
-        wanted = self._entries.get(number)
-        if wanted is None or self._entered[number] != path:
+        wanted = self.saved.entries.get(number)
+        if wanted is None or self.saved.entered[number] != path:
             return
         tensors = list(tensors_in((args, kwargs)))
         for position, first in wanted:
-            slot = self.slots[first]
+            slot = self.saved.slots[first]
             if slot is not None and (record := slot[0]()) is not None and record.state == DROPPED:
                 if tensors[position].untyped_storage().nbytes() != record.nbytes:
                     self._differs(tensors[position], None)
@@ -483,7 +397,7 @@ class ModuleRerun(Rerun):
 
     def _fill(self, record: Record | Made, tensor: torch.Tensor) -> None:
         self._remaining -= 1
-        if type(record) is Made:
+        if isinstance(record, Made):
             record.fill(tensor)
             self.mover.saves(record, tensor, first=True)
             return
@@ -523,24 +437,6 @@ def _empty(leaves: list[torch.Tensor]) -> None:
     """Whoever keeps something of the second run keeps its graph, and that its leaves: leave them no memory."""
     for leaf in leaves:
         leaf.data = leaf.new_empty(0)
-
-
-class _Taken(NamedTuple):
-    """A storage that operator ``number`` inside took as one of its arguments."""
-
-    storage: weakref.ref[torch.UntypedStorage]
-    number: int
-    position: int
-    version: int
-
-
-class _Entry(NamedTuple):
-    """Among a storage's marks: the first operator inside ``rerun`` that took it, and as which argument."""
-
-    rerun: weakref.ref[ModuleRerun]
-    number: int
-    position: int
-    version: int
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

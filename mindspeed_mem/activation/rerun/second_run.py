@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import DROPPED, KEPT, Handle, OverwrittenError, Owner, Record, base_of
+from mindspeed_mem.activation.storage.records import (
+    DROPPED,
+    KEPT,
+    Handle,
+    OverwrittenError,
+    Owner,
+    Record,
+    Remade,
+    base_of,
+)
 
 GUARDS: list[Callable[[], AbstractContextManager]] = []
 """What a second run must not disturb: each is entered around it."""
@@ -49,7 +58,7 @@ class Rerun(abc.ABC):
         """Its inputs, as long as it may have to run again."""
 
     @abc.abstractmethod
-    def records(self) -> list[Record]:
+    def records(self) -> Sequence[Remade]:
         """What is to be made again and still wanted."""
 
     @abc.abstractmethod

@@ -59,14 +59,15 @@ class TriedOperator:
     def ran(self, rerun: ModuleRerun) -> None:
         """It has run: two runs alike show what it saves, a later one may show that it varies."""
         flags = tuple([flag for _, flag in rerun.training])
-        if rerun.program is not None:
-            if len(rerun.slots) != len(rerun.program.saves):
-                del self._programs[flags]
+        saved = rerun.saved
+        if saved.program is not None:
+            if len(saved.slots) != len(saved.program.saves):
+                self._programs.pop(flags, None)
             return
         before, departures = self._seen.get(flags, (None, 0))
         if departures >= _DEPARTURES:
             return
-        seen = rerun.learn()
+        seen = saved.learn()
         if seen == before:
             self._programs[flags] = seen
         self._seen[flags] = seen, departures + (seen != before)
