@@ -21,27 +21,39 @@ Signature = tuple[Any, ...]
 class Course:
     """What a forward of one kind does, by the numbers of its operators (from 1)."""
 
-    __slots__ = ("operators", "hooked", "signed", "kept", "layers", "natively", "held", "uses")
+    __slots__ = ("operators", "hooked", "kinds", "signed", "kept", "layers", "natively", "held", "uses", "at", "index")
 
     def __init__(self) -> None:
         self.operators: list[tuple[int, str]] = [(-1, "")]
         """Layer and path."""
         self.hooked: list[bool] = [False]
         """Whether the hook is to be in force while it runs, what it contains included."""
+        self.kinds: dict[int, tuple[bool, ...]] = {}
+        """Of each tensor saved in turn when so many operators have started, whether it needs a handle."""
         self.signed: set[int] = set()
         """Those whose backward is to be told, though they have no hook: something is due there."""
         self.kept: dict[int, tuple[int, int]] = {}
-        """Bytes that natively run ones keep for backward: those that a layer's operators made, and others."""
+        """Bytes that need no handle: those that a layer's operators made, and others."""
         self.layers: list[tuple[int, Signature]] = []
         self.natively = 0
-        """How many save something without the hook."""
+        """How many tensors are saved without a handle."""
         self.held = 0
         """How many storages that have left are held by others all the same."""
         self.uses = 0
+        self.at = self.index = 0  # where the forward that goes by it is: operators started, tensors saved since
+
+    def needs_handle(self, number: int) -> bool:
+        """Whether the next tensor that is saved through the hook, when ``number`` operators have started, needs one."""
+        if number != self.at:
+            self.at, self.index = number, 0
+        index, self.index = self.index, self.index + 1
+        kinds = self.kinds.get(number, ())
+        return index >= len(kinds) or kinds[index]
 
     def same(self, other: Course) -> bool:
         return all(
-            getattr(self, name) == getattr(other, name) for name in ("operators", "hooked", "signed", "kept", "layers")
+            getattr(self, name) == getattr(other, name)
+            for name in ("operators", "hooked", "kinds", "signed", "kept", "layers")
         )
 
 
@@ -53,7 +65,7 @@ class _Entry:
     def __init__(self, watch: Watch, number: int, token: Token):
         self.watch: Watch | None = watch
         self.number = number
-        self.savers: set[int] = set()
+        self.savers: set[tuple[int, bool]] = set()  # operators, and whether that tensor needs a handle
         self.token_bytes, self.owned = token.nbytes, token.owned
         self.held = False  # it is counted in any case
 
@@ -67,7 +79,8 @@ class Watch:
         self._results = [False]  # whether what it returns is known
         self._open: list[int] = [0]
         self._needed: set[int] = set()
-        self._saved: set[int] = set()
+        self._kinds: dict[int, list[bool]] = {}
+        self._saved: list[tuple[int, bool]] = []
         self._numbers: list[int] = []
         self._entries: list[_Entry] = []
 
@@ -84,16 +97,17 @@ class Watch:
     def stops(self, depth: int) -> None:
         del self._open[depth + 1 :]
 
-    def saves(self, number: int, token: Token | None, record: object) -> None:
-        """What runs saves a tensor, when ``number`` operators have started."""
+    def saves(self, number: int, token: Token | None, handle: bool) -> None:
+        """What runs saves a tensor, when ``number`` operators have started. ``handle``: it needs one."""
         running = self._open[-1]
-        if record is not None:
+        if handle:
             self._needed.add(running)
-        self._saved.add(running)
+        self._kinds.setdefault(number, []).append(handle)
+        self._saved.append((running, handle))
         if not self._numbers or self._numbers[-1] != number:
             self._numbers.append(number)
         if token is not None:
-            self._entry(token, number).savers.add(running)
+            self._entry(token, number).savers.add((running, handle))
 
     def holds(self, token: Token | None) -> None:
         """A storage is counted whatever saves it."""
@@ -131,10 +145,11 @@ class Watch:
         course.signed = {number for number in signed if not course.hooked[number]}
         kept: Counter[tuple[int, bool]] = Counter()
         for entry in self._entries:
-            if not entry.held and not any(course.hooked[saver] for saver in entry.savers):
+            if not entry.held and not any(handle and course.hooked[saver] for saver, handle in entry.savers):
                 kept[entry.number, entry.owned] += entry.token_bytes
         course.kept = {number: (kept[number, True], kept[number, False]) for number, _ in kept}
-        course.natively = sum(not course.hooked[number] for number in self._saved)
+        course.kinds = {number: tuple(kinds) for number, kinds in self._kinds.items() if not all(kinds)}
+        course.natively = sum(not (handle and course.hooked[saver]) for saver, handle in self._saved)
         for entry in self._entries:
             entry.watch = None  # the token may outlive this
         return course

@@ -68,6 +68,7 @@ class NativeOperators:
         if course is not None:
             course.uses += 1
             if course.uses % _LOOK_AGAIN:
+                course.at = 0
                 position.course = course if course.natively else None
                 return
         if self._departures[kind] < _DEPARTURES:

@@ -28,8 +28,10 @@ from mindspeed_mem.activation.storage.records import (
     HOST,
     KEPT,
     LOADED,
+    OVERWRITTEN,
     STAYS,
     Handle,
+    OverwrittenError,
     Owner,
     Record,
     movable,
@@ -66,7 +68,15 @@ class SavedTensors:
         """What autograd keeps instead of ``tensor``, which the operator that runs saves."""
         if by_function is None:
             by_function = own_tensors.saved_by_function()
-        rerun = self._position.rerun
+        position = self._position
+        course, rerun = position.course, position.rerun
+        if course is not None and position.micro_batch is not None:
+            needed = course.needs_handle(position.micro_batch.count)
+            if not needed and rerun is None:
+                if by_function:
+                    return own_tensors.own(native(tensor), tensor)
+                # as `native`, without a handle
+                return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if type(rerun) is ModuleRerun and rerun.saved.program is not None:
             micro_batch = self._position.micro_batch
             assert micro_batch is not None
@@ -95,6 +105,11 @@ class SavedTensors:
         return own_tensors.own(handle, tensor) if by_function else handle
 
     def unpack(self, kept: Any) -> torch.Tensor:
+        if type(kept) is tuple:
+            tensor, version = kept
+            if tensor._version != version:
+                raise OverwrittenError(OVERWRITTEN.format("", tensor._version, version))
+            return tensor
         if type(kept) is Slot:
             return self._unpack_slot(kept)
         if type(kept) is not Handle:
@@ -133,6 +148,8 @@ class SavedTensors:
         if not movable(tensor, self._device_type):
             if rerun is not None:
                 rerun.saves(None, tensor)
+            if self._position.watch is not None and self._position.micro_batch is not None:
+                self._position.watch.saves(self._position.micro_batch.count, None, self._position.rerun is not None)
             return native(tensor)
         position, census = self._position, self._observation.counting
         micro_batch = position.micro_batch
@@ -156,7 +173,7 @@ class SavedTensors:
             census.holds(storage, handle)
         watch = position.watch
         if watch is not None:
-            watch.saves(number, found.token, record)
+            watch.saves(number, found.token, record is not None or position.rerun is not None)
         if record is None:
             return handle
         self._attach(handle, record, tensor)
@@ -164,7 +181,8 @@ class SavedTensors:
         if record.state in _AWAY:
             handle.let_go()
         elif record.state == KEPT and record.distance != STAYS:
-            distance = self._distance(record.layer, record.op, *position.stack[-1][:2])
+            layer, op, _ = position.stack[-1]
+            distance = self._distance(record.layer, record.op, layer, op)
             if distance is not None:  # a tape may turn out to start from it: then it stays
                 micro_batch.select(record, distance, at_once=type(position.rerun) is not Tape)
         return handle

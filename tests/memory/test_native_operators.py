@@ -77,6 +77,8 @@ def change(way: str, layers) -> contextlib.AbstractContextManager:
 
 def run(kind: str, plan: dict, way: str) -> tuple[list, dict]:
     """Gradients of each step, and per step: calls of the hook, the ledger's peaks, bytes copied out."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
     from mindspeed_mem.activation.saved_tensors import SavedTensors
     from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt, forget_routing, global_parameters
@@ -149,6 +151,7 @@ def run(kind: str, plan: dict, way: str) -> tuple[list, dict]:
             seen["recomputed"] = report.recomputed_bytes
     finally:
         SavedTensors.pack = pack
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of another shape in a schedule
     return gradients, seen
 
 

@@ -95,6 +95,12 @@ class OfFunction(Protocol):
     own: tuple[type | None, dict[str, Any]] | None
 
 
+OVERWRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+    "produced{} is at version {}; expected version {} instead"
+)
+
+
 class OverwrittenError(RuntimeError):
     """A tensor that backward needs was modified in place meanwhile."""
 
@@ -289,10 +295,7 @@ class Handle:
         if self.changed():
             found = self.alias._version
             where = f" by {self.record.op} of layer {self.record.layer}" if self.record is not None else ""
-            raise OverwrittenError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor produced{where} is at version {found}; expected version {self.version} instead"
-            )
+            raise OverwrittenError(OVERWRITTEN.format(where, found, self.version))
 
     def bring_back(self) -> torch.Tensor:
         """The saved tensor with its own dtype, size, stride and offset.
