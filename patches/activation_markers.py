@@ -22,7 +22,7 @@ def _marker(method):
 
         def marker(msg=None, suffix=None):
             engine = None if compiling() else current()
-            if engine is not None and msg is None and suffix is not None:
+            if engine is not None and engine.position.stack and msg is None and suffix is not None:
                 getattr(engine.operators, method)(suffix)
             if msg is None and names.get("_nvtx_enabled"):
                 # With ranges enabled upstream names a range after its caller, which must not be this file.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_mem.activation.storage.ledger import LEDGER, Token
@@ -42,6 +42,13 @@ class Course:
         self.uses = 0
         self.at = self.index = 0  # where the forward that goes by it is: operators started, tensors saved since
 
+    def differs(self, other: Course) -> set[int]:
+        """Where other bytes are saved, if both run the same operators."""
+        if self.operators != other.operators or self.layers != other.layers:
+            return set()
+        places = self.kept.keys() | other.kept.keys() | self.kinds.keys() | other.kinds.keys()
+        return {n for n in places if (self.kept.get(n), self.kinds.get(n)) != (other.kept.get(n), other.kinds.get(n))}
+
     def needs_handle(self, number: int) -> bool:
         """Whether the next tensor that is saved through the hook, when ``number`` operators have started, needs one."""
         if number != self.at:
@@ -71,9 +78,14 @@ class _Entry:
 
 
 class Watch:
-    """Follows one forward in which everything goes through the hook."""
+    """Follows one forward in which everything goes through the hook.
 
-    def __init__(self) -> None:
+    Args:
+        varying: where what is saved differs from forward to forward (experts): it always has handles.
+    """
+
+    def __init__(self, varying: Collection[int]) -> None:
+        self._varying = varying
         self._operators: list[tuple[int, str]] = [(-1, "")]
         self._parents = [0]
         self._results = [False]  # whether what it returns is known
@@ -100,14 +112,16 @@ class Watch:
     def saves(self, number: int, token: Token | None, handle: bool) -> None:
         """What runs saves a tensor, when ``number`` operators have started. ``handle``: it needs one."""
         running = self._open[-1]
+        entry = None if token is None else self._entry(token, number)
+        handle = handle or number in self._varying or (entry is not None and entry.number in self._varying)
         if handle:
             self._needed.add(running)
         self._kinds.setdefault(number, []).append(handle)
         self._saved.append((running, handle))
         if not self._numbers or self._numbers[-1] != number:
             self._numbers.append(number)
-        if token is not None:
-            self._entry(token, number).savers.add((running, handle))
+        if entry is not None:
+            entry.savers.add((running, handle))
 
     def holds(self, token: Token | None) -> None:
         """A storage is counted whatever saves it."""

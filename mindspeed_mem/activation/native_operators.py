@@ -33,6 +33,7 @@ class NativeOperators:
         self._courses: dict[object, Course] = {}
         self._candidates: dict[object, Course] = {}
         self._departures: Counter[object] = Counter()
+        self._varying: dict[object, set[int]] = {}
         self._kind: object = None
         self._layers: list[tuple[int, Signature]] = []
 
@@ -59,7 +60,7 @@ class NativeOperators:
             return
         if self._plan is not self._in_force.plan:
             self._plan = self._in_force.plan
-            self._courses, self._candidates, self._departures = {}, {}, Counter()
+            self._courses, self._candidates, self._departures, self._varying = {}, {}, Counter(), {}
         micro_batch = position.micro_batch
         if not learns or micro_batch is None or micro_batch.count:
             return
@@ -72,7 +73,7 @@ class NativeOperators:
                 position.course = course if course.natively else None
                 return
         if self._departures[kind] < _DEPARTURES:
-            position.watch = Watch()
+            position.watch = Watch(self._varying.get(kind, ()))
 
     def depart(self) -> None:
         """This forward does not go as expected: what is left of it goes through the hook."""
@@ -101,7 +102,9 @@ class NativeOperators:
                 self._candidates.pop(kind, None)
             else:
                 self._courses.pop(kind, None)
-                self._departures[kind] += known is not None
+                if known is not None:
+                    self._departures[kind] += 1
+                    self._varying.setdefault(kind, set()).update(seen.differs(known))
                 if len(self._candidates) < 256:
                     self._candidates[kind] = seen
         return course is not UNKNOWN

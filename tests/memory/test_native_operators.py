@@ -192,3 +192,5 @@ def test_experts_whose_tokens_vary():
     [found] = on_ranks(1, everything, "moe", ("nothing", "shapes"))
     for case, seen in found.items():
         assert not seen["differ"] and not any(seen["left"].values()), (case, seen)
+        if case == ("swap core attention", "nothing"):
+            assert seen["packed"][-1] < seen["packed"][1], seen

@@ -96,10 +96,10 @@ class Made:
         """As `Record.buffer`."""
         return self.tensor
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """It has been made again, in the storage of ``tensor``."""
+    def fill(self, tensor: torch.Tensor, layout: Layout) -> None:
+        """It has been made again, in the storage of ``tensor``, which lies there as ``layout`` says."""
         storage = tensor.untyped_storage()
-        self.tensor = tensor.detach() if layout_of(tensor) == self.layout else view_of(storage, *self.layout)
+        self.tensor = tensor.detach() if layout == self.layout else view_of(storage, *self.layout)
         self.version = self.tensor._version
         self.state = REMADE
         LEDGER.enter_copy(storage, owned=True)

@@ -231,7 +231,7 @@ class ModuleRerun(Rerun):
             if record is not None and record.state == DROPPED:
                 if layout_of(tensor) != layout or tensor.untyped_storage().nbytes() != record.nbytes:
                     self._differs(tensor, layout)
-                self._fill(record, tensor)
+                self._fill(record, tensor, layout)
                 if not self._remaining:
                     raise _Enough
 
@@ -395,10 +395,10 @@ class ModuleRerun(Rerun):
         self._noted_again += 1
         return self.noted[self._noted_again - 1]
 
-    def _fill(self, record: Record | Made, tensor: torch.Tensor) -> None:
+    def _fill(self, record: Record | Made, tensor: torch.Tensor, layout: Layout | None = None) -> None:
         self._remaining -= 1
         if isinstance(record, Made):
-            record.fill(tensor)
+            record.fill(tensor, layout or layout_of(tensor))
             self.mover.saves(record, tensor, first=True)
             return
         storage = tensor.untyped_storage()
