@@ -12,21 +12,27 @@ import sys
 import torch
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.patching import around, join
+from mindspeed_mem.patching import Direct, around, join
 
 
 def _marker(method):
-    def marker(original, msg=None, suffix=None):
-        engine = None if torch.compiler.is_compiling() else engines.current()
-        if engine is not None and msg is None and suffix is not None:
-            getattr(engine.operators, method)(suffix)
-        if msg is None and original.__globals__.get("_nvtx_enabled"):
-            # With ranges enabled upstream names a range after its caller, which must not be this file.
-            caller = sys._getframe(2)  # this function, the registry's wrapper, the caller
-            msg = f"{caller.f_globals.get('__name__')}.{caller.f_code.co_name}"
-        return original(msg, suffix)
+    @Direct
+    def make(original):
+        current, compiling, names = engines.current, torch.compiler.is_compiling, original.__globals__
 
-    return marker
+        def marker(msg=None, suffix=None):
+            engine = None if compiling() else current()
+            if engine is not None and engine.position.stack and msg is None and suffix is not None:
+                getattr(engine.operators, method)(suffix)
+            if msg is None and names.get("_nvtx_enabled"):
+                # With ranges enabled upstream names a range after its caller, which must not be this file.
+                caller = sys._getframe(1)
+                msg = f"{caller.f_globals.get('__name__')}.{caller.f_code.co_name}"
+            return original(msg, suffix)
+
+        return marker
+
+    return make
 
 
 around("megatron.core.utils:nvtx_range_push")(_marker("mark_start"))

@@ -18,6 +18,7 @@ import torch
 from mindspeed_mem import ranks, reserve
 from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
+from mindspeed_mem.activation.native_operators import NativeOperators
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.census import Census
 from mindspeed_mem.activation.observe.observation import Observation
@@ -84,11 +85,20 @@ class Engine:
         self.observation = Observation(Census(position.running, backend.tensor_type) if watch_only else None)
         saved = SavedTensors(position, self.in_force, self.mover, self.observation, no_effect, every_record=survive)
         self.second_runs = SecondRuns(position, self.in_force, self.mover, saved, no_effect)
+        natives = NativeOperators(position, self.in_force)
         self.passes = Passes(
-            position, in_flight, self.in_force, self.mover, self.auto, self.second_runs, self.observation, no_effect
+            position,
+            in_flight,
+            self.in_force,
+            self.mover,
+            self.auto,
+            self.second_runs,
+            self.observation,
+            no_effect,
+            natives,
         )
         self.operators = OperatorRuns(
-            position, self.in_force, saved, self.second_runs, self.passes, self.observation, self.resolve
+            position, self.in_force, saved, self.second_runs, self.passes, self.observation, natives, self.resolve
         )
         self.survival = None if evicting is None else Survival(position, self.in_force, evicting, saved)
         if evicting is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.course import UNKNOWN, keep
+from mindspeed_mem.activation.native_operators import NativeOperators
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.passes import Passes, first_of
 from mindspeed_mem.activation.plan_in_force import PlanInForce
@@ -21,6 +24,7 @@ from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.second_runs import SecondRuns
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 
 
 class OperatorRuns:
@@ -38,10 +42,15 @@ class OperatorRuns:
         second_runs: SecondRuns,
         passes: Passes,
         observation: Observation,
+        natives: NativeOperators,
         resolve: Callable[[], None],
     ):
         self._position, self._in_force, self._saved, self._second_runs = position, in_force, saved, second_runs
         self._passes, self._observation, self._resolve = passes, observation, resolve
+        self._natives = natives
+        self._hooked = (
+            0  # how many operators were running when the hook came into force, that one included; 0: it is not
+        )
 
     # ---- modules and functions
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
@@ -66,9 +75,11 @@ class OperatorRuns:
             result = self._run_module(layer, path, original, module, args, kwargs)
             self._sign_at(result)
             return result
-        hooks = saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+        by_course = self._position.course is not None
+        hooks = saved_tensors_hooks(*self._saved.hooks)
         try:
-            hooks.__enter__()
+            if not by_course:
+                hooks.__enter__()
         except RuntimeError:  # somebody has disabled hooks here: run natively
             return self._run_module(layer, path, original, module, args, kwargs)
         second_runs.hooked = True
@@ -78,7 +89,8 @@ class OperatorRuns:
             return result
         finally:
             second_runs.hooked = False
-            hooks.__exit__()
+            if not by_course:
+                hooks.__exit__()
 
     def _run_module(self, layer: int, path: str, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
         rerun = self._position.rerun
@@ -87,6 +99,8 @@ class OperatorRuns:
                 return self._run_module(layer, path, original, module, args, kwargs)
         if type(rerun) is ModuleRerun:
             rerun.enters(path, args, kwargs)
+        if not self._in_force.recomputes and self._observation.counting is None:
+            return self._run_once(layer, path, original, (module, *args), kwargs)
         return self._run_call(layer, path, functools.partial(original, module), args, kwargs)
 
     def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
@@ -113,38 +127,74 @@ class OperatorRuns:
     def _run_call(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         stack, second_runs = self._position.stack, self._second_runs
         depth = len(stack)
-        again = second_runs.operator(layer, path, call, args, kwargs, state)
+        again = second_runs.operator(layer, path, call, args, kwargs, state) if self._in_force.recomputes else None
         if self._observation.counting is not None:
             call = functools.partial(self._observation.counting.watch.run, (layer, path), state, call)
-        if depth and stack[-1][:2] == (layer, path) and again is None:
-            return call(*args, **kwargs)  # a subclass calling super, or a marker of the same name
+        if again is None:
+            return self._run_once(layer, path, call, args, kwargs)
+        micro_batch = self._position.micro_batch
+        assert micro_batch is not None
+        number = micro_batch.count + 1
         try:
-            if again is not None:
-                begin = functools.partial(self._start, layer, path, False)
-                result = second_runs.run(layer, path, call, args, kwargs, begin, again, state)
-            else:
-                self._start(layer, path, False)
-                result = call(*args, **kwargs)
+            begin = functools.partial(self._start, layer, path, False)
+            result = second_runs.run(layer, path, call, args, kwargs, begin, again, state)
         except BaseException:
             second_runs.cut_tape(depth)
-            del stack[depth:]
+            self._leave(depth)
             raise
         self._stop(depth)
+        course = self._position.course
+        if course is not None and number in course.signed:
+            self._sign_at(result, number)
         return result
 
-    def _sign_at(self, result: Any) -> None:
-        """A layer that runs natively still tells when its backward starts, for what is to be back by then."""
+    def _run_once(self, layer: int, path: str, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run an operator that does not run again."""
+        position = self._position
+        stack, micro_batch = position.stack, position.micro_batch
+        if stack and stack[-1][1] == path and stack[-1][0] == layer:
+            return self._run_within(call, args, kwargs)  # a subclass calling super, or a marker of the same name
+        assert micro_batch is not None
+        depth, number = len(stack), micro_batch.count + 1
+        try:
+            self._start(layer, path, False)
+            result = call(*args, **kwargs)
+        except BaseException:
+            self._second_runs.cut_tape(depth)
+            self._leave(depth)
+            raise
+        self._stop(depth)
+        course = position.course
+        if course is not None and number in course.signed:
+            self._sign_at(result, number)
+        return result
+
+    def _run_within(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run what is all of the operator that runs already."""
+        position = self._position
+        if position.watch is not None:
+            position.watch.returns()
+        micro_batch, course = position.micro_batch, position.course
+        number = 0 if micro_batch is None else micro_batch.count
+        result = call(*args, **kwargs)
+        if course is not None and number in course.signed:
+            self._sign_at(result, number)
+        return result
+
+    def _sign_at(self, result: Any, number: int | None = None) -> None:
+        """What runs natively still tells when its backward starts, for what is to be back by then."""
         output, micro_batch = first_of(result), self._position.micro_batch
         node = output.grad_fn if isinstance(output, torch.Tensor) else None
         if node is not None and micro_batch is not None and self._in_force.covered:
-            number = micro_batch.count
-            node.register_prehook(lambda _: micro_batch.unpacks(number))
+            at = micro_batch.count if number is None else number
+            node.register_prehook(lambda _: micro_batch.unpacks(at))
 
     # ---- marked code
     def mark_start(self, name: str) -> None:
         """Inline operator ``name`` starts inside the running module."""
-        if self._position.stack and not module_rerun.running():
-            layer, parent, _ = self._position.stack[-1]
+        stack = self._position.stack
+        if stack and not module_rerun.running():
+            layer, parent, _ = stack[-1]
             path = regions.inline_path(parent, name)
             self._start(layer, path, True)
             if self._in_force.recomputes:
@@ -156,7 +206,7 @@ class OperatorRuns:
             stack
             and stack[-1][2]
             and not module_rerun.running()
-            and stack[-1][1].rpartition(".")[2] == regions.inline_path("", name)
+            and regions.last_of(stack[-1][1]) == regions.inline_path("", name)
         ):
             self._stop(len(stack) - 1)
 
@@ -165,8 +215,14 @@ class OperatorRuns:
         micro_batch = self._position.micro_batch
         assert micro_batch is not None
         micro_batch.count += 1
-        self._position.stack.append((layer, path, marker))
-        micro_batch.switch(layer, path, micro_batch.count)
+        position = self._position
+        position.stack.append((layer, path, marker))
+        if position.course is not None:
+            self._by_course(micro_batch, layer, path)
+        elif position.watch is not None:
+            position.watch.starts(layer, path, marker)
+        if not path or not self._natively():
+            micro_batch.switch(layer, path, micro_batch.count)
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)
         if micro_batch.ahead is not None:
@@ -177,21 +233,80 @@ class OperatorRuns:
         stack, micro_batch = self._position.stack, self._position.micro_batch
         assert micro_batch is not None
         self._second_runs.stop_tape(depth)
-        del stack[depth:]
+        natively = self._natively()
+        self._leave(depth)
         layer, path, _ = stack[-1] if stack else NO_OPERATOR
-        micro_batch.switch(layer, path, micro_batch.count)
+        if not natively:
+            micro_batch.switch(layer, path, micro_batch.count)
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)
         micro_batch.copy_fresh()
         micro_batch.release_due(micro_batch.count)
 
+    def _natively(self) -> bool:
+        """Whether nobody will ask which operator runs: it has no hook, and no second run takes what it makes."""
+        return self._position.course is not None and not self._hooked and not self._in_force.recomputes
+
+    def _by_course(self, micro_batch: MicroBatch, layer: int, path: str) -> None:
+        """An operator has started in a forward of which it is known what needs the hook."""
+        course, number = self._position.course, micro_batch.count
+        if course is not UNKNOWN and course is not None:
+            if number < len(course.operators) and course.operators[number] == (layer, path):
+                kept = course.kept.get(number)
+                if kept is not None:
+                    keep(micro_batch, number, kept)
+                if number in course.signed:
+                    micro_batch.signs(number)
+                if not course.hooked[number]:
+                    return
+            else:
+                self._natives.depart()
+        if not self._hooked and self._second_runs.hooked:
+            with contextlib.suppress(RuntimeError):  # somebody has disabled hooks here: run natively
+                torch._C._autograd._push_saved_tensors_default_hooks(*self._saved.hooks)
+                self._hooked = len(self._position.stack)
+
+    def _leave(self, depth: int) -> None:
+        """What runs above ``depth`` has ended. Markers may stand anywhere: hooks of others on top of ours go first."""
+        position = self._position
+        del position.stack[depth:]
+        if position.watch is not None:
+            position.watch.stops(depth)
+        if self._hooked > depth:
+            top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            if top is not None and top[0] is self._saved.hooks[0]:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+                self._hooked = 0
+
     def _enter_layer(self, layer: int, args: tuple, kwargs: dict) -> None:
         self._passes.enter_layer(layer)
+        shapes: list[Any] = []
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
-                if type(tensor) is torch.Tensor and tensor.grad_fn is None:
-                    # masks, tables, what a stage received: others hold them, so moving them would free nothing
-                    storage = tensor.untyped_storage()
-                    marks.of(storage).keep()
-                    if tensor.requires_grad:
-                        LEDGER.enter(storage, owned=False)
+                if isinstance(tensor, torch.Tensor):
+                    shapes.append(tensor.shape)
+                    if type(tensor) is torch.Tensor and tensor.grad_fn is None:
+                        # masks, tables, what a stage received: others hold them, so moving them would free nothing
+                        storage = tensor.untyped_storage()
+                        marks.of(storage).keep()
+                        if tensor.requires_grad:
+                            LEDGER.enter(storage, owned=False)
+                            if self._position.watch is not None:
+                                self._position.watch.holds(marks.of(storage).token)
+        on = self._position.course is not None
+        self._natives.enter_layer(layer, tuple(shapes), regions.hooks_are_ours_alone() if on else self._learns())
+
+    def _learns(self) -> bool:
+        """Whether this forward can go by a course, or show one: nobody measures or has hooks here."""
+        in_force, observed = self._in_force, self._observation
+        return (
+            self._passes.scheduled
+            and in_force.by_producer_only
+            and not in_force.watch_only
+            and not self._saved.every_record
+            and observed.counting is None
+            and observed.stopwatch is None
+            and observed.profiler is None
+            and not in_force.auto.searching
+            and regions.hooks_are_ours_alone()
+        )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
+from mindspeed_mem.activation.native_operators import NativeOperators
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.plan_in_force import PlanInForce
@@ -41,12 +42,14 @@ class Passes:
         second_runs: SecondRuns,
         observation: Observation,
         no_effect: NoEffectLog,
+        natives: NativeOperators,
     ):
         self._position, self._in_flight, self._in_force, self._mover = position, in_flight, in_force, mover
         self._auto, self._second_runs = auto, second_runs
-        self._observation, self._no_effect = observation, no_effect
+        self._observation, self._no_effect, self._natives = observation, no_effect, natives
         self.pinned, self.balance = PinnedWatch(), StageBalance()
-        self._scheduled = False  # a schedule says when micro-batches begin and end
+        self.scheduled = False
+        """A schedule says when micro-batches begin and end."""
         self._stage: int | None = None  # of a pipeline that trains
         self._at_once: set[tuple[int | None, int]] = set()  # forwards with their backward next
         self._departed = False
@@ -57,17 +60,18 @@ class Passes:
     def enter_layer(self, layer: int) -> None:
         """A layer is about to run."""
         micro_batch = self._position.micro_batch
-        if micro_batch is None or (not self._scheduled and layer <= micro_batch.last_layer):
+        if micro_batch is None or (not self.scheduled and layer <= micro_batch.last_layer):
             micro_batch = self._new((None, 0))
         micro_batch.last_layer = layer
 
     def _new(self, key: tuple[int | None, int]) -> MicroBatch:
-        if not self._scheduled:
+        if not self.scheduled:
             self._auto.next_call()
             if self._position.micro_batch is not None:
                 self._position.micro_batch.finish_forward()
         micro_batch = self._position.micro_batch = MicroBatch(self._mover, key)
         self._in_flight.add(micro_batch)
+        self._natives.begin()
         return micro_batch
 
     # ---- calls of a schedule
@@ -88,7 +92,7 @@ class Passes:
         """
         self._abandon()
         self._auto.next_call()
-        self._scheduled, self._stage = True, stage
+        self.scheduled, self._stage = True, stage
         self._in_flight.order.begin(key, passes)
         self._at_once = {one[1:] for one, after in pairwise(passes or ()) if after == (BACKWARD, *one[1:])}
         if stage is not None and self._in_force.pp_aware and self.balance.begin(key) and gather is not None:
@@ -106,7 +110,7 @@ class Passes:
             peak = self._mover.backend.peak()
             self.balance.end(self._stage, LEDGER.held.highest if peak is None else peak)
         self._abandon()
-        self._scheduled = False
+        self.scheduled = False
 
     def _abandon(self) -> None:
         self._second_runs.cut_tape(0)
@@ -137,12 +141,14 @@ class Passes:
             observed.profiler.end_pass()
         micro_batch.ahead = None
         micro_batch.finish_forward()
+        as_expected = self._natives.finish(micro_batch)
         self.operators_of[micro_batch.key[1]] = micro_batch.count
         first = first_of(output)
         if isinstance(first, torch.Tensor):
             self._of_output[id(first)] = micro_batch.key, weakref.ref(first)
         moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
-        self.pinned.check(moved, output)
+        if as_expected:  # otherwise it is what ran natively that holds it
+            self.pinned.check(moved, output)
         away = LEDGER.without.now - LEDGER.held.now + self._mover.late.nbytes
         self.balance.passed(sum(record.nbytes for record in moved), away, len(self._in_flight))
         if observed.counting is not None:

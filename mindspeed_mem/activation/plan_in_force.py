@@ -37,7 +37,7 @@ class PlanInForce:
 
     def __init__(self, config: MemoryConfig, auto: AutoDistances, watch_only: bool = False, all_layers: bool = False):
         self.config, self.auto = config, auto
-        self._watch_only, self._all_layers = watch_only, all_layers
+        self.watch_only, self._all_layers = watch_only, all_layers
         self.plan: MemoryPlan | None = None
         self.agreed = False
         """All ranks have made the plan together."""
@@ -125,7 +125,7 @@ class PlanInForce:
         make = functools.partial(resolve, config, layers, self.num_layers, places, self.stacks)
         self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
         self.modules = {(index, path) for index, paths in tree.items() for path in paths}
-        if not self._watch_only:
+        if not self.watch_only:
             touched = self.plan.layers_touched()
             self.by_producer_only = not self.plan.selects_by_saver
             self.covered = None if self._all_layers else touched | regions.after(touched)

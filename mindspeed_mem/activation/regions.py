@@ -6,6 +6,7 @@ is ``""``). Being plain data in ``module.__dict__`` it survives deepcopy and pic
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -24,6 +25,7 @@ STACK = "_mindspeed_mem_stack"
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_hooks_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
 _tagged: list[tuple[int, weakref.ref[nn.Module], tuple[int, int]]] = []
@@ -145,10 +147,17 @@ def layer_classes() -> dict[int, str]:
     }
 
 
+@functools.cache
 def inline_path(parent: str, name: str) -> str:
     """The operator that an inline marker ``name`` inside ``parent`` stands for."""
     name = MARKERS.get(name, name)
     return f"{parent}.{name}" if parent else name
+
+
+@functools.cache
+def last_of(path: str) -> str:
+    """An operator's name, without what contains it."""
+    return path.rpartition(".")[2]
 
 
 def layers_of(stack: nn.Module) -> Iterable[Any]:
@@ -165,6 +174,16 @@ def may_save() -> bool:
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
     return not _under_checkpoint()
+
+
+def hooks_are_ours_alone() -> bool:
+    """Whether nobody's saved-tensor hooks are in force, and ours may be; False where torch cannot tell (before 2.7)."""
+    return _top_hooks is not None and _top_hooks(False) is None and hooks_may_be()
+
+
+def hooks_may_be() -> bool:
+    """Whether nobody has disabled saved-tensor hooks here."""
+    return _hooks_enabled()
 
 
 def _under_checkpoint() -> bool:

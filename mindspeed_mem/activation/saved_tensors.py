@@ -15,6 +15,7 @@ from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.plan_in_force import PlanInForce
 from mindspeed_mem.activation.position import Position
+from mindspeed_mem.activation.rerun.dropped import Slot
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import Tape
@@ -27,8 +28,10 @@ from mindspeed_mem.activation.storage.records import (
     HOST,
     KEPT,
     LOADED,
+    OVERWRITTEN,
     STAYS,
     Handle,
+    OverwrittenError,
     Owner,
     Record,
     movable,
@@ -56,7 +59,8 @@ class SavedTensors:
     ):
         self._position, self._in_force, self._mover = position, in_force, mover
         self._observation, self._no_effect = observation, no_effect
-        self._every_record = every_record
+        self.every_record = every_record
+        self.hooks = self.pack, self.unpack  # these very objects: whoever finds hooks in force can tell whose they are
         self._device_type = mover.backend.tensor_type
 
     # ---- the hooks
@@ -64,7 +68,21 @@ class SavedTensors:
         """What autograd keeps instead of ``tensor``, which the operator that runs saves."""
         if by_function is None:
             by_function = own_tensors.saved_by_function()
-        rerun = self._position.rerun
+        position = self._position
+        course, rerun = position.course, position.rerun
+        if course is not None and position.micro_batch is not None:
+            needed = course.needs_handle(position.micro_batch.count)
+            if not needed and rerun is None:
+                if by_function:
+                    return own_tensors.own(native(tensor), tensor)
+                # as `native`, without a handle
+                return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        if type(rerun) is ModuleRerun and rerun.saved.program is not None:
+            micro_batch = self._position.micro_batch
+            assert micro_batch is not None
+            slot = rerun.drops(tensor, micro_batch, by_function)
+            if slot is not None:
+                return own_tensors.own(slot, tensor) if by_function else slot
         if type(rerun) is not Tape:
             kept = self._keep(tensor, rerun if type(rerun) is ModuleRerun else None, by_function)
             if self._observation.stopwatch is not None:
@@ -87,6 +105,13 @@ class SavedTensors:
         return own_tensors.own(handle, tensor) if by_function else handle
 
     def unpack(self, kept: Any) -> torch.Tensor:
+        if type(kept) is tuple:
+            tensor, version = kept
+            if tensor._version != version:
+                raise OverwrittenError(OVERWRITTEN.format("", tensor._version, version))
+            return tensor
+        if type(kept) is Slot:
+            return self._unpack_slot(kept)
         if type(kept) is not Handle:
             return kept
         if self._observation.stopwatch is not None:
@@ -102,11 +127,29 @@ class SavedTensors:
             own_tensors.unpacked(kept)
         return tensor
 
+    def _unpack_slot(self, slot: Slot) -> torch.Tensor:
+        position = self._position
+        if not position.stack:
+            slot.saver.micro_batch.unpacks(slot.saver.number)
+        elif type(position.rerun) is ModuleRerun:
+            position.rerun.why_not = "it computes gradients within its forward"
+        tensor = slot.bring_back()
+        if slot.own is not None:
+            own_tensors.unpacked(slot)
+        return tensor
+
+    def may_drop(self) -> bool:
+        """Whether records may be left out of what only recomputed operators need: nobody counts them or moves them."""
+        observed = self._observation
+        return not self.every_record and observed.counting is None and observed.stopwatch is None
+
     # ---- saved tensors
     def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Handle:
         if not movable(tensor, self._device_type):
             if rerun is not None:
                 rerun.saves(None, tensor)
+            if self._position.watch is not None and self._position.micro_batch is not None:
+                self._position.watch.saves(self._position.micro_batch.count, None, self._position.rerun is not None)
             return native(tensor)
         position, census = self._position, self._observation.counting
         micro_batch = position.micro_batch
@@ -130,6 +173,9 @@ class SavedTensors:
         handle = Handle(tensor, record, micro_batch, number)
         if census is not None:
             census.holds(storage, handle)
+        watch = position.watch
+        if watch is not None:
+            watch.saves(number, found.token, record is not None or position.rerun is not None)
         if record is None:
             return handle
         self._attach(handle, record, tensor)
@@ -137,7 +183,8 @@ class SavedTensors:
         if record.state in _AWAY:
             handle.let_go()
         elif record.state == KEPT and record.distance != STAYS:
-            distance = self._distance(record.layer, record.op, *position.stack[-1][:2])
+            layer, op, _ = position.stack[-1]
+            distance = self._distance(record.layer, record.op, layer, op)
             if distance is not None:  # a tape may turn out to start from it: then it stays
                 micro_batch.select(record, distance, at_once=type(position.rerun) is not Tape)
         return handle
@@ -193,6 +240,13 @@ class SavedTensors:
     # ---- inputs of second runs
     def hold(self, tensor: torch.Tensor) -> Handle:
         """Keep an input of a recomputed operator for its second run."""
+        handle = self._hold(tensor)
+        watch = self._position.watch
+        if watch is not None and (found := marks.known(tensor.untyped_storage())) is not None:
+            watch.holds(found.token)
+        return handle
+
+    def _hold(self, tensor: torch.Tensor) -> Handle:
         if not movable(tensor, self._device_type):
             return native(tensor)
         storage = tensor.untyped_storage()
@@ -238,7 +292,7 @@ class SavedTensors:
         self._enter(storage, owner)
         if record is not None:
             record.way_back.keep(record)
-        if not self._every_record:
+        if not self.every_record:
             found.keep()
             return Handle(tensor)
         if record is None:
@@ -288,7 +342,7 @@ class SavedTensors:
             self._observation.counting.add(owner, (layer, op, micro_batch.count), tensor, storage)
         made_here = rerun is not None and not stays and rerun.made(storage, owner)
         if stays or not (
-            self._every_record
+            self.every_record
             or made_here
             or not self._in_force.by_producer_only
             or self._distance(*owner[:2], layer, op) is not None

@@ -67,6 +67,8 @@ class SecondRuns:
         wanted = in_force.the_plan.recompute(layer, path)
         if wanted is None or type(self._position.rerun) is ModuleRerun:
             return False
+        if not regions.hooks_may_be():
+            return False
         if self._ran is not None:
             self._ran.add(wanted.entry)
         if not regions.may_save():
@@ -119,6 +121,8 @@ class SecondRuns:
         places = None if verdict is None else verdict.places
         rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, training, places)
         partners, device_type = self._in_force.partners, self._mover.backend.tensor_type
+        if verdict is not None and position.watch is None and self._saved.may_drop():
+            rerun.saved.program = of.program(training)
         trial = Trial(of, rerun, partners, device_type) if verdict is None else None
         begin()
         rerun.number = micro_batch.count
@@ -136,6 +140,8 @@ class SecondRuns:
                 return result
         elif any(tensor._version != version for tensor, version in given):
             raise OverwrittenError(f"{rerun} changes its input in place, so it cannot run again. {TAKE_OUT}")
+        if trial is None:
+            of.ran(rerun)
         rerun.returns(result if path else None, micro_batch.owner_of)  # what a whole layer returns stays
         if not given or any(tensor.numel() for tensor, _ in given):  # an expert may be without tokens
             micro_batch.recomputed.append((layer, path, weakref.ref(rerun)))

@@ -17,15 +17,21 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.rerun.arguments import attributes_of
 from mindspeed_mem.activation.storage import marks
-from mindspeed_mem.patching import REGISTRY
+from mindspeed_mem.patching import REGISTRY, Direct
 
 
-def region_forward(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    engine = engines.current()
-    # compiled code has no regions inside: a compiled module is one operator
-    if engine is None or torch.compiler.is_compiling() or regions.TAG not in args[0].__dict__:
-        return original(*args, **kwargs)
-    return engine.operators.run(original, args[0], args[1:], kwargs)
+@Direct
+def region_forward(original: Callable) -> Callable:
+    tag, current, compiling = regions.TAG, engines.current, torch.compiler.is_compiling
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        engine = current()
+        # compiled code has no regions inside: a compiled module is one operator
+        if engine is None or compiling() or tag not in module.__dict__:
+            return original(module, *args, **kwargs)
+        return engine.operators.run(original, module, args, kwargs)
+
+    return forward
 
 
 def tag_stack(stack: nn.Module, tail: nn.Module | None, num_layers: int, place: tuple[int, int], patch: str) -> None:

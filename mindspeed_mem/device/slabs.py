@@ -71,7 +71,7 @@ class HostSlabs:
                 slab = self._allocate(size)
             else:
                 return None
-            slab.buffer = slab.whole[:nbytes]
+            slab.buffer = slab.whole if slab.nbytes == nbytes else slab.whole[:nbytes]
             self._lent[id(slab)] = slab
             self.bytes_in_use += slab.nbytes
             self.peak_in_use = max(self.peak_in_use, self.bytes_in_use)

@@ -1,5 +1,5 @@
 """The registry through which every symbol is replaced (registry.py), and what upstream's sources were (upstream.py)."""
 
-from mindspeed_mem.patching.registry import REGISTRY, Patch, PatchError, Registry, around, join, replace
+from mindspeed_mem.patching.registry import REGISTRY, Direct, Patch, PatchError, Registry, around, join, replace
 
-__all__ = ["REGISTRY", "Patch", "PatchError", "Registry", "around", "join", "replace"]
+__all__ = ["REGISTRY", "Direct", "Patch", "PatchError", "Registry", "around", "join", "replace"]

@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
+from mindspeed_mem.activation.rerun.dropped import Made, Saves, Slot
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
 from mindspeed_mem.activation.rerun.state import Changeable, nearly_same, put_back, same_bits
 from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import (
     DROPPED,
@@ -74,21 +76,19 @@ class ModuleRerun(Rerun):
 
     __slots__ = (
         "inputs",
-        "slots",
         "outputs",
         "noted",
         "call",
         "state",
         "training",
         "untried",
+        "saved",
         "_given",
         "_random",
         "_autocast",
         "_places",
         "_then",
         "_noted_again",
-        "_entered",
-        "_entries",
         "_entered_again",
         "_filled",
         "_remaining",
@@ -133,17 +133,15 @@ class ModuleRerun(Rerun):
             return hold(tensor), tensor.requires_grad, dict(vars(tensor))
 
         self._given = split((args, kwargs, attributes), take, self.inputs)
+        self.saved = Saves()
         self._random = rng.capture(handle.alias for handle, *_ in self.inputs)
         self._autocast = _autocast_now()
-        self.slots: list[tuple[weakref.ref[Record], Layout] | None] = []
         self.outputs: list[weakref.ref[Record] | None] = []
         self.noted: list[Any] = []  # see `SecondRuns.once`
         self._noted_again = 0
         self._remaining = 0
-        self._entered: list[str] = []  # operators inside, in order
         self._entered_again = 0
         self._filled: list[weakref.ref[torch.UntypedStorage]] = []
-        self._entries: dict[int, list[tuple[int, weakref.ref[Record]]]] = {}
 
     # ---- the first run
     def enters(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -152,13 +150,7 @@ class ModuleRerun(Rerun):
         A function of autograd saves its input only after it has run: the second run can stop before it, if the input is
         all that is still wanted.
         """
-        for position, tensor in enumerate(tensors_in((args, kwargs))):
-            if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-                found = marks.of(tensor.untyped_storage())
-                known: _Entry | None = found.entry
-                if known is None or known.rerun() is not self or known.version != tensor._version:
-                    found.entry = _Entry(weakref.ref(self), len(self._entered), position, tensor._version)
-        self._entered.append(path)
+        self.saved.enters(self, path, args, kwargs)
 
     def made(self, storage: torch.UntypedStorage, owner: Owner) -> bool:
         return owner[2] >= self.number
@@ -170,17 +162,15 @@ class ModuleRerun(Rerun):
             mine = record
         if untried is not None:
             untried.saved.append((mine, layout_of(tensor)) if mine is not None else None)
-        if mine is None or mine.handles:
-            self.slots.append(None)
-        else:  # its first
-            ref = weakref.ref(mine)
-            self.slots.append((ref, layout_of(tensor)))
-            entry: _Entry | None = marks.of(tensor.untyped_storage()).entry
-            if entry is not None and entry.rerun() is self and entry.version == tensor._version:
-                self._entries.setdefault(entry.number, []).append((entry.position, ref))
+        self.saved.adds(self, mine, tensor)
+
+    def drops(self, tensor: torch.Tensor, micro_batch: MicroBatch, by_function: bool) -> Slot | None:
+        """What autograd keeps of ``tensor``, which the operator saves; None: others than its backward may need it."""
+        return self.saved.drops(self, tensor, micro_batch, by_function)
 
     def ends(self) -> None:
         """The operator has run to its end."""
+        self.mover.dropped[self.layer, self.op] += self.saved.ends()
         if rng.same(self._random, rng.capture_as(self._random)):
             self._random = None  # it drew nothing
 
@@ -204,8 +194,10 @@ class ModuleRerun(Rerun):
     def can_run(self) -> bool:
         return self.inputs is not None
 
-    def records(self) -> list[Record]:
-        refs = [slot[0] for slot in self.slots if slot is not None] + [ref for ref in self.outputs if ref is not None]
+    def records(self) -> list[Record | Made]:
+        refs = [slot[0] for slot in self.saved.slots if slot is not None] + [
+            ref for ref in self.outputs if ref is not None
+        ]
         return [record for ref in refs if (record := ref()) is not None and record.state == DROPPED]
 
     def held(self) -> list[Handle]:
@@ -229,9 +221,9 @@ class ModuleRerun(Rerun):
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal index
-            if index == len(self.slots):
+            if index == len(self.saved.slots):
                 self._differs(tensor, None)
-            slot = self.slots[index]
+            slot = self.saved.slots[index]
             index += 1
             if slot is None:
                 return
@@ -239,7 +231,7 @@ class ModuleRerun(Rerun):
             if record is not None and record.state == DROPPED:
                 if layout_of(tensor) != layout or tensor.untyped_storage().nbytes() != record.nbytes:
                     self._differs(tensor, layout)
-                self._fill(record, tensor)
+                self._fill(record, tensor, layout)
                 if not self._remaining:
                     raise _Enough
 
@@ -385,12 +377,13 @@ class ModuleRerun(Rerun):
         if self.untried is not None:
             return
         number, self._entered_again = self._entered_again, self._entered_again + 1
-        wanted = self._entries.get(number)
-        if wanted is None or self._entered[number] != path:
+        wanted = self.saved.entries.get(number)
+        if wanted is None or self.saved.entered[number] != path:
             return
         tensors = list(tensors_in((args, kwargs)))
-        for position, ref in wanted:
-            if (record := ref()) is not None and record.state == DROPPED:
+        for position, first in wanted:
+            slot = self.saved.slots[first]
+            if slot is not None and (record := slot[0]()) is not None and record.state == DROPPED:
                 if tensors[position].untyped_storage().nbytes() != record.nbytes:
                     self._differs(tensors[position], None)
                 self._fill(record, tensors[position])
@@ -402,13 +395,17 @@ class ModuleRerun(Rerun):
         self._noted_again += 1
         return self.noted[self._noted_again - 1]
 
-    def _fill(self, record: Record, tensor: torch.Tensor) -> None:
+    def _fill(self, record: Record | Made, tensor: torch.Tensor, layout: Layout | None = None) -> None:
+        self._remaining -= 1
+        if isinstance(record, Made):
+            record.fill(tensor, layout or layout_of(tensor))
+            self.mover.saves(record, tensor, first=True)
+            return
         storage = tensor.untyped_storage()
         if any(storage is other() for other in self._filled):
             self._differs(tensor, None)  # there were two before
         self._filled.append(weakref.ref(storage))  # weakly: it may have to leave before the run ends
         self.fill(record, tensor)
-        self._remaining -= 1
 
     def _differs(self, found: torch.Tensor | None, layout: Layout | None) -> NoReturn:
         what = "saved less" if found is None else f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
@@ -440,15 +437,6 @@ def _empty(leaves: list[torch.Tensor]) -> None:
     """Whoever keeps something of the second run keeps its graph, and that its leaves: leave them no memory."""
     for leaf in leaves:
         leaf.data = leaf.new_empty(0)
-
-
-class _Entry(NamedTuple):
-    """Among a storage's marks: the first operator inside ``rerun`` that took it, and as which argument."""
-
-    rerun: weakref.ref[ModuleRerun]
-    number: int
-    position: int
-    version: int
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

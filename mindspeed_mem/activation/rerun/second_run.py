@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import DROPPED, KEPT, Handle, OverwrittenError, Owner, Record, base_of
+from mindspeed_mem.activation.storage.records import (
+    DROPPED,
+    KEPT,
+    Handle,
+    OverwrittenError,
+    Owner,
+    Record,
+    Remade,
+    base_of,
+)
 
 GUARDS: list[Callable[[], AbstractContextManager]] = []
 """What a second run must not disturb: each is entered around it."""
@@ -49,7 +58,7 @@ class Rerun(abc.ABC):
         """Its inputs, as long as it may have to run again."""
 
     @abc.abstractmethod
-    def records(self) -> list[Record]:
+    def records(self) -> Sequence[Remade]:
         """What is to be made again and still wanted."""
 
     @abc.abstractmethod
@@ -84,12 +93,16 @@ class Rerun(abc.ABC):
         record.fill(tensor)
         self.mover.saves(record, tensor, first=True)
 
+    def run_again(self) -> None:
+        """Run again where it ran before."""
+        with self.mover.on(self.stream):
+            self.remake()
+        self.mover.second_runs[self.layer, self.op] += 1
+
     def bring_back(self, record: Record) -> None:
         """Run again, unless that has happened. Raises OverwrittenError if the result was written to since."""
         if record.state == DROPPED:
-            with self.mover.on(self.stream):
-                self.remake()
-            self.mover.second_runs[self.layer, self.op] += 1
+            self.run_again()
             if record.way_back is not self:  # memory ran out later in the second run, and it had to leave
                 record.way_back.bring_back(record)
                 return

@@ -17,10 +17,12 @@ import torch
 
 from mindspeed_mem.activation.agreement import collectives_begun, highest
 from mindspeed_mem.activation.rerun.arguments import tensors_in
+from mindspeed_mem.activation.rerun.dropped import Program
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
 from mindspeed_mem.activation.rerun.state import Called, Changeable, places_of
 from mindspeed_mem.activation.storage import marks
 
+_DEPARTURES = 8
 _ELSEWHERE = "it does not repeat itself on another rank that runs its collectives"
 
 
@@ -39,6 +41,8 @@ class TriedOperator:
         self._modules = [weakref.ref(module) for root in modules_of(call) for module in root.modules()]
         self._verdicts: dict[tuple[bool, ...], Verdict] = {}
         self._refused = False  # with any flags
+        self._programs: dict[tuple[bool, ...], Program] = {}
+        self._seen: dict[tuple[bool, ...], tuple[Program, int]] = {}  # the last one, and how many before it differed
 
     def training(self) -> list[tuple[torch.nn.Module, bool]]:
         """Its modules, and whether they are in training mode."""
@@ -47,6 +51,26 @@ class TriedOperator:
     def verdict(self, training: Sequence[tuple[torch.nn.Module, bool]]) -> Verdict | None:
         """None: it has not been tried with these flags yet."""
         return self._verdicts.get(tuple([flag for _, flag in training]))
+
+    def program(self, training: Sequence[tuple[torch.nn.Module, bool]]) -> Program | None:
+        """What it saves; None: it is not known yet, or varies."""
+        return self._programs.get(tuple([flag for _, flag in training]))
+
+    def ran(self, rerun: ModuleRerun) -> None:
+        """It has run: two runs alike show what it saves, a later one may show that it varies."""
+        flags = tuple([flag for _, flag in rerun.training])
+        saved = rerun.saved
+        if saved.program is not None:
+            if len(saved.slots) != len(saved.program.saves):
+                self._programs.pop(flags, None)
+            return
+        before, departures = self._seen.get(flags, (None, 0))
+        if departures >= _DEPARTURES:
+            return
+        seen = saved.learn()
+        if seen == before:
+            self._programs[flags] = seen
+        self._seen[flags] = seen, departures + (seen != before)
 
     def refused(self) -> bool:
         """Whether it is known not to repeat itself as its flags are now."""

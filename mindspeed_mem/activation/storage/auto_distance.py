@@ -42,6 +42,11 @@ class AutoDistances:
         self.settled = backend.copies_block
         """Nothing is measured any more. A copy that blocks costs the same whenever it starts."""
 
+    @property
+    def searching(self) -> bool:
+        """Whether distances may still change."""
+        return not self.settled and bool(self._distances)
+
     def __call__(self, layer: int, op: str) -> int:
         """The distance of what this operator produced, in operators."""
         return self._distances.setdefault((layer, op), 1)

@@ -6,6 +6,8 @@ bookkeeping.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mindspeed_mem.activation.storage import marks
@@ -67,6 +69,11 @@ class Ledger:
             self.without.add(token.nbytes)
         return token
 
+    def enter_bytes(self, nbytes: int, owned: bool) -> Token:
+        """Count what nobody has looked at, as long as the token lives."""
+        self.without.add(nbytes)
+        return Token(self, nbytes, owned)
+
     def enter_copy(self, storage: torch.UntypedStorage, owned: bool) -> None:
         """Count a device buffer that an activation was copied back into; `without` has counted it already."""
         marks.of(storage).token = Token(self, storage.nbytes(), owned, moved=True)
@@ -79,11 +86,15 @@ class Ledger:
 class Token:
     """Lives on a storage; its death is the storage's death."""
 
-    __slots__ = ("ledger", "nbytes", "owned", "moved")
+    __slots__ = ("ledger", "nbytes", "owned", "moved", "entry")
 
     def __init__(self, ledger: Ledger, nbytes: int, owned: bool, moved: bool = False):
         self.ledger, self.nbytes, self.owned, self.moved = ledger, nbytes, owned, moved
-        ledger.held.add(nbytes)
+        self.entry: Any = None  # who saves the storage, while that is watched
+        held = ledger.held
+        held.now = now = held.now + nbytes
+        if now > held.peak:
+            held.peak = now
         if owned:
             ledger.owned.add(nbytes)
 

@@ -16,6 +16,7 @@ from itertools import count
 
 import torch
 
+from mindspeed_mem.activation.storage.ledger import Token
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owner, Record
 
@@ -43,6 +44,7 @@ class MicroBatch:
         self.recomputed: list[tuple[int, str, weakref.ref]] = []  # layer, operator, run
         self._saving: list[int] = []  # numbers of the operators that saved something, ascending
         self._alive: dict[int, int] = {}  # how much of what each saved is still there
+        self.native: list[tuple[int, Token]] = []  # what operators that have no hook keep, by their numbers
         self.ahead: MicroBatch | None = None  # whose backward follows the pass that runs now
         self._queue: list[tuple[int, weakref.ref[Record]]] | None = None  # (copy-in time, record), descending
         self._cursor = 0
@@ -74,6 +76,10 @@ class MicroBatch:
         else:
             self._alive[number] = 1
             self._saving.append(number)
+
+    def signs(self, number: int) -> None:
+        """Operator ``number`` will say when its backward starts, though it holds no handle."""
+        self._saving.append(number)
 
     def select(self, record: Record, distance: int, at_once: bool = True) -> None:
         """Move this record: copy out as soon as it is complete, release ``distance`` operators after its producer.
@@ -143,6 +149,8 @@ class MicroBatch:
         if number >= self._reached:
             return
         self._reached = number
+        while self.native and self.native[-1][0] > number:
+            self.native.pop()
         if self._queue is None:
             live = [record for ref in self.moved if (record := ref()) is not None and record.state in (HOST, COPYING)]
             live.sort(key=lambda r: (r.last_use + r.distance, r.last_use, r.number), reverse=True)

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.storage.late_copies import LateCopies
 from mindspeed_mem.activation.storage.ledger import LEDGER
-from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, KEPT, LOADED, Record
+from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, KEPT, LOADED, Record, Remade
 from mindspeed_mem.activation.storage.staying import Staying
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Mover:
             self._streams = self.backend.new_stream("copy out"), self.backend.new_stream("copy in")
         return self.backend.current_stream(), *self._streams
 
-    def saves(self, record: Record, tensor: torch.Tensor, first: bool) -> None:
+    def saves(self, record: Remade, tensor: torch.Tensor, first: bool) -> None:
         """The current stream saves ``tensor``, of the storage of ``record``; ``first``: nobody did before."""
         if not self.several:
             if self.backend.stream_key() == record.micro_batch.home_key:
@@ -288,7 +288,7 @@ class Mover:
         """Inside, ``stream`` is the current one: an operator runs again where it ran before."""
         return nullcontext() if self.backend.current_stream() == stream else self.backend.on_stream(stream)
 
-    def await_second_run(self, record: Record) -> None:
+    def await_second_run(self, record: Remade) -> None:
         """The current stream waits for what has made the record again."""
         if self.several and (current := self.backend.current_stream()) != record.stream:
             self.backend.wait(current, self.backend.record(record.stream), UNPACK_AFTER_SECOND_RUN)

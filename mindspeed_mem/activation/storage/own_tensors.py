@@ -12,13 +12,15 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
-    from mindspeed_mem.activation.storage.records import Handle
+    from mindspeed_mem.activation.storage.records import OfFunction
+
+Saved = TypeVar("Saved", bound="OfFunction")
 
 _APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
 
@@ -29,7 +31,7 @@ MARKS: list[str] = []
 class _Reading(threading.local):
     """Handles in the order in which the ``ctx.saved_tensors`` that is being read unpacks them; None: none is."""
 
-    handles: list[Handle] | None = None
+    handles: list[OfFunction] | None = None
 
 
 _reading = _Reading()
@@ -75,7 +77,7 @@ def told_to_stay(tensor: torch.Tensor) -> bool:
     return bool(attributes) and any(attributes.get(name) for name in MARKS)
 
 
-def own(handle: Handle, tensor: torch.Tensor) -> Handle:
+def own(handle: Saved, tensor: torch.Tensor) -> Saved:
     """``handle`` is of ``tensor``, which a custom function saves."""
     if stays_itself(tensor):
         handle.alias = tensor
@@ -86,7 +88,7 @@ def own(handle: Handle, tensor: torch.Tensor) -> Handle:
     return handle
 
 
-def unpacked(handle: Handle) -> None:
+def unpacked(handle: OfFunction) -> None:
     """``handle``, which a custom function saved, has been brought back."""
     if _reading.handles is not None:
         _reading.handles.append(handle)
@@ -106,7 +108,7 @@ def read(native: Callable[[Any], tuple], ctx: Any) -> tuple:
     return tuple(tensor if tensor is None else _as_saved(tensor, next(following)) for tensor in tensors)
 
 
-def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
+def _as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
     if stays_itself(handle.alias):
         return handle.alias
     assert handle.own is not None

@@ -36,6 +36,9 @@ Owner = tuple[int, str, int]
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int | torch.SymInt]
 """How a tensor lies in its storage: dtype, size, stride, offset."""
 
+_keys = torch._C._dispatch_keys
+_PLAIN: dict[tuple[int, str], bool] = {}  # by a tensor's dispatch keys, which have its device, layout and what is lazy
+
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -70,6 +73,34 @@ class InFlight(Protocol):
     def unpacks(self, number: int) -> None: ...
 
 
+class Remade(Protocol):
+    """A storage that can be made again: what second runs, and the mover for their streams, know of it."""
+
+    nbytes: int
+    state: str
+    stream: Stream
+    others: tuple[Stream, ...]
+
+    @property
+    def micro_batch(self) -> InFlight: ...
+
+    @property
+    def buffer(self) -> torch.Tensor | None: ...
+
+
+class OfFunction(Protocol):
+    """What autograd keeps of a tensor that a custom function saves."""
+
+    alias: torch.Tensor
+    own: tuple[type | None, dict[str, Any]] | None
+
+
+OVERWRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+    "produced{} is at version {}; expected version {} instead"
+)
+
+
 class OverwrittenError(RuntimeError):
     """A tensor that backward needs was modified in place meanwhile."""
 
@@ -83,12 +114,16 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def movable(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether a saved tensor is an ordinary activation on the device: no parameter, subclass or other layout."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != device_type:
+    if type(tensor) is not torch.Tensor:
         return False
-    if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:  # a layout alone does not say what they are
-        return False
+    kind = _keys(tensor).raw_repr(), device_type
+    plain = _PLAIN.get(kind)
+    if plain is None:
+        plain = tensor.layout is torch.strided and tensor.device.type == device_type
+        # a layout alone does not say what they are
+        plain = _PLAIN[kind] = plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
     base = tensor._base  # aten's linear saves ``weight.t()``, an ordinary tensor
-    return base is None or type(base) is torch.Tensor
+    return plain and (base is None or type(base) is torch.Tensor)
 
 
 def native(tensor: torch.Tensor) -> Handle:
@@ -260,10 +295,7 @@ class Handle:
         if self.changed():
             found = self.alias._version
             where = f" by {self.record.op} of layer {self.record.layer}" if self.record is not None else ""
-            raise OverwrittenError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor produced{where} is at version {found}; expected version {self.version} instead"
-            )
+            raise OverwrittenError(OVERWRITTEN.format(where, found, self.version))
 
     def bring_back(self) -> torch.Tensor:
         """The saved tensor with its own dtype, size, stride and offset.
@@ -302,4 +334,4 @@ def view_of(
     stride: Sequence[int],
     offset: int | torch.SymInt,
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    return _empty(dtype, storage.device).new_empty(0).set_(storage, offset, size, stride)

@@ -1,0 +1,136 @@
+"""What the pack costs the host: CPU time that it adds to Megatron's own, of a layer's forward and backward.
+
+    python benchmarks/host_cost.py                     # about a minute
+    python benchmarks/host_cost.py --json host.json
+
+The tensors are so small that computing and copying them counts for nothing: what is left is Python and torch's own
+calls. On a device that is what a step of small layers takes, however fast the device is. All variants run interleaved
+in one process, on one thread and one model; a figure is the median over rounds of the difference to the plain model in
+the same round, divided by layers (micro-seconds), by the tensors that a layer saves for backward, and by the plain
+model's own time (the share). Full recompute of Megatron and torch's `save_on_cpu` stand beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import torch  # noqa: E402
+from timing import interleaved  # noqa: E402
+from variants import Settings, Variant, set_up, write  # noqa: E402
+
+LAYERS = 16
+SHAPES = {
+    "cpu": (LAYERS, 64, 4, 128, 16, 1, 1, 128)
+}  # layers hidden heads ffn seq micro-batch micro-batches vocabulary
+NORMS, ACTIVATION = r".*norm", r"mlp\.activation_func"
+
+
+def swap(prefetch: int, *operators: str) -> dict:
+    entry = {"op_name": list(operators), "backward_prefetch": prefetch, "layers": True}
+    return {"swap_config": {"swap": True, "op_swap": [entry] if operators else []}}
+
+
+def variants(prefetch: int) -> dict[str, Variant]:
+    everything = {"layer_swap": [{"backward_prefetch": prefetch, "layers": True}]}
+    return {
+        "no pack": Variant(),
+        "nothing selected": Variant(swap(prefetch)),
+        "core attention only": Variant(swap(prefetch, r"self_attention\.core_attention")),
+        "one linear's output": Variant(swap(prefetch, r"self_attention\.linear_qkv")),
+        "swap everything": Variant({"swap_config": {"swap": True, **everything}}),
+        "recompute norms and activation": Variant(
+            {"recompute_config": {"select_recompute": {NORMS: True, ACTIVATION: True}}}
+        ),
+        "recompute whole layers": Variant({"recompute_config": {"recompute": True}}),
+        "all through handles, kept": Variant({}),
+        "Megatron full recompute": Variant(full=LAYERS, peer=True),
+        "torch save_on_cpu": Variant(around=torch.autograd.graph.save_on_cpu, peer=True),
+    }
+
+
+def saved_per_layer(model, step) -> float:
+    """How many tensors a layer saves for backward."""
+    count = 0
+
+    def pack(tensor):
+        nonlocal count
+        count += 1
+        return tensor
+
+    def saving(forward):
+        def run(*args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return forward(*args, **kwargs)
+
+        return run
+
+    for layer in model.decoder.layers:
+        layer.forward = saving(layer.forward)
+    step()
+    for layer in model.decoder.layers:
+        del layer.forward
+    gc.collect()
+    return count / len(model.decoder.layers)
+
+
+def rows_of(seconds: dict[str, list[float]], steps: int, saved: float) -> dict[str, dict[str, float]]:
+    """Per variant: micro-seconds per layer and per saved tensor, and the share of the plain model's own."""
+    plain = seconds["no pack"]
+    own = 1e6 * statistics.median(plain) / steps / LAYERS
+    rows = {}
+    for name, values in seconds.items():
+        added = 1e6 * statistics.median(one - base for one, base in zip(values, plain, strict=True)) / steps / LAYERS
+        rows[name] = {"added_us_per_layer": added, "added_us_per_saved_tensor": added / saved, "share": added / own}
+    rows["no pack"]["own_us_per_layer"] = own
+    return rows
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    lines = [f"{'variant':34} {'us a layer':>11} {'us a tensor':>12} {'share':>8}"]
+    for name, row in rows.items():
+        cells = f"{row['added_us_per_layer']:>11.0f} {row['added_us_per_saved_tensor']:>12.1f} {row['share']:>8.1%}"
+        lines.append(f"{name:34} {cells}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
+    parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
+    parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    args = parser.parse_args()
+    args.device, args.shape = "cpu", None
+    logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
+    backend, model, step, shape = set_up(args, SHAPES, swap(args.prefetch))
+    saved = saved_per_layer(model, step)
+    chosen = {k: v for k, v in variants(args.prefetch).items() if not args.only or k in ("no pack", *args.only)}
+    setting = Settings(model, backend, chosen, shape["layers"])
+
+    def steps() -> None:
+        for _ in range(args.steps):
+            step()
+
+    for name in chosen:  # what is learnt or tried in the first steps is no part of it
+        with setting(name):
+            steps()
+    gc.collect()
+    gc.freeze()
+    seconds = interleaved(list(chosen), setting, steps, args.rounds, lambda: None, time.process_time, warm=1)
+    rows = rows_of(seconds, args.steps, saved)
+    print(f"{saved:g} saved tensors a layer; its own time: {rows['no pack']['own_us_per_layer']:.0f} us")
+    print(table(rows))
+    write(args, "host_cost", backend, shape, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""What a recomputed operator makes for backward alone: known from its earlier runs, so that little is kept of it.
+
+A storage that others hold, return or save besides needs a `Record`. Most are seen by nobody but the operator's own
+backward: of each there is a `Made`, and of each tensor saved of it a `Slot`, which autograd keeps.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from mindspeed_mem.activation.rerun.arguments import tensors_in
+from mindspeed_mem.activation.rerun.second_run import Rerun
+from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.ledger import LEDGER, Token
+from mindspeed_mem.activation.storage.micro_batch import MicroBatch
+from mindspeed_mem.activation.storage.records import (
+    DROPPED,
+    REMADE,
+    Layout,
+    OverwrittenError,
+    Record,
+    base_of,
+    layout_of,
+    movable,
+    view_of,
+)
+
+if TYPE_CHECKING:
+    from mindspeed_mem.device.base import Stream
+
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+class Program(NamedTuple):
+    """What a run of an operator saves."""
+
+    saves: tuple[int, ...]
+    """By number of the saved tensor, that of the first one of the same storage; -1: others may need it, too."""
+    entries: dict[int, list[tuple[int, int]]]
+    """Operators inside, by their number, that take what is saved later: as which argument, and its first number."""
+
+
+class Made:
+    """One such storage."""
+
+    __slots__ = (
+        "rerun",
+        "micro_batch",
+        "layout",
+        "nbytes",
+        "state",
+        "storage",
+        "tensor",
+        "version",
+        "base",
+        "stream",
+        "others",
+        "attributes",
+        "__weakref__",
+    )
+
+    def __init__(
+        self,
+        rerun: Rerun,
+        micro_batch: MicroBatch,
+        storage: torch.UntypedStorage,
+        tensor: torch.Tensor,
+        layout: Layout,
+        found: marks.Marks,
+    ):
+        """Of ``storage``, with marks ``found``, of which ``tensor`` is saved first."""
+        self.rerun, self.micro_batch, self.layout = rerun, micro_batch, layout
+        self.nbytes, self.state = storage.nbytes(), DROPPED
+        found.token = Token(LEDGER, self.nbytes, owned=True, moved=True)  # as long as it happens to be there
+        LEDGER.without.add(self.nbytes)
+        self.storage = weakref.ref(storage)
+        self.tensor: torch.Tensor | None = None
+        self.version = tensor._version
+        self.base = weakref.ref(base_of(tensor)) if self.version else None
+        self.stream: Stream = rerun.stream
+        self.others: tuple[Stream, ...] = ()
+        self.attributes = marks.set_by_others(storage) if len(storage.__dict__) > 1 else None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """As `Record.holds`, until it is made again."""
+        version = tensor._version
+        return version == self.version and (self.base is None or self.base() is base_of(tensor))
+
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        """As `Record.buffer`."""
+        return self.tensor
+
+    def fill(self, tensor: torch.Tensor, layout: Layout) -> None:
+        """It has been made again, in the storage of ``tensor``, which lies there as ``layout`` says."""
+        storage = tensor.untyped_storage()
+        self.tensor = tensor.detach() if layout == self.layout else view_of(storage, *self.layout)
+        self.version = self.tensor._version
+        self.state = REMADE
+        LEDGER.enter_copy(storage, owned=True)
+        if self.attributes:
+            storage.__dict__.update(self.attributes)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            LEDGER.forget_moved(self.nbytes)
+
+
+class Saver:
+    """What one operator saves in slots: it tells when the last of it is gone."""
+
+    __slots__ = ("micro_batch", "number")
+
+    def __init__(self, micro_batch: MicroBatch, number: int):
+        self.micro_batch, self.number = micro_batch, number
+        micro_batch.saved_by(number)
+
+    def __del__(self) -> None:
+        self.micro_batch.dropped(self.number)
+
+
+class Slot:
+    """One saved tensor: what autograd keeps instead of it."""
+
+    __slots__ = ("made", "alias", "own", "layout", "saver")  # in this order they go: memory first
+
+    def __init__(self, made: Made, layout: Layout | None, saver: Saver):
+        self.made, self.saver = made, saver
+        self.layout = layout  # None: as the first of its storage
+        self.alias = _NOTHING
+        self.own: tuple[type | None, dict[str, Any]] | None = None  # what a custom function may look for on it
+
+    def bring_back(self) -> torch.Tensor:
+        """The saved tensor. Raises OverwrittenError if it has been modified in place since it was made again."""
+        made = self.made
+        if made.state == DROPPED:
+            made.rerun.run_again()
+        rerun, tensor = made.rerun, made.tensor
+        assert tensor is not None
+        if tensor._version != made.version:
+            raise OverwrittenError(f"the output of {rerun} was overwritten after it had been recomputed")
+        rerun.mover.await_second_run(made)
+        if self.layout is not None:
+            tensor = view_of(tensor.untyped_storage(), *self.layout)
+        if self.own is not None:
+            self.alias = tensor
+        return tensor
+
+
+class Saves:
+    """What one run of an operator saves, in order."""
+
+    __slots__ = ("program", "slots", "entered", "entries", "_made", "_saver", "_nbytes", "_taken", "_seen", "_firsts")
+
+    def __init__(self) -> None:
+        self.program: Program | None = None
+        """What is expected, where that is known."""
+        self.slots: list[tuple[weakref.ref[Record] | weakref.ref[Made], Layout] | None] = []
+        """By number of the saved tensor; None for what the operator has not made, or saves once more."""
+        self.entered: list[str] = []
+        """Operators inside, in order."""
+        self.entries: dict[int, list[tuple[int, int]]] = {}
+        """As `Program.entries`."""
+        self._made: dict[int, Made] = {}  # while it runs, by the number of the first saved tensor
+        self._saver: Saver | None = None
+        self._nbytes = 0
+        self._taken: dict[int, _Entry] = {}  # by the number of what is expected to be saved later
+        self._seen: list[int] = []  # as `Program.saves`
+        self._firsts: dict[int, int] = {}  # records by their ids, to the number of what was saved first
+
+    def enters(self, rerun: Rerun, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """An operator inside is about to run on these arguments."""
+        number, program = len(self.entered), self.program
+        self.entered.append(path)
+        if program is None:
+            for position, tensor in enumerate(tensors_in((args, kwargs))):
+                if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+                    found = marks.of(tensor.untyped_storage())
+                    known: _Entry | None = found.entry
+                    if known is None or known.of() is not rerun or known.version != tensor._version:
+                        found.entry = _Entry(weakref.ref(rerun), number, position, tensor._version)
+        elif number in program.entries:
+            tensors = list(tensors_in((args, kwargs)))
+            for position, first in program.entries[number]:
+                if position < len(tensors) and tensors[position].layout is torch.strided:
+                    tensor = tensors[position]
+                    ref = weakref.ref(tensor.untyped_storage())
+                    self._taken[first] = _Entry(ref, number, position, tensor._version)
+
+    def adds(self, rerun: Rerun, record: Record | None, tensor: torch.Tensor) -> None:
+        """One more is saved, of the storage of ``record``, which the operator has made; None: it has not."""
+        number = len(self.slots)
+        self._seen.append(-1 if record is None else self._firsts.setdefault(id(record), number))
+        if record is None or record.handles:
+            self.slots.append(None)
+            return
+        storage = tensor.untyped_storage()
+        self.slots.append((weakref.ref(record), layout_of(tensor)))
+        self._was_taken(number, storage, tensor)
+        entry: _Entry | None = marks.of(storage).entry
+        if self.program is None and entry is not None and entry.of() is rerun and entry.version == tensor._version:
+            self.entries.setdefault(entry.number, []).append((entry.position, number))
+
+    def drops(self, rerun: Rerun, tensor: torch.Tensor, micro_batch: MicroBatch, by_function: bool) -> Slot | None:
+        """What autograd keeps of the next one, if it is as expected and nobody else needs it."""
+        program, number, mover = self.program, len(self.slots), rerun.mover
+        if program is None or number >= len(program.saves) or type(tensor) is not torch.Tensor:
+            return None
+        first = program.saves[number]
+        if first < 0 or mover.several or mover.backend.stream_key() != micro_batch.home_key:
+            return None
+        storage, layout = tensor.untyped_storage(), layout_of(tensor)
+        made = self._made.get(first)
+        if made is not None:
+            same = layout == made.layout or movable(tensor, storage.device.type)
+            if made.storage() is not storage or not made.holds(tensor) or not same:
+                return None
+            self.slots.append(None)
+        else:
+            found = marks.of(storage)
+            if first != number or found.token is not None or found.stays or found.static or found.made_by is not None:
+                return None
+            if by_function and tensor.requires_grad and tensor.is_leaf:
+                return None
+            made = self._made[first] = Made(rerun, micro_batch, storage, tensor, layout, found)
+            self._nbytes += made.nbytes
+            self.slots.append((weakref.ref(made), layout))
+            self._was_taken(number, storage, tensor)
+        saver = self._saver
+        if saver is None or saver.number != micro_batch.count:
+            saver = self._saver = Saver(micro_batch, micro_batch.count)
+            rerun.used_at(micro_batch.count)
+        return Slot(made, None if layout == made.layout else layout, saver)
+
+    def _was_taken(self, number: int, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+        """A storage is saved for the first time: an operator inside may have taken it before, as was expected."""
+        taken = self._taken.get(number)
+        if taken is not None and taken.of() is storage and taken.version == tensor._version:
+            self.entries.setdefault(taken.number, []).append((taken.position, number))
+
+    def ends(self) -> int:
+        """The operator has run; returns the bytes that slots are of."""
+        self._made, self._saver, self._taken = {}, None, {}
+        return self._nbytes
+
+    def learn(self) -> Program:
+        """What it has saved, once it has returned: others may hold what is still there."""
+        alive = {
+            number
+            for number, slot in enumerate(self.slots)
+            if slot is not None and (record := slot[0]()) is not None and record.storage() is not None
+        }
+        return Program(tuple([-1 if first in alive else first for first in self._seen]), self.entries)
+
+
+class _Entry(NamedTuple):
+    """Operator ``number`` inside took it as one of its arguments: among a storage's marks, by which run; or of which
+    storage."""
+
+    of: weakref.ref
+    number: int
+    position: int
+    version: int

@@ -1,0 +1,196 @@
+"""Operators of which the plan selects nothing run without the hook once that is known, and nobody can tell."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from tests.swap_runs import again, entry, op
+from tests.worlds import on_ranks, parallel
+
+pytestmark = pytest.mark.distributed
+
+STEPS, CHANGE = 8, 5
+"""Forwards, and from which on something is different."""
+PLANS = {
+    "swap core attention": entry(op_swap=[op(r"self_attention\.core_attention", 3)]),
+    "swap an output": entry(op_swap=[op(r"self_attention\.linear_proj", 2)]),
+    "recompute inline code": again({".*norm": True, r"mlp\.activation_func": True}),
+    "recompute whole layers": again(recompute=True),
+    "both": again({"mlp": True}, {"swap": True, "op_swap": [op(r"self_attention\.linear_qkv", 4)]}),
+}
+WAYS = (
+    "nothing",
+    "another operator",
+    "an operator less",
+    "shapes",
+    "saved by the layer",
+    "hooks of others",
+    "an exception",
+    "an evaluation",
+    "evaluated with gradients",
+    "a thread",
+)
+
+
+class _Stop(Exception):
+    pass
+
+
+def change(way: str, layers) -> contextlib.AbstractContextManager:
+    """What is different from `CHANGE` on."""
+    stack = contextlib.ExitStack()
+    layer = layers[1]
+    if way == "another operator":
+        inside = []
+
+        def twice(module, args, output):
+            if inside:
+                return output
+            inside.append(1)
+            more = module(*args)[0]
+            inside.clear()
+            return output[0] + 0.5 * more, *output[1:]
+
+        stack.callback(layer.mlp.register_forward_hook(twice).remove)
+    elif way == "an operator less":
+        stack.callback(setattr, layer.pre_mlp_layernorm, "forward", layer.pre_mlp_layernorm.forward)
+        layer.pre_mlp_layernorm.forward = lambda x: x * 0.5
+        stack.callback(layer.pre_mlp_layernorm.__dict__.pop, "forward")
+    elif way == "saved by the layer":
+        saves = layer.self_attention.register_forward_hook(lambda *call: (call[2][0] * call[2][0], *call[2][1:]))
+        stack.callback(saves.remove)
+    elif way == "hooks of others":
+        forward = layer.mlp.forward
+
+        def saving(*args, **kwargs):
+            with torch.autograd.graph.save_on_cpu():
+                return forward(*args, **kwargs)
+
+        layer.mlp.forward = saving
+        stack.callback(layer.mlp.__dict__.pop, "forward")
+    return stack
+
+
+def run(kind: str, plan: dict, way: str) -> tuple[list, dict]:
+    """Gradients of each step, and per step: calls of the hook, the ledger's peaks, bytes copied out."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from mindspeed_mem.activation.saved_tensors import SavedTensors
+    from mindspeed_mem.activation.storage.ledger import LEDGER
+    from tests.models import build_gpt, forget_routing, global_parameters
+    from tests.swap_runs import left_over, swap
+
+    def forward(engine, chunks, length):
+        text = torch.randint(256, (1, length + 1))
+        engine.passes.begin_forward(0, 0)
+        loss = chunks[0](
+            text[:, :-1].contiguous(), torch.arange(length).expand(1, -1), None, labels=text[:, 1:].contiguous()
+        )
+        engine.passes.end_forward(loss)
+        return loss
+
+    packed = [0]
+    pack = SavedTensors.pack
+
+    def counting(self, *args):
+        packed[0] += 1
+        return pack(self, *args)
+
+    gradients, seen = [], {"packed": [], "held": [], "without": [], "out": []}
+    SavedTensors.pack = counting
+    try:
+        with parallel(), swap(plan) as engine:
+            chunks = build_gpt(kind)
+            layers = chunks[0].module.decoder.layers
+            for step in range(STEPS):
+                changed = step >= CHANGE
+                torch.manual_seed(step)
+                chunks[0].zero_grad_buffer()
+                LEDGER.reset_peak()
+                before, held = engine.mover.bytes_out, LEDGER.held.now
+                packed[0] = 0
+                with change(way, layers) if changed else contextlib.nullcontext():
+                    engine.passes.begin_schedule(("train",))
+                    if way == "an exception" and step == CHANGE:
+                        fails = layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(_Stop))
+                        with contextlib.suppress(_Stop):
+                            forward(engine, chunks, 32)
+                        fails.remove()
+                        engine.passes.end_schedule(False)
+                        engine.passes.begin_schedule(("train",))
+                    if way == "evaluated with gradients" and changed:
+                        chunks[0].eval()
+                    loss = forward(engine, chunks, 24 if way == "shapes" and step % 2 and changed else 32)
+                    chunks[0].train()
+                    if way == "an evaluation" and changed:
+                        with torch.no_grad():
+                            chunks[0](torch.arange(32).expand(1, -1), torch.arange(32).expand(1, -1), None)
+                    engine.passes.begin_backward(loss)
+                    if way == "a thread":
+                        thread = threading.Thread(target=loss.sum().backward)
+                        thread.start()
+                        thread.join()
+                    else:
+                        loss.sum().backward()
+                    engine.passes.end_backward()
+                    engine.passes.end_schedule(True)
+                del loss
+                gradients.append({name: one.main_grad.clone() for name, one in global_parameters(chunks)})
+                seen["packed"].append(packed[0])
+                seen["held"].append(LEDGER.held.peak - held)
+                seen["without"].append(LEDGER.without.peak - held)
+                seen["out"].append(engine.mover.bytes_out - before)
+            report = engine.report()
+            forget_routing(chunks)
+            seen["left"] = left_over(engine)
+            seen["pinned"] = [row for row in report.pinned if "natively" in row.by]
+            seen["recomputed"] = report.recomputed_bytes
+    finally:
+        SavedTensors.pack = pack
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of another shape in a schedule
+    return gradients, seen
+
+
+def everything(kind: str, ways: tuple[str, ...]) -> dict:
+    found = {}
+    for way in ways:
+        native, _ = run(kind, {"swap_config": {"swap": False}}, way)
+        for name, plan in PLANS.items():
+            if kind == "moe" and "inline" in name:
+                continue
+            mine, seen = run(kind, plan, way)
+            seen["differ"] = [
+                f"step {step}: {key}"
+                for step, (one, other) in enumerate(zip(mine, native, strict=True))
+                for key in other
+                if not torch.equal(one[key], other[key])
+            ]
+            found[name, way] = seen
+    return found
+
+
+@pytest.mark.parametrize(("kind", "ways"), [("dropout", WAYS), ("swiglu_gqa_rope", ("nothing", "shapes"))])
+def test_the_same_gradients_and_figures_whatever_changes(kind, ways):
+    for (name, way), seen in on_ranks(1, everything, kind, ways)[0].items():
+        case = f"{name}, {way}: {seen}"
+        assert not seen["differ"], case
+        assert not any(seen["left"].values()), case
+        assert not seen["pinned"], case
+        steady = range(3, STEPS if way == "nothing" else CHANGE)
+        assert len({seen["held"][step] for step in (1, *steady)}) == 1, case
+        assert len({seen["without"][step] for step in (1, *steady)}) == 1, case
+        assert len({seen["out"][step] for step in (1, *steady)}) == 1, case
+        if name.startswith("swap"):
+            assert all(seen["packed"][step] < seen["packed"][1] / 2 for step in steady), case
+
+
+def test_experts_whose_tokens_vary():
+    [found] = on_ranks(1, everything, "moe", ("nothing", "shapes"))
+    for case, seen in found.items():
+        assert not seen["differ"] and not any(seen["left"].values()), (case, seen)
+        if case == ("swap core attention", "nothing"):
+            assert seen["packed"][-1] < seen["packed"][1], seen
