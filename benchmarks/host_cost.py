@@ -103,7 +103,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
     parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")

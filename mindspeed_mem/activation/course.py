@@ -109,14 +109,16 @@ class Watch:
     def stops(self, depth: int) -> None:
         del self._open[depth + 1 :]
 
-    def saves(self, number: int, token: Token | None, handle: bool) -> None:
-        """What runs saves a tensor, when ``number`` operators have started. ``handle``: it needs one."""
+    def saves(self, number: int, token: Token | None, handle: bool, again: bool) -> None:
+        """What runs saves a tensor, when ``number`` operators have started. ``handle``: it needs one; ``again``: it is
+        in an operator that runs again."""
         running = self._open[-1]
         entry = None if token is None else self._entry(token, number)
-        handle = handle or number in self._varying or (entry is not None and entry.number in self._varying)
+        handle = handle or again or number in self._varying or (entry is not None and entry.number in self._varying)
         if handle:
             self._needed.add(running)
-        self._kinds.setdefault(number, []).append(handle)
+        if not again:
+            self._kinds.setdefault(number, []).append(handle)
         self._saved.append((running, handle))
         if not self._numbers or self._numbers[-1] != number:
             self._numbers.append(number)

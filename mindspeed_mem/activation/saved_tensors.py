@@ -69,18 +69,17 @@ class SavedTensors:
         if by_function is None:
             by_function = own_tensors.saved_by_function()
         position = self._position
-        course, rerun = position.course, position.rerun
-        if course is not None and position.micro_batch is not None:
-            needed = course.needs_handle(position.micro_batch.count)
-            if not needed and rerun is None:
+        rerun, micro_batch = position.rerun, position.micro_batch
+        if rerun is None:
+            course = position.course
+            if course is not None and micro_batch is not None and not course.needs_handle(micro_batch.count):
                 if by_function:
                     return own_tensors.own(native(tensor), tensor)
                 # as `native`, without a handle
                 return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-        if type(rerun) is ModuleRerun and rerun.saved.program is not None:
-            micro_batch = self._position.micro_batch
+        elif type(rerun) is ModuleRerun and rerun.saved.program is not None:
             assert micro_batch is not None
-            slot = rerun.drops(tensor, micro_batch, by_function)
+            slot = rerun.saved.drops(rerun, tensor, micro_batch, by_function)
             if slot is not None:
                 return own_tensors.own(slot, tensor) if by_function else slot
         if type(rerun) is not Tape:
@@ -111,7 +110,15 @@ class SavedTensors:
                 raise OverwrittenError(OVERWRITTEN.format("", tensor._version, version))
             return tensor
         if type(kept) is Slot:
-            return self._unpack_slot(kept)
+            position, saver = self._position, kept.saver
+            if not position.stack:
+                saver.micro_batch.unpacks(saver.number)
+            elif type(position.rerun) is ModuleRerun:
+                position.rerun.why_not = "it computes gradients within its forward"
+            tensor = kept.bring_back()
+            if kept.own is not None:
+                own_tensors.unpacked(kept)
+            return tensor
         if type(kept) is not Handle:
             return kept
         if self._observation.stopwatch is not None:
@@ -127,17 +134,6 @@ class SavedTensors:
             own_tensors.unpacked(kept)
         return tensor
 
-    def _unpack_slot(self, slot: Slot) -> torch.Tensor:
-        position = self._position
-        if not position.stack:
-            slot.saver.micro_batch.unpacks(slot.saver.number)
-        elif type(position.rerun) is ModuleRerun:
-            position.rerun.why_not = "it computes gradients within its forward"
-        tensor = slot.bring_back()
-        if slot.own is not None:
-            own_tensors.unpacked(slot)
-        return tensor
-
     def may_drop(self) -> bool:
         """Whether records may be left out of what only recomputed operators need: nobody counts them or moves them."""
         observed = self._observation
@@ -149,7 +145,8 @@ class SavedTensors:
             if rerun is not None:
                 rerun.saves(None, tensor)
             if self._position.watch is not None and self._position.micro_batch is not None:
-                self._position.watch.saves(self._position.micro_batch.count, None, self._position.rerun is not None)
+                again = self._position.rerun is not None
+                self._position.watch.saves(self._position.micro_batch.count, None, again, again)
             return native(tensor)
         position, census = self._position, self._observation.counting
         micro_batch = position.micro_batch
@@ -175,7 +172,7 @@ class SavedTensors:
             census.holds(storage, handle)
         watch = position.watch
         if watch is not None:
-            watch.saves(number, found.token, record is not None or position.rerun is not None)
+            watch.saves(number, found.token, record is not None, position.rerun is not None)
         if record is None:
             return handle
         self._attach(handle, record, tensor)

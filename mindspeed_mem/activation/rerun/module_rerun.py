@@ -23,11 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
-from mindspeed_mem.activation.rerun.dropped import Made, Saves, Slot
+from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
 from mindspeed_mem.activation.rerun.state import Changeable, nearly_same, put_back, same_bits
 from mindspeed_mem.activation.storage import marks
-from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import (
     DROPPED,
@@ -163,10 +162,6 @@ class ModuleRerun(Rerun):
         if untried is not None:
             untried.saved.append((mine, layout_of(tensor)) if mine is not None else None)
         self.saved.adds(self, mine, tensor)
-
-    def drops(self, tensor: torch.Tensor, micro_batch: MicroBatch, by_function: bool) -> Slot | None:
-        """What autograd keeps of ``tensor``, which the operator saves; None: others than its backward may need it."""
-        return self.saved.drops(self, tensor, micro_batch, by_function)
 
     def ends(self) -> None:
         """The operator has run to its end."""
