@@ -109,6 +109,8 @@ class Training:
         """Zero the gradients before each step."""
         self.peak = 0
         """Bytes above what was allocated before, at most, in the last step."""
+        self.room = 0
+        """Bytes that the last step could have above what was allocated before; 0: no limit."""
         self.total: int | None = None
         """If set, the limit of every step, in bytes of all that is allocated."""
 
@@ -130,6 +132,7 @@ class Training:
         if isinstance(self.memory, DeviceMemory):
             floor = self.memory.held
         self.memory.reset_peak()
+        self.room = 0 if above is None else floor + above - before
         self.memory.limit = self.total if above is None else floor + above
         try:
             losses = get_forward_backward_func()(
