@@ -121,11 +121,19 @@ def _told(folder):
 def _reasons(error):
     """What a failure to write says, each once; nothing where it is of another kind."""
     if isinstance(error, CheckpointException):  # by rank: the error and where it came from
-        return list(dict.fromkeys(f"rank {rank}: {one[0]}" for rank, one in error.failures.items()))
+        return list(dict.fromkeys(f"rank {rank}: {_plain(str(one[0]))}" for rank, one in error.failures.items()))
     if isinstance(error, OSError):
         return [error.strerror or str(error)]
-    of_torch = "inline_container" in str(error) or "PytorchStreamWriter" in str(error)  # its riddles for a full disk
-    return ["torch could not write a file"] * of_torch
+    return [_plain(str(error))] if _is_riddle(str(error)) else []
+
+
+def _is_riddle(text):
+    """Whether torch's file format says so that a file could not be written: as what it then met, not why."""
+    return "inline_container" in text or "PytorchStreamWriter" in text
+
+
+def _plain(text):
+    return "torch could not write a file" if _is_riddle(text) else text
 
 
 def load(args, iteration, chunks, optimizer, schedule, backend):

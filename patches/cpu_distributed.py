@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from mindspeed_mem.patching import around
 
 
@@ -29,6 +31,12 @@ def _isend(original, tensor, *args, **kwargs):
     pipelines and overlap_p2p_comm. batch_isend_irecv comes through here as well.
     """
     return original(tensor.detach().clone(), *args, **kwargs)
+
+
+@around("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu")
+def _split_sizes(original, tensor, as_numpy=False, *args, **kwargs):
+    """On the host already; but gloo's all_to_all_single takes numbers, not tensors, as sizes."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _gloo(backend):

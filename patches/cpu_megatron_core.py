@@ -9,8 +9,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from mindspeed_mem.patching import around, replace
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -71,14 +69,6 @@ def _quiet_fork(original, self, *args, **kwargs):
         stack.enter_context(original(self, *args, **kwargs))
         stack.callback(setattr, logger, "disabled", True)  # while it ends
         yield
-
-
-@around("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu")
-def _split_sizes(original, tensor, as_numpy=False, *args, **kwargs):
-    """On the host already; but gloo's all_to_all_single takes numbers, not tensors, as sizes."""
-    if torch.is_tensor(tensor) and not tensor.is_cpu:
-        return original(tensor, as_numpy, *args, **kwargs)
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 # The router's product: a name whose import failed with TransformerEngine's, then compared with None.

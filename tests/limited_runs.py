@@ -43,6 +43,13 @@ class DeviceMemory:
         self.backend.reset_peak()
 
     @property
+    def held(self) -> int:
+        """What the allocator cannot give back: what is allocated, and the rest of its segments."""
+        self.backend.give_back()
+        self.backend.reset_peak()
+        return self.backend.peak_held()
+
+    @property
     def limit(self) -> int:
         return self.backend.limit()
 
@@ -102,6 +109,8 @@ class Training:
         """Zero the gradients before each step."""
         self.peak = 0
         """Bytes above what was allocated before, at most, in the last step."""
+        self.room = 0
+        """Bytes that the last step could have above what was allocated before; 0: no limit."""
         self.total: int | None = None
         """If set, the limit of every step, in bytes of all that is allocated."""
 
@@ -119,9 +128,12 @@ class Training:
         self.optimizer.zero_grad()
         texts = [list(_texts(numbers, 2)) for _ in self.chunks]
         gc.collect()
-        before = self.memory.allocated
+        before = floor = self.memory.allocated
+        if isinstance(self.memory, DeviceMemory):
+            floor = self.memory.held
         self.memory.reset_peak()
-        self.memory.limit = self.total if above is None else before + above
+        self.room = 0 if above is None else floor + above - before
+        self.memory.limit = self.total if above is None else floor + above
         try:
             losses = get_forward_backward_func()(
                 forward_step_func=self.forward,

@@ -35,6 +35,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -46,8 +47,7 @@ GRACE = 10  # seconds that the other ranks have after one has failed
 NEEDED = """torch._dynamo megatron.core.dist_checkpointing megatron.core.distributed megatron.core.models.gpt
 megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer megatron.core.pipeline_parallel""".split()
 """What nearly every case imports."""
-COLLECTIVES = {"cuda": "nccl", "npu": "hccl", None: "gloo"}
-_ranks: dict[str | None, list[_Rank]] = {device: [] for device in COLLECTIVES}
+_ranks: defaultdict[str | None, list[_Rank]] = defaultdict(list)  # by device
 _folder: Path | None = None
 _serial = itertools.count()
 
@@ -262,14 +262,15 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
     import torch
     import torch.distributed as dist
 
+    from mindspeed_mem.device import get_backend
+
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     try:
         limit = datetime.timedelta(seconds=timeout)
         if device:
             torch.get_device_module(device).set_device(number % 2)
-        dist.init_process_group(
-            COLLECTIVES[device], init_method=f"file://{meeting}", rank=number, world_size=size, timeout=limit
-        )
+        backend = get_backend(device or "cpu").collectives
+        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=number, world_size=size, timeout=limit)
         function, args, kwargs = pickle.loads(case)
         result = _pickled(function(*args, **kwargs))
         if device:
@@ -281,8 +282,7 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
     finally:
         if "tests.models" in sys.modules:
             sys.modules["tests.models"].forget_routing()
-        if device is None:
-            apply_cpu_patches()  # a case that configures the pack has undone them at its end
+        apply_cpu_patches(device)  # a case that configures the pack has undone them at its end
         gc.collect()
         if not gc.get_freeze_count():  # the case has undone it
             gc.freeze()

@@ -33,7 +33,7 @@ FUSED = {"kind": "dropout", "bias_dropout_fusion": True, "bias_activation_fusion
         pytest.param("computation late", {"kind": "swiglu_gqa_rope", "hidden_dropout": 0.1}, marks=sweep),
         pytest.param("random", {"kind": "moe"}, marks=sweep),
         pytest.param("random", {"kind": "mla"}, marks=sweep),
-        ("copies late", FUSED),
+        pytest.param("copies late", FUSED, marks=sweep),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
@@ -50,7 +50,7 @@ def recomputed(model: dict) -> list[str]:
 @pytest.mark.parametrize(
     ("lag", "model"),
     [
-        ("computation late", {"kind": "dropout"}),
+        pytest.param("computation late", {"kind": "dropout"}, marks=sweep),
         pytest.param("random", {"kind": "moe"}, marks=sweep),
         pytest.param("copies late", FUSED, marks=sweep),
     ],
@@ -63,7 +63,7 @@ def test_recompute_and_mixes(lag, model):
 @pytest.mark.parametrize(
     ("ranks", "layout", "model", "lag"),
     [
-        (2, {"tp": 2}, {"sequence_parallel": True}, "random"),
+        pytest.param(2, {"tp": 2}, {"sequence_parallel": True}, "random", marks=sweep),
         (2, {"pp": 2, "vpp": 2}, {}, "computation late"),
         (2, {}, {"ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True}}, "copies late"),
         pytest.param(4, {"tp": 2, "pp": 2}, {"sequence_parallel": True}, "random", marks=sweep),
@@ -75,12 +75,11 @@ def test_swap_on_several_ranks(ranks, layout, model, lag):
     assert on_ranks(ranks, under, lag, compare, layout, model, ["everything"], device="cuda") == [[]] * ranks
 
 
-@pytest.mark.parametrize(
-    "lag", [pytest.param("copies late", marks=sweep), pytest.param("computation late", marks=sweep), "random"]
-)
+@sweep
+@pytest.mark.parametrize("lag", ["copies late", "computation late", "random"])
 def test_survival(lag):
-    shares = {"copies late": (0.9, 0.3), "computation late": (0.5,), "random": (0.7, 0.4)}[lag]
-    # The allocator's memory is in pieces: with little of it a step may be tried again.
+    shares = {"copies late": (0.5, 0.3), "computation late": (0.4,), "random": (0.45, 0.35)}[lag]
+    # The allocator's memory is in pieces: they are in a step's room, and with little of it a step may be tried again.
     found = on_ranks(1, under, lag, under_limits, "dropout", shares, layers=6, hidden=16, device="cuda")[0]
     assert [line for line in found if "tried again" not in line] == []
 
@@ -145,7 +144,7 @@ def steady_states(plans: dict[str, dict]) -> dict[str, dict[str, int]]:
 
 def test_a_steady_state_waits_for_nothing_and_allocates_nothing():
     both = again(["mlp", ".*norm"], {"swap": True, "op_swap": [op("self_attention", 2)]})
-    plans = {"swap": EVERYTHING, "recompute": again(["mlp", ".*norm"]), "both": both}
+    plans = {"swap": EVERYTHING, "both": both}
     states = on_ranks(1, under, "copies late", steady_states, plans, device="cuda")[0]
     stock = states.pop("")
     assert stock["driver allocation"] == stock["pinned allocation"] == 0

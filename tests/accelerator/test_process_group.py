@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.accelerator.lags import LAGS
 from tests.worlds import on_ranks
 
 KINDS = ("cuda", "npu")
-LAGS = ({}, {"compute": 300}, {"side": 300}, {"random": 500, "seed": 1})
 
 
 class Place:
@@ -183,7 +183,7 @@ def different(kind):
     host = Place("cpu", dist.new_group(backend="gloo"), False)
     expected = {operation: operation(host) for operation in OPERATIONS}
     found = []
-    for lags in LAGS:
+    for lags in ({}, *LAGS.values()):
         for overlapped in (False, True):
             place = Place(kind, dist.group.WORLD, overlapped)
             with stand_in.lagging(**lags):

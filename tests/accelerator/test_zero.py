@@ -178,7 +178,7 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("lag", CHUNKS)
+@pytest.mark.parametrize("lag", ["copies late", "random", pytest.param("computation late", marks=pytest.mark.sweep)])
 def test_chunks(lag):
     assert on_ranks(2, under, lag, differences, CHUNKS[lag], device="cuda") == [[], []]
 
@@ -204,6 +204,7 @@ def gemini(places: tuple[str, ...], dtype: torch.dtype) -> list[str]:
     return found
 
 
+@pytest.mark.sweep
 def test_gemini():
     places = ("device", "host", "swapped", "static")
     assert on_ranks(2, under, "random", gemini, places, torch.bfloat16, device="cuda") == [[], []]

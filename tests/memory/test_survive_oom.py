@@ -56,7 +56,7 @@ def under_limits(kind: str, shares: tuple, plan: dict | None = None, **model) ->
                 for number in (1, 2):
                     result = training.step(above=int(share * peak))
                     found += [f"{share}, step {number}: {name}" for name in different(result, expected[number])]
-                    if training.peak > share * peak:
+                    if training.peak > training.room:
                         found.append(f"{share}, step {number}: {training.peak} of {peak} bytes")
                 found += [f"{share}: {left}" for left in nothing_left(engine, memory, before)]
                 if not engine.survival.guard.retries and not engine.mover.bytes_out and plan is None:

@@ -74,7 +74,7 @@ class Call {
     for (const auto& t : device_tensors_)
       TORCH_CHECK(t.device().index() == device_, "Expected all tensors to be on the same device, but ", name_, " got ",
                   t.device(), " and ", device_tensors_[0].device());
-    TORCH_CHECK(!host_tensor_ || std::string(name_).find("index") != std::string::npos,
+    TORCH_CHECK(!host_tensor_ || takes_indices_of_the_host(),
                 "Expected all tensors to be on the same device, but ", name_, " got a CPU tensor besides ",
                 Device(device_type(), device_));
   }
@@ -94,6 +94,10 @@ class Call {
   }
 
  private:
+  bool takes_indices_of_the_host() const {
+    const std::string_view name = name_;
+    return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_";
+  }
   static void raise_refused() {
     Submitting lock(submitting());
     if (const auto text = std::exchange(refused(), ""); !text.empty()) TORCH_CHECK(false, text);
@@ -135,7 +139,7 @@ class Call {
       Stack stack(args.begin(), args.end());
       op_.callBoxed(stack);
       meta_results_.assign(stack.begin(), stack.end());
-      if (std::string(name_) == "aten::native_layer_norm") as_the_hosts_layer_norm();
+      if (std::string_view(name_) == "aten::native_layer_norm") as_the_hosts_layer_norm();
       return true;
     } catch (const std::exception&) {  // of torch, or of a meta kernel in Python
       metas_.clear();
@@ -502,9 +506,6 @@ void open_gate(int64_t gate) {
   gates.at(gate)->reach();
   gates.erase(gate);
 }
-// The tensor's memory as a host tensor, for whoever knows that nothing else uses it now.
-Tensor host_view(const Tensor& self) { return on_host(flat(self)); }
-
 c10::Dict<std::string, int64_t> memory_figures(int64_t device) {
   const auto figures = allocator()->figures(static_cast<DeviceIndex>(device));
   c10::Dict<std::string, int64_t> out;
@@ -618,7 +619,6 @@ struct Registration {
       c10::DeviceGuard device(whole.device());
       resize_storage(whole.storage().unsafeGetStorageImpl(), static_cast<size_t>(n));
     });
-    own.def("host_view(Tensor self) -> Tensor", TORCH_FN(host_view));
     own.def("add_to_group(__torch__.torch.classes.c10d.ProcessGroup group, str name, int milliseconds) -> ()", TORCH_FN(add_to_group));
   }
   static c10::DispatchKey key() { return is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1; }
