@@ -146,6 +146,8 @@ class Passes:
         first = first_of(output)
         if isinstance(first, torch.Tensor):
             self._of_output[id(first)] = micro_batch.key, weakref.ref(first)
+            if micro_batch.native and first.grad_fn is not None:  # no handle may hold it, but the graph has to
+                first.grad_fn.register_prehook(lambda _: micro_batch.begin_backward())
         moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
         if as_expected:  # otherwise it is what ran natively that holds it
             self.pinned.check(moved, output)
@@ -175,6 +177,8 @@ class Passes:
     def end_backward(self) -> None:
         if self._observation.profiler is not None:
             self._observation.profiler.end_pass()
+        if self._position.micro_batch is not None:
+            self._position.micro_batch.native.clear()
         self._position.micro_batch = None
 
     def _backward_after(self, now: Pass) -> MicroBatch | None:

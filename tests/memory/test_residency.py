@@ -83,6 +83,7 @@ def test_the_last_stage_makes_no_pointless_copies():
     highest = max(rank["peaks"][0] for rank in blind)
     for rank in aware:
         assert max(rank["peaks"]) <= highest
+        assert min(rank["peaks"]) == rank["peaks"][0], "what is kept is counted"
         assert set(rank["left"].values()) == {0}
 
 
