@@ -30,6 +30,8 @@ LAYERS = 16
 SHAPES = {
     "cpu": (LAYERS, 64, 4, 128, 16, 1, 1, 128)
 }  # layers hidden heads ffn seq micro-batch micro-batches vocabulary
+LARGE = 2048
+"""Bytes from which on a tensor of this shape stands for a large one: not statistics of norms, or tables."""
 NORMS, ACTIVATION = r".*norm", r"mlp\.activation_func"
 
 
@@ -45,7 +47,8 @@ def variants(prefetch: int) -> dict[str, Variant]:
         "nothing selected": Variant(swap(prefetch)),
         "core attention only": Variant(swap(prefetch, r"self_attention\.core_attention")),
         "one linear's output": Variant(swap(prefetch, r"self_attention\.linear_qkv")),
-        "swap everything": Variant({"swap_config": {"swap": True, **everything}}),
+        "swap everything": Variant({"swap_config": {"swap": True, **everything, "smallest_bytes": LARGE}}),
+        "swap everything, small ones too": Variant({"swap_config": {"swap": True, **everything}}),
         "recompute norms and activation": Variant(
             {"recompute_config": {"select_recompute": {NORMS: True, ACTIVATION: True}}}
         ),

@@ -230,18 +230,19 @@ class OperatorRuns:
 
     def _stop(self, depth: int) -> None:
         """What runs above ``depth`` ends: what it produced is complete, and some releases are due."""
-        stack, micro_batch = self._position.stack, self._position.micro_batch
+        position = self._position
+        stack, micro_batch = position.stack, position.micro_batch
         assert micro_batch is not None
-        self._second_runs.stop_tape(depth)
-        natively = self._natively()
-        self._leave(depth)
-        layer, path, _ = stack[-1] if stack else NO_OPERATOR
-        if not natively:
+        if self._natively():
+            del stack[depth:]
+        else:
+            self._second_runs.stop_tape(depth)
+            self._leave(depth)
+            layer, path, _ = stack[-1] if stack else NO_OPERATOR
             micro_batch.switch(layer, path, micro_batch.count)
-        if self._observation.stopwatch is not None:
-            self._observation.stopwatch.switch(layer, path)
-        micro_batch.copy_fresh()
-        micro_batch.release_due(micro_batch.count)
+            if self._observation.stopwatch is not None:
+                self._observation.stopwatch.switch(layer, path)
+        micro_batch.operator_ended()
 
     def _natively(self) -> bool:
         """Whether nobody will ask which operator runs: it has no hook, and no second run takes what it makes."""

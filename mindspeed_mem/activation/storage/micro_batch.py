@@ -116,6 +116,13 @@ class MicroBatch:
                 self.moved.append(weakref.ref(record))
         self.mover.release_late()
 
+    def operator_ended(self) -> None:
+        """What the last operator produced is complete."""
+        if self._fresh:
+            self.copy_fresh()
+        if self._due or self.mover.late:
+            self.release_due(self.count)
+
     def finish_forward(self) -> None:
         self.copy_fresh()
         self.release_due()
