@@ -136,6 +136,9 @@ def main() -> None:
 
 
 # ---- activations
+MOVED = 2**12
+"""Bytes from which on what a plan selects is to move, even where such copies are not worth it: what it does is shown
+at any size of the model."""
 EVERYTHING = {"swap_config": {"swap": True, "layer_swap": {"backward_prefetch": 2, "layers": True}}}
 CHEAP = [r".*norm", r"mlp\.activation_func", r"self_attention\.rotary_pos_emb"]
 PLANS: dict[str, dict[str, Any]] = {
@@ -170,11 +173,16 @@ def activations(backend: Backend, shape: dict[str, int], findings: Findings) -> 
             continue
         for name in WITH_DROPOUT if config else PLANS:
             with findings.about(name + kind):
-                mem.configure({**STOCK, "memory_config": PLANS[name]})
+                mem.configure({**STOCK, "memory_config": _moving(PLANS[name])})
                 did = {"swap_config": "bytes_out", "recompute_config": "recomputed_bytes"}
                 findings.compare(name + kind, _followed(job, STEPS, *(did[part] for part in PLANS[name])), stock)
     with findings.about("memory"):
         _short_of_memory(backend, job_for(backend, shape), findings)
+
+
+def _moving(plan: dict[str, Any]) -> dict[str, Any]:
+    swap = {"swap_config": plan["swap_config"] | {"smallest_bytes": MOVED}} if "swap_config" in plan else {}
+    return plan | swap
 
 
 def _followed(job: Any, steps: int, *did: str) -> Numbers:

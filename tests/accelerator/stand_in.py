@@ -57,6 +57,7 @@ def start(kind: str, library: Path, gib: float = 2.0) -> None:
         torch._C._cuda_getDevice = torch.accelerator.current_device_index
         torch._C._cuda_getAllocatorBackend = lambda: "native"
         torch._C._cuda_getCurrentStream = lambda device: torch.accelerator.current_stream(device).stream_id
+        module.graphs._cuda_isCurrentStreamCapturing = lambda: False  # it has no graphs
         torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # there is nothing to generate code for
     for name, member in _members(kind).items():
