@@ -231,7 +231,9 @@ def test_placed_optimizers():
 
 
 def test_optimizers_in_parallel():
-    cases = [case for case in CASES[1::9] if "ASGD" not in str(case)]
+    # Its foreach reckons with steps where they lie, and torch leaves those of a state dict on the host there.
+    asgd = ("ASGD", {"foreach": False})
+    cases = [(asgd if kind[0] == "ASGD" else kind, *more) for kind, *more in CASES[1::9]]
     for found in on_ranks(2, under, "computation late", against_plain, cases, device="cuda"):
         assert {case: wrong for case, (wrong, *_) in found.items() if wrong} == {}
 
