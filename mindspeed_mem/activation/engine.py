@@ -8,6 +8,7 @@ leaves and comes back, and `Mover` copies; `SecondRuns` runs what the plan recom
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -114,6 +115,9 @@ class Engine:
         self.in_force.resolve(gather, partners)
         swap, limit = self.in_force.config.swap, self.backend.nominal_limit()
         self.mover.late.window = reserve.late_copies(limit or 0) if swap.window_bytes is None else swap.window_bytes
+        if swap.swap and swap.window_bytes and self.backend.copies_block and self.in_force.tells:
+            line = f"swap_config.window_bytes has no effect: copies of {self.backend.type} are never late"
+            self.in_force.tell(logging.WARNING, line)
         if swap.smallest_bytes is not None:
             self.mover.staying.smallest = swap.smallest_bytes
         elif swap.swap:

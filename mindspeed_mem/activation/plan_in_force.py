@@ -59,7 +59,8 @@ class PlanInForce:
         """The plan selects nothing: everything runs natively."""
         self.pp_aware = False
         """On all ranks."""
-        self._tells = True
+        self.tells = True
+        """What the plan does is logged, and what in it has no effect."""
         self._told: set[str] = set()
         self._built = 0  # layers tagged when the plan was made
 
@@ -132,11 +133,11 @@ class PlanInForce:
             self.idle = not touched and not self._all_layers
             self.recomputes = self.plan.recomputes
         if not layers:
-            self._tell(logging.ERROR, NO_LAYERS)
-        for line in self.plan.log_lines() if self._tells else ():
-            self._tell(logging.INFO, line)
-        for notice in self.plan.notices if self._tells else ():
-            self._tell(logging.WARNING, notice)
+            self.tell(logging.ERROR, NO_LAYERS)
+        for line in self.plan.log_lines() if self.tells else ():
+            self.tell(logging.INFO, line)
+        for notice in self.plan.notices if self.tells else ():
+            self.tell(logging.WARNING, notice)
 
     def count_on(self, models: Iterable[nn.Module], sizes: Mapping[str, int]) -> None:
         """An encoder and a decoder, a tower for images and one for text: the second one's layers count on.
@@ -154,9 +155,9 @@ class PlanInForce:
         self.num_layers = max(self.num_layers, total)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             ranges = (f"{path} {first[path]}-{first[path] + size - 1}" for path, size in sizes.items())
-            self._tell(logging.INFO, f"layers count on from one stack to the next: {', '.join(ranges)}")
+            self.tell(logging.INFO, f"layers count on from one stack to the next: {', '.join(ranges)}")
 
-    def _tell(self, level: int, line: str) -> None:
+    def tell(self, level: int, line: str) -> None:
         """Once, however many models there are."""
         if line not in self._told:
             logger.log(level, line)
@@ -167,6 +168,6 @@ class PlanInForce:
 
         ``tell``: log then what the plan does, and what in it has no effect.
         """
-        self.config, self.plan, self.agreed, self._tells = config, None, False, tell
+        self.config, self.plan, self.agreed, self.tells = config, None, False, tell
         self._told.clear()
         self.recomputes = False

@@ -162,3 +162,20 @@ def test_what_is_said_names_the_stages():
         "(swap_config.pp_aware: False swaps them all the same)",
     ]
     assert residency.passes == 1
+
+
+def told(window: int) -> list[str]:
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import listening, swap
+
+    with parallel(), listening() as messages, swap(entry(op_swap=MLP, window_bytes=window)):
+        chunks = build_gpt("dense", layers=2)
+        for step in range(2):
+            train_step(chunks, step=step)
+    return [line for line in messages if "window_bytes" in line]
+
+
+@pytest.mark.distributed
+def test_a_window_for_late_copies_has_no_effect_where_none_is_late():
+    lines = ["swap_config.window_bytes has no effect: copies of cpu are never late"]
+    assert [on_ranks(1, told, window) for window in (0, 2**20)] == [[[]], [lines]]
