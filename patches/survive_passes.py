@@ -160,9 +160,14 @@ def _timers(model: nn.Module) -> set[Any]:
 
 def _expert_losses() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What Megatron has summed up of the experts' losses for its log, with a copy."""
-    experts = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    entries = experts.get_moe_layer_wise_logging_tracker().values() if experts is not None else ()
-    return [(values, values.clone()) for entry in entries if (values := dict(entry).get("values")) is not None]
+    modules = ("megatron.core.transformer.moe.moe_logging", "megatron.core.transformer.moe.moe_utils")
+    since_018, before = (sys.modules.get(name) for name in modules)
+    if since_018 is not None:
+        found = [entry.values for entry in since_018.get_moe_metrics_tracker().metrics.values()]
+    else:
+        entries = before.get_moe_layer_wise_logging_tracker().values() if before is not None else ()
+        found = [values for entry in entries if (values := dict(entry).get("values")) is not None]
+    return [(values, values.clone()) for values in found]
 
 
 def _tell(error: Exception) -> None:

@@ -82,10 +82,9 @@ def build_gpt(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    get_moe_layer_wise_logging_tracker().clear()  # it keeps the number of layers of the first model
+    expert_losses().clear()  # the number of layers in it is that of the first model
     fields = {**_OF_KIND[kind], **overrides}
     embedding = fields.pop("position_embedding_type", "learned_absolute")
     vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -119,7 +118,10 @@ def build_gpt(
     )
     config.finalize_model_grads_func = finalize_model_grads
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, multi_latent_attention=mla, normalization=config.normalization
+        num_experts=config.num_moe_experts,
+        multi_latent_attention=mla,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
     )
     if change_spec is not None:
         change_spec(spec)
@@ -148,6 +150,19 @@ def build_gpt(
     if settings.overlap_grad_reduce:  # reduce after the last micro-batch only
         config.no_sync_func = chunks[0].no_sync if vpp is None else [chunk.no_sync for chunk in chunks]
     return chunks
+
+
+def expert_losses() -> dict[str, Any]:
+    """What Megatron keeps of the experts' losses, by name: itself, whichever version it is."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # from 0.18 on
+
+        return get_moe_metrics_tracker()._metrics
+    except ImportError:
+        from megatron.core.transformer.moe import moe_utils
+
+        home = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else moe_utils.parallel_state
+        return home.get_moe_layer_wise_logging_tracker()
 
 
 _built: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

@@ -58,6 +58,10 @@ class Patch:
     """A missing symbol gives the status ``absent`` instead of an error."""
     create: bool = False
     """A missing symbol is created (for ``kind="replace"``); undoing removes it again."""
+    since: str = ""
+    """The first version of the package that it is for; in others it gives the status ``absent``."""
+    before: str = ""
+    """The first version of the package that it is not for any more."""
     status: str = "declared"
     """``declared``, ``waiting`` (module not imported yet), ``applied``, ``absent``, ``undone`` or ``FAILED``."""
     notes: list[str] = field(default_factory=list)
@@ -268,8 +272,8 @@ class Registry:
 
     def originals(self) -> dict[str, Any]:
         """What the applied patches have found, by target; None for targets that this environment lacks."""
-        patched = [p for p in reversed(self.patches) if p.kind != "join"]
-        return {p.target: p._found if p.status == "applied" else None for p in patched}
+        patched = sorted(reversed(self.patches), key=lambda p: p.status == "applied")
+        return {p.target: p._found if p.status == "applied" else None for p in patched if p.kind != "join"}
 
     def verify(self, modules: Iterable[str] | None = None) -> dict[Patch, str]:
         """Each patch's status, from looking at what a call through its target reaches now."""
@@ -291,7 +295,8 @@ class Registry:
 
     def _apply(self, patches: list[Patch], keep_going: bool = False) -> None:
         for patch in patches:
-            patch.status = "waiting"
+            of_version = upstream.within(patch.module.partition(".")[0], patch.since, patch.before)
+            patch.status = "waiting" if of_version else "absent"
         self._install([p for p in patches if p._bound_to or p.module in sys.modules], patches, keep_going)
         late: dict[str, list[Patch]] = {}
         for patch in patches:
@@ -346,25 +351,31 @@ class Registry:
 REGISTRY = Registry()
 
 
-def around(target: str, *, optional: bool = False) -> Callable[[Callable], Callable]:
+def around(target: str, *, optional: bool = False, since: str = "", before: str = "") -> Callable[[Callable], Callable]:
     """Declare that calls of ``target`` become ``function(original, *args, **kwargs)``.
 
     Static and class methods stay what they are; for a class method ``original`` takes the class first.
+    ``since``, ``before``: it is for these versions of the target's package only (``"0.17"``).
     """
 
     def declare(function: Callable) -> Callable:
-        REGISTRY.declare(Patch(target, function, optional=optional, declared_by=function.__module__))
+        REGISTRY.declare(
+            Patch(target, function, optional=optional, since=since, before=before, declared_by=function.__module__)
+        )
         return function
 
     return declare
 
 
-def replace(target: str, value: Any, *, declared_by: str, optional: bool = False, create: bool = False) -> None:
+def replace(
+    target: str, value: Any, *, declared_by: str, optional: bool = False, create: bool = False, since: str = ""
+) -> None:
     """Declare that ``target`` becomes ``value`` (a class, an object or a function that does not call the original).
 
     ``create``: a module-level name that is missing is created, and removed by undoing.
     """
-    REGISTRY.declare(Patch(target, value, "replace", optional=optional, create=create, declared_by=declared_by))
+    how: dict[str, Any] = {"optional": optional, "create": create, "since": since}
+    REGISTRY.declare(Patch(target, value, "replace", declared_by=declared_by, **how))
 
 
 def join(target: str, value: Any, *, declared_by: str) -> None:
