@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from tests.worlds import known
+
 DEVICE = os.environ.get("ACCELERATOR_KIND", "cpu")
 VOCABULARY = 256
 SEQUENCE = 32
@@ -128,17 +130,17 @@ def build_gpt(
     settings = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **(ddp or {})})
     chunks = []
     for stage in range(vpp or 1):
-        at = {"ignore_virtual": False, "vp_stage": None if vpp is None else stage}
+        at = known(GPTModel.__init__, vp_stage=None if vpp is None else stage)  # before 0.13 one part only
         model = GPTModel(
             config,
             spec,
             VOCABULARY,
             SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(**at),
-            post_process=parallel_state.is_pipeline_last_stage(**at),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **at),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **at),
             share_embeddings_and_output_weights=tied,
             position_embedding_type=embedding,
-            vp_stage=at["vp_stage"],
+            **at,
         )
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -194,7 +196,7 @@ def build_optimizer(chunks: list[torch.nn.Module], *, lr: float = 1e-3, **overri
         "bf16": config.bf16,
         "params_dtype": config.params_dtype,
         "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
-        "overlap_param_gather": chunks[0].ddp_config.overlap_param_gather,
+        **known(OptimizerConfig, overlap_param_gather=chunks[0].ddp_config.overlap_param_gather),
     }
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**fields, **overrides}), chunks)
     config.grad_scale_func = optimizer.scale_loss
