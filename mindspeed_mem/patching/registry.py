@@ -32,6 +32,14 @@ _INTERNED = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset
 _DECORATORS = {"torch", "contextlib", "functools", "typing_extensions", "mindspeed_mem"}  # no pack that patched later
 
 
+def _nobody(module: str) -> str:
+    return ""
+
+
+asked_by: Callable[[str], str] = _nobody
+"""The flags, in words, for which a patch module is applied; the adaptor puts its own function here."""
+
+
 class PatchError(RuntimeError):
     """A patch cannot be applied or undone as declared; the message names the symbol and the reason."""
 
@@ -92,7 +100,7 @@ class Patch:
                 self.status = "absent"
                 return None
             else:
-                raise PatchError(f"{self.target} does not exist in the installed version") from error
+                raise PatchError(f"{self.target} does not exist in the installed version{self._for()}") from error
         if self.kind == "join":
             found.append(self.function)
             self._owner, self._name, self._ours, self.status = owner, name, found, "applied"
@@ -188,8 +196,12 @@ class Patch:
         if not variadic and named != [p.name for p in theirs][: len(named)]:
             raise PatchError(
                 f"{self.target} no longer begins with ({', '.join(named)}): found "
-                f"({', '.join(p.name for p in theirs)}). Use a supported version of {package}"
+                f"({', '.join(p.name for p in theirs)}). Use a supported version of {package}{self._for()}"
             )
+
+    def _for(self) -> str:
+        flags = asked_by(self.declared_by)
+        return f", or leave {flags} out" if flags else ""
 
     def _compare(self, found: Any) -> None:
         difference = upstream.difference(self.target, found) if found is not _MISSING else None
@@ -198,7 +210,8 @@ class Patch:
         text, is_change = difference
         self.notes.append(text)
         if is_change:
-            logger.warning("%s (patches/%s.py): %s", self.target, self.declared_by.rpartition(".")[2], text)
+            where = self.declared_by.rpartition(".")[2]
+            logger.warning("%s (patches/%s.py): %s%s", self.target, where, text, self._for())
         else:
             _say_once(f"{text}. What differs: python -m mindspeed_mem doctor")
 
