@@ -180,10 +180,10 @@ _INTRODUCTION = """\
 
 In each of these the doctor found nothing wrong, and every feature that works trained small models to the same bits as
 Megatron alone, on one rank and on two, on a CPU. megatron-core 0.17 and newer need Python 3.12 or newer.
-`make compat` makes this page:
+`make compat` makes this page; what holds for the version that is installed is part of what this prints:
 
 ```console
-$ make compat VERSIONS=0.19.2
+$ python -m mindspeed_mem doctor
 ```
 """.split("\n")
 _END = """\
