@@ -111,6 +111,7 @@ def parallel(
         unset_num_microbatches_calculator()
         parallel_state.destroy_global_memory_buffer()
         parallel_state.destroy_model_parallel()
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # before 0.13 that leaves them, for the next layout
         for group in list(torch.distributed.distributed_c10d._world.pg_map):
             if group is not torch.distributed.group.WORLD:  # their threads cost time, and a case may make hundreds
                 torch.distributed.destroy_process_group(group)
