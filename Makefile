@@ -2,12 +2,14 @@
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
 # make test-oldest  set up the oldest supported torch beside it (.venv-oldest) and run some tests of swapping
 # make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
+# make compat     what works on which megatron-core: an environment for each (PYTHON has to be 3.12 or newer), the doctor
+#                 and some tests in it, and the table of that (VERSIONS="0.14.0 0.19.2" for some, COMPAT=folder)
 # make device     what is to be known of an accelerator, in pieces: installs nothing, PYTHON has to have torch and
 #                 megatron-core (DEVICE=npu, MINUTES=9, ONLY=bits-chunks,swap, RESULTS=folder; goes on where it stopped)
 # make check      ruff, types and the unit tests: the quick loop
 # make lint, make types, make doctor, make clean
 #
-# PYTHON=python3.12       the interpreter to make the environment with (3.10, 3.11 or 3.12)
+# PYTHON=python3.12       the interpreter to make the environment with (3.10 to 3.13)
 # TORCH="torch==2.6.0"    another torch than the one in requirements-cpu.txt (export it, or give it in every call)
 # JOBS=2                  how many test files run at a time (0: in pytest's own process)
 # VENV=/some/folder       where the environment goes; VENV= installs nothing and takes PYTHON as it is
@@ -22,6 +24,8 @@ JOBS ?= 2
 MINUTES ?= 25
 ONLY ?=
 RESULTS ?=
+COMPAT ?= .venv-compat
+VERSIONS ?=
 OLDEST := 2.6.0
 OLDEST_TESTS := tests/asynchrony/test_swap_waits.py tests/memory/test_life_cycle.py \
     $(foreach kind,dense moe,'tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model[$(kind)]')
@@ -34,7 +38,7 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test test-oldest check lint types doctor device hashes clean environment
+.PHONY: help pretrain test test-oldest compat check lint types doctor device hashes clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -57,6 +61,11 @@ test: environment
 
 test-oldest: environment
 	RUN="$(RUN)" OLDEST=$(OLDEST) .ci/oldest --quiet $(PARALLEL) $(OLDEST_TESTS)
+
+# Not in the environment of the other targets, whose Python may be too old for the newest.
+compat:
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) tests/compat.py --folder "$(COMPAT)" \
+	    $(if $(VERSIONS),--only $(VERSIONS))
 
 lint: types
 	$(ENVIRONMENT) $(RUN) -m ruff check .
@@ -82,5 +91,5 @@ hashes: environment
 
 # Only the default environments: one that VENV names may hold other people's packages.
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-compat build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

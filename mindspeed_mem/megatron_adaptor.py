@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import importlib
 import logging
 import os
@@ -28,7 +29,7 @@ from mindspeed_mem.activation.observe.meter import ActivationMeter
 from mindspeed_mem.device import Backend, delegation, numa
 from mindspeed_mem.experimental import delegating
 from mindspeed_mem.features import FeatureError, Settings
-from mindspeed_mem.patching import REGISTRY, Patch, PatchError
+from mindspeed_mem.patching import REGISTRY, Patch, PatchError, registry
 from mindspeed_mem.report import log
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
@@ -196,6 +197,7 @@ def _apply(settings: Settings) -> None:
         from mindspeed_mem.patches import mindspeed_features
 
         mindspeed_features.join()
+    registry.asked_by = functools.partial(_asked_by, settings)
     wanted = patch_modules(patterns)
     for module in wanted:
         importlib.import_module(module)
@@ -212,6 +214,14 @@ def _apply(settings: Settings) -> None:
     _State.modules, _State.settings = tuple(wanted), settings
     for notice in settings.notices if os.environ.get("RANK", "0") == "0" else ():
         logger.warning(notice)
+
+
+def _asked_by(settings: Settings, module: str) -> str:
+    """The flags that are on and ask for a patch module; of one that all need, all."""
+    name = module.rpartition(".")[2]
+    on = [one for one in features.FEATURES if one.flag in settings.on and one.patches]
+    named = [one for one in on if any(fnmatch.fnmatch(name, pattern) for pattern in one.patches)]
+    return " and ".join(one.flag for one in named or on)
 
 
 def _use_chunks(wanted: ChunkSettings) -> None:

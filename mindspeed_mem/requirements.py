@@ -7,15 +7,21 @@ library, and nothing that an older Python cannot parse.
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 PYTHON = (3, 10)
 IMPORTED_AS = {"torch": "torch", "wrapt": "wrapt", "PyYAML": "yaml", "numpy": "numpy"}
 """What has to be installed to train, by the name that pip knows, with the name that is imported."""
 
-TESTED = {"torch": ("2.13",), "megatron-core": ("0.16.1",), "mindspeed": ("0.16.0",), "torch_npu": ()}
+COMPAT: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("compat.json").read_text(encoding="utf-8"))
+"""What works on which megatron-core: by version, and in ``features`` by feature; made by `make compat`."""
+
+TESTED = {"torch": ("2.13",), "megatron-core": tuple(COMPAT), "mindspeed": ("0.16.0",), "torch_npu": ()}
 """The versions that tests have run with, by their beginnings."""
 
 
@@ -26,7 +32,7 @@ def old_python() -> str | None:
     needed = ".".join(map(str, PYTHON))
     return (
         f"this needs Python {needed} or newer, and runs on {platform.python_version()} ({sys.executable}); "
-        f"install torch and this package into an environment of Python {needed}, 3.11 or 3.12 and start it with that"
+        f"install torch and this package into an environment of Python {needed} to 3.13 and start it with that"
     )
 
 
@@ -37,7 +43,7 @@ def untested(versions: Mapping[str, str | None]) -> list[str]:
         number = versions.get(name)
         if number is None or any((number.partition("+")[0] + ".").startswith(one + ".") for one in tested):
             continue
-        with_what = f"with {' and '.join(tested)}, and patches may not do what they should" if tested else "with none"
+        with_what = f"with {', '.join(tested)}, and patches may not do what they should" if tested else "with none"
         found.append(f"{name} {number} is untested: this version of mindspeed_mem was tested {with_what}")
     return found
 

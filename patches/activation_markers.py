@@ -35,20 +35,20 @@ def _marker(method):
     return make
 
 
-around("megatron.core.utils:nvtx_range_push")(_marker("mark_start"))
-around("megatron.core.utils:nvtx_range_pop")(_marker("mark_stop"))
+around("megatron.core.utils:nvtx_range_push", since="0.14")(_marker("mark_start"))
+around("megatron.core.utils:nvtx_range_pop", since="0.14")(_marker("mark_stop"))
 
 
 @contextlib.contextmanager
 def _ranges_closed():
     """A second run that stops early leaves ranges open: close them, or Megatron finds its own out of order."""
-    utils = sys.modules["megatron.core.utils"]
-    before = len(utils._nvtx_range_messages)
+    ranges = getattr(sys.modules["megatron.core.utils"], "_nvtx_range_messages", [])
+    before = len(ranges)
     try:
         yield
     finally:
-        while len(utils._nvtx_range_messages) > before:
-            utils._nvtx_range_messages.pop()
+        while len(ranges) > before:
+            ranges.pop()
             torch.cuda.nvtx.range_pop()
 
 

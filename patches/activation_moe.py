@@ -33,7 +33,7 @@ def _step(method, name):
 
 for _kind in ("AllGather", "AlltoAll"):
     for _method, _name in _STEPS.items():
-        around(_DISPATCHERS.format(_kind, _method))(_step(_method, _name))
+        around(_DISPATCHERS.format(_kind, _method), since="0.14")(_step(_method, _name))
 
 
 @around("megatron.core.utils:GlobalMemoryBuffer.get_tensor")

@@ -6,6 +6,8 @@ Why here: a stack knows its layers' global numbers for any pipeline split, and l
 
 from __future__ import annotations
 
+import sys
+
 from mindspeed_mem.activation.stacks import tag_stack
 from mindspeed_mem.patching import around
 
@@ -13,12 +15,20 @@ from mindspeed_mem.patching import around
 @around("megatron.core.transformer.transformer_block:TransformerBlock.__init__")
 def block_init(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
-    stages = getattr(self.pg_collection, "pp", None)
-    place = (stages.rank() if stages is not None else 0, self.vp_stage or 0)
-    tag_stack(self, getattr(self, "final_layernorm", None), self.config.num_layers, place, __name__)
+    tag_stack(self, getattr(self, "final_layernorm", None), self.config.num_layers, _place(self), __name__)
 
 
 @around("megatron.core.ssm.mamba_block:MambaStack.__init__", optional=True)
 def mamba_init(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     tag_stack(self, getattr(self, "final_norm", None), self.config.num_layers, (self.pp_group.rank(), 0), __name__)
+
+
+def _place(stack):
+    """Its pipeline stage and virtual stage."""
+    groups = getattr(stack, "pg_collection", None) or getattr(stack, "model_comm_pgs", None)  # since 0.15, or 0.13
+    if groups is None:
+        state = sys.modules["megatron.core.parallel_state"]
+        return state.get_pipeline_model_parallel_rank(), state.get_virtual_pipeline_model_parallel_rank() or 0
+    stages = getattr(groups, "pp", None)
+    return stages.rank() if stages is not None else 0, stack.vp_stage or 0

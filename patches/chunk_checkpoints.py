@@ -106,7 +106,7 @@ def optimizer_sharded_state_dict(original, self, model_sharded_state_dict={}, *a
     return original(self, dict_list_map_outplace(with_parameter, model_sharded_state_dict), *args, **kwargs)
 
 
-@around(_OPTIMIZER + "sharded_param_state_fully_reshardable")
+@around(_OPTIMIZER + "sharded_param_state_fully_reshardable", since="0.15")
 def sharded_param_state_fully_reshardable(original, self, *args, **kwargs):
     self.gathers_for_parameters = True
     try:

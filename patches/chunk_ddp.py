@@ -20,16 +20,17 @@ from mindspeed_mem.zero.buffers.buckets import BucketChunks
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup."
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer."
+_LAYOUT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout"
 
 
 @around(_DDP + "__init__")
-def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False, pg_collection=None):
+def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False, *args, **kwargs):
     now = runtime.current()
     if now is not None:
         now.hidden_size = config.hidden_size
     ours = now is not None and now.settings.stage >= 2 and ddp_config.use_distributed_optimizer
     # Else upstream would put all buckets of a stage's later chunks into one group, to be reduced together.
-    original(self, config, ddp_config, module, disable_bucketing and not ours, pg_collection)
+    original(self, config, ddp_config, module, disable_bucketing and not ours, *args, **kwargs)
     buffers = [*self.buffers, *self.expert_parallel_buffers]
     if now is not None and ddp_config.use_distributed_optimizer:
         now.check_ranks(buffers)
@@ -59,15 +60,51 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
     now.add(self, chunks)
 
 
-@around(_BUFFER + "__init__")
+@around(_BUFFER + "__init__", before="0.17")
 def buffer_init(original, self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest):
+    bucket_size = _bucket_size(ddp_config, params, data_parallel_group.size(), bucket_size)
+    with _gradients_later(ddp_config):
+        original(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest)
+
+
+@around(_BUFFER + "__init__", since="0.17")
+def named_buffer_init(
+    original,
+    self,
+    ddp_config,
+    param_dtype,
+    grad_dtype,
+    params_with_names,
+    data_parallel_group,
+    bucket_size,
+    *rest,
+    **kw,
+):
+    params = [param for param, _ in params_with_names]
+    bucket_size = _bucket_size(ddp_config, params, data_parallel_group.size(), bucket_size)
+    given = (ddp_config, param_dtype, grad_dtype, params_with_names, data_parallel_group, bucket_size)
+    with _gradients_later(ddp_config):
+        original(self, *given, *rest, **kw)
+
+
+@around(_LAYOUT, since="0.18")
+def layout(original, params, bucket_size, data_parallel_world_size, ddp_config, *rest, **more):
+    """Where buckets end is settled here, for the buffers to come."""
+    bucket_size = _bucket_size(ddp_config, params, data_parallel_world_size, bucket_size)
+    return original(params, bucket_size, data_parallel_world_size, ddp_config, *rest, **more)
+
+
+def _bucket_size(ddp_config, params, ranks, given):
     """Upstream makes one bucket of everything without overlap, behind the first pipeline stage, and of later chunks."""
     now = runtime.current() if ddp_config.use_distributed_optimizer else None
-    if now is not None and now.cuts_buckets:
-        padding = ddp_config.pad_buckets_for_high_nccl_busbw
-        bucket_size = now.bucket_size(params, data_parallel_group.size(), padding)
-    with _GradientsLater() if now is not None and now.settings.stage >= 2 else contextlib.nullcontext():
-        original(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, bucket_size, *rest)
+    if now is None or not now.cuts_buckets:
+        return given
+    return now.bucket_size(params, ranks, ddp_config.pad_buckets_for_high_nccl_busbw)
+
+
+def _gradients_later(ddp_config):
+    now = runtime.current() if ddp_config.use_distributed_optimizer else None
+    return _GradientsLater() if now is not None and now.settings.stage >= 2 else contextlib.nullcontext()
 
 
 class _GradientsLater(TorchFunctionMode):
@@ -141,11 +178,11 @@ def start_grad_sync(original, self, *args, **kwargs):
 
 
 @around(_GROUP + "finish_grad_sync")
-def finish_grad_sync(original, self, force_all_reduce=False):
+def finish_grad_sync(original, self, *force_all_reduce, **named):
     chunks = _of(self)
     if chunks is None:
-        return original(self, force_all_reduce)
-    if force_all_reduce:
+        return original(self, *force_all_reduce, **named)
+    if any((*force_all_reduce, *named.values())):
         raise ValueError(
             "--save-wgrads-interval saves whole gradients, which no rank has with --chunk-zero-stage 2 or 3. Leave one "
             "of them out, or use --chunk-zero-stage 1"

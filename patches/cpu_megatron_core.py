@@ -30,7 +30,7 @@ def _norm_with_sequence_parallel(original, cls, config, *args, **kwargs):
     return norm
 
 
-@around("megatron.core.extensions.transformer_engine:TENorm.__new__")
+@around("megatron.core.extensions.transformer_engine:TENorm.__new__", optional=True)
 def _torch_norm(original, cls, config, hidden_size, eps=1e-5):
     """Named by the stacks of hybrid models, and of T5 also with local layers."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -50,7 +50,7 @@ def _no_softmax_kernel(original, self, *args, **kwargs):
     return False
 
 
-@around(f"{_RANDOM}:CheckpointWithoutOutput.__init__")
+@around(f"{_RANDOM}:CheckpointWithoutOutput.__init__", since="0.14")
 def _checkpoint_without_fp8(original, self, fp8=False):
     """Upstream asks ``fp8 is not None`` with a default of False, and then for names of TransformerEngine.
 
@@ -75,7 +75,7 @@ def _quiet_fork(original, self, *args, **kwargs):
 replace("megatron.core.transformer.moe.moe_utils:te_general_gemm", None, declared_by=__name__, create=True)
 
 # True upstream because its imports succeed without TransformerEngine, with mocks that isinstance does not take.
-replace("megatron.core.transformer.multi_latent_attention:HAVE_TE", False, declared_by=__name__)
+replace("megatron.core.transformer.multi_latent_attention:HAVE_TE", False, declared_by=__name__, since="0.14")
 
 
 def _accumulate(total_input, grad_output, main_grad):

@@ -57,3 +57,10 @@ def _torch_adam(optimizer) -> bool:
     if sys.modules[_MODULE].HAVE_APEX_OR_TE:
         return False
     return isinstance(optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
+
+@around(f"{_MODULE}:quantize_param_shard", before="0.14")
+def _quantize_param_shard(original, model_params, *args, **kwargs):
+    """Asks for TransformerEngine's version even where there is no parameter in fp8."""
+    if model_params:
+        original(model_params, *args, **kwargs)

@@ -52,11 +52,12 @@ class _Package:
         del sys.modules[f"{self._name}.{name}"]
 
 
-def _stand_in(module: ModuleType) -> None:
-    """Declare that importing `module.__name__` finds it."""
+def _stand_in(module: ModuleType, **versions: str) -> None:
+    """Declare that importing `module.__name__` finds it; versions: ``since`` and ``before``."""
     package, _, name = module.__name__.rpartition(".")
     owner = _Package(package)
-    REGISTRY.declare(Patch(f"{package}:{name}", module, "replace", create=True, declared_by=__name__, _bound_to=owner))
+    how: dict[str, Any] = {"create": True, "declared_by": __name__, "_bound_to": owner, **versions}
+    REGISTRY.declare(Patch(f"{package}:{name}", module, "replace", **how))
 
 
 def _without_kernels(name: str, *functions: str, why: str) -> Any:
@@ -97,6 +98,20 @@ if importlib.util.find_spec("triton") is None:
         why="inference of state-space layers needs triton, which runs on CUDA",
     )
     _stand_in(_kernels)
+    _why = "a paged stash needs triton, which runs on CUDA: leave --moe-paged-stash out"  # imported by the schedules
+    _kernels = _without_kernels(
+        "megatron.core.transformer.moe.paged_stash",
+        *("paged_stash_reset", "paged_stash_init_chunk_handler", "paged_stash_group_start", "paged_stash_group_commit"),
+        *("get_paged_stash_context", "PagedStashRunner"),
+        why=_why,
+    )
+    _stand_in(_kernels, since="0.18", before="0.19")
+    _kernels = _without_kernels(
+        "megatron.core.transformer.moe.ops.paged_stash",
+        *("paged_stash_copy_kernel", "paged_stash_pop_kernel", "GLOBAL_BLOCK_SIZE"),
+        why=_why,
+    )
+    _stand_in(_kernels, since="0.19")
 _helpers = _installed_helpers()
 if _helpers is not None:
     _stand_in(_helpers)

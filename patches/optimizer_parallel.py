@@ -53,10 +53,10 @@ def copy_to_model(original, self):
 
 
 @around(_WRAPPER + "_copy_model_params_to_main_params")
-def copy_from_model(original, self, state_dict=None):
+def copy_from_model(original, self, *state_dict, **named):
     if not _parallel(self):
-        return original(self, state_dict)
-    assert state_dict is None, "as upstream"
+        return original(self, *state_dict, **named)
+    assert not any((*state_dict, *named.values())), "as upstream"
     self.optimizer.reload_masters()
 
 

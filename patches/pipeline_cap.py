@@ -19,6 +19,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,14 +27,18 @@ import torch.distributed as dist
 
 from mindspeed_mem import features
 from mindspeed_mem.passes import BACKWARD, Listener, Pass, Precedence, Run, ScheduleCall
-from mindspeed_mem.patching import around, join
+from mindspeed_mem.patching import around, join, upstream
 from mindspeed_mem.schedule import ScheduleError, executor, order, peak, problems, wires
 from mindspeed_mem.schedule.reductions import GradientReductions, ParameterGathers
 
 logger = logging.getLogger(__name__)
 
 _FLAG = "--max-inflight-microbatches"
-_GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")  # what Megatron's loops hand on
+# What the names are that Megatron's loops hand on, and what they call with.
+_GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
+_GIVEN_GROUPS = "pg_collection" if upstream.within("megatron", since="0.15") else "grad_finalize_pgs"
+_FINALIZES_WITH = ("force_all_reduce",) if upstream.within("megatron", since="0.16") else ()
+_TYPES_MODELS = upstream.within("megatron", before="0.17")
 _said: set[int] = set()  # the caps of which it was said that they change nothing
 
 
@@ -70,7 +75,7 @@ class CappedLoop(Listener):
         if call.schedule == "forward_backward_no_pipelining":
             _say_idle(call.cap, "without pipeline stages one micro-batch is in flight")
             return run(call)
-        if (call.arguments.get("p2p_communicator") is None) != (call.arguments.get("pg_collection") is None):
+        if (call.arguments.get("p2p_communicator") is None) != (call.arguments.get(_GIVEN_GROUPS) is None):
             return run(call)  # Megatron says what is wrong with that
         group_size = call.group_size if len(call.models) > 1 else None
         sizes = (call.stages, len(call.models), call.micro_batches)
@@ -90,15 +95,13 @@ join("mindspeed_mem.passes:LISTENERS", CappedLoop(), declared_by=__name__)
 def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
     """One training step; returns what the loss function gave for each micro-batch, on the last stage."""
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config
 
     kwargs, models, stage = call.arguments, call.models, call.stage
     interleaved = call.schedule.endswith("with_interleaving")
     config = get_model_config(models[0])
     _refuse(config, kwargs)
-    communicator, groups = kwargs.get("p2p_communicator"), kwargs.get("pg_collection")
-    groups = ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS)) if groups is None else groups
+    communicator, groups = kwargs.get("p2p_communicator"), _groups(kwargs.get(_GIVEN_GROUPS))
     pipeline = groups.pp if communicator is None else communicator.pp_group
     timers = config.timers
     if timers is not None:
@@ -110,7 +113,7 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
     iterators = kwargs["data_iterator"]
     iterators = iterators if isinstance(iterators, list) else [iterators] * len(models)
     gathers = ParameterGathers(config.param_sync_func if interleaved else None, models)
-    model_type = schedules.get_model_type(models[0])
+    rest = (schedules.get_model_type(models[0]), config) if _TYPES_MODELS else (config,)
     last_of_chunk = {chunk: micro_batch for direction, micro_batch, chunk in orders[stage] if direction == BACKWARD}
 
     def forward(micro_batch, chunk, given):
@@ -135,7 +138,7 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
 
     def backward(micro_batch, chunk, given, output, gradient):
         with reductions.backward(chunk, last=micro_batch == last_of_chunk[chunk]):
-            return schedules.backward_step(given, output, gradient, model_type, config)
+            return schedules.backward_step(given, output, gradient, *rest)
 
     circle = len(models) > 1
     backend = config.pipeline_model_parallel_comm_backend
@@ -158,15 +161,31 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
             release=lambda output: schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs),
         )
     if config.finalize_model_grads_func is not None:
-        config.finalize_model_grads_func(
-            models,
-            tokens if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=kwargs.get("force_all_reduce", False),
-        )
+        more = {name: kwargs.get(name, False) for name in _FINALIZES_WITH}
+        counted = tokens if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func(models, counted, **{_GIVEN_GROUPS: groups}, **more)
     if timers is not None:
         timers("forward-backward").stop()
     return results
+
+
+def _groups(given: Any) -> Any:
+    """The groups that a loop was given, or else Megatron's own."""
+    from megatron.core import process_groups_config
+
+    if given is not None:
+        return given
+    if upstream.within("megatron", since="0.15"):
+        return process_groups_config.ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
+    state = sys.modules["megatron.core.parallel_state"]
+    return SimpleNamespace(
+        tp=state.get_tensor_model_parallel_group(),
+        cp=state.get_context_parallel_group(),
+        embd=state.get_embedding_group(check_initialized=False),
+        pos_embd=state.get_position_embedding_group(check_initialized=False),
+        pp=state.get_pipeline_model_parallel_group(),
+        dp_cp=state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False),
+    )
 
 
 def _shape(schedules: Any, kwargs: Mapping[str, Any], config: Any, groups: Any, interleaved: bool) -> Sequence[int]:

@@ -17,15 +17,30 @@ def _in_first_run(original, *args, **kwargs):
         original(*args, **kwargs)
 
 
-around("megatron.core.transformer.moe.moe_utils:save_to_aux_losses_tracker")(_in_first_run)
-around("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias")(_in_first_run)
+_MOE = "megatron.core.transformer.moe."
+around(_MOE + "moe_utils:save_to_aux_losses_tracker", before="0.18")(_in_first_run)
+around(_MOE + "moe_logging:MoEMetricsTracker.record", since="0.18")(_in_first_run)
+around(_MOE + "router:TopKRouter._apply_expert_bias", since="0.16")(_in_first_run)
+
+
+@around(_MOE + "router:TopKRouter.routing", before="0.16")
+def routing(original, self, *args, **kwargs):
+    """Counts the tokens of each expert among all that it does."""
+    counted = self.local_tokens_per_expert
+    if counted is None or not module_rerun.running():
+        return original(self, *args, **kwargs)
+    self.local_tokens_per_expert = counted.clone()
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.local_tokens_per_expert = counted
 
 
 _over_all_ranks = [False]
 """Whether the loss that is being computed is that over all data-parallel ranks."""
 
 
-@around("megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss")
+@around(_MOE + "router:TopKRouter._apply_global_aux_loss", since="0.15")
 def apply_global_aux_loss(original, self, *args, **kwargs):
     engine = engines.current()
     if engine is None or self.global_tokens_per_expert is None:
@@ -45,7 +60,8 @@ def apply_global_aux_loss(original, self, *args, **kwargs):
         _over_all_ranks[0] = False
 
 
-@around("megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count")
+@around(_MOE + "router:reduce_from_tensor_model_parallel_region", since="0.15", before="0.16")
+@around(_MOE + "moe_utils:get_tokens_per_expert_and_token_count", since="0.16")
 def tokens_per_expert(original, *args, **kwargs):
     engine = engines.current()
     if engine is None or not _over_all_ranks[0]:  # others' ranks have the same plan, and ask again together

@@ -20,9 +20,10 @@ def _init(original, self, *args, k_channels=None, v_channels=None, **kwargs):
     """Multi-latent attention gives numbers of channels, which are read from the tensors here. Says what cannot be."""
     original(self, *args, **kwargs)
     problems = []
-    if self.config.softmax_type != "vanilla":
-        problems.append(f"softmax_type {self.config.softmax_type!r}: only 'vanilla' (--softmax-type vanilla)")
-    if self.scale_mask_softmax.window_size is not None:
+    softmax = getattr(self.config, "softmax_type", "vanilla")
+    if softmax != "vanilla":
+        problems.append(f"softmax_type {softmax!r}: only 'vanilla' (--softmax-type vanilla)")
+    if getattr(self.scale_mask_softmax, "window_size", None) is not None:
         problems.append(f"window_size {self.config.window_size}: no sliding windows (leave --window-size out)")
     if problems:
         raise SdpaError(_refusal(self, problems))
@@ -73,7 +74,7 @@ def _get_query_key_value_tensors(original, self, *args, **kwargs):
     rotary = self.config.qk_pos_emb_head_dim
     split = self.linear_kv_down_proj.weight.shape[0] != self.config.kv_lora_rank + rotary
     if split and key.requires_grad:
-        key = share_last_channels(key, rotary, self.tp_group)
+        key = share_last_channels(key, rotary, self.linear_kv_up_proj.tp_group)
     return query, key, *others
 
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -160,9 +160,16 @@ def _timers(model: nn.Module) -> set[Any]:
 
 def _expert_losses() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What Megatron has summed up of the experts' losses for its log, with a copy."""
-    experts = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    entries = experts.get_moe_layer_wise_logging_tracker().values() if experts is not None else ()
-    return [(values, values.clone()) for entry in entries if (values := dict(entry).get("values")) is not None]
+    tracker = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if tracker is not None:  # from 0.18 on
+        found = [entry.values for entry in tracker.get_moe_metrics_tracker().metrics.values()]
+    else:
+        homes = ("megatron.core.transformer.moe.moe_utils", "megatron.core.parallel_state")  # the latter before 0.13
+        name = "get_moe_layer_wise_logging_tracker"
+        getter = next((getattr(sys.modules[one], name) for one in homes if hasattr(sys.modules.get(one), name)), dict)
+        entries: Iterable[Any] = getter().values()
+        found = [values for entry in entries if (values := dict(entry).get("values")) is not None]
+    return [(values, values.clone()) for values in found]
 
 
 def _tell(error: Exception) -> None:

@@ -98,25 +98,42 @@ def chunked(stage: int, *, chunk: int = 16384, budget: int | None = None, **more
 @contextlib.contextmanager
 def _same_buckets(given: ChunkSettings) -> Iterator[None]:
     """Megatron makes the buckets that chunk ZeRO would, where left alone it makes only one."""
-    from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
+    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     sizes = runtime.Runtime(given)
-    buffer, ddp = param_and_grad_buffer._ParamAndGradBuffer, distributed_data_parallel.DistributedDataParallel
-    originals = buffer.__init__, ddp.__init__
 
-    def buffer_init(self, ddp_config, param_dtype, grad_dtype, params, group, bucket_size, *rest):
-        size = sizes.bucket_size(params, group.size(), ddp_config.pad_buckets_for_high_nccl_busbw)
-        originals[0](self, ddp_config, param_dtype, grad_dtype, params, group, size, *rest)
+    def size(ddp_config: Any, params: list[Any], ranks: int) -> int:
+        plain = [one[0] if isinstance(one, tuple) else one for one in params]  # from 0.17 on they come with names
+        return sizes.bucket_size(plain, ranks, ddp_config.pad_buckets_for_high_nccl_busbw)
 
-    def ddp_init(self, config, *args, **kwargs):
+    buffer_init, ddp_init = _ParamAndGradBuffer.__init__, DistributedDataParallel.__init__
+
+    def buffer(self, ddp_config, param_dtype, grad_dtype, params, group, bucket_size, *rest, **more):
+        bucket_size = size(ddp_config, params, group.size())
+        buffer_init(self, ddp_config, param_dtype, grad_dtype, params, group, bucket_size, *rest, **more)
+
+    def ddp(self, config, *args, **kwargs):
         sizes.hidden_size = config.hidden_size
-        originals[1](self, config, *args, **kwargs)
+        ddp_init(self, config, *args, **kwargs)
 
-    buffer.__init__, ddp.__init__ = buffer_init, ddp_init
+    replaced = [(_ParamAndGradBuffer, "__init__", buffer), (DistributedDataParallel, "__init__", ddp)]
+    if hasattr(DistributedOptimizer, "_compute_per_buffer_param_layout"):  # from 0.18 on it says where buckets end
+        layout = DistributedOptimizer._compute_per_buffer_param_layout
+
+        def laid_out(params, bucket_size, ranks, ddp_config, *rest, **more):
+            return layout(params, size(ddp_config, params, ranks), ranks, ddp_config, *rest, **more)
+
+        replaced.append((DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(laid_out)))
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replaced]
+    for owner, name, ours in replaced:
+        setattr(owner, name, ours)
     try:
         yield
     finally:
-        buffer.__init__, ddp.__init__ = originals
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 def differences(cases: dict[str, Case]) -> list[str]:
@@ -284,19 +301,6 @@ def altered(*changes: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         GPTModel.__init__ = original
-
-
-@contextlib.contextmanager
-def with_qk_norm() -> Iterator[None]:
-    """Queries and keys are normalised, which `tests.models.build_gpt` has no name for."""
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    original = gpt_layer_specs.get_gpt_layer_local_spec
-    gpt_layer_specs.get_gpt_layer_local_spec = functools.partial(original, qk_layernorm=True)
-    try:
-        yield
-    finally:
-        gpt_layer_specs.get_gpt_layer_local_spec = original
 
 
 def chunk_of(models: list[Any], name: str) -> Any:

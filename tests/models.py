@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from tests.worlds import known
+
 DEVICE = os.environ.get("ACCELERATOR_KIND", "cpu")
 VOCABULARY = 256
 SEQUENCE = 32
@@ -82,10 +84,9 @@ def build_gpt(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    get_moe_layer_wise_logging_tracker().clear()  # it keeps the number of layers of the first model
+    expert_losses().clear()  # the number of layers in it is that of the first model
     fields = {**_OF_KIND[kind], **overrides}
     embedding = fields.pop("position_embedding_type", "learned_absolute")
     vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -119,24 +120,27 @@ def build_gpt(
     )
     config.finalize_model_grads_func = finalize_model_grads
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, multi_latent_attention=mla, normalization=config.normalization
+        num_experts=config.num_moe_experts,
+        multi_latent_attention=mla,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
     )
     if change_spec is not None:
         change_spec(spec)
     settings = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **(ddp or {})})
     chunks = []
     for stage in range(vpp or 1):
-        at = {"ignore_virtual": False, "vp_stage": None if vpp is None else stage}
+        at = known(GPTModel.__init__, vp_stage=None if vpp is None else stage)  # before 0.13 one part only
         model = GPTModel(
             config,
             spec,
             VOCABULARY,
             SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(**at),
-            post_process=parallel_state.is_pipeline_last_stage(**at),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **at),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **at),
             share_embeddings_and_output_weights=tied,
             position_embedding_type=embedding,
-            vp_stage=at["vp_stage"],
+            **at,
         )
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -148,6 +152,19 @@ def build_gpt(
     if settings.overlap_grad_reduce:  # reduce after the last micro-batch only
         config.no_sync_func = chunks[0].no_sync if vpp is None else [chunk.no_sync for chunk in chunks]
     return chunks
+
+
+def expert_losses() -> dict[str, Any]:
+    """What Megatron keeps of the experts' losses, by name: itself, whichever version it is."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # from 0.18 on
+
+        return get_moe_metrics_tracker()._metrics
+    except ImportError:
+        from megatron.core.transformer.moe import moe_utils
+
+        home = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else moe_utils.parallel_state
+        return home.get_moe_layer_wise_logging_tracker()
 
 
 _built: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -179,7 +196,7 @@ def build_optimizer(chunks: list[torch.nn.Module], *, lr: float = 1e-3, **overri
         "bf16": config.bf16,
         "params_dtype": config.params_dtype,
         "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
-        "overlap_param_gather": chunks[0].ddp_config.overlap_param_gather,
+        **known(OptimizerConfig, overlap_param_gather=chunks[0].ddp_config.overlap_param_gather),
     }
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**fields, **overrides}), chunks)
     config.grad_scale_func = optimizer.scale_loss

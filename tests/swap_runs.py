@@ -110,36 +110,24 @@ def difference(mine: Any, other: Any) -> list[str]:
     return found
 
 
-def trained(
-    layout: dict[str, Any], model: dict[str, Any], steps: int = 2, micro_batches: int = 2, qk_norm: bool = False
-) -> tuple[list, dict]:
-    """A few training steps of a new model, and what they leave behind besides: generators, statistics of experts.
-
-    ``qk_norm``: with normalisation of queries and keys, which `tests.models.build_gpt` has no name for.
-    """
+def trained(layout: dict[str, Any], model: dict[str, Any], steps: int = 2, micro_batches: int = 2) -> tuple[list, dict]:
+    """A few training steps of a new model, and what they leave behind besides: generators, statistics of experts."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    from tests.models import build_gpt, build_optimizer, forget_routing, train_step
+    from tests.models import build_gpt, build_optimizer, expert_losses, forget_routing, train_step
     from tests.worlds import parallel
 
-    spec = gpt_layer_specs.get_gpt_layer_local_spec
     with parallel(**layout):
-        get_moe_layer_wise_logging_tracker().clear()
-        if qk_norm:
-            gpt_layer_specs.get_gpt_layer_local_spec = functools.partial(spec, qk_layernorm=True)
-        try:
-            chunks = build_gpt(**model)
-        finally:
-            gpt_layer_specs.get_gpt_layer_local_spec = spec
+        expert_losses().clear()
+        chunks = build_gpt(**model)
         optimizer = build_optimizer(chunks)
         run = functools.partial(train_step, chunks, micro_batches=micro_batches, optimizer=optimizer)
         results = [run(step=number) for number in range(steps)]
         besides = {"torch's generator": torch.get_rng_state()}
         besides |= {f"generator {name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-        besides |= {name: dict(entry)["values"].clone() for name, entry in get_moe_layer_wise_logging_tracker().items()}
+        kept = {name: one if isinstance(one, dict) else vars(one) for name, one in expert_losses().items()}
+        besides |= {name: one["values"].clone() for name, one in kept.items()}
         besides |= {f"{i}.{name}": b.clone() for i, chunk in enumerate(chunks) for name, b in _buffers(chunk)}
         forget_routing(chunks)
         RotaryEmbedding.forward.cache_clear()  # Megatron keeps the tables that layers of latent attention make

@@ -22,6 +22,7 @@ import faulthandler
 import fnmatch
 import gc
 import importlib
+import inspect
 import io
 import itertools
 import multiprocessing
@@ -98,21 +99,34 @@ def parallel(
     parallel. ``more`` goes to ``parallel_state.initialize_model_parallel``.
     """
     import torch
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
     parallel_state.initialize_model_parallel(tp, pp, vpp, expert_model_parallel_size=ep, **more)
     try:
         torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        seed_tracker(seed)
         yield
     finally:
         unset_num_microbatches_calculator()
         parallel_state.destroy_global_memory_buffer()
         parallel_state.destroy_model_parallel()
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # before 0.13 that leaves them, for the next layout
         for group in list(torch.distributed.distributed_c10d._world.pg_map):
             if group is not torch.distributed.group.WORLD:  # their threads cost time, and a case may make hundreds
                 torch.distributed.destroy_process_group(group)
+
+
+def known(function: Callable, **given: Any) -> dict[str, Any]:
+    """Those arguments that the installed version's function takes."""
+    return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
+
+
+def seed_tracker(seed: int) -> None:
+    """Megatron's random number tracker, anew."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed as manual_seed
+
+    manual_seed(seed, **known(manual_seed, force_reset_rng=True))
 
 
 def apply_cpu_patches(device: str | None = None) -> list[str]:

@@ -11,6 +11,7 @@ from mindspeed_mem.features.checking import (
     plan_facts,
     put_into_force,
     scan,
+    too_old,
 )
 from mindspeed_mem.features.table import FEATURES, ON_HOST
 
@@ -27,4 +28,5 @@ __all__ = [
     "plan_facts",
     "put_into_force",
     "scan",
+    "too_old",
 ]

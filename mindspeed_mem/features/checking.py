@@ -17,6 +17,7 @@ from mindspeed_mem import requirements
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.features.rows import Feature, Option, dest_of
 from mindspeed_mem.features.table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
+from mindspeed_mem.patching import upstream
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
@@ -116,6 +117,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
             notices += (f"{name}: nothing is swapped (swap_config.swap) or recomputed",)
         on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or "survive_*" in f.patches]
         memory = None
+    problems += [why for f in on if (why := too_old(f))]
     problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)
     given = [f.flag for f in FEATURES if getattr(args, f.dest, f.default) not in (f.default, None)]
     problems += [
@@ -134,6 +136,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         raise FeatureError(problems)
     patches = [*(ON_HOST if backend and backend.is_host else ()), *(p for f in on for p in f.patches)]
     patches += RECOMPUTE_PATCHES if recomputes else ()
+    notices += tuple(requirements.untested({"megatron-core": upstream.version_of("megatron")}) if patches else ())
     limit = _bytes(values["--swap-host-memory-gib"]) if swaps or survives else None
     return Settings(
         on=tuple(f.flag for f in on),
@@ -151,6 +154,17 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
         values={f.flag: values[f.flag] for f in on},
+    )
+
+
+def too_old(feature: Feature) -> str | None:
+    """Why the installed megatron-core cannot carry `feature`; None if it can, or is not installed."""
+    if upstream.within("megatron", since=feature.since):
+        return None
+    version = upstream.version_of("megatron")
+    return (
+        f"{feature.flag} needs megatron-core {feature.since} or newer, and {version} is installed: "
+        f"{feature.before_that}. Install a newer one, or leave {feature.flag} out"
     )
 
 

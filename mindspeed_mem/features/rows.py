@@ -61,6 +61,10 @@ class Feature:
     """The value that means off."""
     patches: tuple[str, ...] = ()
     """Modules of mindspeed_mem.patches, as shell patterns."""
+    since: str = ""
+    """The first version of megatron-core that can carry it."""
+    before_that: str = ""
+    """Why those before cannot."""
     needs: tuple[Option, ...] = ()
     """Each must hold where the arguments know the option."""
     needs_features: tuple[str, ...] = ()

@@ -38,6 +38,8 @@ FEATURES = (
         help="micro-batches (with virtual stages: passes of one chunk) whose activations a pipeline stage may hold; "
         "fewer than the schedule would hold cost time in which stages idle",
         patches=("pipeline_cap",),
+        since="0.14",
+        before_that="its passes take no number of a stage",
         bars=incompatible.INFLIGHT_CAP,
         same_plan="the cap is compared as part of the shape of a call",
     ),
@@ -105,6 +107,8 @@ FEATURES = (
         metavar="STAGE",
         help="split over the data-parallel ranks, in chunks: 1 optimizer states, 2 gradients too, 3 parameters too",
         patches=("chunk_*",),
+        since="0.14",
+        before_that="its reduction of gradients takes no groups",
         needs=(incompatible.of_megatron_lm("--use-distributed-optimizer", "its buckets are the chunks"),),
         bars=incompatible.CHUNKS,
     ),
@@ -217,6 +221,8 @@ FEATURES = (
         help="layers of each pipeline stage, such as 3,5,5,3 (with virtual stages one count for each chunk, in the "
         "model's order), or the stage of each layer, such as 0,0,0,1,1,1,1,1",
         patches=("pipeline_stages",),
+        since="0.14",
+        before_that="it knows no layout of a pipeline",
         bars=incompatible.PIPELINE_STAGES,
     ),
 )

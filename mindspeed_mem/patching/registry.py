@@ -32,6 +32,14 @@ _INTERNED = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset
 _DECORATORS = {"torch", "contextlib", "functools", "typing_extensions", "mindspeed_mem"}  # no pack that patched later
 
 
+def _nobody(module: str) -> str:
+    return ""
+
+
+asked_by: Callable[[str], str] = _nobody
+"""The flags, in words, for which a patch module is applied; the adaptor puts its own function here."""
+
+
 class PatchError(RuntimeError):
     """A patch cannot be applied or undone as declared; the message names the symbol and the reason."""
 
@@ -69,6 +77,10 @@ class Patch:
     """A missing symbol gives the status ``absent`` instead of an error."""
     create: bool = False
     """A missing symbol is created (for ``kind="replace"``); undoing removes it again."""
+    since: str = ""
+    """The first version of the package that it is for; in others it gives the status ``absent``."""
+    before: str = ""
+    """The first version of the package that it is not for any more."""
     status: str = "declared"
     """``declared``, ``waiting`` (module not imported yet), ``applied``, ``absent``, ``undone`` or ``FAILED``."""
     notes: list[str] = field(default_factory=list)
@@ -99,7 +111,7 @@ class Patch:
                 self.status = "absent"
                 return None
             else:
-                raise PatchError(f"{self.target} does not exist in the installed version") from error
+                raise PatchError(f"{self.target} does not exist in the installed version{self._for()}") from error
         if self.kind == "join":
             found.append(self.function)
             self._owner, self._name, self._ours, self.status = owner, name, found, "applied"
@@ -195,8 +207,12 @@ class Patch:
         if not variadic and named != [p.name for p in theirs][: len(named)]:
             raise PatchError(
                 f"{self.target} no longer begins with ({', '.join(named)}): found "
-                f"({', '.join(p.name for p in theirs)}). Use a supported version of {package}"
+                f"({', '.join(p.name for p in theirs)}). Use a supported version of {package}{self._for()}"
             )
+
+    def _for(self) -> str:
+        flags = asked_by(self.declared_by)
+        return f", or leave {flags} out" if flags else ""
 
     def _compare(self, found: Any) -> None:
         difference = upstream.difference(self.target, found) if found is not _MISSING else None
@@ -205,7 +221,8 @@ class Patch:
         text, is_change = difference
         self.notes.append(text)
         if is_change:
-            logger.warning("%s (patches/%s.py): %s", self.target, self.declared_by.rpartition(".")[2], text)
+            where = self.declared_by.rpartition(".")[2]
+            logger.warning("%s (patches/%s.py): %s%s", self.target, where, text, self._for())
         else:
             _say_once(f"{text}. What differs: python -m mindspeed_mem doctor")
 
@@ -279,8 +296,8 @@ class Registry:
 
     def originals(self) -> dict[str, Any]:
         """What the applied patches have found, by target; None for targets that this environment lacks."""
-        patched = [p for p in reversed(self.patches) if p.kind != "join"]
-        return {p.target: p._found if p.status == "applied" else None for p in patched}
+        patched = sorted(reversed(self.patches), key=lambda p: p.status == "applied")
+        return {p.target: p._found if p.status == "applied" else None for p in patched if p.kind != "join"}
 
     def verify(self, modules: Iterable[str] | None = None) -> dict[Patch, str]:
         """Each patch's status, from looking at what a call through its target reaches now."""
@@ -302,7 +319,8 @@ class Registry:
 
     def _apply(self, patches: list[Patch], keep_going: bool = False) -> None:
         for patch in patches:
-            patch.status = "waiting"
+            of_version = upstream.within(patch.module.partition(".")[0], patch.since, patch.before)
+            patch.status = "waiting" if of_version else "absent"
         self._install([p for p in patches if p._bound_to or p.module in sys.modules], patches, keep_going)
         late: dict[str, list[Patch]] = {}
         for patch in patches:
@@ -357,25 +375,31 @@ class Registry:
 REGISTRY = Registry()
 
 
-def around(target: str, *, optional: bool = False) -> Callable[[Callable], Callable]:
+def around(target: str, *, optional: bool = False, since: str = "", before: str = "") -> Callable[[Callable], Callable]:
     """Declare that calls of ``target`` become ``function(original, *args, **kwargs)``.
 
     Static and class methods stay what they are; for a class method ``original`` takes the class first.
+    ``since``, ``before``: it is for these versions of the target's package only (``"0.17"``).
     """
 
     def declare(function: Callable) -> Callable:
-        REGISTRY.declare(Patch(target, function, optional=optional, declared_by=function.__module__))
+        REGISTRY.declare(
+            Patch(target, function, optional=optional, since=since, before=before, declared_by=function.__module__)
+        )
         return function
 
     return declare
 
 
-def replace(target: str, value: Any, *, declared_by: str, optional: bool = False, create: bool = False) -> None:
+def replace(
+    target: str, value: Any, *, declared_by: str, optional: bool = False, create: bool = False, since: str = ""
+) -> None:
     """Declare that ``target`` becomes ``value`` (a class, an object or a function that does not call the original).
 
     ``create``: a module-level name that is missing is created, and removed by undoing.
     """
-    REGISTRY.declare(Patch(target, value, "replace", optional=optional, create=create, declared_by=declared_by))
+    how: dict[str, Any] = {"optional": optional, "create": create, "since": since}
+    REGISTRY.declare(Patch(target, value, "replace", declared_by=declared_by, **how))
 
 
 def join(target: str, value: Any, *, declared_by: str) -> None:

@@ -3,7 +3,7 @@
 `make hashes` writes the table anew for the installed packages, after the patches have been read against them:
 
     package: {"version_in": module with its __version__,
-              "files": {version: {module: hash}}, "symbols": {target: {hash: version}}}
+              "files": {version: {module: hash}}, "symbols": {target: {hash: versions}}}
 
 A module whose whole file is a known one needs no further look, so that checking costs no more than reading the files.
 """
@@ -13,10 +13,12 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import io
 import json
+import re
+import runpy
 import sys
 import textwrap
 import tokenize
@@ -35,10 +37,36 @@ def table() -> dict[str, Any]:
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
-def version_of(package: str) -> str:
-    """The version of the package in use, without what a build adds to it (``+cpu``)."""
-    module = importlib.import_module(table()[package]["version_in"])  # the package itself may be half imported
-    return str(module.__version__).partition("+")[0]
+def version_of(package: str) -> str | None:
+    """The version of the package in use, without what a build adds to it (``+cpu``); None where there is none.
+
+    Read from its file: the package itself may be half imported, or not to be imported yet.
+    """
+    name = table()[package]["version_in"]
+    if name in sys.modules:
+        return str(sys.modules[name].__version__).partition("+")[0]
+    found = importlib.util.find_spec(package)
+    for folder in (found and found.submodule_search_locations) or ():
+        path = Path(folder, *name.split(".")[1:]).with_suffix(".py")
+        if path.is_file():
+            return str(_run(str(path))["__version__"]).partition("+")[0]
+    return None
+
+
+_run = functools.cache(runpy.run_path)
+
+
+def within(package: str, since: str = "", before: str = "") -> bool:
+    """Whether the package's version in use is one of these; of a package that is not in the table, any is."""
+    version = version_of(package) if (since or before) and package in table() else None
+    if version is None:
+        return True
+    return (not since or parts(since) <= parts(version)) and (not before or parts(version) < parts(before))
+
+
+def parts(version: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version: a candidate for a release (``0.17.0rc1``) counts as the release."""
+    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part)  # type: ignore[index]
 
 
 class Difference(NamedTuple):
@@ -57,12 +85,14 @@ def difference(target: str, original: Any) -> Difference | None:
         return None
     original = inspect.unwrap(getattr(original, "__func__", original))
     home, path = _home(original)
-    if path and any(files.get(home) == _file_hash(path) for files in known["files"].values()):
+    version, versions = version_of(package), sorted(known["files"], key=parts)
+    of_version = [known["files"][version]] if version in versions else known["files"].values()
+    if path and any(files.get(home) == _file_hash(path) for files in of_version):
         return None
-    hashed, versions = source_hash(original), sorted(known["files"])
-    if hashed in known["symbols"][target] or home.partition(".")[0] != package:  # others have patched it meanwhile
-        return None
-    version = version_of(package)
+    hashed = source_hash(original)
+    checked = known["symbols"][target].get(hashed, "").split()
+    if (version in checked if version in versions else checked) or home.partition(".")[0] != package:
+        return None  # or others have patched it meanwhile
     if version in versions:
         return Difference(f"upstream changed: this is not {package} {version} (source {hashed})", True)
     tables = f"there are hashes for {package} {', '.join(versions)}, not for {version}"
@@ -133,6 +163,8 @@ def write(originals: dict[str, Any], path: Path) -> None:
     written = copy.deepcopy(table())
     for package, entry in written.items():
         version, files = version_of(package), {}
+        if version is None:
+            continue
         entry["symbols"] = {target: known for target, known in entry["symbols"].items() if target in originals}
         for target, original in originals.items():
             if original is None or _package(target) != package:
@@ -141,8 +173,9 @@ def write(originals: dict[str, Any], path: Path) -> None:
             hashed = source_hash(original)
             if hashed == "unknown":
                 continue
-            known = entry["symbols"].get(target, {})
-            entry["symbols"][target] = {hashed: version} | {h: v for h, v in known.items() if v != version}
+            known = {h: set(v.split()) - {version} for h, v in entry["symbols"].get(target, {}).items()}
+            known.setdefault(hashed, set()).add(version)
+            entry["symbols"][target] = {h: " ".join(sorted(v, key=parts)) for h, v in known.items() if v}
             home, file = _home(original)
             if file:
                 files[home] = _file_hash(file)

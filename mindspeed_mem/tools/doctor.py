@@ -36,8 +36,9 @@ def main(given: argparse.Namespace) -> int:
         except (ImportError, OSError) as error:  # torch was built for a library that is not there, for instance
             problem = f"what is installed cannot be imported: {type(error).__name__}: {error}"
     versions = {"python": platform.python_version(), "mindspeed_mem": __version__}
-    found = {"versions": versions, "untested": [], "devices": [], "optional": [], "patches": [], "problems": [problem]}
-    print(json.dumps(found, indent=2) if given.json else f"mindspeed_mem doctor: {problem}")
+    nothing: dict[str, list[Any]] = {name: [] for name in ("untested", "devices", "optional", "patches")}
+    lacking = {"versions": versions, **nothing, "features": {}, "problems": [problem]}
+    print(json.dumps(lacking, indent=2) if given.json else f"mindspeed_mem doctor: {problem}")
     return 1
 
 
@@ -58,6 +59,7 @@ def _text(found: dict[str, Any]) -> str:
     lines = ["  ".join(f"{name} {number or '-'}" for name, number in found["versions"].items())]
     tested = (f"{name} {' or '.join(numbers)}" for name, numbers in requirements.TESTED.items() if numbers)
     lines += found["untested"] or [f"tested versions: {', '.join(tested)}"]
+    lines += [f"{name}: {what}" for name, what in found["features"].items()]
     for entry in found["devices"]:
         chosen = " (chosen when none is named)" if entry["chosen"] else ""
         lines.append(f"device {entry['device']}{chosen} {', '.join(entry.get('names', []))}".rstrip())

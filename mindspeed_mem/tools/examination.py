@@ -16,6 +16,7 @@ import torch
 from mindspeed_mem import __version__, requirements
 from mindspeed_mem.device import available_backends, device_names, get_backend, native_build
 from mindspeed_mem.experimental import delegating
+from mindspeed_mem.features import FEATURES, too_old
 from mindspeed_mem.megatron_adaptor import patch_modules
 from mindspeed_mem.patching import REGISTRY, Patch, upstream
 
@@ -40,6 +41,7 @@ def examine() -> dict[str, Any]:
     problems = [f"{name} is not installed" for name in PACKAGES if name in REQUIRED and versions[name] is None]
     problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
     found = {"versions": versions, "untested": requirements.untested(versions), "devices": devices}
+    found["features"] = requirements.COMPAT.get(str(versions["megatron-core"]), {}).get("features", {})
     return {**found, "optional": optional, "patches": patches, "problems": problems}
 
 
@@ -98,9 +100,11 @@ def _optional() -> list[dict[str, str | None]]:
 
 def _patches() -> list[dict[str, Any]]:
     """Apply everything, import what the patches wait for, and look at each symbol."""
+    refused = {name for one in FEATURES if too_old(one) for name in patch_modules(one.patches)}
     modules = patch_modules(GROUPS)
     for module in modules:
         importlib.import_module(module)
+    modules = [name for name in modules if name not in refused]
     if all(importlib.util.find_spec(name) for name in ("mindspeed", "torch_npu")):
         importlib.import_module("mindspeed_mem.patches.mindspeed_features").join()
     REGISTRY.apply(modules, keep_going=True)
@@ -143,4 +147,5 @@ def _why_waiting(patch: Patch, error: Exception) -> tuple[str, bool]:
         if absent == top or "." not in absent:
             return f"{absent} is not installed", False
         return f"there is no module {absent} in the installed version", not patch.optional
-    return f"{patch.module} cannot be imported: {type(error).__name__}: {error}", True
+    wrong = not (patch.optional and isinstance(error, ModuleNotFoundError))
+    return f"{patch.module} cannot be imported: {type(error).__name__}: {error}", wrong

@@ -289,11 +289,12 @@ def _fail(step: Step, number: int, chunks: list[torch.nn.Module]) -> list[torch.
 
 def _state(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    from tests.models import expert_losses
 
     found = {"torch's generator": torch.get_rng_state(), "users' own": user_code.own()}
     found |= {f"generator {name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    found |= {name: dict(one)["values"] for name, one in get_moe_layer_wise_logging_tracker().items()}
+    found |= {name: (one if isinstance(one, dict) else vars(one))["values"] for name, one in expert_losses().items()}
     for index, chunk in enumerate(chunks):
         found |= {f"{index}.{name}": one for name, one in torch.nn.Module.named_buffers(chunk)}
         found |= {f"{index}.{name}": one for name, one in chunk.named_parameters()}

@@ -67,7 +67,7 @@ def left_on_the_host(plan: dict[str, Any]) -> dict[str, int]:
     from tests import swap_runs
 
     with swap_runs.patched(swap_runs.SDPA), swap_runs.swap(plan) as engine:
-        swap_runs.trained({}, {"kind": "swiglu_gqa_rope"}, qk_norm=True)
+        swap_runs.trained({}, {"kind": "swiglu_gqa_rope", "qk_layernorm": True})
         return swap_runs.left_over(engine)
 
 

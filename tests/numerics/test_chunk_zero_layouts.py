@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.capped_runs import capped
-from tests.chunk_runs import OVERLAP, Case, differences, with_qk_norm
+from tests.chunk_runs import OVERLAP, Case, differences
 from tests.swap_runs import again, swap
 from tests.worlds import on_ranks
 
@@ -37,7 +37,6 @@ FOUR = {
         "swiglu_gqa_rope",
         layout=TP2,
         model={**SEQUENCE_PARALLEL, "qk_layernorm": True, "gradient_accumulation_fusion": True},
-        around=(with_qk_norm,),
     ),
     "PP2, loss per token": Case(dtype=SINGLE, layout=PP2, per_token=True, ddp=OVERLAP, stages=(3,)),
     "PP2, capped, recomputed": Case(

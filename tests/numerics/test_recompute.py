@@ -81,8 +81,8 @@ def test_latent_attention_one_projection_at_a_time():
     plans |= {f"maybe {part}": again([rf"self_attention\.{part}"]) for part in parts if "down" in part}
     plans["all of them"] = again([rf"self_attention\.{part}" for part in parts])
     plans["with their norms"] = again([r"self_attention\.(q|kv)_layernorm", *(rf"self_attention\.{p}" for p in parts)])
-    model = {"kind": "mla", "hidden_dropout": 0.1}
-    assert on_ranks(1, mismatches, plans, {}, model, qk_norm=True) == [[]]
+    model = {"kind": "mla", "hidden_dropout": 0.1, "qk_layernorm": True}
+    assert on_ranks(1, mismatches, plans, {}, model) == [[]]
 
 
 EXPERTS = {
@@ -162,7 +162,7 @@ def test_tokens_are_counted_once():
         ({"kind": "dropout", "bias_activation_fusion": True, "bias_dropout_fusion": True}, {}),
         ({"kind": "swiglu_gqa_rope", "bias_activation_fusion": True, "hidden_dropout": 0.1}, {"sdpa": False}),
         ({"kind": "moe", "bias_activation_fusion": True, "bias_dropout_fusion": True, "hidden_dropout": 0.1}, {}),
-        ({"kind": "swiglu_gqa_rope", "rotary_interleaved": True}, {"qk_norm": True}),
+        ({"kind": "swiglu_gqa_rope", "rotary_interleaved": True, "qk_layernorm": True}, {}),
         ({"kind": "swiglu_gqa_rope", "attention_output_gate": True}, {"sdpa": False}),
     ],
     ids=["bf16", "fused", "fused swiglu", "fused moe", "qk norm", "output gate"],

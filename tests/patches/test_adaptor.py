@@ -352,3 +352,20 @@ def test_megatron_lms_parser_does_not_know_our_flags_unless_one_is_given():
     """
     out, _ = python(code, *SIZES, path=[os.environ["MEGATRON_LM"]])
     assert out == "0\n"
+
+
+OTHER_MEGATRON = """
+    import wrapt
+
+    def other(schedules):
+        del schedules.backward_step
+
+    wrapt.register_post_import_hook(other, "megatron.core.pipeline_parallel.schedules")
+    import mindspeed_mem.megatron_adaptor
+    import megatron.core.pipeline_parallel.schedules
+"""
+
+
+def test_a_symbol_that_is_gone_is_told_with_the_flag_that_needs_it():
+    _, errors = python(OTHER_MEGATRON, "--device", "cpu", "--survive-oom", status=1)
+    assert "backward_step does not exist in the installed version, or leave --survive-oom out" in errors

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib
 import pickle
+import subprocess
 import sys
 import types
 
@@ -297,8 +298,48 @@ def test_a_version_that_nobody_has_looked_at_is_said_once(upstreams, applied, ca
     monkeypatch.setattr(megatron.core.package_info, "__version__", "99.1+new")
     with caplog.at_level("INFO", logger="mindspeed_mem"):
         notes = applied(FORWARD).notes + applied(BACKWARD).notes
-    assert notes == ["not checked: there are hashes for megatron 0.16.1, not for 99.1"] * 2
+    known = ", ".join(sorted(upstreams["files"], key=upstream.parts))
+    assert notes == [f"not checked: there are hashes for megatron {known}, not for 99.1"] * 2
     assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_a_source_of_another_version_is_a_change(upstreams, applied):
+    """Of a version in the table that version's source counts, of any other each."""
+    installed = upstream.version_of("megatron")
+    for source in list(upstreams["symbols"][FORWARD]):
+        upstreams["symbols"][FORWARD][source] = "0.1.0"
+    assert "upstream changed" in applied(FORWARD).notes[0]
+    del upstreams["files"][installed]
+    assert upstream.difference(FORWARD, schedules.forward_step) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "statuses"),
+    [("0.15.3", ["applied", "absent"]), ("0.17.0rc1", ["absent", "applied"]), ("0.19.2", ["absent", "applied"])],
+)
+def test_patches_of_one_symbol_for_different_versions(registry, monkeypatch, version, statuses):
+    monkeypatch.setattr(megatron.core.package_info, "__version__", version)
+    native = schedules.backward_step
+
+    def older(original, *args, **kwargs):
+        return original(*args, **kwargs)
+
+    def newer(original, *args, **kwargs):
+        return original(*args, **kwargs)
+
+    one = registry.declare(Patch(BACKWARD, older, before="0.17", declared_by="test_patches"))
+    other = registry.declare(Patch(BACKWARD, newer, since="0.17", declared_by="test_patches"))
+    registry.apply(["test_patches"])
+    assert [one.status, other.status] == statuses
+    assert registry.originals() == {BACKWARD: native}
+
+
+def test_the_version_is_known_before_the_package_is_imported():
+    ask = (
+        "import sys; from mindspeed_mem.patching import upstream; print(upstream.version_of('megatron'), *sys.modules)"
+    )
+    version, *loaded = subprocess.check_output([sys.executable, "-c", ask], text=True).split()
+    assert version == upstream.version_of("megatron") and "megatron.core" not in loaded
 
 
 def test_the_source_beneath_other_wrappers_counts(monkeypatch, applied, upstreams):

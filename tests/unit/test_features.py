@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import package_info
 from megatron.core.transformer import TransformerConfig
 
-from mindspeed_mem import features
+from mindspeed_mem import features, requirements
 from mindspeed_mem.device import Backend
 from mindspeed_mem.features import FEATURES, FeatureError, Settings, add_arguments, check, conflicts, scan
 from mindspeed_mem.features.rows import dest_of
+from mindspeed_mem.patching import upstream
 from mindspeed_mem.zero.core.placement import Placement
+from tests import compat
 
 ROOT = Path(__file__).parents[2]
 SWAP = {"swap_config": {"swap": True}}
@@ -438,3 +441,31 @@ def test_a_kept_plan_goes_by_every_feature_or_the_table_says_why_not(feature):
     one, other = (json.dumps(features.plan_facts(check(args))) for args in asked)
     assert one != other
     assert one == json.dumps(features.plan_facts(check(asked[0])))
+
+
+def test_what_an_old_megatron_cannot_carry_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(package_info, "__version__", "0.12.1")
+    with pytest.raises(FeatureError) as caught:
+        check({"chunk_zero_stage": 2, "pipeline_stages": "2,2", "recompute_layers": "all"})
+    assert len(caught.value.problems) == 2
+    for flag, problem in zip(("--chunk-zero-stage", "--pipeline-stages"), caught.value.problems, strict=True):
+        assert problem.startswith(f"{flag} needs megatron-core 0.14 or newer, and 0.12.1 is installed: ")
+    assert not check({"recompute_layers": "all"}).notices
+
+
+def test_a_megatron_that_no_test_has_run_with_is_noticed(monkeypatch):
+    monkeypatch.setattr(package_info, "__version__", "0.99.0")
+    (notice,) = check({"recompute_layers": "all"}).notices
+    assert notice.startswith("megatron-core 0.99.0 is untested: this version of mindspeed_mem was tested with ")
+    assert not check({}).notices
+
+
+def test_the_table_of_versions_is_that_of_the_features():
+    """`make compat` has been run, nothing failed, and its page is there."""
+    for version, found in requirements.COMPAT.items():
+        assert found["doctor"] == "works" and found["features"].keys() == compat.FEATURES.keys()
+        for name, result in found["features"].items():
+            (feature,) = (one for one in FEATURES if one.flag == compat.FEATURES[name][0])
+            refused = bool(feature.since) and upstream.parts(version) < upstream.parts(feature.since)
+            assert result.partition(": ")[0] == ("refused" if refused else "works"), (version, name)
+    assert compat.PAGE.read_text(encoding="utf-8") == compat.page(requirements.COMPAT)

@@ -97,7 +97,7 @@ def test_wheel_holds_all_modules_and_nothing_else(wheel):
     expected |= {f"mindspeed_mem/patches/{name}" for name in _modules(ROOT / "patches")}
     sources = [path for path in (ROOT / "mindspeed_mem").rglob("*") if path.suffix in (".cpp", ".h")]
     expected |= {path.relative_to(ROOT).as_posix() for path in sources}
-    expected |= {"mindspeed_mem/py.typed", "mindspeed_mem/patching/upstream.json"}
+    expected |= {"mindspeed_mem/py.typed", "mindspeed_mem/compat.json", "mindspeed_mem/patching/upstream.json"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("LICENSE") for name in names)
 

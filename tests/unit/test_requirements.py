@@ -95,14 +95,14 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 def test_versions_that_no_test_has_run_with_are_named():
     tested = {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "mindspeed": None, "wrapt": "99"}
     assert requirements.untested(tested) == []
-    others = {"torch": "2.130.0", "megatron-core": "0.18.2", "mindspeed": "0.16.0", "torch_npu": "2.14.0"}
+    others = {"torch": "2.130.0", "megatron-core": "0.20.0", "mindspeed": "0.16.0", "torch_npu": "2.14.0"}
     said = requirements.untested(others)
     assert [one.partition(" is untested: ")[0] for one in said] == [
         "torch 2.130.0",
-        "megatron-core 0.18.2",
+        "megatron-core 0.20.0",
         "torch_npu 2.14.0",
     ]
-    assert "was tested with 0.16.1, and patches may not do what they should" in said[1]
+    assert "0.16.1, 0.17.1, 0.18.2, 0.19.2, and patches may not do what they should" in said[1]
 
 
 def test_nothing_is_planned_without_the_solver(mem):
