@@ -26,6 +26,7 @@ FLOORS = {
     "activation": 2,
     "zero": 2,
     "optimizer_parallel": 2,
+    "parallel": 2,
     "schedule": 2,
     "sdpa": 2,
     "adaptive": 3,

@@ -1,0 +1,23 @@
+"""Parallel modes on plain torch modules: what is split how is said by the user, or searched; the rest is derived.
+
+    from mindspeed_mem import parallel
+
+    mesh = parallel.mesh(dp=2, tp=2)
+    model = parallel.semi_auto(model, mesh, {
+        "": {"in_strategy": (("dp", None),)},
+        "fc1": {"parameter_plan": {"weight": ("tp", None), "bias": ("tp",)}},
+        "fc2": {"parameter_plan": {"weight": (None, "tp")}, "out_strategy": (("dp", None),)},
+    })
+
+| mode | what the user says |
+|---|---|
+| semi-automatic: `semi_auto`, `shard` | strategies of modules and operators |
+| hybrid: `local` and the collectives | each collective, in regions that see this rank's parts |
+"""
+
+from mindspeed_mem.parallel.meshes import mesh
+from mindspeed_mem.parallel.plan import Plan, Row
+from mindspeed_mem.parallel.semi_auto import semi_auto, shard
+from mindspeed_mem.parallel.strategy import Layout, StrategyError, placements, strategy_of
+
+__all__ = ["Layout", "Plan", "Row", "StrategyError", "mesh", "placements", "semi_auto", "shard", "strategy_of"]
