@@ -15,9 +15,28 @@
 | hybrid: `local` and the collectives | each collective, in regions that see this rank's parts |
 """
 
+from mindspeed_mem.parallel.collectives import all_gather, all_reduce, all_to_all, broadcast, copy, reduce_scatter
 from mindspeed_mem.parallel.meshes import mesh
 from mindspeed_mem.parallel.plan import Plan, Row
+from mindspeed_mem.parallel.regions import local
 from mindspeed_mem.parallel.semi_auto import semi_auto, shard
 from mindspeed_mem.parallel.strategy import Layout, StrategyError, placements, strategy_of
 
-__all__ = ["Layout", "Plan", "Row", "StrategyError", "mesh", "placements", "semi_auto", "shard", "strategy_of"]
+__all__ = [
+    "Layout",
+    "Plan",
+    "Row",
+    "StrategyError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "copy",
+    "local",
+    "mesh",
+    "placements",
+    "reduce_scatter",
+    "semi_auto",
+    "shard",
+    "strategy_of",
+]

@@ -51,8 +51,8 @@ class Row:
 
 @dataclass
 class Plan:
-    """Rows by path: of a module (``""`` is the model), or ``path:operator`` and ``path:operator.n`` of the n-th call (from
-    0) of a torch function by the forward of that very module, named as torch does: linear, matmul, add, softmax."""
+    """Rows by path: of a module (``""`` is the model), or ``path:operator`` and ``path:operator.n`` of the n-th call
+    (from 0) of a torch function by the forward of that very module, named as torch does: linear, matmul, softmax."""
 
     rows: dict[str, Row]
 

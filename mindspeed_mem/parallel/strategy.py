@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 Entry = None | str | int | tuple[str, ...]
 Strategy = tuple[Entry, ...] | None
-"""For each dimension: None (whole), a mesh axis, several in mesh order, or MindSpore's number of parts (1: whole), which
-has to name its axis without doubt. None instead of the tuple: the tensor stays as it comes."""
+"""For each dimension: None (whole), a mesh axis, several in mesh order, or MindSpore's number of parts (1: whole) if
+it can only mean one axis. None instead of the tuple: the tensor stays as it comes."""
 
 
 class StrategyError(ValueError):
@@ -144,7 +144,9 @@ def _axes(
     if entry is None or entry == 1:
         return ()
     if isinstance(entry, int):
-        fits = [(name,) for index, name in enumerate(names) if mesh.size(index) == entry and name not in used]
+        fits: list[tuple[str, ...]] = [
+            (name,) for index, name in enumerate(names) if mesh.size(index) == entry and name not in used
+        ]
         if not used and entry == mesh.size() and names not in fits:
             fits.append(names)
         if len(fits) == 1:

@@ -1,0 +1,79 @@
+"""Bringing one tensor from where it lies to where its reader wants it, so that its gradient comes back as it lay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+Placements = tuple[Placement, ...]
+
+
+class Running:
+    """What this process is at: for reports and messages."""
+
+    def __init__(self) -> None:
+        self.where = ""
+        """The operator whose forward runs, or the boundary."""
+        self.asked = False
+        """Whether a strategy, or one of our operators, asks for what is moved now."""
+
+    @contextmanager
+    def at(self, where: str) -> Iterator[None]:
+        """What is moved inside is asked for by `where`."""
+        before, self.where, self.asked = (self.where, self.asked), where, True
+        try:
+            yield
+        finally:
+            self.where, self.asked = before
+
+
+running = Running()
+
+
+def moved(x: DTensor, target: Sequence[Placement], where: str) -> DTensor:
+    """`x` with other placements; its gradient takes those of `x` again, whole where `x` is a sum."""
+    return _Moved.apply(x, tuple(target), where)
+
+
+def gradient_like(x: DTensor) -> Placements:
+    """The placements of the gradient of `x`: its own, and whole for a sum."""
+    return tuple(Replicate() if one.is_partial() else one for one in x.placements)
+
+
+def whole(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that all ranks have, as a DTensor."""
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def is_plain_sum(placement: Placement) -> bool:
+    """Whether sums of it are sums again; means, maxima and masked sums are not."""
+    return not placement.is_partial() or type(placement) is Partial and placement.reduce_op == "sum"
+
+
+def text(placements: Sequence[Placement], mesh: DeviceMesh) -> str:
+    """For people: "dp:0 tp:sum"."""
+    parts = []
+    for name, one in zip(mesh.mesh_dim_names or (), placements, strict=True):
+        if one.is_partial():
+            parts.append(f"{name}:{getattr(one, 'reduce_op', 'sum')}")
+        elif not one.is_replicate():
+            parts.append(f"{name}:{one.dim}")
+    return " ".join(parts) or "whole"
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: Placements, where: str) -> torch.Tensor:
+        ctx.source, ctx.where = gradient_like(x), where
+        with running.at(where):
+            return x.redistribute(placements=target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _Moved.apply(grad, ctx.source, ctx.where), None, None
