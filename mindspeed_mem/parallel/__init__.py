@@ -19,12 +19,15 @@ from mindspeed_mem.parallel.collectives import all_gather, all_reduce, all_to_al
 from mindspeed_mem.parallel.meshes import mesh
 from mindspeed_mem.parallel.plan import Plan, Row
 from mindspeed_mem.parallel.regions import local
-from mindspeed_mem.parallel.semi_auto import semi_auto, shard
+from mindspeed_mem.parallel.report import Move, Report, recording
+from mindspeed_mem.parallel.semi_auto import report, semi_auto, shard
 from mindspeed_mem.parallel.strategy import Layout, StrategyError, placements, strategy_of
 
 __all__ = [
     "Layout",
+    "Move",
     "Plan",
+    "Report",
     "Row",
     "StrategyError",
     "all_gather",
@@ -35,7 +38,9 @@ __all__ = [
     "local",
     "mesh",
     "placements",
+    "recording",
     "reduce_scatter",
+    "report",
     "semi_auto",
     "shard",
     "strategy_of",

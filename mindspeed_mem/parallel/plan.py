@@ -13,8 +13,10 @@ In YAML the same with lists for tuples and null for None.
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,28 @@ class Plan:
         if problems:
             raise StrategyError(problems)
         return cls(rows)
+
+    def by_path(self, modules: Collection[str], problems: list[str]) -> dict[str, Row]:
+        """Each row under the paths that it stands for: of these modules, and of operators in them.
+
+        Appends to `problems` the rows that stand for nothing, and what two rows say of one path.
+        """
+        found: dict[str, Row] = {}
+        for given, row in self.rows.items():
+            path, colon, operator = given.partition(":")
+            pattern = re.compile(re.escape(path).replace(r"\*", r"[^.]+"))
+            paths = [name for name in modules if pattern.fullmatch(name)]
+            if not paths:
+                near = difflib.get_close_matches(path, modules, 3) or [name for name in modules if name][:8]
+                problems.append(f"{given!r}: there is no module {path!r}; there are {', '.join(near)}, ...")
+            if colon and (row.parameter_plan or row.recompute):
+                problems.append(f"{given!r}: an operator has in_strategy and out_strategy only")
+            for name in paths:
+                key = name + colon + operator
+                if key in found:
+                    problems.append(f"{key!r}: two rows stand for it, {given!r} and one before")
+                found[key] = row
+        return found
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """As in YAML."""

@@ -1,4 +1,4 @@
-"""Hybrid regions in a semi-automatic model: functions that see this rank's parts and call the collectives themselves."""
+"""Hybrid regions of a model: functions that see this rank's parts and call the collectives themselves."""
 
 from __future__ import annotations
 

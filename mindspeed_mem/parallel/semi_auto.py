@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
-from mindspeed_mem.parallel.plan import Plan, Strategies
+from mindspeed_mem import ranks
+from mindspeed_mem.parallel import rules
+from mindspeed_mem.parallel.meshes import mesh_in_use
+from mindspeed_mem.parallel.moves import Placements, running
+from mindspeed_mem.parallel.operators import Operators, bring
+from mindspeed_mem.parallel.plan import Plan, Row, Strategies
+from mindspeed_mem.parallel.report import Report, start, stop
+from mindspeed_mem.parallel.strategy import StrategyError, placements
 
+logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
+_latest: list[Split] = []
 
 
 def semi_auto(
@@ -23,21 +40,49 @@ def semi_auto(
 ) -> Model:
     """Split `model` over `mesh` as `plan` says; its numbers stay those of one device.
 
-    Parameters and buffers become DTensors in place: those that the plan names are split, all others are whole on each
-    rank, with gradients summed. Wherever a tensor lies otherwise than its reader's strategy says it is redistributed,
-    and its gradient takes the tensor's own layout there. What the model returns are DTensors.
+    Parameters and buffers become DTensors in place, with the values of the first rank: those that the plan names are
+    split, all others are whole on each rank, with gradients summed. Wherever a tensor lies otherwise than its reader's
+    strategy says it is redistributed, and its gradient takes the tensor's own layout there. What the model returns are
+    DTensors. Tensors that forward makes itself are taken to be the same on all ranks.
 
     Args:
-        model: with the same parameters on all ranks; make the optimizer afterwards.
+        model: make the optimizer afterwards.
         mesh: with axis names.
         plan: rows by the paths of modules, or a YAML file with them (see `Plan`).
         inputs: "whole": each rank passes the full batch. "local": each passes its part of the tensors that the row of
             the model itself (``""``) has strategies for.
 
-    Raises StrategyError with all that does not fit: what needs the inputs' shapes is found at the first call, before
-    it computes.
+    Raises StrategyError with all that does not fit; what needs the inputs' shapes is raised at the end of the forward
+    that meets it. Collective: ranks with different plans are refused.
     """
-    raise NotImplementedError
+    rows = Plan.of(plan)
+    problems = _unsuited(model, mesh, inputs)
+    if not problems:
+        problems = _disagreement(rows, model, mesh)
+    if problems:
+        raise StrategyError(problems)
+    names = {name: module for name, module in model.named_modules()}
+    by_path = rows.by_path(list(names), problems)
+    laid_out = _parameters(model, mesh, by_path, problems)
+    _check_names(by_path, mesh, problems)
+    if problems:
+        raise StrategyError(problems)
+    rules.register()
+    _distribute(model, mesh, laid_out)
+    split = Split(mesh, by_path, inputs == "local")
+    for name, module in names.items():
+        module.forward = Forward(module, name, by_path.get(name), split)  # type: ignore[method-assign,assignment]
+    _latest[:] = [split]
+    return model
+
+
+def report(model: nn.Module | None = None) -> Report:
+    """What the first step of `model` redistributed, None: of that split last. Complete after its backward."""
+    if model is not None:
+        return model.forward.split.report  # type: ignore[union-attr,return-value]
+    if not _latest:
+        raise StrategyError("nothing is split yet: see parallel.semi_auto")
+    return _latest[0].report
 
 
 def shard(
@@ -59,6 +104,262 @@ def shard(
         mesh: None: that made last.
         name: for reports and messages.
 
-    Raises StrategyError.
+    Raises StrategyError: of a function when it is called with what does not fit.
     """
-    raise NotImplementedError
+    given = {"in_strategy": in_strategy, "out_strategy": out_strategy, "parameter_plan": parameter_plan}
+    plan = Plan.of({"": given})
+    if isinstance(target, nn.Module):
+        return semi_auto(target, mesh_in_use(mesh), plan)
+    if parameter_plan:
+        raise StrategyError("parameter_plan is for modules; a function has in_strategy for all its tensors")
+    name = name or getattr(target, "__name__", type(target).__name__)
+    rules.register()
+    made: dict[DeviceMesh, Forward] = {}
+
+    @functools.wraps(target)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        on = mesh_in_use(mesh)
+        if on not in made:
+            made[on] = Forward(target, name, plan.rows[""], Split(on, {}, False, recorded=False))
+        return made[on](*args, **kwargs)
+
+    return run
+
+
+class Split:
+    """What the forwards of one split model share."""
+
+    def __init__(self, mesh: DeviceMesh, rows: Mapping[str, Row], local: bool, recorded: bool = True) -> None:
+        self.mesh = mesh
+        self.local = local
+        self.operators = Operators(mesh, rows)
+        self.report = Report()
+        self.depth = 0
+        self._waits = recorded
+        """Whether the first step is still to be recorded."""
+
+    def begin(self) -> None:
+        """The outermost forward starts."""
+        self.operators.problems.clear()
+        if self._waits:
+            self._waits = False
+            start(self.report)
+
+    def end(self, result: Any) -> None:
+        """It ends with `result`: raise what did not fit, and prepare its backward."""
+        if self.operators.problems:
+            raise StrategyError(list(dict.fromkeys(self.operators.problems)))
+        waiting: list[bool] = []
+
+        def begin(grad: torch.Tensor) -> None:
+            if not waiting:
+                waiting.append(_set_implicit(True))
+                torch.autograd.Variable._execution_engine.queue_callback(done)
+
+        def done() -> None:
+            _set_implicit(waiting.pop())
+            self.finish()
+
+        tensors = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor) and one.requires_grad]
+        for one in tensors:
+            one.register_hook(begin)
+        if not tensors:
+            self.finish()
+
+    def finish(self) -> None:
+        """The first step is over."""
+        if stop(self.report) and ranks.number() == 0:
+            logger.info("redistributed in the first step:\n%s", self.report)
+
+
+class Forward:
+    """A module's forward, or a function, between its boundaries."""
+
+    def __init__(self, target: Any, path: str, row: Row | None, split: Split) -> None:
+        self.target = target
+        self.path = path
+        self.row = row
+        self.split = split
+        self._inner = target.forward if isinstance(target, nn.Module) else target
+        try:
+            self.__signature__ = inspect.signature(self._inner)
+        except ValueError:  # C functions have none
+            self.__signature__ = None  # type: ignore[assignment]
+        functools.update_wrapper(self, self._inner, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        split = self.split
+        if split.depth:
+            return self._between(args, kwargs)
+        before = _set_implicit(True)
+        split.depth += 1
+        try:
+            split.begin()
+            with split.operators:
+                result = self._between(args, kwargs)
+        except Exception as error:
+            stop(split.report)
+            if split.operators.problems:
+                raise StrategyError(list(dict.fromkeys(split.operators.problems))) from error
+            raise
+        finally:
+            split.depth -= 1
+            _set_implicit(before)
+        split.end(result)
+        return result
+
+    def _between(self, args: tuple, kwargs: dict) -> Any:
+        row, mesh, problems = self.row, self.split.mesh, self.split.operators.problems
+        if row is None:
+            return self._inside(args, kwargs)
+        what = self.path or "the model"
+        args, kwargs = self._arguments(args, kwargs, row, what)
+        if row.recompute and torch.is_grad_enabled():
+            result = checkpoint(self._again, args, kwargs, use_reentrant=False)
+        else:
+            result = self._inside(args, kwargs)
+        if row.out_strategy is not None:
+            result = bring(result, row.out_strategy, mesh, f"{what}, output", problems)
+        return result
+
+    def _arguments(self, args: tuple, kwargs: dict, row: Row, what: str) -> tuple[tuple, dict]:
+        split, wanted = self.split, row.in_strategy
+        settings = (split.mesh, f"{what}, input", split.operators.problems, split.local and self.path == "")
+        if self.__signature__ is None:
+            return bring((args, kwargs), wanted, *settings)
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.arguments = bring(dict(bound.arguments), wanted, *settings)
+        return bound.args, bound.kwargs
+
+    def _inside(self, args: tuple, kwargs: dict) -> Any:
+        operators = self.split.operators
+        operators.enter(self.path)
+        try:
+            return self._inner(*args, **kwargs)
+        finally:
+            operators.leave()
+
+    def _again(self, args: tuple, kwargs: dict) -> Any:
+        """In forward, and once more in backward, where nothing else of the model runs."""
+        if self.split.depth:
+            return self._inside(args, kwargs)
+        before = _set_implicit(True)
+        self.split.depth += 1
+        try:
+            with self.split.operators:
+                return self._inside(args, kwargs)
+        finally:
+            self.split.depth -= 1
+            _set_implicit(before)
+
+
+def _set_implicit(allowed: bool) -> bool:
+    """Whether DTensor takes plain tensors for whole ones, from now on; returns whether it did."""
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = allowed
+    return before
+
+
+# ---- before anything is changed
+
+
+def _unsuited(model: nn.Module, mesh: DeviceMesh, inputs: str) -> list[str]:
+    problems = []
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        problems.append(f"semi_auto needs torch 2.13 or newer, this is {torch.__version__}")
+    if not mesh.mesh_dim_names:
+        problems.append("the mesh has no axis names; make it with parallel.mesh(dp=2, tp=4)")
+    if inputs not in ("whole", "local"):
+        problems.append(f"inputs: got {inputs!r}; allowed: 'whole', 'local'")
+    for name, module in model.named_modules():
+        kind = type(module)
+        others = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "PipelineStage")
+        named = [base.__name__ for base in kind.__mro__ if base.__name__ in others]
+        if kind.__module__.startswith("mindspeed_mem.") or named:
+            problems.append(
+                f"{name or 'the model'} is a {kind.__name__}: semi_auto splits plain modules only, before it"
+            )
+        if isinstance(module.__dict__.get("forward"), Forward):
+            problems.append(f"{name or 'the model'} is split already")
+            break
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, DTensor):
+            problems.append(f"{name} is a DTensor already; give semi_auto the plain model")
+            break
+    return problems
+
+
+def _disagreement(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[str]:
+    """Why the ranks would not do the same. Collective."""
+    shapes = [(name, tuple(one.shape)) for name, one in [*model.named_parameters(), *model.named_buffers()]]
+    for what, value in (("plans", plan.to_dict()), ("models", shapes)):
+        number = hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+        for axis in range(mesh.ndim):
+            seen = ranks.gather(number, mesh.get_group(axis))
+            if len(set(seen)) > 1:
+                return [f"the ranks have different {what}: {', '.join(seen)} (hashes by rank)"]
+    return []
+
+
+def _parameters(
+    model: nn.Module, mesh: DeviceMesh, rows: Mapping[str, Row], problems: list[str]
+) -> dict[int, tuple[str, Placements]]:
+    """Name and placements of each tensor that the rows split, by its id."""
+    found: dict[int, tuple[str, Placements]] = {}
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for path, row in rows.items():
+        for key, strategy in row.parameter_plan.items():
+            name = f"{path}.{key}" if path else key
+            if name not in tensors:
+                below = [
+                    one[len(path) + 1 :] if path else one for one in tensors if one.startswith(f"{path}." * bool(path))
+                ]
+                problems.append(f"{path!r}: there is no parameter {key!r}; there are {', '.join(below[:12]) or 'none'}")
+                continue
+            if strategy is None:
+                continue
+            tensor = tensors[name]
+            target = placements(strategy, mesh, tensor.shape, name, problems)
+            other, before = found.get(id(tensor), (name, target))
+            if before != target:
+                problems.append(f"{name}: another row, or the same parameter as {other}, is split otherwise")
+            found[id(tensor)] = name, target
+    return found
+
+
+def _check_names(rows: Mapping[str, Row], mesh: DeviceMesh, problems: list[str]) -> None:
+    """What of the strategies is wrong whatever the shapes are."""
+    for path, row in rows.items():
+        for field, what in ((row.in_strategy, "input"), (row.out_strategy, "output")):
+            named = field.items() if isinstance(field, Mapping) else enumerate(field or ())
+            for key, strategy in named:
+                if strategy is not None:
+                    placements(strategy, mesh, None, f"{path or 'the model'}, {what} {key}", problems)
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh, laid_out: Mapping[int, tuple[str, Placements]]) -> None:
+    whole = placements((), mesh, None, "")
+    names = {id(one): name for name, one in model.named_parameters()}
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for key, tensor in own.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    _, target = laid_out.get(id(tensor), ("", whole))
+                    new: Any = distribute_tensor(tensor.detach(), mesh, target)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                        new.__dict__.update(tensor.__dict__)
+                        if new.requires_grad:
+                            new.register_hook(functools.partial(_pinned, target, names[id(tensor)]))
+                    made[id(tensor)] = new, tensor  # which lives on: another must not get its id
+                own[key] = made[id(tensor)][0]
+
+
+def _pinned(target: Placements, name: str, grad: DTensor) -> DTensor:
+    """The gradient of a parameter, laid out as that is: summed over the ranks that saw different data."""
+    with running.at(f"{name}.grad"):
+        return grad.redistribute(placements=target)

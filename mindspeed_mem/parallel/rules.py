@@ -1,0 +1,193 @@
+"""What DTensor gets wrong, lacks or does dearly, operator by operator, and what is done instead.
+
+Facts are of torch 2.13; each has a test that fails when torch does better, and then its row can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._random import is_rng_supported_mesh  # type: ignore[attr-defined]
+from torch.distributed.tensor.experimental import register_sharding
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mindspeed_mem.parallel.collectives import Region
+from mindspeed_mem.parallel.moves import Placements, is_plain_sum, moved, whole
+from mindspeed_mem.parallel.regions import run_local
+
+aten = torch.ops.aten
+
+
+def settled(result: Any, where: str) -> Any:
+    """`result` with its means, maxima and masked sums made whole: DTensor mixes up their gradients with sums."""
+    if isinstance(result, DTensor):
+        if all(map(is_plain_sum, result.placements)):
+            return result
+        return moved(result, [one if is_plain_sum(one) else Replicate() for one in result.placements], where)
+    if type(result) in (tuple, list):
+        return type(result)(settled(one, where) for one in result)
+    return result
+
+
+# ---- operators that may see some splits only
+
+
+def _kept(x: DTensor, dims: Collection[int]) -> Placements:
+    """The placements of `x` with the splits of these dimensions only."""
+    return tuple(one if isinstance(one, Shard) and one.dim in dims else Replicate() for one in x.placements)
+
+
+def _all_whole(values: tuple | dict, where: str) -> Any:
+    def of(value: Any) -> Any:
+        return moved(value, [Replicate()] * value.device_mesh.ndim, where) if isinstance(value, DTensor) else value
+
+    leaves, tree = tree_flatten(values)
+    return tree_unflatten([of(leaf) for leaf in leaves], tree)
+
+
+def _convolution(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Split along the batch only: torch's handler of other splits computes on the parts and calls the result whole
+    (pytorch 186129, 191926)."""
+    x, rest = _first(args, kwargs)
+    args, kwargs = _all_whole(rest[0], where), _all_whole(rest[1], where)
+    return function(moved(x, _kept(x, {0} if x.dim() == args[0].dim() else ()), where), *args, **kwargs)
+
+
+def _first(args: tuple, kwargs: dict) -> tuple[Any, tuple[tuple, dict]]:
+    """The tensor that an operator is about, and the other arguments."""
+    if args:
+        return args[0], (args[1:], kwargs)
+    return kwargs["input"], ((), {key: value for key, value in kwargs.items() if key != "input"})
+
+
+def _of_rows(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Each row of the batch for itself, on this rank's rows: torch has no rule for it, forward or backward."""
+    return _on_parts(function, args, kwargs, where, {0})
+
+
+def _unfold(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs["dimension"]
+    return _on_parts(function, args, kwargs, where, set(range(args[0].dim())) - {dim % args[0].dim()})
+
+
+def _on_parts(function: Callable, args: tuple, kwargs: dict, where: str, dims: Collection[int]) -> Any:
+    """`function` on local parts of its first tensor, split along some of these dimensions; all others are whole."""
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
+    target = _kept(leaves[places[0]], dims)
+    tensors = [
+        moved(leaves[index], target if index == places[0] else [Replicate()] * len(target), where) for index in places
+    ]
+
+    def call(parts: Any) -> Any:
+        for index, part in zip(places, parts, strict=True):
+            leaves[index] = part
+        args, kwargs = tree_unflatten(leaves, tree)
+        return function(*args, **kwargs)
+
+    return run_local(call, tensors, [target], Region(tensors[0].device_mesh, set()), where)
+
+
+def _rms_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Over whole dimensions: torch changes a mean over split ones in place, and refuses that."""
+    x, (rest, kwargs) = _first(args, kwargs)
+    shape = rest[0] if rest else kwargs["normalized_shape"]
+    return function(moved(x, _kept(x, range(x.dim() - len(shape))), where), *rest, **kwargs)
+
+
+# ---- batch norm by sums
+
+
+def _batch_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """By sums of C numbers over the ranks: torch gathers the whole input of a split batch."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {"training": False, "momentum": 0.1, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
+    x, mean, var = given["input"], given["running_mean"], given["running_var"]
+    shape, dims = [1, -1] + [1] * (x.dim() - 2), [dim for dim in range(x.dim()) if dim != 1]
+    x = moved(x, _kept(x, range(x.dim())), where)
+    if given["training"] or mean is None:
+        count = x.numel() // x.shape[1]
+        if count == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+        by_channel = [Shard(0) if isinstance(one, Shard) and one.dim == 1 else Replicate() for one in x.placements]
+        batch_mean = moved(x.sum(dims), by_channel, where) / count
+        batch_var = moved((x - batch_mean.view(shape)).square().sum(dims), by_channel, where) / count
+        if mean is not None:
+            with torch.no_grad():
+                for kept, new in ((mean, batch_mean), (var, batch_var * (count / (count - 1)))):
+                    kept.lerp_(moved(new, kept.placements, where).to(kept.dtype), given["momentum"])
+        mean, var = batch_mean, batch_var
+    y = (x - mean.view(shape)) * torch.rsqrt(var + given["eps"]).view(shape)
+    if given.get("weight") is not None:
+        y = y * given["weight"].view(shape)
+    return y if given.get("bias") is None else y + given["bias"].view(shape)
+
+
+# ---- random numbers
+
+
+def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """On devices where DTensor draws on each rank for itself: the same mask on all, of which each takes its part."""
+    names = ("input", "p", "training", "inplace")
+    given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    x = given["input"]
+    if not given["training"] or given["p"] == 0 or is_rng_supported_mesh(x.device_mesh):
+        return function(*args, **kwargs)
+    x = moved(x, [one if not one.is_partial() else Replicate() for one in x.placements], where)
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device).bernoulli_(1 - given["p"])
+    if given["p"] < 1:
+        mask.div_(1 - given["p"])
+    mask = moved(whole(mask, x.device_mesh), x.placements, where)
+    return x.mul_(mask) if given["inplace"] else x * mask
+
+
+INSTEAD: dict[Callable, Callable] = {
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, torch.convolution), _convolution),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
+    **dict.fromkeys((F.group_norm, torch.group_norm, F.unfold, F.fold), _of_rows),
+    torch.Tensor.unfold: _unfold,
+    F.rms_norm: _rms_norm,
+    F.batch_norm: _batch_norm,
+    F.dropout: _dropout,
+}
+"""What runs in place of a torch function on DTensors: ``(function, args, kwargs, where) -> result``."""
+
+
+# ---- rules that torch has not
+
+
+def _batch_or_heads(inputs: int, outputs: int, dims: Collection[int]) -> Callable:
+    """Whole, or all split alike along one of `dims`: `inputs` tensors come first, then what is no tensor."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        rest = [None] * (len(args) - inputs)
+        choices: list[Any] = [Replicate(), *map(Shard, dims)]
+        return [([one] * outputs, [*[one] * inputs, *rest]) for one in choices]
+
+    return rule
+
+
+_RULES = {
+    "_scaled_dot_product_flash_attention_for_cpu": (3, 2, (0, 1)),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (6, 3, (0, 1)),
+    "avg_pool2d_backward": (2, 1, (0, 1)),
+    "avg_pool3d_backward": (2, 1, (0, 1)),
+}
+"""Inputs, outputs, and along which dimensions both may be split."""
+
+
+def register() -> None:
+    """Give DTensor the rules that it has not. Once is enough; what it has stays."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for name, (inputs, outputs, dims) in _RULES.items():
+        operator = getattr(aten, name).default
+        if operator not in propagator.op_strategy_funcs and not _has_single(propagator, operator):
+            register_sharding(operator)(_batch_or_heads(inputs, outputs, dims))
+
+
+def _has_single(propagator: Any, operator: Any) -> bool:
+    return operator in getattr(propagator, "op_single_dim_strategy_funcs", ())
