@@ -180,7 +180,7 @@ class _Moved(torch.autograd.Function):
         return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         there, back = ctx.ways
         return _Moved.apply(grad, back, there), None, None
 

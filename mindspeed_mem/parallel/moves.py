@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,9 +38,43 @@ class Running:
 running = Running()
 
 
-def moved(x: DTensor, target: Sequence[Placement], where: str) -> DTensor:
-    """`x` with other placements; its gradient takes those of `x` again, whole where `x` is a sum."""
-    return _Moved.apply(x, tuple(target), where)
+def moved(x: torch.Tensor, target: Sequence[Placement], where: str) -> DTensor:
+    """`x` with other placements; its gradient takes those of `x` again, whole where `x` is a sum.
+
+    Readers that want the same of one tensor share it: one redistribution there, and one of their gradients' sum back.
+    """
+    assert isinstance(x, DTensor)
+    target = tuple(target)
+    if x.placements == target:
+        if x.requires_grad and torch.is_grad_enabled() and not hasattr(x, _PINNED):
+            setattr(x, _PINNED, True)
+            x.register_hook(functools.partial(_laid_out, gradient_like(x), where))
+        return x
+    if x.is_leaf:  # a parameter, which the optimizer changes
+        return _Moved.apply(x, target, where)
+    known = x.__dict__.setdefault(_KNOWN, {})
+    found, version = known.get(target, (_gone, 0))
+    shared = found()
+    fits = shared is not None and shared.requires_grad == torch.is_grad_enabled() and shared._version == 0
+    if not fits or x._version != version:
+        shared = _Moved.apply(x, target, where)
+        known[target] = weakref.ref(shared), x._version
+    return shared
+
+
+def _gone() -> None:
+    """In place of a weak reference."""
+
+
+def _laid_out(target: Placements, where: str, grad: DTensor) -> DTensor:
+    if grad.placements == target:
+        return grad
+    with running.at(where):
+        return grad.redistribute(placements=target)
+
+
+_KNOWN, _PINNED = "_mindspeed_mem_moved", "_mindspeed_mem_pinned"
+"""Attributes of a tensor: weak references to it in other layouts; that its gradient's layout is fixed."""
 
 
 def gradient_like(x: DTensor) -> Placements:
@@ -63,7 +99,7 @@ def text(placements: Sequence[Placement], mesh: DeviceMesh) -> str:
         if one.is_partial():
             parts.append(f"{name}:{getattr(one, 'reduce_op', 'sum')}")
         elif not one.is_replicate():
-            parts.append(f"{name}:{one.dim}")
+            parts.append(f"{name}:{getattr(one, 'dim', '?')}")
     return " ".join(parts) or "whole"
 
 
@@ -75,5 +111,5 @@ class _Moved(torch.autograd.Function):
             return x.redistribute(placements=target)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
         return _Moved.apply(grad, ctx.source, ctx.where), None, None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -19,8 +19,8 @@ from mindspeed_mem.parallel.plan import Row, Strategies
 from mindspeed_mem.parallel.strategy import StrategyError, placements
 
 _ADVICE = {
-    "does not have a sharding strategy": "bring its inputs to whole layouts (strategies of Nones), or let it compute on "
-    "each rank's parts in parallel.local(...)",
+    "does not have a sharding strategy": "give it whole inputs (strategies of Nones), or let it compute on each rank's "
+    "parts in parallel.local(...)",
     "mixed torch.Tensor and DTensor": "a plain tensor meets a split one outside a split model: make it with "
     "parallel.shard, or compute inside the model",
     "unevenly sharded": "the parts would not fall together with the new dimensions: bring the input to another layout "
@@ -168,6 +168,16 @@ def bring(
         leaves[index] = _brought(leaves[index], given, mesh, f"{what} {number}", problems, local)
     changed = tree_unflatten(leaves, tree)
     return _like(values, changed)
+
+
+def gathered(values: Any) -> Any:
+    """The DTensors among `values` as plain tensors, whole on each rank."""
+    leaves, tree = tree_flatten(dict(values) if isinstance(values, Mapping) else values)
+    for index, one in enumerate(leaves):
+        if isinstance(one, DTensor):
+            all_whole = moved(one, [Replicate()] * one.device_mesh.ndim, "what the model returns")
+            leaves[index] = all_whole.to_local(grad_placements=all_whole.placements)
+    return _like(values, tree_unflatten(leaves, tree))
 
 
 def _moves(value: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem import ranks
@@ -47,13 +48,13 @@ def local(
     `out_strategy` says that they have the same.
     """
     problems: list[str] = []
-    name = name or getattr(function, "__name__", type(function).__name__)
-    wanted = strategies(in_strategy, f"{name}, in_strategy", problems)
-    returned = strategies(out_strategy, f"{name}, out_strategy", problems)
+    called = name or str(getattr(function, "__name__", type(function).__name__))
+    wanted = strategies(in_strategy, f"{called}, in_strategy", problems)
+    returned = strategies(out_strategy, f"{called}, out_strategy", problems)
     if isinstance(wanted, dict) or isinstance(returned, dict):
-        problems.append(f"{name}: local takes strategies in order, not by name")
+        problems.append(f"{called}: local takes strategies in order, not by name")
     if returned is None:
-        problems.append(f"{name}: local needs out_strategy, one for each tensor that it returns")
+        problems.append(f"{called}: local needs out_strategy, one for each tensor that it returns")
     if problems:
         raise StrategyError(problems)
     checked: list[bool] = []
@@ -62,11 +63,11 @@ def local(
         on = mesh_in_use(mesh)
         values, tree = tree_flatten((args, kwargs))
         where = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        tensors = _brought([values[index] for index in where], wanted, on, name)
+        tensors = _brought([values[index] for index in where], wanted, on, called)
         own: dict[str, torch.Tensor] = {}
         if isinstance(function, nn.Module):
             own = {**dict(function.named_parameters()), **dict(function.named_buffers())}
-            tensors += _brought(list(own.values()), None, on, name)
+            tensors += _brought(list(own.values()), None, on, called)
 
         def call(parts: Sequence[torch.Tensor]) -> Any:
             for index, part in zip(where, parts, strict=False):
@@ -77,7 +78,7 @@ def local(
                 return torch.func.functional_call(function, parameters, args, kwargs)
             return function(*args, **kwargs)
 
-        results = run_local(call, tensors, returned, Region(on, set()), name, not checked)
+        results = run_local(call, tensors, returned, Region(on, set()), called, not checked)
         checked.append(True)
         return results
 
@@ -106,7 +107,10 @@ def _brought(values: list[torch.Tensor], wanted: Any, mesh: DeviceMesh, name: st
 def run_local(
     call: Callable, tensors: Sequence[DTensor], returned: Any, region: Region, name: str, check: bool = False
 ) -> Any:
-    """What `call` makes of the local parts of `tensors`, put together to DTensors."""
+    """What `call` makes of the local parts of `tensors`, put together to DTensors.
+
+    returned: strategies of the results, or the placements of all of them.
+    """
     mesh = region.mesh
     names = mesh.mesh_dim_names or ()
     for tensor in tensors:
@@ -119,6 +123,8 @@ def run_local(
         regions.pop()
     results, tree = tree_flatten(made)
     outputs = [index for index, value in enumerate(results) if isinstance(value, torch.Tensor)]
+    if _are_placements(returned):
+        returned = [returned] * len(outputs)
     if len(outputs) != len(returned):
         raise StrategyError(f"{name}: {len(returned)} strategies in out_strategy for {len(outputs)} tensors returned")
     problems: list[str] = []
@@ -144,7 +150,7 @@ def run_local(
 
 
 def _are_placements(given: Any) -> bool:
-    return bool(given) and all(hasattr(one, "is_replicate") for one in given)
+    return bool(given) and all(isinstance(one, Placement) for one in given)
 
 
 def _differences(part: torch.Tensor, target: Placements, mesh: DeviceMesh, what: str) -> list[str]:
@@ -175,7 +181,7 @@ class _Entered(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         mesh, axes = ctx.region.mesh, ctx.region.axes
         target = [
             Partial() if one.is_replicate() and axis in axes else one
@@ -203,6 +209,6 @@ class _Left(torch.autograd.Function):
         return DTensor.from_local(part, mesh, target, run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
         part = grad.redistribute(placements=ctx.target).to_local()
         return part / ctx.times if ctx.times > 1 else part, None, None

@@ -174,7 +174,8 @@ def _of_backward() -> str | None:
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()
-    return "" if node is None else node.metadata.get(_KEY, "")
+    metadata: Any = {} if node is None else node.metadata
+    return metadata.get(_KEY, "")
 
 
 def _recorded(local_tensor: torch.Tensor, current_spec: Any, target_spec: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,9 +212,8 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KINDS.get(getattr(func, "_opname", ""))
         if kind is not None and func.namespace in ("_c10d_functional", "_dtensor"):
-            group = torch.distributed.distributed_c10d._resolve_process_group(
-                next(one for one in reversed(args) if isinstance(one, str))
-            )
+            name: Any = next(one for one in reversed(args) if isinstance(one, str))
+            group = torch.distributed.distributed_c10d._resolve_process_group(name)
             sent = args[0].nbytes * _SENT.get(kind, lambda n: (n - 1) / n)(group.size())
             self.found.append(Collective(kind, self._axis(group), int(sent)))
         return func(*args, **(kwargs or {}))

@@ -5,13 +5,17 @@ Facts are of torch 2.13; each has a test that fails when torch does better, and 
 
 from __future__ import annotations
 
+import functools
+import inspect
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._random import is_rng_supported_mesh  # type: ignore[attr-defined]
+from torch.distributed.tensor._random import is_rng_supported_mesh
 from torch.distributed.tensor.experimental import register_sharding
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -74,14 +78,32 @@ def _unfold(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return _on_parts(function, args, kwargs, where, set(range(args[0].dim())) - {dim % args[0].dim()})
 
 
-def _on_parts(function: Callable, args: tuple, kwargs: dict, where: str, dims: Collection[int]) -> Any:
-    """`function` on local parts of its first tensor, split along some of these dimensions; all others are whole."""
+def _indexed(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """By lists or tensors: on parts split along dimensions taken whole before those; torch's backward has no rule."""
+    x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not any(isinstance(one, (list, torch.Tensor)) for one in index):
+        return function(*args, **kwargs)
+    before = next(n for n, one in enumerate(index) if not (isinstance(one, slice) and one == slice(None)))
+    return _on_parts(function, args, kwargs, where, set(range(before)) & set(range(x.dim())))
+
+
+def _attention(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """torch's composed attention of many arguments, batch by batch where nothing is masked or drawn by batch."""
+    names = list(inspect.signature(function).parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    drawn = given.get("dropout_p") and given.get("training", True)
+    masked = given.get("key_padding_mask") is not None or given.get("attn_mask") is not None
+    batched = given["query"].dim() == 3 and not drawn and not masked and not given.get("need_weights", True)
+    return _on_parts(function, args, kwargs, where, {1} if batched else (), alike=3)
+
+
+def _on_parts(function: Callable, args: tuple, kwargs: dict, where: str, dims: Collection[int], alike: int = 1) -> Any:
+    """`function` on local parts of its first tensors, split along some of these dimensions; all others are whole."""
     leaves, tree = tree_flatten((args, kwargs))
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     target = _kept(leaves[places[0]], dims)
-    tensors = [
-        moved(leaves[index], target if index == places[0] else [Replicate()] * len(target), where) for index in places
-    ]
+    everywhere = [Replicate()] * len(target)
+    tensors = [moved(leaves[index], target if n < alike else everywhere, where) for n, index in enumerate(places)]
 
     def call(parts: Any) -> Any:
         for index, part in zip(places, parts, strict=True):
@@ -89,7 +111,7 @@ def _on_parts(function: Callable, args: tuple, kwargs: dict, where: str, dims: C
         args, kwargs = tree_unflatten(leaves, tree)
         return function(*args, **kwargs)
 
-    return run_local(call, tensors, [target], Region(tensors[0].device_mesh, set()), where)
+    return run_local(call, tensors, target, Region(tensors[0].device_mesh, set()), where)
 
 
 def _rms_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -97,6 +119,42 @@ def _rms_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     x, (rest, kwargs) = _first(args, kwargs)
     shape = rest[0] if rest else kwargs["normalized_shape"]
     return function(moved(x, _kept(x, range(x.dim() - len(shape))), where), *rest, **kwargs)
+
+
+# ---- backwards that make plain tensors
+
+
+def _pieces(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Pieces nobody uses have zeros as gradients, which torch makes plain tensors."""
+    made = function(*args, **kwargs)
+    return type(made)(_Pieces.apply(*made))
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *pieces: DTensor) -> tuple[DTensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*pieces)
+        return tuple(piece.view_as(piece) for piece in pieces)  # type: ignore[misc]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        pairs = zip(grads, ctx.saved_tensors, strict=True)
+        return tuple(torch.zeros_like(piece) if grad is None else grad for grad, piece in pairs)
+
+
+def _product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    kept = bool(kwargs.get("keepdim", len(args) > 2 and args[2]))
+    dims = () if dim is None else range(x.dim()) if kept else range(dim % x.dim())
+    return _on_parts(function, args, kwargs, where, set(dims) - {dim % x.dim() if dim is not None else -1})
+
+
+def _prelu(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    x, (rest, kwargs) = _first(args, kwargs)
+    weight = rest[0] if rest else kwargs["weight"]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return torch.where(x > 0, x, x * (weight.view(shape) if weight.numel() > 1 else weight))
 
 
 # ---- batch norm by sums
@@ -127,7 +185,61 @@ def _batch_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> An
     return y if given.get("bias") is None else y + given["bias"].view(shape)
 
 
+# ---- means over what is split unevenly, or divided by the numbers of a part
+
+
+def _mean_loss(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Element by element, and then the mean: torch's backward of a mean divides by a rank's own numbers."""
+    old = [kwargs.get("size_average"), kwargs.get("reduce"), *(one for one in args if isinstance(one, (str, bool)))]
+    if kwargs.get("reduction", "mean") != "mean" or any(one is not None for one in old):
+        return function(*args, **kwargs)
+    return settled(function(*args, **{**kwargs, "reduction": "none"}).mean(), where)
+
+
+def _likelihood(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """The sum, and then divided: torch takes the mean of the ranks' means, whatever they ignored or weighed."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = {"reduction": "mean", "ignore_index": -100, **dict(zip(names, args, strict=False)), **kwargs}
+    target = given["target"]
+    if given["reduction"] != "mean" or target.is_floating_point():
+        return function(*args, **kwargs)
+    total = settled(function(**{**given, "reduction": "sum"}), where)
+    counted = target != given["ignore_index"]
+    if given.get("weight") is not None:
+        weight = _all_whole((given["weight"],), where)[0]
+        counted = counted * F.embedding(target.where(counted, 0), weight.unsqueeze(1)).squeeze(-1)
+    return moved(total, [Replicate()] * total.device_mesh.ndim, where) / settled(counted.sum(), where)
+
+
 # ---- random numbers
+
+
+@functools.cache
+def draws_together(mesh: DeviceMesh) -> bool:
+    """Whether DTensor lets the ranks draw what one device would; if not, they have to have the same random state."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return is_rng_supported_mesh(mesh)
+
+
+def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """With dropout, as torch composes it where no kernel does: so the masks are those of one device."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
+    query, key, mask, value = given["query"], given["key"], given["attn_mask"], given["value"]
+    if not given["dropout_p"] or draws_together(query.device_mesh):
+        return function(*args, **kwargs)
+    if given.get("enable_gqa"):
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+    scores = query @ key.transpose(-2, -1) * (given.get("scale") or query.shape[-1] ** -0.5)
+    if given["is_causal"]:
+        plain = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.to_local().device)
+        mask = whole(plain.tril(), query.device_mesh)
+    if mask is not None and mask.dtype is torch.bool:
+        scores = scores.masked_fill(mask.logical_not(), float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
+    return _dropout(F.dropout, (scores.softmax(-1), given["dropout_p"]), {}, where) @ value
 
 
 def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -135,7 +247,7 @@ def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     names = ("input", "p", "training", "inplace")
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
-    if not given["training"] or given["p"] == 0 or is_rng_supported_mesh(x.device_mesh):
+    if not given["training"] or given["p"] == 0 or draws_together(x.device_mesh):
         return function(*args, **kwargs)
     x = moved(x, [one if not one.is_partial() else Replicate() for one in x.placements], where)
     mask = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device).bernoulli_(1 - given["p"])
@@ -150,9 +262,20 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
     **dict.fromkeys((F.group_norm, torch.group_norm, F.unfold, F.fold), _of_rows),
     torch.Tensor.unfold: _unfold,
+    torch.Tensor.__getitem__: _indexed,
+    **dict.fromkeys((torch.prod, torch.Tensor.prod), _product),
+    **dict.fromkeys((torch.prelu, F.prelu), _prelu),
+    **dict.fromkeys((torch.split, torch.Tensor.split, torch.functional.split), _pieces),
+    **dict.fromkeys((torch.chunk, torch.Tensor.chunk, torch.unbind, torch.Tensor.unbind), _pieces),
+    **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), _pieces),
+    F.multi_head_attention_forward: _attention,
+    **dict.fromkeys((F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss), _mean_loss),
+    **dict.fromkeys((F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.l1_loss), _mean_loss),
+    **dict.fromkeys((F.cross_entropy, F.nll_loss), _likelihood),
     F.rms_norm: _rms_norm,
     F.batch_norm: _batch_norm,
     F.dropout: _dropout,
+    F.scaled_dot_product_attention: _scaled_dot_product,
 }
 """What runs in place of a torch function on DTensors: ``(function, args, kwargs, where) -> result``."""
 

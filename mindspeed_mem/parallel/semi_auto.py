@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel import rules
 from mindspeed_mem.parallel.meshes import mesh_in_use
-from mindspeed_mem.parallel.moves import Placements, running
-from mindspeed_mem.parallel.operators import Operators, bring
+from mindspeed_mem.parallel.moves import Placements, moved
+from mindspeed_mem.parallel.operators import Operators, bring, gathered
 from mindspeed_mem.parallel.plan import Plan, Row, Strategies
-from mindspeed_mem.parallel.report import Report, start, stop
+from mindspeed_mem.parallel.report import Report, is_recording, start, stop
 from mindspeed_mem.parallel.strategy import StrategyError, placements
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,11 @@ def semi_auto(
 
     Parameters and buffers become DTensors in place, with the values of the first rank: those that the plan names are
     split, all others are whole on each rank, with gradients summed. Wherever a tensor lies otherwise than its reader's
-    strategy says it is redistributed, and its gradient takes the tensor's own layout there. What the model returns are
-    DTensors. Tensors that forward makes itself are taken to be the same on all ranks.
+    strategy says it is redistributed, and its gradient takes the tensor's own layout there. Tensors that forward makes
+    itself are taken to be the same on all ranks.
+
+    What the model returns are plain tensors, whole on each rank, of which all ranks compute the same loss; with an
+    ``out_strategy`` in the row of the model itself they are DTensors that lie so.
 
     Args:
         model: make the optimizer afterwards.
@@ -67,19 +70,22 @@ def semi_auto(
     _check_names(by_path, mesh, problems)
     if problems:
         raise StrategyError(problems)
+    if not rules.draws_together(mesh):
+        _check_randomness(mesh)
     rules.register()
     _distribute(model, mesh, laid_out)
     split = Split(mesh, by_path, inputs == "local")
     for name, module in names.items():
-        module.forward = Forward(module, name, by_path.get(name), split)  # type: ignore[method-assign,assignment]
+        module.forward = Forward(module, name, by_path.get(name), split)
     _latest[:] = [split]
     return model
 
 
 def report(model: nn.Module | None = None) -> Report:
     """What the first step of `model` redistributed, None: of that split last. Complete after its backward."""
-    if model is not None:
-        return model.forward.split.report  # type: ignore[union-attr,return-value]
+    forward: Any = model.forward if model is not None else None
+    if forward is not None:
+        return forward.split.report
     if not _latest:
         raise StrategyError("nothing is split yet: see parallel.semi_auto")
     return _latest[0].report
@@ -112,7 +118,7 @@ def shard(
         return semi_auto(target, mesh_in_use(mesh), plan)
     if parameter_plan:
         raise StrategyError("parameter_plan is for modules; a function has in_strategy for all its tensors")
-    name = name or getattr(target, "__name__", type(target).__name__)
+    called = name or str(getattr(target, "__name__", type(target).__name__))
     rules.register()
     made: dict[DeviceMesh, Forward] = {}
 
@@ -120,7 +126,7 @@ def shard(
     def run(*args: Any, **kwargs: Any) -> Any:
         on = mesh_in_use(mesh)
         if on not in made:
-            made[on] = Forward(target, name, plan.rows[""], Split(on, {}, False, recorded=False))
+            made[on] = Forward(target, called, plan.rows[""], Split(on, {}, False, plain=False))
         return made[on](*args, **kwargs)
 
     return run
@@ -129,13 +135,15 @@ def shard(
 class Split:
     """What the forwards of one split model share."""
 
-    def __init__(self, mesh: DeviceMesh, rows: Mapping[str, Row], local: bool, recorded: bool = True) -> None:
+    def __init__(self, mesh: DeviceMesh, rows: Mapping[str, Row], local: bool, plain: bool = True) -> None:
         self.mesh = mesh
         self.local = local
+        self.plain = plain
+        """Whether it is a model, which returns plain tensors, and whose first step is recorded."""
         self.operators = Operators(mesh, rows)
         self.report = Report()
         self.depth = 0
-        self._waits = recorded
+        self._waits = plain
         """Whether the first step is still to be recorded."""
 
     def begin(self) -> None:
@@ -146,24 +154,15 @@ class Split:
             start(self.report)
 
     def end(self, result: Any) -> None:
-        """It ends with `result`: raise what did not fit, and prepare its backward."""
+        """It ends with `result`: raise what did not fit. The first step ends with the backward of it."""
         if self.operators.problems:
             raise StrategyError(list(dict.fromkeys(self.operators.problems)))
-        waiting: list[bool] = []
-
-        def begin(grad: torch.Tensor) -> None:
-            if not waiting:
-                waiting.append(_set_implicit(True))
-                torch.autograd.Variable._execution_engine.queue_callback(done)
-
-        def done() -> None:
-            _set_implicit(waiting.pop())
-            self.finish()
-
-        tensors = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor) and one.requires_grad]
-        for one in tensors:
-            one.register_hook(begin)
-        if not tensors:
+        waits = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor) and one.requires_grad]
+        if not is_recording():
+            return
+        for one in waits:
+            one.register_hook(lambda grad: torch.autograd.Variable._execution_engine.queue_callback(self.finish))
+        if not waits:
             self.finish()
 
     def finish(self) -> None:
@@ -197,6 +196,8 @@ class Forward:
             split.begin()
             with split.operators:
                 result = self._between(args, kwargs)
+            if self.path == "" and (self.row is None or self.row.out_strategy is None) and split.plain:
+                result = gathered(result)
         except Exception as error:
             stop(split.report)
             if split.operators.problems:
@@ -302,6 +303,17 @@ def _disagreement(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[str]:
     return []
 
 
+def _check_randomness(mesh: DeviceMesh) -> None:
+    """Warn if the ranks would draw different numbers. Collective."""
+    number = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    seen = [one for axis in range(mesh.ndim) for one in ranks.gather(number, mesh.get_group(axis))]
+    if len(set(seen)) > 1:
+        logger.warning(
+            "the ranks have different random states: what they draw in forward (dropout) will not fit together; call "
+            "torch.manual_seed with the same number on all of them"
+        )
+
+
 def _parameters(
     model: nn.Module, mesh: DeviceMesh, rows: Mapping[str, Row], problems: list[str]
 ) -> dict[int, tuple[str, Placements]]:
@@ -354,12 +366,6 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, laid_out: Mapping[int, tuple
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                         new.__dict__.update(tensor.__dict__)
                         if new.requires_grad:
-                            new.register_hook(functools.partial(_pinned, target, names[id(tensor)]))
+                            moved(new, target, f"{names[id(tensor)]}.grad")
                     made[id(tensor)] = new, tensor  # which lives on: another must not get its id
                 own[key] = made[id(tensor)][0]
-
-
-def _pinned(target: Placements, name: str, grad: DTensor) -> DTensor:
-    """The gradient of a parameter, laid out as that is: summed over the ranks that saw different data."""
-    with running.at(f"{name}.grad"):
-        return grad.redistribute(placements=target)
