@@ -13,11 +13,14 @@
 |---|---|
 | semi-automatic: `semi_auto`, `shard` | strategies of modules and operators |
 | hybrid: `local` and the collectives | each collective, in regions that see this rank's parts |
+| by layer: `pipeline`, `recompute` | ``layer.pipeline_stage = k``, ``layer.recompute()`` |
 """
 
 from mindspeed_mem.parallel.collectives import all_gather, all_reduce, all_to_all, broadcast, copy, reduce_scatter
 from mindspeed_mem.parallel.meshes import mesh
+from mindspeed_mem.parallel.pipeline import Pipeline, pipeline
 from mindspeed_mem.parallel.plan import Plan, Row
+from mindspeed_mem.parallel.recompute import recompute
 from mindspeed_mem.parallel.regions import local
 from mindspeed_mem.parallel.report import Move, Report, recording
 from mindspeed_mem.parallel.semi_auto import report, semi_auto, shard
@@ -26,6 +29,7 @@ from mindspeed_mem.parallel.strategy import Layout, StrategyError, placements, s
 __all__ = [
     "Layout",
     "Move",
+    "Pipeline",
     "Plan",
     "Report",
     "Row",
@@ -37,7 +41,9 @@ __all__ = [
     "copy",
     "local",
     "mesh",
+    "pipeline",
     "placements",
+    "recompute",
     "recording",
     "reduce_scatter",
     "report",
