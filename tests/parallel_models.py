@@ -140,12 +140,13 @@ def full(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def compared(kind: str, mesh: Any, plan: Any, dtype: torch.dtype, steps: int = 5, **more: Any) -> dict[str, Any]:
-    """Largest differences, relative where large, of losses, parameters and buffers between one device and many."""
-    make, batch, _ = MODELS[kind]
+def compared(kind: str, shape: dict[str, int], dtype: torch.dtype, steps: int = 5) -> dict[str, float]:
+    """Largest differences of losses, parameters and buffers between one device and a mesh of this shape."""
+    make, batch, plan = MODELS[kind]
+    mesh = parallel.mesh("cpu", **shape)
     torch.manual_seed(1)
     one = make().to(dtype)
-    many = parallel.semi_auto(copy.deepcopy(one), mesh, plan, **more)
+    many = parallel.semi_auto(copy.deepcopy(one), mesh, plan(shape))
     batches = [batch(step, dtype) for step in range(steps)]
     losses = trained(one, batches), trained(many, batches)
     tensors = [dict([*model.named_parameters(), *model.named_buffers()]) for model in (one, many)]
@@ -153,5 +154,4 @@ def compared(kind: str, mesh: Any, plan: Any, dtype: torch.dtype, steps: int = 5
         "loss": max(abs(a - b) for a, b in zip(*losses, strict=True)),
         "tensors": max(float((full(tensors[0][n]) - full(t)).abs().max()) for n, t in tensors[1].items()),
         "learned": abs(losses[0][0] - losses[0][-1]),
-        "report": parallel.report(many),
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mindspeed_mem import ranks
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.parallel.strategy import StrategyError
 
@@ -34,6 +36,8 @@ def mesh(device: str | None = None, **axes: int) -> DeviceMesh:
         text = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise StrategyError(f"mesh({text}) does not fit {ranks} ranks; the sizes have to multiply to that")
     made = init_device_mesh(get_backend(device).tensor_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if len(sizes) > 1:
+        made._flatten()  # so that DTensor sums over all of them at once
     _latest[:] = [made]
     return made
 
@@ -45,3 +49,13 @@ def mesh_in_use(given: DeviceMesh | None) -> DeviceMesh:
     if not _latest:
         raise StrategyError("there is no mesh yet: make one with parallel.mesh(dp=2, tp=4), or give mesh=")
     return _latest[0]
+
+
+def everywhere(mine: Mapping[str, str], mesh: DeviceMesh) -> dict[str, set[str]]:
+    """The values that the ranks of `mesh` have under each key, the same on all of them. Collective."""
+    seen = {key: {value} for key, value in mine.items()}
+    for axis in range(mesh.ndim):
+        for other in ranks.gather(seen, mesh.get_group(axis)):
+            for key, values in other.items():
+                seen[key] = seen.get(key, set()) | values
+    return seen

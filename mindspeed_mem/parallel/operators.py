@@ -133,7 +133,13 @@ def _name(func: Callable) -> str:
 
 
 def bring(
-    values: Any, wanted: Strategies, mesh: DeviceMesh, what: str, problems: list[str], local: bool = False
+    values: Any,
+    wanted: Strategies,
+    mesh: DeviceMesh,
+    what: str,
+    problems: list[str],
+    local: bool = False,
+    plain: bool = False,
 ) -> Any:
     """The tensors among `values` as the strategies say, the others as they are.
 
@@ -142,6 +148,7 @@ def bring(
         wanted: None: as they come, the layouts of their gradients fixed.
         problems: takes what does not fit; such a tensor stays as it comes.
         local: plain tensors with a strategy are this rank's parts.
+        plain: DTensors without a strategy become plain tensors, whole on each rank.
     """
     if isinstance(wanted, Mapping):
         if not isinstance(values, Mapping):
@@ -165,19 +172,18 @@ def bring(
         return values
     for number, index in enumerate(tensors):
         given = strategies[number] if wanted is not None else None
-        leaves[index] = _brought(leaves[index], given, mesh, f"{what} {number}", problems, local)
+        if plain and given is None:
+            leaves[index] = _plain(leaves[index]) if isinstance(leaves[index], DTensor) else leaves[index]
+        else:
+            leaves[index] = _brought(leaves[index], given, mesh, f"{what} {number}", problems, local)
     changed = tree_unflatten(leaves, tree)
     return _like(values, changed)
 
 
-def gathered(values: Any) -> Any:
-    """The DTensors among `values` as plain tensors, whole on each rank."""
-    leaves, tree = tree_flatten(dict(values) if isinstance(values, Mapping) else values)
-    for index, one in enumerate(leaves):
-        if isinstance(one, DTensor):
-            all_whole = moved(one, [Replicate()] * one.device_mesh.ndim, "what the model returns")
-            leaves[index] = all_whole.to_local(grad_placements=all_whole.placements)
-    return _like(values, tree_unflatten(leaves, tree))
+def _plain(x: Any) -> torch.Tensor:
+    """A DTensor as the plain tensor, whole on each rank."""
+    all_whole = moved(x, [Replicate()] * x.device_mesh.ndim, "what the model returns")
+    return all_whole.to_local(grad_placements=all_whole.placements)
 
 
 def _moves(value: Any) -> bool:

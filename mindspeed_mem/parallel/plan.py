@@ -17,7 +17,7 @@ import difflib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Plan:
     def by_path(self, modules: Collection[str], problems: list[str]) -> dict[str, Row]:
         """Each row under the paths that it stands for: of these modules, and of operators in them.
 
-        Appends to `problems` the rows that stand for nothing, and what two rows say of one path.
+        Appends to `problems` the rows that stand for nothing, and what two of them say of one path alike.
         """
         found: dict[str, Row] = {}
         for given, row in self.rows.items():
@@ -99,9 +99,7 @@ class Plan:
                 problems.append(f"{given!r}: an operator has in_strategy and out_strategy only")
             for name in paths:
                 key = name + colon + operator
-                if key in found:
-                    problems.append(f"{key!r}: two rows stand for it, {given!r} and one before")
-                found[key] = row
+                found[key] = _merged(found[key], row, key, problems) if key in found else row
         return found
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -111,6 +109,15 @@ class Plan:
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write it as YAML, to be read by `of` and edited by hand."""
         write(file, yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=120))
+
+
+def _merged(one: Row, other: Row, path: str, problems: list[str]) -> Row:
+    """What two rows say of one path, if they do not say the same thing twice."""
+    said, more = one.to_dict(), other.to_dict()
+    both = [name for name in more if name in said and name != "cost"]
+    if both:
+        problems.append(f"{path!r}: two rows say {', '.join(both)}; a pattern and a path may say different things")
+    return replace(one, **{name: getattr(other, name) for name in more if name not in said})
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel.collectives import Region, regions
-from mindspeed_mem.parallel.meshes import mesh_in_use
+from mindspeed_mem.parallel.meshes import everywhere, mesh_in_use
 from mindspeed_mem.parallel.moves import Placements, gradient_like, moved, whole
 from mindspeed_mem.parallel.plan import Strategies, strategies
 from mindspeed_mem.parallel.strategy import StrategyError, placements
@@ -157,18 +157,20 @@ def _differences(part: torch.Tensor, target: Placements, mesh: DeviceMesh, what:
     """Why this is no part of one whole tensor, as the ranks see it together. Collective."""
     numbers = part.detach().double() if part.dtype.is_floating_point else part.detach().to(torch.float64)
     mine = tuple(part.shape), float(numbers.sum()), float(numbers.abs().sum())
+    found: set[str] = set()
     for index, (axis, one) in enumerate(zip(mesh.mesh_dim_names or (), target, strict=True)):
         seen = ranks.gather(mine, mesh.get_group(index))
+        sums, scale = [total for _, total, _ in seen], max(size for _, _, size in seen)
         if len({shape for shape, _, _ in seen}) > 1:
             shapes = ", ".join(str(shape) for shape, _, _ in seen)
-            return [f"{what}: the ranks of axis {axis!r} have parts of different shapes: {shapes}"]
-        sums, scale = [total for _, total, _ in seen], max(size for _, _, size in seen)
-        if one.is_replicate() and max(sums) - min(sums) > 1e-3 * scale:
-            return [
+            found.add(f"{what}: the ranks of axis {axis!r} have parts of different shapes: {shapes}")
+        elif one.is_replicate() and max(sums) - min(sums) > 1e-3 * scale:
+            found.add(
                 f"{what}: out_strategy says that it is whole on axis {axis!r}, but its ranks have different numbers; "
                 f"all_reduce or all_gather it there, or name the axis in out_strategy"
-            ]
-    return []
+            )
+    told = everywhere({"found": "\n".join(sorted(found))}, mesh)["found"]  # all ranks have to say the same
+    return sorted({line for lines in told for line in lines.split("\n") if line})
 
 
 class _Entered(torch.autograd.Function):

@@ -6,7 +6,9 @@ Facts are of torch 2.13; each has a test that fails when torch does better, and 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -19,10 +21,13 @@ from torch.distributed.tensor._random import is_rng_supported_mesh
 from torch.distributed.tensor.experimental import register_sharding
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from mindspeed_mem import ranks
 from mindspeed_mem.parallel.collectives import Region
+from mindspeed_mem.parallel.meshes import everywhere
 from mindspeed_mem.parallel.moves import Placements, is_plain_sum, moved, whole
 from mindspeed_mem.parallel.regions import run_local
 
+logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
@@ -215,11 +220,25 @@ def _likelihood(function: Callable, args: tuple, kwargs: dict, where: str) -> An
 
 
 @functools.cache
-def draws_together(mesh: DeviceMesh) -> bool:
-    """Whether DTensor lets the ranks draw what one device would; if not, they have to have the same random state."""
+def _draws_together(mesh: DeviceMesh) -> bool:
+    """Whether DTensor lets the ranks draw what fits together. If not, they have to have the same random state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return is_rng_supported_mesh(mesh)
+
+
+_apart: set[DeviceMesh] = set()
+"""Meshes whose ranks had different random states, and were not warned of it yet."""
+
+
+def _warn_of_randomness(mesh: DeviceMesh) -> None:
+    if mesh in _apart:
+        _apart.remove(mesh)
+        if ranks.number() == 0:
+            logger.warning(
+                "the ranks had different random states: what they draw in forward (dropout) does not fit together; "
+                "call torch.manual_seed with the same number on all of them"
+            )
 
 
 def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -227,7 +246,7 @@ def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: st
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
     query, key, mask, value = given["query"], given["key"], given["attn_mask"], given["value"]
-    if not given["dropout_p"] or draws_together(query.device_mesh):
+    if not given["dropout_p"] or _draws_together(query.device_mesh):
         return function(*args, **kwargs)
     if given.get("enable_gqa"):
         key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
@@ -247,9 +266,10 @@ def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     names = ("input", "p", "training", "inplace")
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
-    if not given["training"] or given["p"] == 0 or draws_together(x.device_mesh):
+    if not given["training"] or given["p"] == 0 or _draws_together(x.device_mesh):
         return function(*args, **kwargs)
     x = moved(x, [one if not one.is_partial() else Replicate() for one in x.placements], where)
+    _warn_of_randomness(x.device_mesh)
     mask = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device).bernoulli_(1 - given["p"])
     if given["p"] < 1:
         mask.div_(1 - given["p"])
@@ -303,8 +323,12 @@ _RULES = {
 """Inputs, outputs, and along which dimensions both may be split."""
 
 
-def register() -> None:
-    """Give DTensor the rules that it has not. Once is enough; what it has stays."""
+def prepare(mesh: DeviceMesh) -> None:
+    """Give DTensor the rules that it has not; what it has stays. Collective."""
+    if not _draws_together(mesh):
+        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+        if len(everywhere({"state": state}, mesh)["state"]) > 1:
+            _apart.add(mesh)
     propagator = DTensor._op_dispatcher.sharding_propagator
     for name, (inputs, outputs, dims) in _RULES.items():
         operator = getattr(aten, name).default

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel import rules
-from mindspeed_mem.parallel.meshes import mesh_in_use
+from mindspeed_mem.parallel.meshes import everywhere, mesh_in_use
 from mindspeed_mem.parallel.moves import Placements, moved
-from mindspeed_mem.parallel.operators import Operators, bring, gathered
+from mindspeed_mem.parallel.operators import Operators, bring
 from mindspeed_mem.parallel.plan import Plan, Row, Strategies
 from mindspeed_mem.parallel.report import Report, is_recording, start, stop
 from mindspeed_mem.parallel.strategy import StrategyError, placements
@@ -45,8 +45,8 @@ def semi_auto(
     strategy says it is redistributed, and its gradient takes the tensor's own layout there. Tensors that forward makes
     itself are taken to be the same on all ranks.
 
-    What the model returns are plain tensors, whole on each rank, of which all ranks compute the same loss; with an
-    ``out_strategy`` in the row of the model itself they are DTensors that lie so.
+    What the model returns are plain tensors, whole on each rank, of which all ranks compute the same loss; those
+    for which the row of the model itself (``""``) has an ``out_strategy`` are DTensors that lie so.
 
     Args:
         model: make the optimizer afterwards.
@@ -70,9 +70,7 @@ def semi_auto(
     _check_names(by_path, mesh, problems)
     if problems:
         raise StrategyError(problems)
-    if not rules.draws_together(mesh):
-        _check_randomness(mesh)
-    rules.register()
+    rules.prepare(mesh)
     _distribute(model, mesh, laid_out)
     split = Split(mesh, by_path, inputs == "local")
     for name, module in names.items():
@@ -119,13 +117,13 @@ def shard(
     if parameter_plan:
         raise StrategyError("parameter_plan is for modules; a function has in_strategy for all its tensors")
     called = name or str(getattr(target, "__name__", type(target).__name__))
-    rules.register()
     made: dict[DeviceMesh, Forward] = {}
 
     @functools.wraps(target)
     def run(*args: Any, **kwargs: Any) -> Any:
         on = mesh_in_use(mesh)
         if on not in made:
+            rules.prepare(on)
             made[on] = Forward(target, called, plan.rows[""], Split(on, {}, False, plain=False))
         return made[on](*args, **kwargs)
 
@@ -137,6 +135,7 @@ class Split:
 
     def __init__(self, mesh: DeviceMesh, rows: Mapping[str, Row], local: bool, plain: bool = True) -> None:
         self.mesh = mesh
+        self.rows = rows
         self.local = local
         self.plain = plain
         """Whether it is a model, which returns plain tensors, and whose first step is recorded."""
@@ -145,6 +144,10 @@ class Split:
         self.depth = 0
         self._waits = plain
         """Whether the first step is still to be recorded."""
+
+    def __deepcopy__(self, memo: dict) -> Split:
+        """For a copy of the model, on the same ranks."""
+        return Split(self.mesh, self.rows, self.local, self.plain)
 
     def begin(self) -> None:
         """The outermost forward starts."""
@@ -155,7 +158,12 @@ class Split:
 
     def end(self, result: Any) -> None:
         """It ends with `result`: raise what did not fit. The first step ends with the backward of it."""
+        if is_recording():
+            for key in self.operators.rows.keys() - self.operators.called:
+                path, _, operator = key.partition(":")
+                self.operators.problems.append(f"{key}: {path or 'the model'} calls no {operator}")
         if self.operators.problems:
+            stop(self.report)
             raise StrategyError(list(dict.fromkeys(self.operators.problems)))
         waits = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor) and one.requires_grad]
         if not is_recording():
@@ -196,8 +204,9 @@ class Forward:
             split.begin()
             with split.operators:
                 result = self._between(args, kwargs)
-            if self.path == "" and (self.row is None or self.row.out_strategy is None) and split.plain:
-                result = gathered(result)
+            if self.path == "" and split.plain:
+                wanted = self.row.out_strategy if self.row is not None else None
+                result = bring(result, wanted, split.mesh, "the model, output", split.operators.problems, plain=True)
         except Exception as error:
             stop(split.report)
             if split.operators.problems:
@@ -219,7 +228,7 @@ class Forward:
             result = checkpoint(self._again, args, kwargs, use_reentrant=False)
         else:
             result = self._inside(args, kwargs)
-        if row.out_strategy is not None:
+        if row.out_strategy is not None and not (self.path == "" and self.split.plain):
             result = bring(result, row.out_strategy, mesh, f"{what}, output", problems)
         return result
 
@@ -294,24 +303,13 @@ def _unsuited(model: nn.Module, mesh: DeviceMesh, inputs: str) -> list[str]:
 def _disagreement(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[str]:
     """Why the ranks would not do the same. Collective."""
     shapes = [(name, tuple(one.shape)) for name, one in [*model.named_parameters(), *model.named_buffers()]]
-    for what, value in (("plans", plan.to_dict()), ("models", shapes)):
-        number = hashlib.sha256(repr(value).encode()).hexdigest()[:12]
-        for axis in range(mesh.ndim):
-            seen = ranks.gather(number, mesh.get_group(axis))
-            if len(set(seen)) > 1:
-                return [f"the ranks have different {what}: {', '.join(seen)} (hashes by rank)"]
-    return []
+    found = {what: _digest(value) for what, value in (("plans", plan.to_dict()), ("models", shapes))}
+    different = {what for what, seen in everywhere(found, mesh).items() if len(seen) > 1}
+    return [f"the ranks have different {what}; give all of them the same" for what in sorted(different)]
 
 
-def _check_randomness(mesh: DeviceMesh) -> None:
-    """Warn if the ranks would draw different numbers. Collective."""
-    number = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-    seen = [one for axis in range(mesh.ndim) for one in ranks.gather(number, mesh.get_group(axis))]
-    if len(set(seen)) > 1:
-        logger.warning(
-            "the ranks have different random states: what they draw in forward (dropout) will not fit together; call "
-            "torch.manual_seed with the same number on all of them"
-        )
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _parameters(
