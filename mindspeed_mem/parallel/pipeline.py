@@ -7,6 +7,7 @@ one that the pack gives Megatron's pipelines (`mindspeed_mem.schedule`), caps on
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -187,7 +188,9 @@ class Pipeline:
         level = _cutting.level
         _cutting.setLevel(logging.WARNING)
         try:
-            pipe = cut(model, example, split_spec=dict.fromkeys(self._stages.begins, SplitPoint.BEGINNING))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch's export, of its own names
+                pipe = cut(model, example, split_spec=dict.fromkeys(self._stages.begins, SplitPoint.BEGINNING))
         except Exception as error:
             raise StrategyError(
                 f"torch.export cannot trace the model, so it cannot be cut ({str(error).strip().splitlines()[0]})"
