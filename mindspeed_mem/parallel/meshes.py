@@ -36,8 +36,6 @@ def mesh(device: str | None = None, **axes: int) -> DeviceMesh:
         text = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise StrategyError(f"mesh({text}) does not fit {ranks} ranks; the sizes have to multiply to that")
     made = init_device_mesh(get_backend(device).tensor_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    if len(sizes) > 1:
-        made._flatten()  # so that DTensor sums over all of them at once
     _latest[:] = [made]
     return made
 

@@ -70,7 +70,18 @@ def _laid_out(target: Placements, where: str, grad: DTensor) -> DTensor:
     if grad.placements == target:
         return grad
     with running.at(where):
-        return grad.redistribute(placements=target)
+        return _redistributed(grad, target)
+
+
+def _redistributed(x: DTensor, target: Placements) -> DTensor:
+    """Laid out in memory as its strides say: torch's are those of before, and views then fail on the parts."""
+    result = x.redistribute(placements=target)
+    part = result.to_local()
+    if part.is_contiguous() and result.is_contiguous():
+        return result
+    stride = torch.empty(result.shape, device="meta").stride()
+    mesh = result.device_mesh
+    return DTensor.from_local(part.contiguous(), mesh, target, run_check=False, shape=result.shape, stride=stride)
 
 
 _KNOWN, _PINNED = "_mindspeed_mem_moved", "_mindspeed_mem_pinned"
@@ -108,7 +119,7 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, target: Placements, where: str) -> torch.Tensor:
         ctx.source, ctx.where = gradient_like(x), where
         with running.at(where):
-            return x.redistribute(placements=target)
+            return _redistributed(x, target)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:

@@ -18,13 +18,15 @@ from mindspeed_mem.parallel.moves import moved, running, text, whole
 from mindspeed_mem.parallel.plan import Row, Strategies
 from mindspeed_mem.parallel.strategy import StrategyError, placements
 
+_OTHER_LAYOUT = "the parts do not fall together with the new dimensions: give it its input in another layout"
 _ADVICE = {
     "does not have a sharding strategy": "give it whole inputs (strategies of Nones), or let it compute on each rank's "
     "parts in parallel.local(...)",
     "mixed torch.Tensor and DTensor": "a plain tensor meets a split one outside a split model: make it with "
     "parallel.shard, or compute inside the model",
-    "unevenly sharded": "the parts would not fall together with the new dimensions: bring the input to another layout "
-    "before, in_strategy of this operator or module",
+    "unevenly sharded": _OTHER_LAYOUT,
+    "is invalid for input of size": _OTHER_LAYOUT,
+    "view size is not compatible": "redistribution changes how a tensor lies in memory: use reshape",
     "in-place operations that require placement changes": "use the operator that is not in place",
     "Sharding propagation failed": "give it inputs in another layout",
     "from one partial type": "give it inputs in another layout",

@@ -135,6 +135,11 @@ def _pieces(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return type(made)(_Pieces.apply(*made))
 
 
+def _unbound(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    return _pieces(function, (moved(x, _kept(x, set(range(x.dim())) - {dim % x.dim()}), where), dim), {}, where)
+
+
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *pieces: DTensor) -> tuple[DTensor, ...]:
@@ -146,6 +151,16 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         pairs = zip(grads, ctx.saved_tensors, strict=True)
         return tuple(torch.zeros_like(piece) if grad is None else grad for grad, piece in pairs)
+
+
+def _reshaped(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """A copy where torch takes it for a view, because of strides from before a redistribution."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        if "view size is not compatible" not in str(error):
+            raise
+    return function(args[0].clone(memory_format=torch.contiguous_format), *args[1:], **kwargs)
 
 
 def _product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -282,12 +297,13 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
     **dict.fromkeys((F.group_norm, torch.group_norm, F.unfold, F.fold), _of_rows),
     torch.Tensor.unfold: _unfold,
+    **dict.fromkeys((torch.reshape, torch.Tensor.reshape, torch.flatten, torch.Tensor.flatten), _reshaped),
     torch.Tensor.__getitem__: _indexed,
     **dict.fromkeys((torch.prod, torch.Tensor.prod), _product),
     **dict.fromkeys((torch.prelu, F.prelu), _prelu),
     **dict.fromkeys((torch.split, torch.Tensor.split, torch.functional.split), _pieces),
-    **dict.fromkeys((torch.chunk, torch.Tensor.chunk, torch.unbind, torch.Tensor.unbind), _pieces),
-    **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), _pieces),
+    **dict.fromkeys((torch.chunk, torch.Tensor.chunk, torch.tensor_split, torch.Tensor.tensor_split), _pieces),
+    **dict.fromkeys((torch.unbind, torch.Tensor.unbind), _unbound),
     F.multi_head_attention_forward: _attention,
     **dict.fromkeys((F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss), _mean_loss),
     **dict.fromkeys((F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.l1_loss), _mean_loss),

@@ -45,8 +45,10 @@ def weighed(x):
     return F.cross_entropy(x, beside(x, [1, 0, 2, 5]), beside(x, [float(n) for n in range(8)]).double())
 
 
-def looked_up(w):
-    return F.embedding(beside(w, [[0, 1, 2], [3, 4, 5]]), w) * 2
+def mean_first(x, w):
+    mean = x.mean(0)
+    mean = mean.redistribute(placements=[Replicate()]) if isinstance(mean, DTensor) else mean
+    return (mean @ w).relu()
 
 
 IMAGE, WEIGHT, ROWS, TOKENS = (4, 4, 8, 8), (6, 4, 3, 3), (4, 8), (4, 6, 8)
@@ -63,7 +65,7 @@ CASES = {
     "binary cross entropy": (lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x)), (ROWS,), {0: 0}, True),
     "labels ignored": (some_ignored, (ROWS,), {0: 0}, True),
     "classes weighed": (weighed, (ROWS,), {0: 0}, True),
-    "mean over a split": (lambda x, w: (x.mean(0) @ w).relu(), (ROWS, (8, 6)), {0: 0, 1: 1}, False),
+    "mean over a split": (mean_first, (ROWS, (8, 6)), {0: 0, 1: 1}, False),
     "group norm": (lambda x, w: F.group_norm(x, 2, w), (IMAGE, (4,)), {0: 0}, False),
     "average pool": (lambda x: F.avg_pool2d(x, 2), (IMAGE,), {0: 1}, False),
     "attention, heads": (attention, (IMAGE,), {0: 1}, False),
@@ -77,7 +79,6 @@ CASES = {
     "product": (lambda x: x.prod(1), (TOKENS,), {0: 0}, False),
     "PReLU": (lambda x, w: F.prelu(x, w), (TOKENS, (6,)), {0: 1}, False),
     "a plain tensor": (lambda x: x + torch.ones(4, 6, 8), (TOKENS,), {0: 0}, False),
-    "vocabulary": (looked_up, ((8, 6),), {0: 0}, False),
 }
 
 
@@ -115,6 +116,9 @@ def cases(size):
             mine = [distribute_tensor(a, mesh, b).requires_grad_() for a, b in zip(leaves, targets, strict=True)]
             made = run(*mine)
             made = made.redistribute(placements=[Replicate()])
+            forward = float((made.to_local() - wanted).abs().max())
+            if forward > 1e-3:
+                return forward  # torch's backward may fail after that
             (made * distribute_tensor(factor, mesh)).sum().backward()
             pairs = [(made, wanted), *((a.grad, b.grad) for a, b in zip(mine, plain, strict=True))]
             return max(float((a.full_tensor() - b).abs().max()) for a, b in pairs)
