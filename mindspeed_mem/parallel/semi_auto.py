@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_flatten
-from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel import rules
@@ -23,6 +22,7 @@ from mindspeed_mem.parallel.meshes import everywhere, mesh_in_use
 from mindspeed_mem.parallel.moves import Placements, moved
 from mindspeed_mem.parallel.operators import Operators, bring
 from mindspeed_mem.parallel.plan import Plan, Row, Strategies
+from mindspeed_mem.parallel.recompute import Recomputed, run_again
 from mindspeed_mem.parallel.report import Report, is_recording, start, stop
 from mindspeed_mem.parallel.strategy import StrategyError, placements
 
@@ -188,6 +188,9 @@ class Forward:
         self.row = row
         self.split = split
         self._inner = target.forward if isinstance(target, nn.Module) else target
+        self._recompute = row is not None and row.recompute
+        if isinstance(self._inner, Recomputed):
+            self._recompute, self._inner = True, self._inner.inner
         try:
             self.__signature__ = inspect.signature(self._inner)
         except ValueError:  # C functions have none
@@ -221,13 +224,10 @@ class Forward:
     def _between(self, args: tuple, kwargs: dict) -> Any:
         row, mesh, problems = self.row, self.split.mesh, self.split.operators.problems
         if row is None:
-            return self._inside(args, kwargs)
+            return self._once_or_again(args, kwargs)
         what = self.path or "the model"
         args, kwargs = self._arguments(args, kwargs, row, what)
-        if row.recompute and torch.is_grad_enabled():
-            result = checkpoint(self._again, args, kwargs, use_reentrant=False)
-        else:
-            result = self._inside(args, kwargs)
+        result = self._once_or_again(args, kwargs)
         if row.out_strategy is not None and not (self.path == "" and self.split.plain):
             result = bring(result, row.out_strategy, mesh, f"{what}, output", problems)
         return result
@@ -240,6 +240,11 @@ class Forward:
         bound = self.__signature__.bind(*args, **kwargs)
         bound.arguments = bring(dict(bound.arguments), wanted, *settings)
         return bound.args, bound.kwargs
+
+    def _once_or_again(self, args: tuple, kwargs: dict) -> Any:
+        if self._recompute and torch.is_grad_enabled():
+            return run_again(self.target, self._again, args, kwargs)
+        return self._inside(args, kwargs)
 
     def _inside(self, args: tuple, kwargs: dict) -> Any:
         operators = self.split.operators

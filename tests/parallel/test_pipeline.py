@@ -244,3 +244,23 @@ def test_dropout_draws_the_same_again():
     wanted = gradients(model, x)
     found = gradients(model.recompute(), x)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def split_with_recompute():
+    mesh = parallel.mesh("cpu", dp=2)
+    model = parallel.semi_auto(
+        built("resnet", again=("layer1",)),
+        mesh,
+        {"": {"in_strategy": (("dp", None, None, None),)}, "layer2": {"recompute": True}},
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for x, target in batches("resnet"):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), target).backward()
+        optimizer.step()
+    state = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in model.state_dict().items()}
+    return error(state, alone("resnet", 1)[1])
+
+
+def test_running_statistics_of_split_models_are_updated_once():
+    assert max(on_ranks(2, split_with_recompute)) < 1e-12
