@@ -339,12 +339,16 @@ _RULES = {
 """Inputs, outputs, and along which dimensions both may be split."""
 
 
-def prepare(mesh: DeviceMesh) -> None:
-    """Give DTensor the rules that it has not; what it has stays. Collective."""
+def compare_random_states(mesh: DeviceMesh) -> None:
+    """Note, for a warning at the first draw, where the ranks' are not the same. Collective."""
     if not _draws_together(mesh):
         state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if len(everywhere({"state": state}, mesh)["state"]) > 1:
             _apart.add(mesh)
+
+
+def register() -> None:
+    """Give DTensor the rules that it has not; what it has stays."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     for name, (inputs, outputs, dims) in _RULES.items():
         operator = getattr(aten, name).default
