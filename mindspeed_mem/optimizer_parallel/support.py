@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mem.optimizer_kinds import is_elementwise, is_per_parameter
 from mindspeed_mem.optimizer_parallel.assignment import MODES
@@ -41,6 +42,11 @@ def problems(optimizer: torch.optim.Optimizer, mode: str, assume_independent: bo
         found.append(
             f"{name} ({step.__module__}) is not known here: if it updates each {unit} without looking at others, say "
             "assume_independent=True"
+        )
+    if any(isinstance(one, DTensor) for group in optimizer.param_groups for one in group["params"]):
+        found.append(
+            "parameters are DTensors (semi_auto, FSDP2): optimizer parallelism divides plain ones. Step them with the "
+            "optimizer itself"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         found.append("differentiable=True: a step that hands out parameters has no gradient. Leave it out")
