@@ -75,8 +75,40 @@ def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
             assert torch.allclose(one, two, rtol=0, atol=1e-12)
 
 
+def shared(axes, modes):
+    """How far off parameters are with optimizer parallelism over dp, after going on from its own state dict, too."""
+    alone, found = built(), {}
+    optimizer = train(alone, range(3))
+    train(alone, range(3, 5), optimizer)
+    for mode in modes:
+        model = split(**axes)
+        mesh = parallel.mesh("cpu", **axes)
+        optimizer = parallelize(torch.optim.AdamW(model.parameters(), 1e-2), mesh.get_group("dp"), mode)
+        train(model, range(3), optimizer)
+        states = optimizer.state_dict()
+        plain, again = (torch.optim.AdamW(model.parameters(), 1e-2) for _ in range(2))
+        plain.load_state_dict(states)
+        optimizer = parallelize(again, mesh.get_group("dp"), modes[0])
+        optimizer.load_state_dict(states)
+        train(model, range(3, 5), optimizer)
+        held = sum(v.numel() for s in optimizer.state.values() for v in s.values() if v.dim())
+        pairs = zip(whole(model), whole(alone), strict=True)
+        worst = max(float((one - two).abs().max()) for one, two in pairs)
+        found[mode] = worst, held, {type(v).__name__ for s in plain.state.values() for v in s.values() if v.dim()}
+    return found
+
+
+def test_optimizers_in_parallel_over_what_is_whole():
+    ranks = on_ranks(4, shared, {"dp": 2, "tp": 2}, ["sharding", "grouping"])
+    for rank in ranks:
+        for mode, (worst, _, kinds) in rank.items():
+            assert worst < 1e-12 and kinds == {"DTensor"}, mode
+    elements = 2 * (8 * 16 + 16 + 16 * 8 + 2 * 8)  # of each state; the last bias is whole on both tp ranks
+    assert sum(rank["sharding"][1] for rank in ranks) == elements
+
+
 def refused():
-    model, found = split(dp=2, tp=1), []
+    model, found = split(dp=1, tp=2), []
     for make in (
         lambda: parallelize(torch.optim.AdamW(model.parameters()), None, "sharding"),
         lambda: GeminiDDP(model, torch.device("cpu")),
@@ -89,7 +121,7 @@ def refused():
     return found
 
 
-def test_what_takes_plain_parameters_says_so():
+def test_what_cannot_be_says_so():
     for parallel_optimizer, chunks in on_ranks(2, refused):
-        assert "parameters are DTensors (semi_auto, FSDP2)" in parallel_optimizer
+        assert "of shape (16, 8) is split over the mesh axis 'tp', whose ranks are in" in parallel_optimizer
         assert "0.weight and 3 other parameters are DTensors (semi_auto, FSDP2)" in chunks
