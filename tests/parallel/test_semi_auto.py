@@ -81,18 +81,25 @@ def test_the_pair_of_matmuls(size, form):
 # ---- models
 
 
-@pytest.mark.parametrize("shape", [{"dp": 2}, {"tp": 2}, {"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["resnet", "gpt"])
+def cases():
+    """Models and meshes; the first four have every kind of split, the others are for --sweep."""
+    both, many = [{"dp": 2}, {"dp": 2, "tp": 2}], [{"tp": 2}, {"dp": 4}, {"tp": 4}]
+    rows = [("resnet", both[0]), ("resnet", both[1]), ("gpt", many[0]), ("gpt", both[1])]
+    more = [(kind, shape) for kind in MODELS for shape in both + many if (kind, shape) not in rows]
+    return rows + [pytest.param(*row, marks=pytest.mark.sweep) for row in more]
+
+
+@pytest.mark.parametrize(("kind", "shape"), cases(), ids=str)
 def test_training_is_that_of_one_device(kind, shape):
     """Losses, parameters and running statistics; with dropout, in the GPT."""
     for found in on_ranks(math.prod(shape.values()), compared, kind, shape, torch.float64):
         assert found["loss"] < 1e-12 and found["tensors"] < 1e-12 and found["learned"] > 0.01, found
 
 
-@pytest.mark.parametrize("kind", ["resnet", "gpt"])
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("resnet", marks=pytest.mark.sweep)])
 def test_training_in_fp32(kind):
     for found in on_ranks(4, compared, kind, {"dp": 2, "tp": 2}, torch.float32):
-        assert found["loss"] < 1e-6 * 4 and found["tensors"] < 1e-6, found
+        assert found["loss"] < 1e-6 * 4 and found["tensors"] < 1e-6 * 4, found
 
 
 def first_step(kind, shape):
@@ -328,8 +335,6 @@ def test_what_is_refused():
         assert "'whole', 'local'" in found["inputs"][0] and "cannot be read" in found["file"][0]
         assert "different plans" in found["ranks"][0]
         assert "cut:view: inputs (4, 6) tp:1; Cannot unflatten unevenly" in found["operator"][0]
-        assert (
-            found["no rule"][0].startswith("det:logdet: inputs (2, 4, 4) tp:0")
-            and "parallel.local" in found["no rule"][0]
-        )
+        assert found["no rule"][0].startswith("margin:multi_margin_loss: inputs (4, 6) tp:0")
+        assert "parallel.local" in found["no rule"][0]
         assert "parameter_plan is for modules" in found["function"][0]
