@@ -151,7 +151,7 @@ def check(size, seeds):
         assert equal > len(seeds) * 0.6, [one for one in everyone[0].values() if isinstance(one, str)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_random_graphs(size):
     check(size, range(6))
 
