@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from mindspeed_mem.device import is_host_device
@@ -27,6 +28,15 @@ from mindspeed_mem.gemini.tensor_spec import ColoParameter, ShardSpec
 from mindspeed_mem.ranks import combined
 
 logger = logging.getLogger(__name__)
+
+
+def of_others(module: torch.nn.Module) -> list[str]:
+    """Why the parameters of `module` cannot go into chunks; empty if they can."""
+    found = [name for name, one in module.named_parameters() if isinstance(one, DTensor)]
+    if not found:
+        return []
+    which = f"{found[0]} and {len(found) - 1} other parameters are DTensors (semi_auto, FSDP2)"
+    return [f"{which}: chunks take plain ones. Split the model one way or the other"]
 
 
 def process_group_of(module: torch.nn.Module) -> ProcessGroup | None:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from mindspeed_mem.gemini import model_state
 from mindspeed_mem.gemini.chunk_manager import ChunkManager, init_chunk_manager
 from mindspeed_mem.gemini.gemini_manager import GeminiManager
-from mindspeed_mem.gemini.layer_parallel import process_group_of, split_layers
+from mindspeed_mem.gemini.layer_parallel import of_others, process_group_of, split_layers
 from mindspeed_mem.gemini.lazy import settle_buffers, settle_parameters
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 from mindspeed_mem.ranks import Alone, combined
@@ -63,7 +63,7 @@ class ZeroDDP(torch.nn.Module):
         mixed_precision: torch.dtype | None = torch.float16,
         **unknown: Any,
     ) -> None:
-        wrong = refuse_unknown(type(self).__name__, unknown, ZeroDDP.__init__)
+        wrong = refuse_unknown(type(self).__name__, unknown, ZeroDDP.__init__) + of_others(module)
         if mixed_precision not in PRECISIONS:
             wrong.append(f"mixed_precision is one of {', '.join(map(str, PRECISIONS))}, not {mixed_precision!r}")
         elif found := {one.dtype for one in module.parameters() if one.requires_grad} - set(TRAINED):
@@ -326,7 +326,7 @@ class GeminiDDP(ZeroDDP):
     ) -> None:
         newer = {"search_range_m": search_range_mb, "min_chunk_size_m": min_chunk_size_mb}
         search_range_mb, min_chunk_size_mb = (unknown.pop(name, value) for name, value in newer.items())
-        refuse(refuse_unknown("GeminiDDP", unknown, GeminiDDP.__init__, newer))
+        refuse(refuse_unknown("GeminiDDP", unknown, GeminiDDP.__init__, newer) + of_others(module))
         process_group = process_group_of(module) if process_group is None else process_group
         split_layers(module, process_group)
         chunks = init_chunk_manager(module, device, hidden_dim, search_range_mb, min_chunk_size_mb, process_group)

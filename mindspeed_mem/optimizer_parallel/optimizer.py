@@ -16,8 +16,8 @@ from mindspeed_mem.optimizer_kinds import settings_of_whole_group
 from mindspeed_mem.optimizer_parallel import state as states
 from mindspeed_mem.optimizer_parallel.assignment import Assignment, Size
 from mindspeed_mem.optimizer_parallel.exchange import MESSAGE_BYTES, Exchange
-from mindspeed_mem.optimizer_parallel.part import OptimizerPart, memory_order
-from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError, problems
+from mindspeed_mem.optimizer_parallel.part import OptimizerPart, local, memory_order
+from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError, problems, problems_of_split
 from mindspeed_mem.ranks import gather
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
         found = problems(optimizer, mode, assume_independent)
         if dist.get_rank(process_group) < 0:
             found.append(f"process_group: rank {dist.get_rank()} is not in it. Give the group that this rank is in")
+        else:
+            found += problems_of_split(optimizer, process_group)
         if found:
             raise OptimizerParallelError(found)
         self.inner = optimizer
@@ -280,7 +282,7 @@ def parallelize(
         optimizer: any of torch.optim but LBFGS; it is taken over, with the states it has. Elementwise ones only for
             ``sharding``: see `support`.
         process_group: the ranks that share the work (None: all). They hold the same parameters, with any layout or
-            dtype, and at each step the same gradients.
+            dtype, and at each step the same gradients. Of DTensors they hold the same parts: ``mesh.get_group("dp")``.
         mode: ``grouping`` (each rank has whole parameters, balanced by size) or ``sharding`` (a slice of each; scalars
             and parameters with gaps in memory stay whole on one rank).
         assume_independent: the caller's word that a class unknown here updates each parameter (``sharding``: element)
@@ -299,5 +301,6 @@ def parallelize(
 
 
 def _size(parameter: torch.Tensor) -> Size:
-    divisible = parameter.dim() > 0 and memory_order(parameter) is not None
-    return Size(parameter.numel(), parameter.element_size(), divisible)
+    here = local(parameter.detach())
+    divisible = here.dim() > 0 and memory_order(here) is not None
+    return Size(here.numel(), here.element_size(), divisible)

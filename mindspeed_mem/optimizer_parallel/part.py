@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError
 
@@ -14,7 +15,8 @@ class OptimizerPart:
     else a flat view of the slice. With `target`, the model's 16-bit parameter, `parameter` is its fp32 master, of
     which each rank keeps its piece only: what stays has the master's shape, takes its gradient, and holds one element.
 
-    Elements are counted in memory order, as kernels for elementwise operations do.
+    Elements are counted in memory order, as kernels for elementwise operations do. Of a DTensor they are those of this
+    rank's part of it, which all ranks that share the work have.
     """
 
     def __init__(
@@ -27,9 +29,10 @@ class OptimizerPart:
         self.target = parameter if target is None else target
         """What all ranks get in the end."""
         self.has_master = target is not None
-        self.shape = parameter.shape
-        self.order = memory_order(parameter)
-        self.whole = len(self.own) == parameter.numel() and len(self.own) > 0
+        here = local(parameter.detach())
+        self.shape = here.shape
+        self.order = memory_order(here)
+        self.whole = len(self.own) == here.numel() and len(self.own) > 0
         self.piece: torch.Tensor | None = None
         """None: this rank updates nothing of the parameter."""
         if self.has_master:
@@ -38,10 +41,10 @@ class OptimizerPart:
                 self.piece = self.cut(data) if self.whole else self.cut(data).clone()
             # Another way to have shape, dtype and device, which gradients are checked against, without the memory.
             parameter.data = torch.zeros((), dtype=data.dtype, device=data.device).expand(self.shape)
-        elif self.whole:
+        elif self.whole and not isinstance(parameter, DTensor):
             self.piece = parameter
         elif self.own:
-            self.piece = self.cut(parameter.detach())
+            self.piece = self.cut(here)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a tensor with the parameter's shape: itself, or a flat slice (a view if possible)."""
@@ -67,9 +70,11 @@ class OptimizerPart:
         if self.piece is None or self.piece is self.parameter:
             return
         if not self.has_master:
-            self.piece.data = self.cut(self.parameter.detach())
-        gradient = self.parameter.grad
-        self.piece.grad = None if gradient is None else self.cut(gradient)
+            self.piece.data = self.cut(local(self.parameter.detach()))
+        parameter, gradient = self.parameter, self.parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            gradient = gradient.redistribute(placements=parameter.placements)
+        self.piece.grad = None if gradient is None else self.cut(local(gradient))
 
     def let_go(self) -> None:
         """Drop the piece's hold on the gradient."""
@@ -78,17 +83,23 @@ class OptimizerPart:
 
     def open(self) -> torch.Tensor:
         """All elements of the target in one dimension, the same order on all ranks; a copy if there is no such view."""
-        return self.flat(self.target.detach())
+        return self.flat(local(self.target.detach()))
 
     def close(self, opened: torch.Tensor) -> None:
         """Write `opened` back if it was a copy."""
-        if opened.data_ptr() != self.target.data_ptr() and len(opened):
-            self.target.detach().copy_(self.joined(opened))
+        target = local(self.target.detach())
+        if opened.data_ptr() != target.data_ptr() and len(opened):
+            target.copy_(self.joined(opened))
 
     def set_master(self, whole: torch.Tensor) -> None:
         """Fill this rank's piece of the master from a tensor of the parameter's shape."""
         if self.piece is not None:
             self.piece.copy_(self.cut(whole))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor this rank's part, of the same memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mem.optimizer_parallel.exchange import Exchange
-from mindspeed_mem.optimizer_parallel.part import OptimizerPart
+from mindspeed_mem.optimizer_parallel.part import OptimizerPart, local
 from mindspeed_mem.ranks import gather
 
 
@@ -30,7 +31,7 @@ def cut(state: Mapping[Any, Any], part: OptimizerPart) -> dict[Any, Any]:
     found = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            value = value.detach()
+            value = local(value.detach())
             if value.shape != part.shape:
                 found[key] = value.clone()
             elif part.whole and part.piece is not None:
@@ -67,11 +68,21 @@ def whole(
             if isinstance(value, _Tensor):
                 mine = None if part.piece is None else states[part.piece][key]
                 value = exchange.collect(part, mine, value.shape, value.dtype)
-                value = value.to("cpu", copy=True) if keep else None
+                value = _as_parameter(value.to("cpu", copy=True), part) if keep else None
             entries[key] = value
         if keep:
             found[index] = entries
     return found
+
+
+def _as_parameter(value: torch.Tensor, part: OptimizerPart) -> torch.Tensor:
+    """A DTensor where the parameter is one, which checkpoints for other meshes go by."""
+    parameter = part.parameter
+    if not isinstance(parameter, DTensor) or value.shape != part.shape:
+        return value
+    return DTensor.from_local(
+        value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def _describe(value: Any, part: OptimizerPart) -> Any:

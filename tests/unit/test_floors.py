@@ -31,6 +31,7 @@ FLOORS = {
     "adaptive": 3,
     "experimental": 3,
     "gemini": 3,
+    "parallel": 3,
     "report": 3,
     "features": 4,
     "patches": 5,

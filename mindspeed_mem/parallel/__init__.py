@@ -1,0 +1,53 @@
+"""Parallel modes on plain torch modules: what is split how is said by the user, or searched; the rest is derived.
+
+    from mindspeed_mem import parallel
+
+    mesh = parallel.mesh(dp=2, tp=2)
+    model = parallel.semi_auto(model, mesh, {
+        "": {"in_strategy": (("dp", None),)},
+        "fc1": {"parameter_plan": {"weight": ("tp", None), "bias": ("tp",)}},
+        "fc2": {"parameter_plan": {"weight": (None, "tp")}, "out_strategy": (("dp", None),)},
+    })
+
+| mode | what the user says |
+|---|---|
+| semi-automatic: `semi_auto`, `shard` | strategies of modules and operators |
+| hybrid: `local` and the collectives | each collective, in regions that see this rank's parts |
+| by layer: `pipeline`, `recompute` | ``layer.pipeline_stage = k``, ``layer.recompute()`` |
+"""
+
+from mindspeed_mem.parallel.collectives import all_gather, all_reduce, all_to_all, broadcast, copy, reduce_scatter
+from mindspeed_mem.parallel.meshes import mesh
+from mindspeed_mem.parallel.pipeline import Pipeline, pipeline
+from mindspeed_mem.parallel.plan import Plan, Row
+from mindspeed_mem.parallel.recompute import recompute
+from mindspeed_mem.parallel.regions import local
+from mindspeed_mem.parallel.report import Move, Report, recording
+from mindspeed_mem.parallel.semi_auto import report, semi_auto, shard
+from mindspeed_mem.parallel.strategy import Layout, StrategyError, placements, strategy_of
+
+__all__ = [
+    "Layout",
+    "Move",
+    "Pipeline",
+    "Plan",
+    "Report",
+    "Row",
+    "StrategyError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "copy",
+    "local",
+    "mesh",
+    "pipeline",
+    "placements",
+    "recompute",
+    "recording",
+    "reduce_scatter",
+    "report",
+    "semi_auto",
+    "shard",
+    "strategy_of",
+]

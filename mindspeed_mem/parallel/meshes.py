@@ -1,0 +1,59 @@
+"""The mesh: all ranks along named axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mindspeed_mem import ranks
+from mindspeed_mem.device import get_backend
+from mindspeed_mem.parallel.strategy import StrategyError
+
+_latest: list[DeviceMesh] = []
+
+
+def mesh(device: str | None = None, **axes: int) -> DeviceMesh:
+    """A mesh over all ranks; the first axis varies slowest. Collective.
+
+    Args:
+        device: "cpu", "cuda", "npu"; None: the one in use (``MINDSPEED_MEM_DEVICE``, or the best there is).
+        axes: names with the ranks along them, such as ``dp=2, tp=4``; -1 once for those left over.
+
+    What takes a mesh and gets none uses the one made last.
+
+    Raises StrategyError where the sizes do not multiply to the number of ranks.
+    """
+    ranks = dist.get_world_size()
+    sizes = dict(axes or {"dp": -1})
+    open_ones = [name for name, size in sizes.items() if size == -1]
+    given = math.prod(size for size in sizes.values() if size != -1)
+    if len(open_ones) == 1 and given > 0 and ranks % given == 0:
+        sizes[open_ones[0]] = ranks // given
+    if math.prod(sizes.values()) != ranks or min(sizes.values()) < 1:
+        text = ", ".join(f"{name}={size}" for name, size in axes.items())
+        raise StrategyError(f"mesh({text}) does not fit {ranks} ranks; the sizes have to multiply to that")
+    made = init_device_mesh(get_backend(device).tensor_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    _latest[:] = [made]
+    return made
+
+
+def mesh_in_use(given: DeviceMesh | None) -> DeviceMesh:
+    """`given`, or the mesh made last. Raises StrategyError if there is none."""
+    if given is not None:
+        return given
+    if not _latest:
+        raise StrategyError("there is no mesh yet: make one with parallel.mesh(dp=2, tp=4), or give mesh=")
+    return _latest[0]
+
+
+def everywhere(mine: Mapping[str, str], mesh: DeviceMesh) -> dict[str, set[str]]:
+    """The values that the ranks of `mesh` have under each key, the same on all of them. Collective."""
+    seen = {key: {value} for key, value in mine.items()}
+    for axis in range(mesh.ndim):
+        for other in ranks.gather(seen, mesh.get_group(axis)):
+            for key, values in other.items():
+                seen[key] = seen.get(key, set()) | values
+    return seen

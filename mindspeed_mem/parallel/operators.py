@@ -1,0 +1,233 @@
+"""The torch functions that a split model calls: each with its strategies, repairs and name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mindspeed_mem.parallel import report, rules
+from mindspeed_mem.parallel.collectives import regions
+from mindspeed_mem.parallel.moves import moved, running, text, whole
+from mindspeed_mem.parallel.plan import Row, Strategies
+from mindspeed_mem.parallel.strategy import StrategyError, placements
+
+_OTHER_LAYOUT = "the parts do not fall together with the new dimensions: give it its input in another layout"
+_ADVICE = {
+    "does not have a sharding strategy": "give it whole inputs (strategies of Nones), or let it compute on each rank's "
+    "parts in parallel.local(...)",
+    "mixed torch.Tensor and DTensor": "a plain tensor meets a split one outside a split model: make it with "
+    "parallel.shard, or compute inside the model",
+    "unevenly sharded": _OTHER_LAYOUT,
+    "is invalid for input of size": _OTHER_LAYOUT,
+    "view size is not compatible": "redistribution changes how a tensor lies in memory: use reshape",
+    "in-place operations that require placement changes": "use the operator that is not in place",
+    "Sharding propagation failed": "give it inputs in another layout",
+    "from one partial type": "give it inputs in another layout",
+}
+"""What to do about what DTensor says."""
+
+
+class Operators(TorchFunctionMode):
+    """While a model's forward runs: plain tensors beside DTensors are whole ones, and operators follow their rows."""
+
+    def __init__(self, mesh: DeviceMesh, rows: Mapping[str, Row]) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.rows = {path: row for path, row in rows.items() if ":" in path}
+        self.problems: list[str] = []
+        self.called: set[str] = set()
+        """The rows of operators that were."""
+        self._with_rows = {path.partition(":")[0] for path in self.rows}
+        self._frames: list[tuple[str, Counter[str]]] = []
+
+    def enter(self, path: str) -> None:
+        """The forward of the module at `path` begins."""
+        self._frames.append((path, Counter()))
+
+    def leave(self) -> None:
+        self._frames.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if regions or not self._frames:
+            return func(*args, **kwargs)
+        kinds = _kinds(args) | (_kinds(kwargs.values()) if kwargs else 0)
+        if not kinds & _SPLIT or getattr(func, "__name__", "") in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        path, calls = self._frames[-1]
+        name = _name(func)
+        where, row = f"{path}:{name}", None
+        if path in self._with_rows:
+            row = self._row(where, calls[name])
+            calls[name] += 1
+        if kinds & _PLAIN:
+            args, kwargs = self._all_split((args, kwargs))
+        if row is not None and row.in_strategy is not None:
+            args, kwargs = bring((args, kwargs), row.in_strategy, self.mesh, where, self.problems)
+        before = running.where
+        running.where = where
+        try:
+            instead = rules.INSTEAD.get(func)
+            result = func(*args, **kwargs) if instead is None else instead(func, args, kwargs, where)
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            raise explained(error, where, (args, kwargs)) from error
+        finally:
+            running.where = before
+        result = rules.settled(result, where)
+        if row is not None and row.out_strategy is not None:
+            result = bring(result, row.out_strategy, self.mesh, f"{where}, output", self.problems)
+        if report.is_recording():
+            report.mark(result, where)
+        return result
+
+    def _row(self, where: str, call: int) -> Row | None:
+        for key in (f"{where}.{call}", where):
+            if key in self.rows:
+                self.called.add(key)
+                return self.rows[key]
+        return None
+
+    def _all_split(self, values: Any) -> Any:
+        leaves, tree = tree_flatten(values)
+        return tree_unflatten([whole(one, self.mesh) if _is_plain(one) else one for one in leaves], tree)
+
+
+_SPLIT, _PLAIN = 1, 2
+
+
+def _kinds(values: Iterable[Any]) -> int:
+    """Whether there are DTensors among these, and others."""
+    found = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found |= _PLAIN if _is_plain(value) else _SPLIT if isinstance(value, DTensor) else 0
+        elif isinstance(value, (list, tuple)):
+            found |= _kinds(value)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """(A number on the host is whole for torch, too.)"""
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
+
+
+_names: dict[Any, str] = {}
+
+
+def _name(func: Callable) -> str:
+    """As a user knows it: ``__radd__`` is an add, ``__getitem__`` is getitem."""
+    name = _names.get(func)
+    if name is None:
+        name = getattr(func, "__name__", type(func).__name__)
+        if name.startswith("__") and name.endswith("__"):
+            name = name[2:-2]
+            name = {"truediv": "div", "rtruediv": "div", "iadd": "add_", "imul": "mul_", "isub": "sub_"}.get(name, name)
+            name = name[1:] if name in ("radd", "rmul", "rmatmul") else name
+        _names[func] = name
+    return name
+
+
+def bring(
+    values: Any,
+    wanted: Strategies,
+    mesh: DeviceMesh,
+    what: str,
+    problems: list[str],
+    local: bool = False,
+    plain: bool = False,
+) -> Any:
+    """The tensors among `values` as the strategies say, the others as they are.
+
+    Args:
+        values: nested as it likes; a mapping for strategies by name.
+        wanted: None: as they come, the layouts of their gradients fixed.
+        problems: takes what does not fit; such a tensor stays as it comes.
+        local: plain tensors with a strategy are this rank's parts.
+        plain: DTensors without a strategy become plain tensors, whole on each rank.
+    """
+    if isinstance(wanted, Mapping):
+        if not isinstance(values, Mapping):
+            problems.append(f"{what}: strategies by name, but the tensors have none; give them in order")
+            return values
+        missing = [name for name in wanted if name not in values]
+        if missing:
+            problems.append(f"{what}: nothing is called {', '.join(missing)}; there are {', '.join(map(str, values))}")
+        strategies = [
+            wanted.get(name) for name, value in values.items() for one in tree_flatten(value)[0] if _moves(one)
+        ]
+    else:
+        strategies = list(wanted or ())
+    leaves, tree = tree_flatten(dict(values) if isinstance(values, Mapping) else values)
+    tensors = [index for index, leaf in enumerate(leaves) if _moves(leaf)]
+    if wanted is not None and len(strategies) != len(tensors):
+        problems.append(
+            f"{what}: {len(strategies)} strategies for {len(tensors)} tensors; give one for each (None: as it comes), "
+            "or strategies by name"
+        )
+        return values
+    for number, index in enumerate(tensors):
+        given = strategies[number] if wanted is not None else None
+        if plain and given is None:
+            leaves[index] = _plain(leaves[index]) if isinstance(leaves[index], DTensor) else leaves[index]
+        else:
+            leaves[index] = _brought(leaves[index], given, mesh, f"{what} {number}", problems, local)
+    changed = tree_unflatten(leaves, tree)
+    return _like(values, changed)
+
+
+def _plain(x: Any) -> torch.Tensor:
+    """A DTensor as the plain tensor, whole on each rank."""
+    all_whole = moved(x, [Replicate()] * x.device_mesh.ndim, "what the model returns")
+    return all_whole.to_local(grad_placements=all_whole.placements)
+
+
+def _moves(value: Any) -> bool:
+    return isinstance(value, DTensor) or _is_plain(value)
+
+
+def _like(values: Any, changed: Any) -> Any:
+    """A mapping of a class of its own keeps that (Hugging Face's outputs)."""
+    if isinstance(values, Mapping) and type(values) is not dict:
+        for key, value in changed.items():
+            values[key] = value  # type: ignore[index]
+        return values
+    return changed
+
+
+def _brought(x: Any, given: Any, mesh: DeviceMesh, what: str, problems: list[str], local: bool) -> Any:
+    if given is None:
+        return moved(x, x.placements, what) if isinstance(x, DTensor) and x.requires_grad else x
+    if not isinstance(x, DTensor) and local:
+        target = placements(given, mesh, None, what, problems)
+        return DTensor.from_local(x, mesh, target, run_check=False) if len(given) == x.dim() else x
+    found: list[str] = []
+    target = placements(given, mesh, x.shape, what, found)
+    problems += found
+    if found:
+        return x
+    x = x if isinstance(x, DTensor) else whole(x, mesh)
+    return x if not x.requires_grad and x.placements == target else moved(x, target, what)
+
+
+def explained(error: Exception, where: str, values: Any) -> Exception:
+    """`error` in the user's words if it is DTensor's; else itself."""
+    if isinstance(error, StrategyError):
+        return error
+    said = " ".join(str(error).split("\n\n")[0].split())
+    advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), None)
+    if advice is None and not (isinstance(error, AssertionError) and not said):
+        return error
+    layouts = [
+        f"{tuple(one.shape)} {text(one.placements, one.device_mesh)}"
+        for one in tree_flatten(values)[0]
+        if isinstance(one, DTensor)
+    ]
+    told = [f"{where}: inputs {', '.join(layouts)}", said or "torch gives no reason", advice or "give it other layouts"]
+    return StrategyError("; ".join(told))

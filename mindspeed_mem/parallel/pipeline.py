@@ -1,0 +1,309 @@
+"""Pipeline stages of a plain module: ``layer.pipeline_stage = k`` says where it is cut, `pipeline` runs the parts.
+
+`torch.distributed.pipelining` cuts the exported model and carries tensors between stages; the order of passes is the
+one that the pack gives Megatron's pipelines (`mindspeed_mem.schedule`), caps on what is in flight included.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining import pipeline as cut
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from mindspeed_mem import ranks
+from mindspeed_mem.parallel.meshes import mesh_in_use
+from mindspeed_mem.parallel.recompute import Recomputed, recompute
+from mindspeed_mem.parallel.stages import stages_of
+from mindspeed_mem.parallel.strategy import StrategyError
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.schedule import order
+
+SCHEDULES = ("1f1b", "gpipe")
+_cutting = logging.getLogger("torch.distributed.pipelining")
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    micro_batches: int = 1,
+    schedule: str = "1f1b",
+    *,
+    loss: Callable[[Any, Any], torch.Tensor],
+    axis: str = "pp",
+    max_inflight_micro_batches: int | None = None,
+) -> Pipeline:
+    """Cut `model` into the stages that its layers' ``pipeline_stage`` name, and keep this rank's.
+
+    A module without a number is of the stage of the module it is in, or else of the one that was registered before it;
+    the first are of stage 0. With more stages than ranks along `axis`, rank r has the stages r, r + ranks, ... (virtual
+    stages). Ranks along all other axes are replicas, and each takes its part of the batch.
+
+    Args:
+        model: one that torch.export can trace, in training mode and on this rank's device; it is taken over, and what
+            other ranks have of it is freed if nobody else holds it. Modules with ``recompute()`` run again in backward.
+        mesh: None: the one made last.
+        micro_batches: of a replica's part of the batch, of one size.
+        schedule: "1f1b": each micro-batch's backward as early as it can, interleaved where there are virtual stages;
+            "gpipe": all forwards first.
+        loss: of the model's output and a micro-batch's target, a mean over it.
+        axis: of the mesh, along which the stages lie.
+        max_inflight_micro_batches: how many a rank holds activations of at most; None: as many as `schedule` does.
+
+    Raises StrategyError, with all that is wrong, or ScheduleError for what is wrong with the schedule's numbers.
+    Collective.
+    """
+    mesh = mesh_in_use(mesh)
+    problems = []
+    if axis not in (mesh.mesh_dim_names or ()):
+        names = ", ".join(mesh.mesh_dim_names or ()) or "no names"
+        problems.append(f"the mesh has no axis {axis!r} (it has {names}): make it with parallel.mesh({axis}=2)")
+    if schedule not in SCHEDULES:
+        problems.append(f"schedule: got {schedule!r}; allowed: {', '.join(SCHEDULES)}")
+    if schedule == "gpipe" and max_inflight_micro_batches is not None:
+        problems.append("max_inflight_micro_batches is for schedule='1f1b': gpipe holds all micro-batches")
+    if problems:
+        raise StrategyError(problems)
+    return Pipeline(model, mesh, micro_batches, schedule, loss, axis, max_inflight_micro_batches)
+
+
+class Pipeline:
+    """This rank's stages of a model, and how they train."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        micro_batches: int,
+        schedule: str,
+        loss: Callable[[Any, Any], torch.Tensor],
+        axis: str,
+        cap: int | None,
+    ) -> None:
+        self.mesh, self.micro_batches = mesh, micro_batches
+        self._loss, self._axis = loss, axis
+        self._group = mesh.get_group(axis)
+        self._rank, self._ranks = mesh.get_local_rank(axis), mesh.size((mesh.mesh_dim_names or ()).index(axis))
+        self._stages = stages_of(model, self._ranks)
+        self._parts = self._stages.count // self._ranks
+        self.orders = _orders(self._ranks, self._parts, micro_batches, schedule, cap)
+        """The passes of each rank, as (direction, micro-batch, model chunk)."""
+        self._model: nn.Module | None = model
+        self._schedule: _PipelineScheduleRuntime | None = None
+        mine = {name for name, stage in self._stages.of.items() if stage % self._ranks == self._rank}
+        self._parameters = {name: one for name, one in model.named_parameters() if name in mine}
+        self._buffers = {name: one for name, one in model.named_buffers() if name in mine}
+        self._replicas = [name for name in mesh.mesh_dim_names or () if name != axis]
+
+    # ---- what this rank has
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of this rank's stages, by their names in the model."""
+        yield from self._parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this rank's stages, for its optimizer."""
+        yield from self._parameters.values()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this rank's stages, by their names in the model."""
+        return {name: one.detach() for name, one in (*self._parameters.items(), *self._buffers.items())}
+
+    def whole_state_dict(self) -> dict[str, torch.Tensor]:
+        """Those of all stages, on the host: what the model itself loads. Collective along the stages."""
+        mine = {name: one.to("cpu", copy=True) for name, one in self.state_dict().items()}
+        return {name: one for part in ranks.gather(mine, self._group) for name, one in part.items()}
+
+    # ---- training
+    def step(self, *inputs: Any, target: Any) -> torch.Tensor:
+        """Forward and backward of a batch; gradients are added to ``.grad`` as of the mean loss.
+
+        Args:
+            inputs: of the model, the same on all ranks; tensors are cut along dimension 0, for replicas and
+                micro-batches.
+            target: of the loss, cut likewise.
+
+        Returns the mean loss over the batch, the same on all ranks. Collective.
+        """
+        inputs, target = self._own_part(inputs), self._own_part((target,))[0]
+        if self._schedule is None:
+            self._schedule = self._cut(inputs)
+        stages = self._schedule._stages
+        before = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
+        for name in before:  # what a step adds is divided by the number of micro-batches
+            self._parameters[name].grad = None
+        losses: list[torch.Tensor] = []
+        self._schedule.step(
+            *(inputs if any(stage.is_first for stage in stages) else ()),
+            target=target if any(stage.is_last for stage in stages) else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        self._reduce()
+        for name, gradient in before.items():
+            parameter = self._parameters[name]
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        return self._mean(losses)
+
+    def _own_part(self, values: tuple) -> tuple:
+        """Of tensors, this replica's part."""
+        replicas, number = self._replica()
+        total = replicas * self.micro_batches
+        sizes = {len(one) for one in values if isinstance(one, torch.Tensor) and one.dim()}
+        wrong = [size for size in sizes if size % total]
+        if wrong:
+            raise StrategyError(
+                f"a batch of {wrong[0]} does not divide by {replicas} replicas times {self.micro_batches} micro-batches"
+            )
+        return tuple(
+            one.chunk(replicas)[number] if isinstance(one, torch.Tensor) and one.dim() else one for one in values
+        )
+
+    def _replica(self) -> tuple[int, int]:
+        """How many there are, and which one this rank is of."""
+        count, number = 1, 0
+        for name in self._replicas:
+            size = self.mesh.size((self.mesh.mesh_dim_names or ()).index(name))
+            count, number = count * size, number * size + self.mesh.get_local_rank(name)
+        return count, number
+
+    def _cut(self, inputs: tuple) -> _PipelineScheduleRuntime:
+        """Export the model with a first micro-batch, and keep this rank's stages of it."""
+        model, self._model = self._model, None
+        assert model is not None
+        example = tuple(
+            one[: len(one) // self.micro_batches] if isinstance(one, torch.Tensor) and one.dim() else one
+            for one in inputs
+        )
+        again = [name for name, one in model.named_modules() if isinstance(one.__dict__.get("forward"), Recomputed)]
+        for name in again:  # the export would look through it
+            recompute(model.get_submodule(name), active=False)
+        level = _cutting.level
+        _cutting.setLevel(logging.WARNING)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch's export, of its own names
+                pipe = cut(model, example, split_spec=dict.fromkeys(self._stages.begins, SplitPoint.BEGINNING))
+        except Exception as error:
+            raise StrategyError(
+                f"torch.export cannot trace the model, so it cannot be cut ({str(error).strip().splitlines()[0]})"
+            ) from error
+        finally:
+            _cutting.setLevel(level)
+            for path in self._stages.begins:
+                module = model.get_submodule(path)
+                module.forward = module.__dict__.pop("_orig_forward", module.forward)
+        self._check(pipe)
+        device = next(iter([*self._parameters.values(), *self._buffers.values()]), torch.empty(0)).device
+        stages = []
+        for part in range(self._parts):
+            number = part * self._ranks + self._rank
+            stage = pipe.build_stage(number, device, self._group)
+            names = {name for name, _ in stage.submod.named_modules()}
+            for name in again:
+                if name in names:
+                    recompute(stage.submod.get_submodule(name))
+            stages.append(stage)
+        schedule = _PipelineScheduleRuntime(stages, self.micro_batches, self._loss)
+        schedule._prepare_schedule_with_comms(_actions(self.orders))
+        return schedule
+
+    def _check(self, pipe: Any) -> None:
+        """Every tensor has to be where its number says."""
+        problems = []
+        numbers = range(self._stages.count)
+        if any(not hasattr(pipe.split_gm, f"submod_pp_{number}") for number in numbers):
+            begins = ", ".join(self._stages.begins)
+            problems.append(
+                f"{pipe.num_stages} of {len(numbers)} stages run: of {begins}, one is called first or never"
+            )
+            numbers = range(0)
+        for number in numbers:
+            module = pipe.get_stage_module(number)
+            for name in (name for name, _ in [*module.named_parameters(), *module.named_buffers()]):
+                wanted = self._stages.of.get(name, number)
+                if wanted != number:
+                    problems.append(f"{name} is of stage {wanted}, but it is used in stage {number}")
+        if problems:
+            problems.append("stages follow one another in the order in which the model calls its layers")
+        else:
+            problems = _far(pipe.split_gm.graph)
+        if problems:
+            raise StrategyError(problems)
+
+    # ---- replicas
+    def _reduce(self) -> None:
+        """Gradients become means over the replicas."""
+        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        if not gradients or not self._replicas:
+            return
+        flat = torch._utils._flatten_dense_tensors(gradients)
+        self._average(flat)
+        for gradient, part in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
+            gradient.copy_(part)
+
+    def _average(self, tensor: torch.Tensor) -> None:
+        for name in self._replicas:
+            dist.all_reduce(tensor, group=self.mesh.get_group(name))
+        tensor.div_(self._replica()[0])
+
+    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The loss of the whole batch, which the last stage's ranks know their parts of."""
+        device = next(iter(self._parameters.values())).device
+        mean = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=device)
+        mean = mean.to(torch.float64 if mean.dtype == torch.float64 else torch.float32)
+        last = dist.get_global_rank(self._group, (self._stages.count - 1) % self._ranks)
+        kind = torch.tensor(float(mean.dtype == torch.float64), device=device)
+        dist.broadcast(kind, last, group=self._group)
+        mean = mean.to(torch.float64 if kind.item() else torch.float32)
+        dist.broadcast(mean, last, group=self._group)
+        if self._replicas:
+            self._average(mean)
+        return mean
+
+
+def _far(graph: torch.fx.Graph) -> list[str]:
+    """What a stage takes of another than the one before it: torch's pipelines carry nothing further."""
+    made: dict[torch.fx.Node, int] = {}
+    found = []
+    number = -1
+    for node in graph.nodes:
+        if node.op == "call_module":
+            number += 1
+            for taken in node.all_input_nodes:
+                if taken.op == "placeholder" and number:
+                    found.append(f"stage {number} takes the model's input {taken.name}")
+                elif made.get(taken, number - 1) != number - 1:
+                    found.append(f"stage {number} takes a tensor that stage {made[taken]} made")
+            made[node] = number
+        elif node.op == "call_function":  # one of several outputs
+            made[node] = made[node.all_input_nodes[0]]
+    hint = "a stage takes only what the one before it returns: choose other layers to begin with, or hand it through"
+    return [*dict.fromkeys(found), hint] if found else []
+
+
+def _orders(stages: int, parts: int, micro_batches: int, schedule: str, cap: int | None) -> list[list[Pass]]:
+    if schedule == "gpipe":
+        forwards = order(stages, parts, micro_batches, forward_only=True)
+        return [
+            [*one, *((BACKWARD, micro_batch, chunk) for _, micro_batch, chunk in reversed(one))] for one in forwards
+        ]
+    return order(stages, parts, micro_batches, cap=cap)
+
+
+def _actions(orders: list[list[Pass]]) -> dict[int, list[_Action | None]]:
+    """The same in torch's words: "3F0" is the forward of micro-batch 0 in stage 3."""
+    return {
+        rank: [
+            _Action.from_str(f"{chunk * len(orders) + rank}{'F' if direction == FORWARD else 'B'}{micro_batch}")
+            for direction, micro_batch, chunk in passes
+        ]
+        for rank, passes in enumerate(orders)
+    }

@@ -1,0 +1,216 @@
+"""Hybrid regions of a model: functions that see this rank's parts and call the collectives themselves."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mindspeed_mem import ranks
+from mindspeed_mem.parallel.collectives import Region, regions
+from mindspeed_mem.parallel.meshes import everywhere, mesh_in_use
+from mindspeed_mem.parallel.moves import Placements, gradient_like, moved, whole
+from mindspeed_mem.parallel.plan import Strategies, strategies
+from mindspeed_mem.parallel.strategy import StrategyError, placements
+
+
+def local(
+    function: Callable,
+    in_strategy: Strategies = None,
+    out_strategy: Strategies = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    name: str | None = None,
+) -> Callable:
+    """`function` on this rank's parts of its arguments: a region in which the user places the collectives.
+
+    Args:
+        function: takes and returns tensors; a module's parameters are arguments, too.
+        in_strategy: what the tensors among the arguments are brought to, in order; None: as they come, sums summed up.
+        out_strategy: how the parts that it returns make up the whole, for each tensor.
+        mesh: None: that made last.
+        name: for reports and messages.
+
+    Returns: a function of DTensors, or of plain tensors that all ranks have, that returns DTensors.
+
+    Gradients are derived: that of an argument that is whole on an axis is the sum over the ranks there, wherever the
+    region splits anything along it or uses a collective on it.
+
+    Raises StrategyError; in the first call also if ranks return different shapes, or different numbers where
+    `out_strategy` says that they have the same.
+    """
+    problems: list[str] = []
+    called = name or str(getattr(function, "__name__", type(function).__name__))
+    wanted = strategies(in_strategy, f"{called}, in_strategy", problems)
+    returned = strategies(out_strategy, f"{called}, out_strategy", problems)
+    if isinstance(wanted, dict) or isinstance(returned, dict):
+        problems.append(f"{called}: local takes strategies in order, not by name")
+    if returned is None:
+        problems.append(f"{called}: local needs out_strategy, one for each tensor that it returns")
+    if problems:
+        raise StrategyError(problems)
+    checked: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        on = mesh_in_use(mesh)
+        values, tree = tree_flatten((args, kwargs))
+        where = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        tensors = _brought([values[index] for index in where], wanted, on, called)
+        own: dict[str, torch.Tensor] = {}
+        if isinstance(function, nn.Module):
+            own = {**dict(function.named_parameters()), **dict(function.named_buffers())}
+            tensors += _brought(list(own.values()), None, on, called)
+
+        def call(parts: Sequence[torch.Tensor]) -> Any:
+            for index, part in zip(where, parts, strict=False):
+                values[index] = part
+            args, kwargs = tree_unflatten(values, tree)
+            if isinstance(function, nn.Module):
+                parameters = dict(zip(own, parts[len(where) :], strict=True))
+                return torch.func.functional_call(function, parameters, args, kwargs)
+            return function(*args, **kwargs)
+
+        results = run_local(call, tensors, returned, Region(on, set()), called, not checked)
+        checked.append(True)
+        return results
+
+    functools.update_wrapper(run, function, updated=())
+    return run
+
+
+def _brought(values: list[torch.Tensor], wanted: Any, mesh: DeviceMesh, name: str) -> list[DTensor]:
+    """The tensors as DTensors that lie as the strategies say."""
+    problems: list[str] = []
+    if wanted is not None and len(wanted) != len(values):
+        raise StrategyError(f"{name}: {len(wanted)} strategies for {len(values)} tensors")
+    found = []
+    for index, value in enumerate(values):
+        what, given = f"{name}, input {index}", wanted[index] if wanted else None
+        tensor = value if isinstance(value, DTensor) else whole(value, mesh)
+        target = gradient_like(tensor)
+        if given is not None:
+            target = placements(given, mesh, tensor.shape, what, problems)
+        found.append((tensor, target, what))
+    if problems:
+        raise StrategyError(problems)
+    return [moved(tensor, target, what) for tensor, target, what in found]
+
+
+def run_local(
+    call: Callable, tensors: Sequence[DTensor], returned: Any, region: Region, name: str, check: bool = False
+) -> Any:
+    """What `call` makes of the local parts of `tensors`, put together to DTensors.
+
+    returned: strategies of the results, or the placements of all of them.
+    """
+    mesh = region.mesh
+    names = mesh.mesh_dim_names or ()
+    for tensor in tensors:
+        region.axes.update(axis for axis, one in zip(names, tensor.placements, strict=True) if not one.is_replicate())
+    parts = [_Entered.apply(tensor, region) for tensor in tensors]
+    regions.append(region)
+    try:
+        made = call(parts)
+    finally:
+        regions.pop()
+    results, tree = tree_flatten(made)
+    outputs = [index for index, value in enumerate(results) if isinstance(value, torch.Tensor)]
+    if _are_placements(returned):
+        returned = [returned] * len(outputs)
+    if len(outputs) != len(returned):
+        raise StrategyError(f"{name}: {len(returned)} strategies in out_strategy for {len(outputs)} tensors returned")
+    problems: list[str] = []
+    for number, index in enumerate(outputs):
+        what = f"{name}, output {number}"
+        if isinstance(results[index], DTensor):
+            problems.append(f"{what} is a DTensor; inside local everything is this rank's part")
+            continue
+        given = (None,) * results[index].dim() if returned[number] is None else returned[number]
+        target = given if _are_placements(given) else placements(given, mesh, None, what, problems)
+        if not _are_placements(given) and len(given) != results[index].dim():
+            problems.append(f"{what} has {results[index].dim()} dimensions, its strategy {given} {len(given)} entries")
+            continue
+        region.axes.update(axis for axis, one in zip(names, target, strict=True) if not one.is_replicate())
+        if check:
+            problems += _differences(results[index], target, mesh, what)
+        results[index] = results[index], target
+    if problems:
+        raise StrategyError(problems)
+    for index in outputs:
+        results[index] = _Left.apply(*results[index], region)
+    return tree_unflatten(results, tree)
+
+
+def _are_placements(given: Any) -> bool:
+    return bool(given) and all(isinstance(one, Placement) for one in given)
+
+
+def _differences(part: torch.Tensor, target: Placements, mesh: DeviceMesh, what: str) -> list[str]:
+    """Why this is no part of one whole tensor, as the ranks see it together. Collective."""
+    numbers = part.detach().double() if part.dtype.is_floating_point else part.detach().to(torch.float64)
+    mine = tuple(part.shape), float(numbers.sum()), float(numbers.abs().sum())
+    found: set[str] = set()
+    for index, (axis, one) in enumerate(zip(mesh.mesh_dim_names or (), target, strict=True)):
+        seen = ranks.gather(mine, mesh.get_group(index))
+        sums, scale = [total for _, total, _ in seen], max(size for _, _, size in seen)
+        if len({shape for shape, _, _ in seen}) > 1:
+            shapes = ", ".join(str(shape) for shape, _, _ in seen)
+            found.add(f"{what}: the ranks of axis {axis!r} have parts of different shapes: {shapes}")
+        elif one.is_replicate() and max(sums) - min(sums) > 1e-3 * scale:
+            found.add(
+                f"{what}: out_strategy says that it is whole on axis {axis!r}, but its ranks have different numbers; "
+                f"all_reduce or all_gather it there, or name the axis in out_strategy"
+            )
+    told = everywhere({"found": "\n".join(sorted(found))}, mesh)["found"]  # all ranks have to say the same
+    return sorted({line for lines in told for line in lines.split("\n") if line})
+
+
+class _Entered(torch.autograd.Function):
+    """This rank's part of a DTensor. Its gradient is one rank's share where ranks do different things."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, region: Region) -> torch.Tensor:
+        ctx.placements, ctx.region, ctx.shape, ctx.stride = x.placements, region, x.shape, x.stride()
+        part = x.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mesh, axes = ctx.region.mesh, ctx.region.axes
+        target = [
+            Partial() if one.is_replicate() and axis in axes else one
+            for axis, one in zip(mesh.mesh_dim_names, ctx.placements, strict=True)
+        ]
+        return (
+            DTensor.from_local(grad, mesh, target, run_check=False, shape=ctx.shape, stride=ctx.stride),
+            None,
+        )
+
+
+class _Left(torch.autograd.Function):
+    """The whole of which a rank has a part; whole ones count once over the ranks of an axis that work differently."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, target: Placements, region: Region) -> torch.Tensor:
+        mesh = region.mesh
+        ctx.target = tuple(Replicate() if one.is_partial() else one for one in target)
+        counted = [
+            mesh.size(index)
+            for index, (axis, one) in enumerate(zip(mesh.mesh_dim_names or (), target, strict=True))
+            if one.is_replicate() and axis in region.axes
+        ]
+        ctx.times = math.prod(counted)
+        return DTensor.from_local(part, mesh, target, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
+        part = grad.redistribute(placements=ctx.target).to_local()
+        return part / ctx.times if ctx.times > 1 else part, None, None

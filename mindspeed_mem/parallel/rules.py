@@ -1,0 +1,360 @@
+"""What DTensor gets wrong, lacks or does dearly, operator by operator, and what is done instead.
+
+Facts are of torch 2.13; each has a test that fails when torch does better, and then its row can go.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._random import is_rng_supported_mesh
+from torch.distributed.tensor.experimental import register_sharding
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mindspeed_mem import ranks
+from mindspeed_mem.parallel.collectives import Region
+from mindspeed_mem.parallel.meshes import everywhere
+from mindspeed_mem.parallel.moves import Placements, is_plain_sum, moved, whole
+from mindspeed_mem.parallel.regions import run_local
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+
+def settled(result: Any, where: str) -> Any:
+    """`result` with its means, maxima and masked sums made whole: DTensor mixes up their gradients with sums."""
+    if isinstance(result, DTensor):
+        if all(map(is_plain_sum, result.placements)):
+            return result
+        return moved(result, [one if is_plain_sum(one) else Replicate() for one in result.placements], where)
+    if type(result) in (tuple, list):
+        return type(result)(settled(one, where) for one in result)
+    return result
+
+
+# ---- operators that may see some splits only
+
+
+def _kept(x: DTensor, dims: Collection[int]) -> Placements:
+    """The placements of `x` with the splits of these dimensions only."""
+    return tuple(one if isinstance(one, Shard) and one.dim in dims else Replicate() for one in x.placements)
+
+
+def _all_whole(values: tuple | dict, where: str) -> Any:
+    def of(value: Any) -> Any:
+        return moved(value, [Replicate()] * value.device_mesh.ndim, where) if isinstance(value, DTensor) else value
+
+    leaves, tree = tree_flatten(values)
+    return tree_unflatten([of(leaf) for leaf in leaves], tree)
+
+
+def _convolution(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Split along the batch only: torch's handler of other splits computes on the parts and calls the result whole
+    (pytorch 186129, 191926)."""
+    x, rest = _first(args, kwargs)
+    args, kwargs = _all_whole(rest[0], where), _all_whole(rest[1], where)
+    return function(moved(x, _kept(x, {0} if x.dim() == args[0].dim() else ()), where), *args, **kwargs)
+
+
+def _first(args: tuple, kwargs: dict) -> tuple[Any, tuple[tuple, dict]]:
+    """The tensor that an operator is about, and the other arguments."""
+    if args:
+        return args[0], (args[1:], kwargs)
+    return kwargs["input"], ((), {key: value for key, value in kwargs.items() if key != "input"})
+
+
+def _of_rows(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Each row of the batch for itself, on this rank's rows: torch has no rule for it, forward or backward."""
+    return _on_parts(function, args, kwargs, where, {0})
+
+
+def _unfold(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs["dimension"]
+    return _on_parts(function, args, kwargs, where, set(range(args[0].dim())) - {dim % args[0].dim()})
+
+
+def _indexed(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """By lists or tensors: on parts split along dimensions taken whole before those; torch's backward has no rule."""
+    x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not any(isinstance(one, (list, torch.Tensor)) for one in index):
+        return function(*args, **kwargs)
+    before = next(n for n, one in enumerate(index) if not (isinstance(one, slice) and one == slice(None)))
+    return _on_parts(function, args, kwargs, where, set(range(before)) & set(range(x.dim())))
+
+
+def _attention(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """torch's composed attention of many arguments, batch by batch where nothing is masked or drawn by batch."""
+    names = list(inspect.signature(function).parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    drawn = given.get("dropout_p") and given.get("training", True)
+    masked = given.get("key_padding_mask") is not None or given.get("attn_mask") is not None
+    batched = given["query"].dim() == 3 and not drawn and not masked and not given.get("need_weights", True)
+    return _on_parts(function, args, kwargs, where, {1} if batched else (), alike=3)
+
+
+def _on_parts(function: Callable, args: tuple, kwargs: dict, where: str, dims: Collection[int], alike: int = 1) -> Any:
+    """`function` on local parts of its first tensors, split along some of these dimensions; all others are whole."""
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
+    target = _kept(leaves[places[0]], dims)
+    everywhere = [Replicate()] * len(target)
+    tensors = [moved(leaves[index], target if n < alike else everywhere, where) for n, index in enumerate(places)]
+
+    def call(parts: Any) -> Any:
+        for index, part in zip(places, parts, strict=True):
+            leaves[index] = part
+        args, kwargs = tree_unflatten(leaves, tree)
+        return function(*args, **kwargs)
+
+    return run_local(call, tensors, target, Region(tensors[0].device_mesh, set()), where)
+
+
+def _rms_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Over whole dimensions: torch changes a mean over split ones in place, and refuses that."""
+    x, (rest, kwargs) = _first(args, kwargs)
+    shape = rest[0] if rest else kwargs["normalized_shape"]
+    return function(moved(x, _kept(x, range(x.dim() - len(shape))), where), *rest, **kwargs)
+
+
+# ---- backwards that make plain tensors
+
+
+def _pieces(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Pieces nobody uses have zeros as gradients, which torch makes plain tensors."""
+    made = function(*args, **kwargs)
+    return type(made)(_Pieces.apply(*made))
+
+
+def _unbound(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    return _pieces(function, (moved(x, _kept(x, set(range(x.dim())) - {dim % x.dim()}), where), dim), {}, where)
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *pieces: DTensor) -> tuple[DTensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*pieces)
+        return tuple(piece.view_as(piece) for piece in pieces)  # type: ignore[misc]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        pairs = zip(grads, ctx.saved_tensors, strict=True)
+        return tuple(torch.zeros_like(piece) if grad is None else grad for grad, piece in pairs)
+
+
+def _reshaped(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """A copy where torch takes it for a view, because of strides from before a redistribution."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        if "view size is not compatible" not in str(error):
+            raise
+    return function(args[0].clone(memory_format=torch.contiguous_format), *args[1:], **kwargs)
+
+
+def _product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    kept = bool(kwargs.get("keepdim", len(args) > 2 and args[2]))
+    dims = () if dim is None else range(x.dim()) if kept else range(dim % x.dim())
+    return _on_parts(function, args, kwargs, where, set(dims) - {dim % x.dim() if dim is not None else -1})
+
+
+def _prelu(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    x, (rest, kwargs) = _first(args, kwargs)
+    weight = rest[0] if rest else kwargs["weight"]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return torch.where(x > 0, x, x * (weight.view(shape) if weight.numel() > 1 else weight))
+
+
+# ---- batch norm by sums
+
+
+def _batch_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """By sums of C numbers over the ranks: torch gathers the whole input of a split batch."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {"training": False, "momentum": 0.1, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
+    x, mean, var = given["input"], given["running_mean"], given["running_var"]
+    shape, dims = [1, -1] + [1] * (x.dim() - 2), [dim for dim in range(x.dim()) if dim != 1]
+    x = moved(x, _kept(x, range(x.dim())), where)
+    if given["training"] or mean is None:
+        count = x.numel() // x.shape[1]
+        if count == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+        by_channel = [Shard(0) if isinstance(one, Shard) and one.dim == 1 else Replicate() for one in x.placements]
+        batch_mean = moved(x.sum(dims), by_channel, where) / count
+        batch_var = moved((x - batch_mean.view(shape)).square().sum(dims), by_channel, where) / count
+        if mean is not None:
+            with torch.no_grad():
+                for kept, new in ((mean, batch_mean), (var, batch_var * (count / (count - 1)))):
+                    kept.lerp_(moved(new, kept.placements, where).to(kept.dtype), given["momentum"])
+        mean, var = batch_mean, batch_var
+    y = (x - mean.view(shape)) * torch.rsqrt(var + given["eps"]).view(shape)
+    if given.get("weight") is not None:
+        y = y * given["weight"].view(shape)
+    return y if given.get("bias") is None else y + given["bias"].view(shape)
+
+
+# ---- means over what is split unevenly, or divided by the numbers of a part
+
+
+def _mean_loss(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Element by element, and then the mean: torch's backward of a mean divides by a rank's own numbers."""
+    old = [kwargs.get("size_average"), kwargs.get("reduce"), *(one for one in args if isinstance(one, (str, bool)))]
+    if kwargs.get("reduction", "mean") != "mean" or any(one is not None for one in old):
+        return function(*args, **kwargs)
+    return settled(function(*args, **{**kwargs, "reduction": "none"}).mean(), where)
+
+
+def _likelihood(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """The sum, and then divided: torch takes the mean of the ranks' means, whatever they ignored or weighed."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+    given = {"reduction": "mean", "ignore_index": -100, **dict(zip(names, args, strict=False)), **kwargs}
+    target = given["target"]
+    if given["reduction"] != "mean" or target.is_floating_point():
+        return function(*args, **kwargs)
+    total = settled(function(**{**given, "reduction": "sum"}), where)
+    counted = target != given["ignore_index"]
+    if given.get("weight") is not None:
+        weight = _all_whole((given["weight"],), where)[0]
+        counted = counted * F.embedding(target.where(counted, 0), weight.unsqueeze(1)).squeeze(-1)
+    return moved(total, [Replicate()] * total.device_mesh.ndim, where) / settled(counted.sum(), where)
+
+
+# ---- random numbers
+
+
+@functools.cache
+def _draws_together(mesh: DeviceMesh) -> bool:
+    """Whether DTensor lets the ranks draw what fits together. If not, they have to have the same random state."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return is_rng_supported_mesh(mesh)
+
+
+_apart: set[DeviceMesh] = set()
+"""Meshes whose ranks had different random states, and were not warned of it yet."""
+
+
+def _warn_of_randomness(mesh: DeviceMesh) -> None:
+    if mesh in _apart:
+        _apart.remove(mesh)
+        if ranks.number() == 0:
+            logger.warning(
+                "the ranks had different random states: what they draw in forward (dropout) does not fit together; "
+                "call torch.manual_seed with the same number on all of them"
+            )
+
+
+def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """With dropout, as torch composes it where no kernel does: so the masks are those of one device."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
+    query, key, mask, value = given["query"], given["key"], given["attn_mask"], given["value"]
+    if not given["dropout_p"] or _draws_together(query.device_mesh):
+        return function(*args, **kwargs)
+    if given.get("enable_gqa"):
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+    scores = query @ key.transpose(-2, -1) * (given.get("scale") or query.shape[-1] ** -0.5)
+    if given["is_causal"]:
+        plain = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.to_local().device)
+        mask = whole(plain.tril(), query.device_mesh)
+    if mask is not None and mask.dtype is torch.bool:
+        scores = scores.masked_fill(mask.logical_not(), float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
+    return _dropout(F.dropout, (scores.softmax(-1), given["dropout_p"]), {}, where) @ value
+
+
+def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """On devices where DTensor draws on each rank for itself: the same mask on all, of which each takes its part."""
+    names = ("input", "p", "training", "inplace")
+    given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    x = given["input"]
+    if not given["training"] or given["p"] == 0 or _draws_together(x.device_mesh):
+        return function(*args, **kwargs)
+    x = moved(x, [one if not one.is_partial() else Replicate() for one in x.placements], where)
+    _warn_of_randomness(x.device_mesh)
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device).bernoulli_(1 - given["p"])
+    if given["p"] < 1:
+        mask.div_(1 - given["p"])
+    mask = moved(whole(mask, x.device_mesh), x.placements, where)
+    return x.mul_(mask) if given["inplace"] else x * mask
+
+
+INSTEAD: dict[Callable, Callable] = {
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, torch.convolution), _convolution),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
+    **dict.fromkeys((F.group_norm, torch.group_norm, F.unfold, F.fold), _of_rows),
+    torch.Tensor.unfold: _unfold,
+    **dict.fromkeys((torch.reshape, torch.Tensor.reshape, torch.flatten, torch.Tensor.flatten), _reshaped),
+    torch.Tensor.__getitem__: _indexed,
+    **dict.fromkeys((torch.prod, torch.Tensor.prod), _product),
+    **dict.fromkeys((torch.prelu, F.prelu), _prelu),
+    **dict.fromkeys((torch.split, torch.Tensor.split, torch.functional.split), _pieces),
+    **dict.fromkeys((torch.chunk, torch.Tensor.chunk, torch.tensor_split, torch.Tensor.tensor_split), _pieces),
+    **dict.fromkeys((torch.unbind, torch.Tensor.unbind), _unbound),
+    F.multi_head_attention_forward: _attention,
+    **dict.fromkeys((F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss), _mean_loss),
+    **dict.fromkeys((F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.l1_loss), _mean_loss),
+    **dict.fromkeys((F.cross_entropy, F.nll_loss), _likelihood),
+    F.rms_norm: _rms_norm,
+    F.batch_norm: _batch_norm,
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _scaled_dot_product,
+}
+"""What runs in place of a torch function on DTensors: ``(function, args, kwargs, where) -> result``."""
+
+
+# ---- rules that torch has not
+
+
+def _batch_or_heads(inputs: int, outputs: int, dims: Collection[int]) -> Callable:
+    """Whole, or all split alike along one of `dims`: `inputs` tensors come first, then what is no tensor."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        rest = [None] * (len(args) - inputs)
+        choices: list[Any] = [Replicate(), *map(Shard, dims)]
+        return [([one] * outputs, [*[one] * inputs, *rest]) for one in choices]
+
+    return rule
+
+
+_RULES = {
+    "_scaled_dot_product_flash_attention_for_cpu": (3, 2, (0, 1)),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (6, 3, (0, 1)),
+    "avg_pool2d_backward": (2, 1, (0, 1)),
+    "avg_pool3d_backward": (2, 1, (0, 1)),
+}
+"""Inputs, outputs, and along which dimensions both may be split."""
+
+
+def compare_random_states(mesh: DeviceMesh) -> None:
+    """Note, for a warning at the first draw, where the ranks' are not the same. Collective."""
+    if not _draws_together(mesh):
+        state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+        if len(everywhere({"state": state}, mesh)["state"]) > 1:
+            _apart.add(mesh)
+
+
+def register() -> None:
+    """Give DTensor the rules that it has not; what it has stays."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for name, (inputs, outputs, dims) in _RULES.items():
+        operator = getattr(aten, name).default
+        if operator not in propagator.op_strategy_funcs and not _has_single(propagator, operator):
+            register_sharding(operator)(_batch_or_heads(inputs, outputs, dims))
+
+
+def _has_single(propagator: Any, operator: Any) -> bool:
+    return operator in getattr(propagator, "op_single_dim_strategy_funcs", ())
