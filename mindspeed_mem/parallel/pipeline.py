@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def pipeline(
 
     Args:
         model: one that torch.export can trace, in training mode and on this rank's device; it is taken over, and what
-            other ranks have of it is freed if nobody else holds it. Modules with ``recompute()`` run again in backward.
+            other ranks have of it is freed if nobody else holds it. Replicas begin as the first of them. Modules with
+            ``recompute()`` run again in backward.
         mesh: None: the one made last.
         micro_batches: of a replica's part of the batch, of one size.
         schedule: "1f1b": each micro-batch's backward as early as it can, interleaved where there are virtual stages;
@@ -102,6 +104,12 @@ class Pipeline:
         self._parameters = {name: one for name, one in model.named_parameters() if name in mine}
         self._buffers = {name: one for name, one in model.named_buffers() if name in mine}
         self._replicas = [name for name in mesh.mesh_dim_names or () if name != axis]
+        self._device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
+        for tensors in (self._parameters, self._buffers):  # as of the first replica, whatever was drawn here
+            for name in self._replicas:
+                first = dist.get_global_rank(mesh.get_group(name), 0)
+                for one in tensors.values():
+                    dist.broadcast(one.detach(), first, group=mesh.get_group(name))
 
     # ---- what this rank has
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -201,11 +209,10 @@ class Pipeline:
                 module = model.get_submodule(path)
                 module.forward = module.__dict__.pop("_orig_forward", module.forward)
         self._check(pipe)
-        device = next(iter([*self._parameters.values(), *self._buffers.values()]), torch.empty(0)).device
         stages = []
         for part in range(self._parts):
             number = part * self._ranks + self._rank
-            stage = pipe.build_stage(number, device, self._group)
+            stage = pipe.build_stage(number, self._device, self._group)
             names = {name for name, _ in stage.submod.named_modules()}
             for name in again:
                 if name in names:
@@ -256,7 +263,7 @@ class Pipeline:
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The loss of the whole batch, which the last stage's ranks know their parts of."""
-        device = next(iter(self._parameters.values())).device
+        device = self._device
         mean = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=device)
         mean = mean.to(torch.float64 if mean.dtype == torch.float64 else torch.float32)
         last = dist.get_global_rank(self._group, (self._stages.count - 1) % self._ranks)

@@ -149,6 +149,25 @@ def test_replicas_and_four_stages():
         assert found["losses"] < 1e-12 and found["values"] < 1e-12 and not found["names"], found
 
 
+def drawn_apart():
+    """A stage without parameters, and replicas that have drawn different ones."""
+    mesh = parallel.mesh("cpu", dp=2, pp=2)
+    torch.manual_seed(torch.distributed.get_rank())
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()).double()
+    model[2].pipeline_stage = 1
+    pipe = parallel.pipeline(model, mesh, 2, loss=F.cross_entropy)
+    for x, target in batches("residual"):
+        pipe.step(x, target=target)
+    return mesh.get_local_rank("pp"), {name: one.grad for name, one in pipe.named_parameters()}, pipe.state_dict()
+
+
+def test_replicas_begin_alike():
+    found = [(gradients, state) for stage, gradients, state in on_ranks(4, drawn_apart) if not stage]
+    (one, first), (other, second) = found
+    assert one and all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(first[name], second[name]) for name in one)
+
+
 # ---- what cannot be
 
 
