@@ -6,6 +6,7 @@ the order of their tensors, are forgotten.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ def calls_of(model: nn.Module, example: tuple | Mapping[str, Any]) -> Calls:
         named = dict(model.named_parameters()) | dict(model.named_buffers())
         state = {name: _like(tensor, fake) for name, tensor in named.items()}
         args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)  # rows go by the order of arguments
+        args, kwargs = bound.args, bound.kwargs
         args, kwargs = tree_map(lambda v: _like(v, fake) if isinstance(v, torch.Tensor) else v, (args, kwargs))
         recorder = _Recorder()
         for name, tensor in state.items():

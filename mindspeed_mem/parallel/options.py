@@ -90,7 +90,7 @@ class Asker:
         whole = Replicate()
         ways: list[list[tuple]] = []
         for axis in self._meshes:
-            found = list(self._ways(call, graph, axis)) if graph is not None else []
+            found = list(self._ways(call, graph, axis))
             ways.append(found or [((whole,) * len(call.inputs), (whole,) * len(call.outputs))])
         options: dict[tuple, Option] = {}
         for choice in itertools.product(*ways):
@@ -119,7 +119,9 @@ class Asker:
         else:
             combinations = itertools.product(*sets)
         for combination in combinations:
-            outs = _batch_norm(call, combination) or _followed(graph, combination, metas, mesh)
+            outs = _batch_norm(call, combination)
+            if outs is None and graph is not None:
+                outs = _followed(graph, combination, metas, mesh)
             if outs is None or len(outs) != len(call.outputs):
                 continue
             if all(one.is_replicate() for one in combination) and not all(one.is_replicate() for one in outs):
