@@ -195,16 +195,24 @@ def _rows(model: nn.Module, mesh: DeviceMesh, search: Search, found: Solution) -
         rows[path] = Row(None, None, rows[path].parameter_plan if path in rows else {}, True)
     for one in search.classes.values():
         call = one.call
-        if call is None or not call.name or (len(call.inputs) < 2 and one.key not in moved):
+        summed = any(maker == one.key for maker, _ in found.summed)
+        if call is None or not call.name or not (summed or one.key in moved):
             continue
         cost = {what: float(f"{seconds * 1e6:.4g}") for what, seconds in found.costs[one.key].items()}
-        ins = zip(found.chosen[one.key].ins, call.inputs, strict=True)
-        wanted = tuple(
-            None if any(p.is_partial() for p in placed) else strategy_of(placed, mesh, value.like.dim())
-            for placed, value in ins
-        )
-        rows.setdefault(f"{one.path}:{call.name.partition(':')[2]}", Row(wanted, cost={f"{k}_us": v for k, v in cost.items()}))
+        chosen = found.chosen[one.key]
+        wanted = _strategies(chosen.ins, call.inputs, mesh) if one.key in moved else None
+        made = _strategies(chosen.outs, call.outputs, mesh) if summed else None
+        row = Row(wanted, made, cost={f"{what}_us": value for what, value in cost.items()})
+        rows.setdefault(f"{one.path}:{call.name.partition(':')[2]}", row)
     return rows
+
+
+def _strategies(placed: tuple[Placed, ...], values: list[Value], mesh: DeviceMesh) -> tuple:
+    """Of several tensors; a sum stays as it comes."""
+    return tuple(
+        None if any(p.is_partial() for p in one) else strategy_of(one, mesh, value.like.dim())
+        for one, value in zip(placed, values, strict=True)
+    )
 
 
 def _strategy(found: Solution, one: Class, mesh: DeviceMesh) -> Any:

@@ -4,7 +4,7 @@
     y[edge, given, wanted] what is brought from one layout to another between a maker and a reader; follows from x.
     h[...]                 what is kept for backward in that layout; r[module]  1: it runs again instead.
 
-Costs in microseconds, memory in GB. No time limit: the same problem has the same plan.
+Costs in microseconds, memory in parts of what one device would hold. No time limit: the same problem has the same plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.distributed.tensor import Replicate
 from mindspeed_mem.parallel.calls import Call, Calls, Value
 from mindspeed_mem.parallel.options import Asker, Option, Placed, layouts, moving, parts
 
-GB = 1e9
 _GAP = 1e-4
 
 
@@ -63,6 +62,9 @@ class Solution:
     memory: float
     """Bytes."""
     costs: dict[tuple, dict[str, float]] = field(default_factory=dict)
+    """Seconds by class, of each member."""
+    summed: set[tuple] = field(default_factory=set)
+    """Makers (and which output) whose readers leave sums as gradients."""
 
 
 def pattern(model: nn.Module, path: str) -> str:
@@ -96,6 +98,8 @@ class Search:
         prefixes = {path.rsplit(".", n)[0] for path in inside for n in range(path.count(".") + 1)} - {""}
         self.modules = sorted(m for m in prefixes if sum(n for p, n in inside.items() if _within(p, m)) > 1)
         """Those that may run again, as patterns."""
+        values = [value for call in calls.calls for value in call.outputs]
+        self.unit = sum(one.bytes + one.like.numel() * optimizer_bytes for one in calls.tensors + values)
         self.instances = {m: sum(pattern(model, name) == m for name, _ in model.named_modules()) for m in self.modules}
 
     def _add_tensor(self, model: nn.Module, value: Value, asker: Asker) -> None:
@@ -156,14 +160,15 @@ class Search:
                     program.high[v] = 0
         memory: dict[int, float] = {}
         held: dict[str, dict[int, float]] = {m: defaultdict(float) for m in self.modules}
-        flows = {edge: self._flows(program, one, x) for edge, one in self.edges.items()}
+        summing: dict[tuple, int] = {}
+        flows = {edge: self._flows(program, one, x, summing) for edge, one in self.edges.items()}
         for key, one in self.classes.items():
             value = one.member
             if isinstance(value, Value) and value.kind in ("parameter", "buffer"):
                 grad = value.like.requires_grad
                 size = value.bytes * (2 if grad else 1) + value.like.numel() * self.optimizer_bytes * grad
                 for v, option in zip(x[key], one.options, strict=True):
-                    memory[v] = one.count * size / parts(option.outs[0], self.sizes) / GB
+                    memory[v] = one.count * size / parts(option.outs[0], self.sizes) / self.unit
         self._kept(program, x, flows, again, memory, held)
         self._rerun(program, x, flows, again)
         transient = program.variable(0.0, high=math.inf)
@@ -172,13 +177,17 @@ class Search:
             program.row({**terms, transient: -1.0, again[m]: most}, -math.inf, most)
         memory[transient] = 1.0
         if limit is not None:
-            program.row(memory, -math.inf, limit / GB)
+            program.row(memory, -math.inf, limit / self.unit)
         for m, other in itertools.combinations(self.modules, 2):
             if _within(other, m) or _within(m, other):
                 program.row({again[m]: 1.0, again[other]: 1.0}, -math.inf, 1)
         values = program.solve(memory if least else None)
         if values is None:
             return None
+        seconds = sum(c * v for c, v in zip(program.cost, values, strict=True)) / 1e6
+        for v in itertools.chain(again.values(), *x.values()):  # what is held is only bounded from below
+            program.low[v] = program.high[v] = round(values[v])
+        values = program.solve(memory) or values
         chosen = {
             key: one.options[max(range(len(x[key])), key=lambda n: values[x[key][n]])]
             for key, one in self.classes.items()
@@ -186,9 +195,12 @@ class Search:
         found = Solution(
             chosen,
             [m for m in self.modules if values[again[m]] > 0.5],
-            sum(c * v for c, v in zip(program.cost, values, strict=True)) / 1e6,
-            sum(size * values[v] for v, size in memory.items()) * GB,
+            seconds,
+            sum(size * values[v] for v, size in memory.items()) * self.unit,
         )
+        for key, v in summing.items():
+            if values[v] > 0.5:
+                found.summed.add(key[:2])
         for key, one in self.classes.items():
             found.costs[key] = {"compute": 3 * chosen[key].seconds, "communication": 0.0}
         for edge, pairs in flows.items():
@@ -196,7 +208,7 @@ class Search:
                 found.costs[edge[2]]["communication"] += values[v] * sum(seconds) / self.classes[edge[2]].count
         return found
 
-    def _flows(self, program: _Program, edge: Edge, x: Mapping[tuple, list[int]]) -> _Flows:
+    def _flows(self, program: _Program, edge: Edge, x: Mapping[tuple, list[int]], summing: dict) -> _Flows:
         maker, reader = self.classes[edge.maker], self.classes[edge.reader]
         given: dict[Placed, list[int]] = defaultdict(list)
         wanted: dict[tuple, list[int]] = defaultdict(list)
@@ -210,7 +222,15 @@ class Search:
             for q in wanted:
                 seconds = moving(edge.value.bytes, p, q[0], q[1], grad, self.sizes, self.links)
                 if seconds is not None:
+                    back = seconds[1]
+                    if p == q[0]:  # gradients of all readers in this layout are added, and then reduced once
+                        seconds = (seconds[0], 0.0)
                     v = program.variable(edge.count * sum(seconds) * 1e6)
+                    if p == q[0] and back:
+                        key = (edge.maker, edge.place, *q)
+                        if key not in summing:
+                            summing[key] = program.variable(maker.count * back * 1e6)
+                        program.row({summing[key]: 1.0, v: -1.0}, 0)
                     flows.of[p, q] = v
                     flows.moves[v] = (edge.count * seconds[0], edge.count * seconds[1])
         for p, xs in given.items():
@@ -239,12 +259,12 @@ class Search:
                 return
             if key not in shared:
                 shared[key] = program.variable(0.0)
-                memory[shared[key]] = count * size / GB
+                memory[shared[key]] = count * size / self.unit
             around = [m for m in self.modules if _within(reader.path, m)] if reader.call is not None else []
             program.row({shared[key]: 1.0, **{v: -n for v, n in source.items()}, **{again[m]: 1.0 for m in around}}, 0)
             for m in around:
                 for v in source:
-                    held[m][v] += max(1, count // max(1, self.instances[m])) * size / GB
+                    held[m][v] += max(1, count // max(1, self.instances[m])) * size / self.unit
 
         for edge, found in flows.items():
             one, reader = self.edges[edge], self.classes[edge[2]]
@@ -266,7 +286,7 @@ class Search:
                         begun = (edge[:2], p)
                         if begun not in shared:
                             shared[begun] = program.variable(0.0)
-                            memory[shared[begun]] = maker.count * one.value.bytes / parts(p, self.sizes) / GB
+                            memory[shared[begun]] = maker.count * one.value.bytes / parts(p, self.sizes) / self.unit
                         program.row({shared[begun]: 1.0, v: -1.0, again[m]: -1.0}, -1)
         for key, one in self.classes.items():
             if one.call is None:
@@ -325,12 +345,14 @@ class _Flows:
 class _Program:
     def __init__(self) -> None:
         self.cost: list[float] = []
+        self.low: list[float] = []
         self.high: list[float] = []
         self._whole: list[int] = []
         self._rows: list[tuple[dict[int, float], float, float]] = []
 
     def variable(self, cost: float, whole: bool = False, high: float = 1.0) -> int:
         self.cost.append(cost)
+        self.low.append(0.0)
         self.high.append(high)
         self._whole.append(int(whole))
         return len(self.cost) - 1
@@ -352,7 +374,7 @@ class _Program:
             numpy.array(cost),
             constraints=LinearConstraint(matrix, [low for _, low, _ in self._rows], [high for *_, high in self._rows]),
             integrality=self._whole,
-            bounds=Bounds(0, self.high),
+            bounds=Bounds(self.low, self.high),
             options={"mip_rel_gap": _GAP},
         )
         return None if result.x is None else [float(one) for one in result.x]
