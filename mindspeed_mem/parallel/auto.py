@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mindspeed_mem import requirements
+from mindspeed_mem import ranks, requirements
 from mindspeed_mem.parallel import rules
 from mindspeed_mem.parallel.calls import Call, Value, calls_of
 from mindspeed_mem.parallel.options import Asker, Machine, Option, Placed
@@ -70,7 +70,7 @@ def auto(
 ) -> Found:
     """The fastest plan of `semi_auto` that an integer program finds for one step of training within the memory.
 
-    Each rank finds the same; nothing is computed and the model is not changed. Layouts that need no communication come
+    Collective: the first rank searches. Nothing is computed and the model is not changed. Layouts that need no communication come
     from DTensor's rules; costs of computing, of redistributions forward and backward, of parameters, their gradients
     and states, and of what is kept for backward from `machine` and the shapes. Layers whose names differ in a number
     are split alike.
@@ -98,10 +98,36 @@ def auto(
     if problems:
         raise StrategyError(problems)
     rules.prepare(mesh)
-    calls = calls_of(model, (example,) if isinstance(example, torch.Tensor) else example)
-    links = [machine.link(axis) for axis in mesh.mesh_dim_names or ()]
-    search = Search(model, calls, Asker(mesh, machine), links, optimizer_bytes)
-    return _solved(model, mesh, search, Plan.of(given or {}), device_memory_gib)
+    rows, costs = Plan.of(given or {}), machine
+    made: list[Search] = []
+
+    def with_rows(more: Mapping[str, Row]) -> Found:
+        if not made:
+            calls = calls_of(model, (example,) if isinstance(example, torch.Tensor) else example)
+            links = [costs.link(axis) for axis in mesh.mesh_dim_names or ()]
+            made.append(Search(model, calls, Asker(mesh, costs), links, optimizer_bytes))
+        return _solved(model, mesh, made[0], Plan({**rows.rows, **more}), device_memory_gib)
+
+    found = _by_first_rank(mesh, lambda: with_rows({}))
+    found.search_rows = with_rows
+    return found
+
+
+def _by_first_rank(mesh: DeviceMesh, search: Callable[[], Found]) -> Found:
+    """What the first rank finds, or its error. Collective."""
+    answer: Any = None
+    if not any(mesh.get_coordinate() or ()):
+        try:
+            answer = search()
+        except StrategyError as error:
+            answer = error.problems
+        except Exception as error:  # the others are not left waiting
+            answer = (f"auto failed on the first rank: {type(error).__name__}: {error}",)
+    for axis in range(mesh.ndim):
+        answer = next((one for one in ranks.gather(answer, mesh.get_group(axis)) if one is not None), None)
+    if not isinstance(answer, Found):
+        raise StrategyError(answer)
+    return answer
 
 
 def _solved(model: nn.Module, mesh: DeviceMesh, search: Search, given: Plan, limit: float | None) -> Found:
@@ -117,9 +143,6 @@ def _solved(model: nn.Module, mesh: DeviceMesh, search: Search, given: Plan, lim
             "modules run again as far as they can be; give more memory, ranks, or a smaller batch"
         )
 
-    def with_rows(more: Mapping[str, Row]) -> Found:
-        return _solved(model, mesh, search, Plan({**given.rows, **more}), limit)
-
     rows = _rows(model, mesh, search, found)
     for path, row in given.rows.items():
         mine = rows.get(path, Row())
@@ -130,7 +153,7 @@ def _solved(model: nn.Module, mesh: DeviceMesh, search: Search, given: Plan, lim
             row.recompute or mine.recompute,
             mine.cost,
         )
-    return Found(rows, found.seconds, found.memory / _GIB, with_rows)
+    return Found(rows, found.seconds, found.memory / _GIB)
 
 
 class _Given:

@@ -68,7 +68,6 @@ class Asker:
         self.sizes = tuple(mesh.size(axis) for axis in range(mesh.ndim))
         self._meshes = [mesh[name] for name in mesh.mesh_dim_names or ()]
         self._known: dict[tuple, list[Option]] = {}
-        self._graphs: dict[tuple, Any] = {}
 
     def options(self, call: Call) -> list[Option]:
         """At least one: whole everywhere."""
@@ -89,9 +88,12 @@ class Asker:
         seconds = max(flops / (self.machine.tflops * 1e12), size / (self.machine.memory_gbps * 1e9))
         whole = Replicate()
         ways: list[list[tuple]] = []
+        of_size: dict[int, list[tuple]] = {}
         for axis in self._meshes:
-            found = list(self._ways(call, graph, axis))
-            ways.append(found or [((whole,) * len(call.inputs), (whole,) * len(call.outputs))])
+            if axis.size() not in of_size:
+                found = list(self._ways(call, graph, axis))
+                of_size[axis.size()] = found or [((whole,) * len(call.inputs), (whole,) * len(call.outputs))]
+            ways.append(of_size[axis.size()])
         options: dict[tuple, Option] = {}
         for choice in itertools.product(*ways):
             ins = tuple(tuple(way[0][k] for way in choice) for k in range(len(call.inputs)))

@@ -233,12 +233,12 @@ class Search:
                         program.row({summing[key]: 1.0, v: -1.0}, 0)
                     flows.of[p, q] = v
                     flows.moves[v] = (edge.count * seconds[0], edge.count * seconds[1])
-        for p, xs in given.items():
-            ys = {v: 1.0 for (a, _), v in flows.of.items() if a == p}
-            program.row({**ys, **dict.fromkeys(xs, -1.0)}, 0, 0)
-        for q, xs in wanted.items():
-            ys = {v: 1.0 for (_, b), v in flows.of.items() if b == q}
-            program.row({**ys, **dict.fromkeys(xs, -1.0)}, 0, 0)
+        rows: dict[tuple, dict[int, float]] = {("from", p): dict.fromkeys(xs, -1.0) for p, xs in given.items()}
+        rows |= {("to", q): dict.fromkeys(xs, -1.0) for q, xs in wanted.items()}
+        for (p, q), v in flows.of.items():
+            rows["from", p][v] = rows["to", q][v] = 1.0
+        for terms in rows.values():
+            program.row(terms, 0, 0)
         return flows
 
     def _kept(
@@ -323,12 +323,16 @@ class Search:
 
 
 def _summed(option: Option, number: int) -> tuple[bool, ...]:
-    """By axis, whether the gradient of an input is a sum: it is whole there, and what it meets is not."""
-    others = [placed for place, placed in enumerate(option.ins) if place != number] + list(option.outs)
-    return tuple(
-        one.is_replicate() and any(not placed[axis].is_replicate() for placed in others)
-        for axis, one in enumerate(option.ins[number])
-    )
+    """By axis, whether the gradient of an input is a sum: it is whole there, and met with parts. (What is whole and added
+    to a sum of products of parts, a bias, is not.)"""
+    others = [placed for place, placed in enumerate(option.ins) if place != number]
+    found = []
+    for axis, one in enumerate(option.ins[number]):
+        ins, outs = [placed[axis] for placed in others], [placed[axis] for placed in option.outs]
+        is_sum = all(out.is_partial() for out in outs) and not any(other.is_partial() for other in ins)
+        split = any(not other.is_replicate() for other in ins + outs)
+        found.append(one.is_replicate() and split and not is_sum)
+    return tuple(found)
 
 
 def _within(path: str, module: str) -> bool:
