@@ -137,7 +137,7 @@ def _solved(model: nn.Module, mesh: DeviceMesh, search: Search, given: Plan, lim
         least = search.solve(None, allowed, least=True)
         if least is None:
             raise StrategyError("no layouts go together with the given rows; leave some of them out")
-        up = math.ceil(least.memory / _GIB * 1.0001 * 1e6) / 1e6
+        up = float(f"{least.memory / _GIB * 1.001:.4g}")
         raise StrategyError(
             f"nothing fits into device_memory_gib={limit:g}: the least is {up:g} GiB a rank, with parameters split and "
             "modules run again as far as they can be; give more memory, ranks, or a smaller batch"
@@ -172,7 +172,9 @@ class _Given:
             if path == "":
                 pairs = [(one, 0, given) for one, given in zip(inputs, row.in_strategy or (), strict=False)]
             elif ":" in path:
-                like = [one for one in classes if one.call and path in (one.call.name, one.call.name.rpartition(".")[0])]
+                like = [
+                    one for one in classes if one.call and path in (one.call.name, one.call.name.rpartition(".")[0])
+                ]
                 pairs = [(one, place, given) for one in like for place, given in enumerate(row.in_strategy or ())]
             else:
                 pairs = []

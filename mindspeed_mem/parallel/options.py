@@ -219,9 +219,7 @@ def _asked(node: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     info = propagator.op_to_schema_info.get(node.target)
     given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, DTensorSpec)]
     if not given:  # made here: whole
-        return tree_map(
-            lambda one: DTensorSpec(mesh, (Replicate(),), tensor_meta=_meta(one)), node.meta["val"]
-        )
+        return tree_map(lambda one: DTensorSpec(mesh, (Replicate(),), tensor_meta=_meta(one)), node.meta["val"])
     try:
         found = propagator.propagate_op_sharding_non_cached(OpSchema(node.target, tuple(args), dict(kwargs), info))
     except Exception:  # rules raise whatever they like for what they do not know
@@ -231,7 +229,9 @@ def _asked(node: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     if found.redistribute_schema is not None and found.needs_redistribute:
         # Also for views, whose sizes alone are made local: only layouts count. A whole tensor is a sum for nothing.
         wanted = found.redistribute_schema
-        asked = [one for one in tree_flatten((wanted.args_schema, wanted.kwargs_schema))[0] if isinstance(one, DTensorSpec)]
+        asked = [
+            one for one in tree_flatten((wanted.args_schema, wanted.kwargs_schema))[0] if isinstance(one, DTensorSpec)
+        ]
         for before, after in zip(given, asked, strict=True):
             a, b = before.placements[0], after.placements[0]
             if a != b and not (a.is_replicate() and b.is_partial()):
@@ -253,7 +253,13 @@ def _batch_norm(call: Call, ins: Sequence[Placement]) -> list | None:
 
 
 def moving(
-    size: float, before: Placed, after: Placed, summed: Sequence[bool], grad: bool, sizes: Sequence[int], links: Sequence
+    size: float,
+    before: Placed,
+    after: Placed,
+    summed: Sequence[bool],
+    grad: bool,
+    sizes: Sequence[int],
+    links: Sequence,
 ) -> tuple[float, float] | None:
     """Seconds forward and backward of bringing a tensor from one layout to another; None: cannot be asked for.
 

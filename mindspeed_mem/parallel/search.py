@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate
 from mindspeed_mem.parallel.calls import Call, Calls, Value
 from mindspeed_mem.parallel.options import Asker, Option, Placed, layouts, moving, parts
 
-_GAP = 1e-4
+_GAP = 5e-3
 
 
 @dataclass
@@ -146,7 +146,9 @@ class Search:
 
     # ---- the program
 
-    def solve(self, limit: float | None, allowed: Callable[[Class, Option], bool], least: bool = False) -> Solution | None:
+    def solve(
+        self, limit: float | None, allowed: Callable[[Class, Option], bool], least: bool = False
+    ) -> Solution | None:
         """The fastest within `limit` bytes, or that with the least memory; None if nothing fits."""
         program = _Program()
         again = {m: program.variable(0.0, whole=True) for m in self.modules}
