@@ -101,8 +101,8 @@ class Asker:
             tensors = zip([*call.inputs, *call.outputs], ins + outs, strict=True)
             if all(self.is_even(value.like.shape, placed) for value, placed in tensors):
                 share = 1.0
-                for axis, parts in enumerate(self.sizes):
-                    if any(not placed[axis].is_replicate() for placed in ins + outs):
+                for number, parts in enumerate(self.sizes):
+                    if any(not placed[number].is_replicate() for placed in ins + outs):
                         share /= parts
                 cost = self.machine.launch_us / 1e6 + seconds * share
                 options[ins] = Option(ins, outs, cost, call.keeps_bytes * share)

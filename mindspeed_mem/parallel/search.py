@@ -103,9 +103,9 @@ class Search:
         self.instances = {m: sum(pattern(model, name) == m for name, _ in model.named_modules()) for m in self.modules}
 
     def _add_tensor(self, model: nn.Module, value: Value, asker: Asker) -> None:
-        if value.kind == "input":
-            key, path = ("input", value.name), ""
-        else:
+        key: tuple = ("input", value.name)
+        path = ""
+        if value.kind != "input":
             owner, _, leaf = value.name.rpartition(".")
             path = pattern(model, owner)
             key = (value.kind, path, leaf, tuple(value.like.shape))
@@ -203,11 +203,11 @@ class Search:
         for key, v in summing.items():
             if values[v] > 0.5:
                 found.summed.add(key[:2])
-        for key, one in self.classes.items():
+        for key in self.classes:
             found.costs[key] = {"compute": 3 * chosen[key].seconds, "communication": 0.0}
         for edge, pairs in flows.items():
-            for v, seconds in pairs.moves.items():
-                found.costs[edge[2]]["communication"] += values[v] * sum(seconds) / self.classes[edge[2]].count
+            for v, both in pairs.moves.items():
+                found.costs[edge[2]]["communication"] += values[v] * sum(both) / self.classes[edge[2]].count
         return found
 
     def _flows(self, program: _Program, edge: Edge, x: Mapping[tuple, list[int]], summing: dict) -> _Flows:
@@ -290,18 +290,18 @@ class Search:
                             shared[begun] = program.variable(0.0)
                             memory[shared[begun]] = maker.count * one.value.bytes / parts(p, self.sizes) / self.unit
                         program.row({shared[begun]: 1.0, v: -1.0, again[m]: -1.0}, -1)
-        for key, one in self.classes.items():
-            if one.call is None:
+        for key, taken in self.classes.items():
+            if taken.call is None:
                 continue
-            for v, option in zip(x[key], one.options, strict=True):
-                keep((key, "own", v), {v: 1.0}, one, option.kept, one.count)
-            for place in one.call.keeps_outputs:
+            for v, option in zip(x[key], taken.options, strict=True):
+                keep((key, "own", v), {v: 1.0}, taken, option.kept, taken.count)
+            for place in taken.call.keeps_outputs:
                 by: dict[Placed, dict[int, float]] = defaultdict(dict)
-                for v, option in zip(x[key], one.options, strict=True):
+                for v, option in zip(x[key], taken.options, strict=True):
                     by[option.outs[place]][v] = 1.0
                 for p, source in by.items():
-                    size = one.call.outputs[place].bytes / parts(p, self.sizes)
-                    keep(((key, place), p), source, one, size, one.count)
+                    size = taken.call.outputs[place].bytes / parts(p, self.sizes)
+                    keep(((key, place), p), source, taken, size, taken.count)
 
     def _rerun(self, program: _Program, x: Mapping, flows: Mapping[tuple, _Flows], again: Mapping[str, int]) -> None:
         """What a module that is run again costs: its forward, redistributions included."""
@@ -325,8 +325,10 @@ class Search:
 
 
 def _summed(option: Option, number: int) -> tuple[bool, ...]:
-    """By axis, whether the gradient of an input is a sum: it is whole there, and met with parts. (What is whole and added
-    to a sum of products of parts, a bias, is not.)"""
+    """By axis, whether the gradient of an input is a sum: it is whole there, and met with parts.
+
+    What is whole and added to a sum of products of parts, a bias, has a whole one.
+    """
     others = [placed for place, placed in enumerate(option.ins) if place != number]
     found = []
     for axis, one in enumerate(option.ins[number]):
