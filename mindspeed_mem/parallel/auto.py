@@ -71,9 +71,9 @@ def auto(
     """The fastest plan of `semi_auto` that an integer program finds for one step of training within the memory.
 
     Collective: the first rank searches. Nothing is computed and the model is not changed. Layouts that need no
-    communication come from DTensor's rules; costs of computing, of redistributions forward and backward, of parameters, their gradients
-    and states, and of what is kept for backward from `machine` and the shapes. Layers whose names differ in a number
-    are split alike.
+    communication come from DTensor's rules; costs of computing, of redistributions forward and backward, of parameters
+    with their gradients and states, and of what is kept for backward from `machine` and the shapes. Layers whose names
+    differ in a number are split alike, and run again in backward all or none.
 
     Args:
         example: the arguments of forward with the full batch's shapes and dtypes, in order or by name.
