@@ -144,7 +144,7 @@ def compared(kind: str, shape: dict[str, int], dtype: torch.dtype, steps: int = 
     """Largest differences of losses, parameters and buffers between one device and a mesh of this shape."""
     make, batch, plan = MODELS[kind]
     mesh = parallel.mesh("cpu", **shape)
-    torch.manual_seed(1)
+    torch.manual_seed(2)  # (with 1, a ReLU in fp32 flips on one device, too)
     one = make().to(dtype)
     many = parallel.semi_auto(copy.deepcopy(one), mesh, plan(shape))
     batches = [batch(step, dtype) for step in range(steps)]

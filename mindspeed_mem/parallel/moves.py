@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+
+from mindspeed_mem.parallel.strategy import StrategyError
 
 Placements = tuple[Placement, ...]
 
@@ -75,7 +77,15 @@ def _laid_out(target: Placements, where: str, grad: DTensor) -> DTensor:
 
 def _redistributed(x: DTensor, target: Placements) -> DTensor:
     """Laid out in memory as its strides say: torch's are those of before, and views then fail on the parts."""
-    result = x.redistribute(placements=target)
+    try:
+        result = x.redistribute(placements=target)
+    except (AssertionError, RuntimeError) as error:
+        if all(map(_is_plain, (*x.placements, *target))):
+            raise
+        raise StrategyError(
+            f"{running.where}: torch cannot bring {x.placements} to {target} ({error}); give the operators around it "
+            "inputs that are split along one axis"
+        ) from error
     part = result.to_local()
     if part.is_contiguous() and result.is_contiguous():
         return result
@@ -89,8 +99,18 @@ _KNOWN, _PINNED = "_mindspeed_mem_moved", "_mindspeed_mem_pinned"
 
 
 def gradient_like(x: DTensor) -> Placements:
-    """The placements of the gradient of `x`: its own, and whole for a sum."""
-    return tuple(Replicate() if one.is_partial() else one for one in x.placements)
+    """The placements of the gradient of `x`: its own, and whole for a sum.
+
+    Where a view has merged dimensions that several axes split, torch cannot bring it there: whole, too.
+    """
+    merged = [one for one in x.placements if not _is_plain(one) and not one.is_partial()]
+    return tuple(
+        Replicate() if one.is_partial() or (len(merged) > 1 and one in merged) else one for one in x.placements
+    )
+
+
+def _is_plain(placement: Placement) -> bool:
+    return type(placement) in (Shard, Replicate, Partial)
 
 
 def whole(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:

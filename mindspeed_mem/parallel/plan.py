@@ -158,7 +158,7 @@ def strategies(given: Any, what: str, problems: list[str]) -> Strategies:
     if isinstance(given, Mapping):
         return {str(key): strategy(value, f"{what}, {key}", problems) for key, value in given.items()}
     if isinstance(given, str) or not isinstance(given, Sequence):
-        problems.append(f"{what}: {given!r}; write a strategy for each tensor, such as ((('dp', None),)")
+        problems.append(f"{what}: {given!r}; write a strategy for each tensor, such as (('dp', None),)")
         return None
     return tuple(strategy(one, f"{what} {index}", problems) for index, one in enumerate(given))
 

@@ -60,10 +60,10 @@ def _all_whole(values: tuple | dict, where: str) -> Any:
 
 def _convolution(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Split along the batch only: torch's handler of other splits computes on the parts and calls the result whole
-    (pytorch 186129, 191926)."""
-    x, rest = _first(args, kwargs)
-    args, kwargs = _all_whole(rest[0], where), _all_whole(rest[1], where)
-    return function(moved(x, _kept(x, {0} if x.dim() == args[0].dim() else ()), where), *args, **kwargs)
+    (pytorch 186129, 191926), and refuses a batch split over two axes."""
+    x, (rest, kwargs) = _first(args, kwargs)
+    weight = rest[0] if rest else kwargs["weight"]
+    return _on_parts(function, (x, *rest), kwargs, where, {0} if x.dim() == weight.dim() else ())
 
 
 def _first(args: tuple, kwargs: dict) -> tuple[Any, tuple[tuple, dict]]:
@@ -339,12 +339,16 @@ _RULES = {
 """Inputs, outputs, and along which dimensions both may be split."""
 
 
-def prepare(mesh: DeviceMesh) -> None:
-    """Give DTensor the rules that it has not; what it has stays. Collective."""
+def compare_random_states(mesh: DeviceMesh) -> None:
+    """Note, for a warning at the first draw, where the ranks' are not the same. Collective."""
     if not _draws_together(mesh):
         state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if len(everywhere({"state": state}, mesh)["state"]) > 1:
             _apart.add(mesh)
+
+
+def register() -> None:
+    """Give DTensor the rules that it has not; what it has stays."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     for name, (inputs, outputs, dims) in _RULES.items():
         operator = getattr(aten, name).default

@@ -70,7 +70,8 @@ def semi_auto(
     _check_names(by_path, mesh, problems)
     if problems:
         raise StrategyError(problems)
-    rules.prepare(mesh)
+    rules.register()
+    rules.compare_random_states(mesh)
     _distribute(model, mesh, laid_out)
     split = Split(mesh, by_path, inputs == "local")
     for name, module in names.items():
@@ -117,13 +118,13 @@ def shard(
     if parameter_plan:
         raise StrategyError("parameter_plan is for modules; a function has in_strategy for all its tensors")
     called = name or str(getattr(target, "__name__", type(target).__name__))
+    rules.register()
     made: dict[DeviceMesh, Forward] = {}
 
     @functools.wraps(target)
     def run(*args: Any, **kwargs: Any) -> Any:
         on = mesh_in_use(mesh)
         if on not in made:
-            rules.prepare(on)
             made[on] = Forward(target, called, plan.rows[""], Split(on, {}, False, plain=False))
         return made[on](*args, **kwargs)
 

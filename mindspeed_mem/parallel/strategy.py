@@ -61,6 +61,9 @@ class LaidOut(tuple):
         made.axes = axes
         return made
 
+    def __getnewargs__(self) -> tuple[tuple, dict[str, int]]:
+        return tuple(self), self.axes
+
 
 def placements(
     strategy: Any, mesh: DeviceMesh, shape: Sequence[int] | None, what: str, problems: list[str] | None = None
