@@ -97,7 +97,7 @@ def auto(
             problems.append(f"machine.{name}: nothing for {', '.join(missing)}")
     if problems:
         raise StrategyError(problems)
-    rules.prepare(mesh)
+    rules.register()
     rows, costs = Plan.of(given or {}), machine
     made: list[Search] = []
 
