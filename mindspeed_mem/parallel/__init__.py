@@ -12,12 +12,15 @@
 | mode | what the user says |
 |---|---|
 | semi-automatic: `semi_auto`, `shard` | strategies of modules and operators |
+| automatic: `auto` | the mesh and the memory: a plan of `semi_auto` is searched |
 | hybrid: `local` and the collectives | each collective, in regions that see this rank's parts |
 | by layer: `pipeline`, `recompute` | ``layer.pipeline_stage = k``, ``layer.recompute()`` |
 """
 
+from mindspeed_mem.parallel.auto import Found, auto
 from mindspeed_mem.parallel.collectives import all_gather, all_reduce, all_to_all, broadcast, copy, reduce_scatter
 from mindspeed_mem.parallel.meshes import mesh
+from mindspeed_mem.parallel.options import Machine
 from mindspeed_mem.parallel.pipeline import Pipeline, pipeline
 from mindspeed_mem.parallel.plan import Plan, Row
 from mindspeed_mem.parallel.recompute import recompute
@@ -27,7 +30,9 @@ from mindspeed_mem.parallel.semi_auto import report, semi_auto, shard
 from mindspeed_mem.parallel.strategy import Layout, StrategyError, placements, strategy_of
 
 __all__ = [
+    "Found",
     "Layout",
+    "Machine",
     "Move",
     "Pipeline",
     "Plan",
@@ -37,6 +42,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "auto",
     "broadcast",
     "copy",
     "local",

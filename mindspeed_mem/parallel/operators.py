@@ -62,7 +62,7 @@ class Operators(TorchFunctionMode):
         if not kinds & _SPLIT or getattr(func, "__name__", "") in ("__get__", "__set__"):
             return func(*args, **kwargs)
         path, calls = self._frames[-1]
-        name = _name(func)
+        name = function_name(func)
         where, row = f"{path}:{name}", None
         if path in self._with_rows:
             row = self._row(where, calls[name])
@@ -121,7 +121,7 @@ def _is_plain(value: Any) -> bool:
 _names: dict[Any, str] = {}
 
 
-def _name(func: Callable) -> str:
+def function_name(func: Callable) -> str:
     """As a user knows it: ``__radd__`` is an add, ``__getitem__`` is getitem."""
     name = _names.get(func)
     if name is None:

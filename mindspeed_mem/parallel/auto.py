@@ -1,0 +1,256 @@
+"""Automatic mode: a plan of `semi_auto` that an integer program finds."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mindspeed_mem import ranks, requirements
+from mindspeed_mem.parallel import rules
+from mindspeed_mem.parallel.calls import Call, Value, calls_of
+from mindspeed_mem.parallel.options import Asker, Machine, Option, Placed
+from mindspeed_mem.parallel.plan import Plan, Row, strategies
+from mindspeed_mem.parallel.search import Class, Search, Solution
+from mindspeed_mem.parallel.strategy import StrategyError, placements, strategy_of
+
+_GIB = 2**30
+
+
+@dataclass
+class Found(Plan):
+    """A plan with what it is expected to take; edit its rows, or `save` them, and give it to `semi_auto`."""
+
+    seconds: float = 0.0
+    """Of a step: what is computed and sent. An estimate for comparing plans."""
+    memory_gib: float = 0.0
+    """Of parameters, gradients, optimizer states and what is kept for backward, on a rank."""
+    search_rows: Callable[[Mapping[str, Row]], Found] | None = field(default=None, repr=False, compare=False)
+
+    def explain(self, operator: str, strategy: Any = None) -> str:
+        """What is chosen for an operator ("blocks.0.fc1:linear.0") and its cost, and what another strategy would cost.
+
+        Args:
+            strategy: of all its tensors, such as ``((None, None), ("tp", None))``: the rest is searched anew.
+
+        Raises StrategyError if there is no such operator, or nothing fits with that strategy.
+        """
+        rows = [path for path in self.rows if fnmatch.fnmatchcase(operator, path)]
+        path = rows[0] if rows else operator
+        chosen = self.rows.get(path, Row())
+        text = f"{path}: {chosen.in_strategy or 'inputs as they come'}; cost {chosen.cost}"
+        if strategy is None or self.search_rows is None:
+            return text
+        read: list[str] = []
+        given = Row(in_strategy=strategies(strategy, f"{operator!r}", read))
+        if read:
+            raise StrategyError(read)
+        other = self.search_rows({path: given})
+        return (
+            f"{text}\nwith {given.in_strategy}: a step takes {other.seconds * 1e6:.1f} us instead of "
+            f"{self.seconds * 1e6:.1f}, and {other.memory_gib:.4g} GiB instead of {self.memory_gib:.4g}"
+        )
+
+
+def auto(
+    model: nn.Module,
+    example: torch.Tensor | tuple | Mapping[str, Any],
+    mesh: DeviceMesh,
+    device_memory_gib: float | None = None,
+    *,
+    given: Plan | Mapping[str, Any] | None = None,
+    machine: Machine | None = None,
+    optimizer_bytes: float = 8.0,
+) -> Found:
+    """The fastest plan of `semi_auto` that an integer program finds for one step of training within the memory.
+
+    Collective: the first rank searches. Nothing is computed and the model is not changed. Layouts that need no
+    communication come from DTensor's rules; costs of computing, of redistributions forward and backward, of parameters
+    with their gradients and states, and of what is kept for backward from `machine` and the shapes. Layers whose names
+    differ in a number are split alike, and run again in backward all or none.
+
+    Args:
+        example: the arguments of forward with the full batch's shapes and dtypes, in order or by name.
+        device_memory_gib: what may be held on a rank; None: no limit.
+        given: rows that stay as they are: strategies of inputs, parameters and operators.
+        machine: what the ranks and links can do.
+        optimizer_bytes: of each number of a parameter, 8 for Adam's two float32.
+
+    Raises StrategyError if nothing fits, with the least that does.
+    """
+    problems = [said for said in (requirements.without_solver(),) if said]
+    if not mesh.mesh_dim_names:
+        problems.append("the mesh has no axis names; make it with parallel.mesh(dp=2, tp=4)")
+    if device_memory_gib is not None and not (math.isfinite(device_memory_gib) and device_memory_gib > 0):
+        problems.append(f"device_memory_gib: got {device_memory_gib!r}; write GiB above 0, or None for no limit")
+    machine = machine or Machine()
+    for name in ("gbps", "latency_us"):
+        one = getattr(machine, name)
+        missing = [axis for axis in mesh.mesh_dim_names or () if isinstance(one, dict) and axis not in one]
+        if missing:
+            problems.append(f"machine.{name}: nothing for {', '.join(missing)}")
+    if problems:
+        raise StrategyError(problems)
+    rules.register()
+    rows, costs = Plan.of(given or {}), machine
+    made: list[Search] = []
+
+    def with_rows(more: Mapping[str, Row]) -> Found:
+        if not made:
+            calls = calls_of(model, (example,) if isinstance(example, torch.Tensor) else example)
+            links = [costs.link(axis) for axis in mesh.mesh_dim_names or ()]
+            made.append(Search(model, calls, Asker(mesh, costs), links, optimizer_bytes))
+        return _solved(model, mesh, made[0], Plan({**rows.rows, **more}), device_memory_gib)
+
+    found = _by_first_rank(mesh, lambda: with_rows({}))
+    found.search_rows = with_rows
+    return found
+
+
+def _by_first_rank(mesh: DeviceMesh, search: Callable[[], Found]) -> Found:
+    """What the first rank finds, or its error. Collective."""
+    answer: Any = None
+    if not any(mesh.get_coordinate() or ()):
+        try:
+            answer = search()
+        except StrategyError as error:
+            answer = error.problems
+        except Exception as error:  # the others are not left waiting
+            answer = (f"auto failed on the first rank: {type(error).__name__}: {error}",)
+    for axis in range(mesh.ndim):
+        answer = next((one for one in ranks.gather(answer, mesh.get_group(axis)) if one is not None), None)
+    if not isinstance(answer, Found):
+        raise StrategyError(answer)
+    return answer
+
+
+def _solved(model: nn.Module, mesh: DeviceMesh, search: Search, given: Plan, limit: float | None) -> Found:
+    allowed = _Given(model, mesh, search, given)
+    found = search.solve(None if limit is None else limit * _GIB, allowed)
+    if found is None:
+        least = search.solve(None, allowed, least=True)
+        if least is None:
+            raise StrategyError("no layouts go together with the given rows; leave some of them out")
+        up = float(f"{least.memory / _GIB * 1.001:.4g}")
+        raise StrategyError(
+            f"nothing fits into device_memory_gib={limit:g}: the least is {up:g} GiB a rank, with parameters split and "
+            "modules run again as far as they can be; give more memory, ranks, or a smaller batch"
+        )
+
+    rows = _rows(model, mesh, search, found)
+    for path, row in given.rows.items():
+        mine = rows.get(path, Row())
+        rows[path] = Row(
+            row.in_strategy or mine.in_strategy,
+            row.out_strategy or mine.out_strategy,
+            {**mine.parameter_plan, **row.parameter_plan},
+            row.recompute or mine.recompute,
+            mine.cost,
+        )
+    return Found(rows, found.seconds, found.memory / _GIB)
+
+
+class _Given:
+    """Which options the user's rows leave."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, search: Search, given: Plan) -> None:
+        problems: list[str] = []
+        self._wanted: dict[tuple, list[tuple[int, Placed]]] = {}
+        by_path = given.by_path([name for name, _ in model.named_modules()], problems)
+        classes = search.classes.values()
+        inputs = [one for one in classes if one.key[0] == "input"]
+        for path, row in by_path.items():
+            if isinstance(row.in_strategy, Mapping):
+                problems.append(f"{path!r}: auto takes strategies in order, not by name")
+                continue
+            if path == "":
+                pairs = [(one, 0, given) for one, given in zip(inputs, row.in_strategy or (), strict=False)]
+            elif ":" in path:
+                like = [
+                    one for one in classes if one.call and path in (one.call.name, one.call.name.rpartition(".")[0])
+                ]
+                pairs = [(one, place, given) for one in like for place, given in enumerate(row.in_strategy or ())]
+            else:
+                pairs = []
+            for key, strategy in row.parameter_plan.items():
+                name = f"{path}.{key}" if path else key
+                pairs += [(one, 0, strategy) for one in classes if one.key[0] == "parameter" and _name(one) == name]
+            for one, place, strategy in pairs:
+                if strategy is None:
+                    continue
+                tensors = one.member.inputs if isinstance(one.member, Call) else [one.member]
+                if place >= len(tensors):
+                    problems.append(f"{path!r}: {len(tensors)} tensors, but more strategies")
+                    continue
+                target = placements(strategy, mesh, tensors[place].like.shape, f"{path!r}, {place}", problems)
+                self._wanted.setdefault(one.key, []).append((place, target))
+        if problems:
+            raise StrategyError(problems)
+
+    def __call__(self, one: Class, option: Option) -> bool:
+        tensors = option.ins if one.call is not None else option.outs
+        return all(tensors[place] == target for place, target in self._wanted.get(one.key, ()))
+
+
+def _name(one: Class) -> str:
+    return one.member.name
+
+
+def _rows(model: nn.Module, mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, Row]:
+    """The rows of a solution: what is split, what is brought where, and what it costs."""
+    inputs = [one for one in search.classes.values() if one.key[0] == "input"]
+    rows = {"": Row(in_strategy=tuple(_strategy(found, one, mesh) for one in inputs))} if inputs else {}
+    split: dict[str, dict[str, Any]] = {}
+    for one in search.classes.values():
+        value = one.member
+        if isinstance(value, Value) and value.kind == "parameter":
+            target = found.chosen[one.key].outs[0]
+            if any(not placed.is_replicate() for placed in target):
+                split.setdefault(one.path, {})[one.key[2]] = strategy_of(target, mesh, value.like.dim())
+    moved = _moved(search, found)
+    for path, plan in split.items():
+        rows[path] = Row(rows[path].in_strategy if path in rows else None, None, plan)
+    for path in found.again:
+        rows[path] = Row(None, None, rows[path].parameter_plan if path in rows else {}, True)
+    for one in search.classes.values():
+        call = one.call
+        summed = any(maker == one.key for maker, _ in found.summed)
+        if call is None or not call.name or not (summed or one.key in moved):
+            continue
+        cost = {what: float(f"{seconds * 1e6:.4g}") for what, seconds in found.costs[one.key].items()}
+        chosen = found.chosen[one.key]
+        wanted = _strategies(chosen.ins, call.inputs, mesh) if one.key in moved else None
+        made = _strategies(chosen.outs, call.outputs, mesh) if summed else None
+        row = Row(wanted, made, cost={f"{what}_us": value for what, value in cost.items()})
+        rows.setdefault(f"{one.path}:{call.name.partition(':')[2]}", row)
+    return rows
+
+
+def _strategies(placed: tuple[Placed, ...], values: list[Value], mesh: DeviceMesh) -> tuple:
+    """Of several tensors; a sum stays as it comes."""
+    return tuple(
+        None if any(p.is_partial() for p in one) else strategy_of(one, mesh, value.like.dim())
+        for one, value in zip(placed, values, strict=True)
+    )
+
+
+def _strategy(found: Solution, one: Class, mesh: DeviceMesh) -> Any:
+    value = one.member
+    assert isinstance(value, Value)
+    return strategy_of(found.chosen[one.key].outs[0], mesh, value.like.dim())
+
+
+def _moved(search: Search, found: Solution) -> set[tuple]:
+    """The classes of calls at which something is redistributed."""
+    return {
+        edge.reader
+        for edge in search.edges.values()
+        if edge.reader[0] == "call"
+        and found.chosen[edge.maker].outs[edge.place] != found.chosen[edge.reader].ins[edge.number]
+    }
