@@ -34,6 +34,7 @@ def alone():
         ("hybrid --tp 2 --recompute", 2),
         pytest.param("hybrid --tp 2", 4, marks=pytest.mark.sweep),
         pytest.param("data", 2, marks=pytest.mark.sweep),
+        pytest.param("auto", 2, marks=pytest.mark.sweep),
         pytest.param("semi_auto --tp 2 --recompute", 4, marks=pytest.mark.sweep),
     ],
 )
