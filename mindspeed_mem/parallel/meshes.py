@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
+import torch.distributed.tensor._redistribute as _redistribute
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from mindspeed_mem import ranks
 from mindspeed_mem.device import get_backend
@@ -35,9 +38,20 @@ def mesh(device: str | None = None, **axes: int) -> DeviceMesh:
     if math.prod(sizes.values()) != ranks or min(sizes.values()) < 1:
         text = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise StrategyError(f"mesh({text}) does not fit {ranks} ranks; the sizes have to multiply to that")
+    _forget_groups()
     made = init_device_mesh(get_backend(device).tensor_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     _latest[:] = [made]
     return made
+
+
+def _forget_groups() -> None:
+    """What torch remembers of layouts names the groups of an equal mesh, which may have been destroyed since."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    for owner, name in ((torch._C, "_clear_DTensor_sharding_propagator_cache"), (_redistribute, _PLANS)):
+        getattr(owner, name, lambda: None)()  # torch 2.11 and newer
+
+
+_PLANS = "clear_redistribute_planner_cache"
 
 
 def mesh_in_use(given: DeviceMesh | None) -> DeviceMesh:

@@ -125,3 +125,20 @@ def test_what_cannot_be_says_so():
     for parallel_optimizer, chunks in on_ranks(2, refused):
         assert "of shape (16, 8) is split over the mesh axis 'tp', whose ranks are in" in parallel_optimizer
         assert "0.weight and 3 other parameters are DTensors (semi_auto, FSDP2)" in chunks
+
+
+def trained(others):
+    for _ in range(others):
+        torch.distributed.new_group()
+    model = split(dp=2, tp=2)
+    train(model, range(2))
+    return whole(model)
+
+
+def test_groups_that_are_gone_are_forgotten():
+    """The same processes, with groups of their own for each case, which go by other names."""
+    alone = built()
+    train(alone, range(2))
+    for others in (3, 0):
+        for one, two in zip(on_ranks(4, trained, others)[0], whole(alone), strict=True):
+            assert torch.allclose(one, two, rtol=0, atol=1e-12)
