@@ -100,6 +100,7 @@ class Pipeline:
         """The passes of each rank, as (direction, micro-batch, model chunk)."""
         self._model: nn.Module | None = model
         self._schedule: _PipelineScheduleRuntime | None = None
+        self._shapes: list[torch.Size | None] = []
         mine = {name for name, stage in self._stages.of.items() if stage % self._ranks == self._rank}
         self._parameters = {name: one for name, one in model.named_parameters() if name in mine}
         self._buffers = {name: one for name, one in model.named_buffers() if name in mine}
@@ -141,8 +142,11 @@ class Pipeline:
         Returns the mean loss over the batch, the same on all ranks. Collective.
         """
         inputs, target = self._own_part(inputs), self._own_part((target,))[0]
+        shapes = [one.shape if isinstance(one, torch.Tensor) else None for one in inputs]
         if self._schedule is None:
-            self._schedule = self._cut(inputs)
+            self._schedule, self._shapes = self._cut(inputs), shapes
+        elif shapes != self._shapes:  # gloo would end the process
+            raise StrategyError(f"a step's inputs have the shapes of the first one's: {self._shapes}, not {shapes}")
         stages = self._schedule._stages
         before = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
         for name in before:  # what a step adds is divided by the number of micro-batches
@@ -184,7 +188,7 @@ class Pipeline:
 
     def _cut(self, inputs: tuple) -> _PipelineScheduleRuntime:
         """Export the model with a first micro-batch, and keep this rank's stages of it."""
-        model, self._model = self._model, None
+        model = self._model
         assert model is not None
         example = tuple(
             one[: len(one) // self.micro_batches] if isinstance(one, torch.Tensor) and one.dim() else one
@@ -200,6 +204,8 @@ class Pipeline:
                 warnings.simplefilter("ignore", FutureWarning)  # torch's export, of its own names
                 pipe = cut(model, example, split_spec=dict.fromkeys(self._stages.begins, SplitPoint.BEGINNING))
         except Exception as error:
+            for name in again:
+                recompute(model.get_submodule(name))
             raise StrategyError(
                 f"torch.export cannot trace the model, so it cannot be cut ({str(error).strip().splitlines()[0]})"
             ) from error
@@ -209,6 +215,7 @@ class Pipeline:
                 module = model.get_submodule(path)
                 module.forward = module.__dict__.pop("_orig_forward", module.forward)
         self._check(pipe)
+        self._model = None  # from here on only this rank's stages are needed
         stages = []
         for part in range(self._parts):
             number = part * self._ranks + self._rank

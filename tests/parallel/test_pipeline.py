@@ -283,3 +283,35 @@ def split_with_recompute():
 
 def test_running_statistics_of_split_models_are_updated_once():
     assert max(on_ranks(2, split_with_recompute)) < 1e-12
+
+
+class _Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.pipeline_stage = 1
+
+    def forward(self, x):
+        return self.b(self.a(x + 1 if x.sum() > 0 else x))
+
+
+def _refused_twice_and_other_sizes():
+    mesh, x, said = parallel.mesh(pp=2), torch.randn(4, 4), []
+    branches = _Branches()
+    branches.a.recompute()
+    pipe = parallel.pipeline(branches, mesh, 2, loss=F.mse_loss)
+    fine = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fine[1].pipeline_stage = 1
+    other = parallel.pipeline(fine, mesh, 2, loss=F.mse_loss)
+    other.step(x, target=x)
+    for one, batch in ((pipe, x), (pipe, x), (other, torch.randn(8, 4))):
+        with pytest.raises(parallel.StrategyError) as error:
+            one.step(batch, target=batch)
+        said.append(str(error.value))
+    return said, "forward" in branches.a.__dict__
+
+
+def test_a_refused_step_says_so_again_and_batches_of_another_size_do_not_end_the_process():
+    for (first, again, sizes), recomputed in on_ranks(2, _refused_twice_and_other_sizes):
+        assert "cannot trace" in first and "cannot trace" in again and recomputed
+        assert "first one's" in sizes
