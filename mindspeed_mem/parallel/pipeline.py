@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import SplitPoint
 from torch.distributed.pipelining import pipeline as cut
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel.meshes import mesh_in_use
@@ -65,6 +66,8 @@ def pipeline(
     """
     mesh = mesh_in_use(mesh)
     problems = []
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        problems.append(f"pipeline needs torch 2.13 or newer, this is {torch.__version__}")
     if axis not in (mesh.mesh_dim_names or ()):
         names = ", ".join(mesh.mesh_dim_names or ()) or "no names"
         problems.append(f"the mesh has no axis {axis!r} (it has {names}): make it with parallel.mesh({axis}=2)")
@@ -131,8 +134,8 @@ class Pipeline:
         return {name: one for part in ranks.gather(mine, self._group) for name, one in part.items()}
 
     # ---- training
-    def step(self, *inputs: Any, target: Any) -> torch.Tensor:
-        """Forward and backward of a batch; gradients are added to ``.grad`` as of the mean loss.
+    def step(self, *inputs: Any, target: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of a batch; gradients are added to ``.grad`` as of the mean loss. For training only.
 
         Args:
             inputs: of the model, the same on all ranks; tensors are cut along dimension 0, for replicas and
@@ -140,7 +143,10 @@ class Pipeline:
             target: of the loss, cut likewise.
 
         Returns the mean loss over the batch, the same on all ranks. Collective.
+
+        Raises StrategyError for what cannot be cut, before anything is sent.
         """
+        self._refuse(inputs, target)
         inputs, target = self._own_part(inputs), self._own_part((target,))[0]
         shapes = [one.shape if isinstance(one, torch.Tensor) else None for one in inputs]
         if self._schedule is None:
@@ -152,17 +158,31 @@ class Pipeline:
         for name in before:  # what a step adds is divided by the number of micro-batches
             self._parameters[name].grad = None
         losses: list[torch.Tensor] = []
-        self._schedule.step(
-            *(inputs if any(stage.is_first for stage in stages) else ()),
-            target=target if any(stage.is_last for stage in stages) else None,
-            losses=losses,
-            return_outputs=False,
-        )
-        self._reduce()
-        for name, gradient in before.items():
-            parameter = self._parameters[name]
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        try:
+            self._schedule.step(
+                *(inputs if any(stage.is_first for stage in stages) else ()),
+                target=target if any(stage.is_last for stage in stages) else None,
+                losses=losses,
+                return_outputs=False,
+            )
+            self._reduce()
+        finally:  # what was there before stays, whatever happens
+            for name, gradient in before.items():
+                parameter = self._parameters[name]
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return self._mean(losses)
+
+    def _refuse(self, inputs: tuple, target: Any) -> None:
+        problems = []
+        if not torch.is_grad_enabled():
+            problems.append("step trains, and gradients are off here: evaluate with whole_state_dict in the model")
+        if not isinstance(target, torch.Tensor):
+            problems.append(f"target is a tensor, which is cut into micro-batches, not {type(target).__name__}")
+        for number, one in enumerate(inputs):
+            if not isinstance(one, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(one)):
+                problems.append(f"input {number} holds tensors in a {type(one).__name__}: pass each by itself")
+        if problems:
+            raise StrategyError(problems)
 
     def _own_part(self, values: tuple) -> tuple:
         """Of tensors, this replica's part."""

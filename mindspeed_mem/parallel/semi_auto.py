@@ -153,7 +153,7 @@ class Split:
     def begin(self) -> None:
         """The outermost forward starts."""
         self.operators.problems.clear()
-        if self._waits:
+        if self._waits and torch.is_grad_enabled():
             self._waits = False
             start(self.report)
 

@@ -195,6 +195,11 @@ def refused():
     told("later", lambda: begin({"c": 0, "b": 1}))
     told("far", lambda: begin({"a": 0, "b": 1, "c": 2, "d": 3}))
     told("batch", lambda: begin({"c": 1}, batch=7))
+    pipe = parallel.pipeline(built("residual", {"c": 1}), mesh, 2, loss=F.cross_entropy)
+    x, target = torch.randn(8, 6, dtype=torch.float64), torch.zeros(8, dtype=torch.long)
+    told("nested", lambda: pipe.step({"x": x}, target=[target]))
+    with torch.no_grad():
+        told("no gradients", lambda: pipe.step(x, target=target))
     tied = built("residual", {"c": 1})
     tied.d.weight = tied.a.weight
     told("tied", lambda: begin({}, model=tied))
@@ -220,6 +225,8 @@ def test_what_is_refused_and_why():
     assert "c.weight is of stage 0, but it is used in stage 1" in told["later"]
     assert "stage 2 takes a tensor that stage 0 made" in told["far"]
     assert "a batch of 7 does not divide by 1 replicas times 2 micro-batches" in told["batch"]
+    assert "target is a tensor" in told["nested"] and "input 0 holds tensors in a dict" in told["nested"]
+    assert "gradients are off here" in told["no gradients"]
     assert "d.weight of stage 1 is a.weight of stage 0" in told["tied"]
     assert "torch.export cannot trace the model" in told["branches"]
 
