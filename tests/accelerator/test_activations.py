@@ -64,7 +64,7 @@ def test_recompute_and_mixes(lag, model):
     ("ranks", "layout", "model", "lag"),
     [
         pytest.param(2, {"tp": 2}, {"sequence_parallel": True}, "random", marks=sweep),
-        (2, {"pp": 2, "vpp": 2}, {}, "computation late"),
+        pytest.param(2, {"pp": 2, "vpp": 2}, {}, "computation late", marks=sweep),
         (2, {}, {"ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True}}, "copies late"),
         pytest.param(4, {"tp": 2, "pp": 2}, {"sequence_parallel": True}, "random", marks=sweep),
     ],

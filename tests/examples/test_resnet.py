@@ -31,7 +31,7 @@ def alone():
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [
-        ("hybrid --tp 2 --recompute", 2),
+        pytest.param("hybrid --tp 2 --recompute", 2, marks=pytest.mark.sweep),
         pytest.param("hybrid --tp 2", 4, marks=pytest.mark.sweep),
         pytest.param("data", 2, marks=pytest.mark.sweep),
         pytest.param("auto", 2, marks=pytest.mark.sweep),
