@@ -1,8 +1,9 @@
 """Which operators run natively, without the hook: those that save nothing that the plan moves or makes again.
 
 That is learnt: a `Watch` follows forwards in which everything goes through the hook, and when two of a kind agree (same
-model chunk, same shapes into its layers) their `Course` is what the next ones are expected to take. The hook is then in
-force around those operators alone that need it, and the ledger counts what the others keep by the bytes of the course.
+model chunk, same `Signature` of its layers) their `Course` is what the next ones are expected to take. The hook is then
+in force around those operators alone that need it, and the ledger counts what the others keep by the bytes of the
+course.
 
 Whoever departs from the course loses nothing but memory: what an operator saves natively is right, it only cannot
 leave. So it is looked at again every now and then, and forgotten when another operator runs, when shapes change, and
@@ -51,6 +52,8 @@ class NativeOperators:
         layers.append((layer, signature))
         if len(layers) > 1:
             course = position.course
+            if course is UNKNOWN:
+                return
             if course is not None and not (
                 learns and len(layers) <= len(course.layers) and course.layers[len(layers) - 1] == layers[-1]
             ):
