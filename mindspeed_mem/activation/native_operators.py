@@ -23,6 +23,8 @@ _LOOK_AGAIN = 64
 """Forwards by one course, after which one is watched again."""
 _DEPARTURES = 8
 """After so many forwards that were not as expected nothing more is learnt of their kind."""
+_KINDS = 256
+"""Kinds of forwards, of each sort, that are remembered: those that came first are forgotten first."""
 
 
 class NativeOperators:
@@ -101,13 +103,18 @@ class NativeOperators:
             known = self._courses.get(kind) or self._candidates.get(kind)
             if known is not None and known.same(seen):
                 seen.uses = 1
-                self._courses[kind] = seen
+                _remember(self._courses, kind, seen)
                 self._candidates.pop(kind, None)
             else:
                 self._courses.pop(kind, None)
                 if known is not None:
                     self._departures[kind] += 1
                     self._varying.setdefault(kind, set()).update(seen.differs(known))
-                if len(self._candidates) < 256:
-                    self._candidates[kind] = seen
+                _remember(self._candidates, kind, seen)
         return course is not UNKNOWN
+
+
+def _remember(courses: dict[object, Course], kind: object, course: Course) -> None:
+    if kind not in courses and len(courses) >= _KINDS:
+        del courses[next(iter(courses))]
+    courses[kind] = course
