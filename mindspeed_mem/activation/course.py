@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mindspeed_mem.activation.plan_in_force import PlanInForce
 
 Signature = tuple[Any, ...]
-"""The shapes of what a layer takes."""
+"""What a layer takes (shapes, dtypes, whether they need gradients), and whether it trains: what it saves depends on
+that."""
 
 
 class Course:

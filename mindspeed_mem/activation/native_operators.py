@@ -1,8 +1,9 @@
 """Which operators run natively, without the hook: those that save nothing that the plan moves or makes again.
 
 That is learnt: a `Watch` follows forwards in which everything goes through the hook, and when two of a kind agree (same
-model chunk, same shapes into its layers) their `Course` is what the next ones are expected to take. The hook is then in
-force around those operators alone that need it, and the ledger counts what the others keep by the bytes of the course.
+model chunk, same `Signature` of its layers) their `Course` is what the next ones are expected to take. The hook is then
+in force around those operators alone that need it, and the ledger counts what the others keep by the bytes of the
+course.
 
 Whoever departs from the course loses nothing but memory: what an operator saves natively is right, it only cannot
 leave. So it is looked at again every now and then, and forgotten when another operator runs, when shapes change, and
@@ -22,6 +23,8 @@ _LOOK_AGAIN = 64
 """Forwards by one course, after which one is watched again."""
 _DEPARTURES = 8
 """After so many forwards that were not as expected nothing more is learnt of their kind."""
+_KINDS = 256
+"""Kinds of forwards, of each sort, that are remembered: those that came first are forgotten first."""
 
 
 class NativeOperators:
@@ -51,6 +54,8 @@ class NativeOperators:
         layers.append((layer, signature))
         if len(layers) > 1:
             course = position.course
+            if course is UNKNOWN:
+                return
             if course is not None and not (
                 learns and len(layers) <= len(course.layers) and course.layers[len(layers) - 1] == layers[-1]
             ):
@@ -98,13 +103,18 @@ class NativeOperators:
             known = self._courses.get(kind) or self._candidates.get(kind)
             if known is not None and known.same(seen):
                 seen.uses = 1
-                self._courses[kind] = seen
+                _remember(self._courses, kind, seen)
                 self._candidates.pop(kind, None)
             else:
                 self._courses.pop(kind, None)
                 if known is not None:
                     self._departures[kind] += 1
                     self._varying.setdefault(kind, set()).update(seen.differs(known))
-                if len(self._candidates) < 256:
-                    self._candidates[kind] = seen
+                _remember(self._candidates, kind, seen)
         return course is not UNKNOWN
+
+
+def _remember(courses: dict[object, Course], kind: object, course: Course) -> None:
+    if kind not in courses and len(courses) >= _KINDS:
+        del courses[next(iter(courses))]
+    courses[kind] = course

@@ -70,7 +70,7 @@ class OperatorRuns:
         if not in_force.is_current():
             self._resolve()
             layer = module.__dict__[regions.TAG][0]  # it may count on now
-        self._enter_layer(layer, args, kwargs)
+        self._enter_layer(layer, module.training, args, kwargs)
         if in_force.covered is not None and layer not in in_force.covered:
             result = self._run_module(layer, path, original, module, args, kwargs)
             self._sign_at(result)
@@ -279,13 +279,13 @@ class OperatorRuns:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
                 self._hooked = 0
 
-    def _enter_layer(self, layer: int, args: tuple, kwargs: dict) -> None:
+    def _enter_layer(self, layer: int, training: bool, args: tuple, kwargs: dict) -> None:
         self._passes.enter_layer(layer)
-        shapes: list[Any] = []
+        signature: list[Any] = [training]
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(tensor, torch.Tensor):
-                    shapes.append(tensor.shape)
+                    signature += tensor.shape, tensor.dtype, tensor.requires_grad
                     if type(tensor) is torch.Tensor and tensor.grad_fn is None:
                         # masks, tables, what a stage received: others hold them, so moving them would free nothing
                         storage = tensor.untyped_storage()
@@ -295,7 +295,7 @@ class OperatorRuns:
                             if self._position.watch is not None:
                                 self._position.watch.holds(marks.of(storage).token)
         on = self._position.course is not None
-        self._natives.enter_layer(layer, tuple(shapes), regions.hooks_are_ours_alone() if on else self._learns())
+        self._natives.enter_layer(layer, tuple(signature), regions.hooks_are_ours_alone() if on else self._learns())
 
     def _learns(self) -> bool:
         """Whether this forward can go by a course, or show one: nobody measures or has hooks here."""

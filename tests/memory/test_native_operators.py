@@ -230,3 +230,98 @@ def test_experts_whose_tokens_vary():
         assert not seen["differ"] and not any(seen["left"].values()), (case, seen)
         if case == ("swap core attention", "nothing"):
             assert seen["packed"][-1] < seen["packed"][1], seen
+
+
+def after_a_change(what: str, learns: bool) -> list[tuple[int, int, int]]:
+    """Per forward calls of the hook, bytes copied out and the ledger's peak, where something changes at `CHANGE`."""
+    from mindspeed_mem.activation.operator_runs import OperatorRuns
+    from mindspeed_mem.activation.saved_tensors import SavedTensors
+    from mindspeed_mem.activation.storage.ledger import LEDGER
+    from tests.models import build_gpt
+    from tests.swap_runs import one_forward, swap
+
+    pack, packed, usual, found = SavedTensors.pack, [0], OperatorRuns._learns, []
+
+    def counting(self, *args):
+        packed[0] += 1
+        return pack(self, *args)
+
+    SavedTensors.pack = counting
+    if not learns:
+        OperatorRuns._learns = lambda self: False
+    try:
+        with parallel(), swap(PLANS["swap core attention"]) as engine:
+            chunks = build_gpt("dropout", layers=10 if what == "one departure" else 2)
+            layers = chunks[0].module.decoder.layers
+            first = [
+                chunks[0].module.embedding,
+                *(m for one in layers for m in (one.self_attention, one.input_layernorm)),
+            ]
+            for module in first if what == "gradients" else ():
+                module.requires_grad_(False)
+            for step in range(CHANGE + 5):
+                chunks[0].train(what != "training" or step >= CHANGE)
+                if what == "gradients" and step == CHANGE:
+                    chunks[0].requires_grad_(True)
+                departs = what == "one departure" and step == CHANGE
+                LEDGER.reset_peak()
+                held, out, packed[0] = LEDGER.held.now, engine.mover.bytes_out, 0
+                with change("an operator less", layers) if departs else contextlib.nullcontext():
+                    engine.passes.begin_schedule(("train",))
+                    loss = one_forward(engine, chunks)
+                    engine.passes.begin_backward(loss)
+                    loss.sum().backward()
+                    engine.passes.end_backward()
+                    engine.passes.end_schedule(True)
+                del loss
+                found.append((packed[0], engine.mover.bytes_out - out, LEDGER.held.peak - held))
+    finally:
+        SavedTensors.pack, OperatorRuns._learns = pack, usual
+    return found
+
+
+@pytest.mark.parametrize("change", ["training", "gradients", "one departure"])
+def test_after_a_change_as_much_leaves_and_it_is_learnt_anew(change):
+    mine, hooked = (on_ranks(1, after_a_change, change, learns)[0] for learns in (True, False))
+    assert [one[1:] for one in mine] == [one[1:] for one in hooked]
+    assert mine[CHANGE - 1][0] < mine[0][0] / 2 and mine[-1][0] < hooked[-1][0] / 2, (mine, hooked)
+
+
+def after_many_shapes() -> tuple[list[int], int]:
+    """Calls of the hook in forwards of one shape, after many others that came twice or once; how many are known."""
+    from mindspeed_mem.activation import native_operators
+    from mindspeed_mem.activation.saved_tensors import SavedTensors
+    from tests.models import build_gpt
+    from tests.swap_runs import swap
+
+    pack, packed, kinds, found = SavedTensors.pack, [0], native_operators._KINDS, []
+
+    def counting(self, *args):
+        packed[0] += 1
+        return pack(self, *args)
+
+    SavedTensors.pack, native_operators._KINDS = counting, 3
+    try:
+        with parallel(), swap(PLANS["swap core attention"]) as engine:
+            chunks = build_gpt("dropout", layers=1)
+            for length in (*(n for n in range(2, 8) for _ in range(2)), *range(8, 14), *[32] * 3):
+                packed[0] = 0
+                text = torch.zeros(1, length, dtype=torch.long)
+                engine.passes.begin_schedule(("train",))
+                engine.passes.begin_forward(0, 0)
+                loss = chunks[0](text, text, None, labels=text)
+                engine.passes.end_forward(loss)
+                engine.passes.begin_backward(loss)
+                loss.sum().backward()
+                engine.passes.end_backward()
+                engine.passes.end_schedule(True)
+                found.append(packed[0])
+            natives = engine.operators._natives
+            return found[-3:], len(natives._courses) + len(natives._candidates)
+    finally:
+        SavedTensors.pack, native_operators._KINDS = pack, kinds
+
+
+def test_shapes_that_came_once_keep_nobody_from_learning():
+    [(packed, known)] = on_ranks(1, after_many_shapes)
+    assert packed[2] < packed[0] == packed[1] and known <= 6
