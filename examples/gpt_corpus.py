@@ -129,7 +129,10 @@ def locked(folder):
 def stdlib_files():
     """Paths of the standard library's modules, the shortest names first, up to STDLIB_BYTES; the same on every run."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = [path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts)]
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]  # site-packages may hold thousands
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
     found.sort(key=lambda path: (len(path.relative_to(root).parts), str(path)))
     chosen, total = [], 0
     for path in found:
