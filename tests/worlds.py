@@ -48,6 +48,9 @@ GRACE = 10  # seconds that the other ranks have after one has failed
 NEEDED = """torch._dynamo megatron.core.dist_checkpointing megatron.core.distributed megatron.core.models.gpt
 megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer megatron.core.pipeline_parallel""".split()
 """What nearly every case imports."""
+SERVER = multiprocessing.get_context("forkserver")
+"""Imports all that once, and forks each rank from there. Not those of the accelerator, which comes before torch."""
+SERVER.set_forkserver_preload(["tests.rank_imports"])
 _ranks: defaultdict[str | None, list[_Rank]] = defaultdict(list)  # by device
 _folder: Path | None = None
 _serial = itertools.count()
@@ -122,6 +125,17 @@ def known(function: Callable, **given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
 
 
+def prepare(device: str | None = None) -> None:
+    """What is the same on every rank before its first case."""
+    import torch
+
+    torch.set_num_threads(1)
+    apply_cpu_patches(device)
+    for module in NEEDED:
+        importlib.import_module(module)
+    gc.freeze()  # cases collect garbage all the time, which takes 0.2 s where it looks through all these modules
+
+
 def seed_tracker(seed: int) -> None:
     """Megatron's random number tracker, anew."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed as manual_seed
@@ -194,7 +208,7 @@ def _start(device: str | None) -> _Rank:
     if _folder is None:
         _folder = Path(tempfile.mkdtemp(prefix="ranks"))
         atexit.register(_finish)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn") if device else SERVER
     ours, theirs = context.Pipe()
     log = _folder / f"process{next(_serial)}.log"
     library = None
@@ -257,11 +271,7 @@ def _serve(pipe: connection.Connection, log: str, device: str | None, library: P
         stand_in.start(device, library)
     import torch
 
-    torch.set_num_threads(1)
-    apply_cpu_patches(device)
-    for module in NEEDED:
-        importlib.import_module(module)
-    gc.freeze()  # cases collect garbage all the time, which takes 0.2 s where it looks through all these modules
+    prepare(device)
     with contextlib.suppress(EOFError):
         while True:
             case = pickle.loads(pipe.recv_bytes())
