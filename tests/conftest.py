@@ -44,7 +44,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("fuzz", "random cases of tests/fuzz")
     group.addoption("--fuzz", type=int, metavar="N", help="try N cases instead of a few fixed ones")
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="which N cases")
-    parser.addoption("--sweep", action="store_true", help="also the cases of tests/accelerator that others stand for")
+    parser.addoption("--sweep", action="store_true", help="also the cases that others stand for")
 
 
 def pytest_configure(config):

@@ -38,7 +38,7 @@ FUSED = {"kind": "dropout", "bias_dropout_fusion": True, "bias_activation_fusion
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_swap(lag, model):
-    assert on_ranks(1, under, lag, compare, {}, model, ["everything", "both"], device="cuda") == [[]]
+    assert on_ranks(1, under, lag, compare, {}, {"layers": 3, **model}, ["everything", "both"], device="cuda") == [[]]
 
 
 def recomputed(model: dict) -> list[str]:
@@ -119,7 +119,7 @@ def test_a_branch_on_a_stream_of_its_own(lag):
     assert on_ranks(1, under, lag, branches_beside, device="cuda") == [[]]
 
 
-def steady(plan: dict | None, steps: int = 20) -> dict[str, int]:
+def steady(plan: dict | None, steps: int = 12) -> dict[str, int]:
     """What a step does that stops the host or asks the driver, summed over the last half of the steps."""
     import contextlib
 

@@ -194,7 +194,11 @@ def loaded(folders, layout, model):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"), [pytest.param(BF16, {}, id="bf16"), pytest.param({"kind": "moe"}, {"ep": 2}, id="fp32-moe")]
+    ("model", "layout"),
+    [
+        pytest.param(BF16, {}, id="bf16"),
+        pytest.param({"kind": "moe"}, {"ep": 2}, id="fp32-moe", marks=pytest.mark.sweep),
+    ],
 )
 def test_checkpoints_are_megatrons(model, layout, tmp_path):
     """Saved with and without, loaded with and without, at the same and at other numbers of data-parallel ranks."""

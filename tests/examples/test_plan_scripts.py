@@ -6,7 +6,7 @@ import pytest
 
 from tests.examples.jobs import EXAMPLES, SHORT, numbers, rows, script
 
-STEPS = 20
+STEPS = 12
 SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernorm, "
 
 
@@ -28,11 +28,12 @@ SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernor
             + [SELECTIVE.format(layer) + "mlp.activation_func" for layer in range(4)],
             {"pre_mlp_layernorm of layers 0-3": 64, "mlp.activation_func of layers 0-3": 64},
         ),
-        (
+        pytest.param(
             "pretrain_gpt_swap_recompute.sh",
             ("--memory-config", EXAMPLES / "configs" / "swap_and_recompute.yaml"),
             [f"Set select recompute at layer {layer}: feed_forward" for layer in (0, 3)],
             {"mlp of layers 0, 3": 32},
+            marks=pytest.mark.sweep,
         ),
         (
             "pretrain_gpt.sh",
@@ -74,6 +75,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.sweep
 def test_chunks_and_the_adaptive_plan_go_together(whole, tmp_path):
     path = tmp_path / "metrics.jsonl"
     chunks = ["--use-distributed-optimizer", "--chunk-zero-stage", 3, "--placement-policy", "host"]

@@ -48,7 +48,10 @@ def test_a_resumed_run_is_bit_identical(runs, tmp_path, name):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, []), (2, ["--pipeline-model-parallel-size", "2", "--pipeline-stages", "1,3"])],
+    [
+        pytest.param(1, [], marks=pytest.mark.sweep),
+        (2, ["--pipeline-model-parallel-size", "2", "--pipeline-stages", "1,3"]),
+    ],
     ids=["one rank", "uneven pipeline stages"],
 )
 def test_another_layout_continues(runs, tmp_path, ranks, layout):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.worlds import on_ranks
 
-FEW = {1: 60, 2: 16}
+FEW = {1: 24, 2: 6}
 
 
 def search(examples: int, seed: int | None, pipeline: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.guarding import settled
+from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
@@ -38,7 +39,13 @@ def life(kind: str, layout: dict, share: float, plan_file: str | None = None, **
 
 
 @pytest.mark.parametrize(
-    ("kind", "model"), [("dense", {"layers": 4}), ("swiglu_gqa_rope", {"layers": 4}), ("moe", {"layers": 3})], ids=str
+    ("kind", "model"),
+    [
+        ("dense", {"layers": 4}),
+        pytest.param("swiglu_gqa_rope", {"layers": 4}, marks=pytest.mark.sweep),
+        ("moe", {"layers": 3}),
+    ],
+    ids=str,
 )
 def test_training_is_bit_identical_and_settles(kind, model):
     [(found, state, evicted, peak, limit, lines, report)] = on_ranks(1, life, kind, {}, 0.6, **model)
@@ -51,7 +58,7 @@ def test_training_is_bit_identical_and_settles(kind, model):
 
 @pytest.mark.parametrize(
     "layout",
-    [{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}, {"dp": 2}],
+    but([{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}, {"dp": 2}], {"pp": 2}, {"tp": 2}),
     ids=lambda layout: "-".join(f"{key}{value}" for key, value in layout.items()),
 )
 def test_ranks_settle_together(layout):

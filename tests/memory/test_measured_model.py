@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.memory.test_adaptive_bytes import CASES, shape_of
+from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -61,7 +62,7 @@ def simulated_and_executed(model: str) -> tuple[dict, list, list[str], int]:
     return alone, list(found.values()), differ, max(group.bytes for kind in problem.classes for group in kind.groups)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", but(MODELS, "dense", "dropout, nothing fused"))
 def test_plans_hold_what_their_simulation_says(model):
     [(alone, mixed, differ, largest)] = on_ranks(1, simulated_and_executed, model)
     assert differ == []

@@ -32,23 +32,32 @@ TWO = {
     "EP2": Case("moe", layout=EP2, ddp=OVERLAP),
 }
 FOUR = {
-    "DP4": Case("dropout", SINGLE, ddp=OVERLAP, micro_batches=1),
     "TP2, sequence parallel, norms of queries and keys": Case(
         "swiglu_gqa_rope",
         layout=TP2,
         model={**SEQUENCE_PARALLEL, "qk_layernorm": True, "gradient_accumulation_fusion": True},
     ),
-    "PP2, loss per token": Case(dtype=SINGLE, layout=PP2, per_token=True, ddp=OVERLAP, stages=(3,)),
     "PP2, capped, recomputed": Case(
         layout=PP2, micro_batches=4, beneath=(functools.partial(capped, 1),), stages=(3,), **AGAIN
     ),
-    "VPP, aligned": Case(layout=VPP, micro_batches=4, **ALIGNED),
     "TP2 x PP2": Case("dropout", layout={**TP2, **PP2}, model=SEQUENCE_PARALLEL, micro_batches=3, stages=(3,)),
-    "EP2": Case("moe", layout=EP2, ddp=OVERLAP),
     "EP2, recomputed": Case("moe", layout=EP2, micro_batches=1, stages=(3,), **AGAIN),
+}
+MORE = {
+    "DP4": Case("dropout", SINGLE, ddp=OVERLAP, micro_batches=1),
+    "PP2, loss per token": Case(dtype=SINGLE, layout=PP2, per_token=True, ddp=OVERLAP, stages=(3,)),
+    "VPP, aligned": Case(layout=VPP, micro_batches=4, **ALIGNED),
+    "EP2": Case("moe", layout=EP2, ddp=OVERLAP),
 }
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, TWO, id="2"),
+        pytest.param(4, FOUR, id="4"),
+        pytest.param(4, MORE, id="more of 4", marks=pytest.mark.sweep),
+    ],
+)
 def test_layouts(ranks, cases):
     assert on_ranks(ranks, differences, cases, timeout=500) == [[]] * ranks
