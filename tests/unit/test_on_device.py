@@ -133,4 +133,4 @@ def test_the_benchmarks_run_from_end_to_end(only, tmp_path):
     assert page.count("- met: losses and gradients are equal") == len(
         {"swap", "recompute", "adaptive"}.intersection(only)
     )
-    assert ("- met: the bits are stock Megatron's (5 comparisons)" in page) == ("chunk_zero" in only)
+    assert "- met: the bits are stock Megatron's (5 comparisons)" in page
