@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,3 +74,20 @@ def everywhere(mine: Mapping[str, str], mesh: DeviceMesh) -> dict[str, set[str]]
             for key, values in other.items():
                 seen[key] = seen.get(key, set()) | values
     return seen
+
+
+def compared(said: str, groups: Sequence[Any], device: torch.device | str, wants: bool = False) -> tuple[bool, bool]:
+    """Whether the ranks of all of `groups` say the same, and whether any of them `wants`.
+
+    Collective, and the same call for all ranks, whatever they say: three numbers along each group.
+    """
+    mark = _mark(said)
+    numbers = [mark, -mark, int(wants)]
+    for group in groups:
+        numbers = ranks.combined(numbers, dist.ReduceOp.MAX, group, device)
+    return numbers[0] == -numbers[1], bool(numbers[2])
+
+
+@functools.lru_cache(4096)
+def _mark(said: str) -> int:
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest())
