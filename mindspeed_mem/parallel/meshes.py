@@ -76,6 +76,21 @@ def everywhere(mine: Mapping[str, str], mesh: DeviceMesh) -> dict[str, set[str]]
     return seen
 
 
+def agree(mesh: DeviceMesh, problems: Sequence[str], said: str = "", what: str = "") -> None:
+    """Raise StrategyError on all ranks of `mesh` for the problems of any, or where they do not say the same of `what`.
+
+    Collective; three numbers along each axis where all is well.
+    """
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    same, any_problem = compared(said, groups, mesh.device_type, bool(problems))
+    if any_problem:
+        told = sorted(everywhere({"problems": "\n".join(problems)}, mesh)["problems"])
+        raise StrategyError(list(dict.fromkeys(line for lines in told for line in lines.split("\n") if line)))
+    if not same:
+        told = sorted(everywhere({"said": said}, mesh)["said"])
+        raise StrategyError(f"{what}: the ranks have different tensors: {' / '.join(told)}")
+
+
 def compared(said: str, groups: Sequence[Any], device: torch.device | str, wants: bool = False) -> tuple[bool, bool]:
     """Whether the ranks of all of `groups` say the same, and whether any of them `wants`.
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel.collectives import Region, regions
-from mindspeed_mem.parallel.meshes import compared, everywhere, mesh_in_use
+from mindspeed_mem.parallel.meshes import agree, mesh_in_use
 from mindspeed_mem.parallel.moves import Placements, gradient_like, moved, text, whole
 from mindspeed_mem.parallel.plan import Strategies, strategies
 from mindspeed_mem.parallel.strategy import StrategyError, placements
@@ -108,22 +108,9 @@ def _brought(
             target = placements(given, mesh, tensor.shape, what, problems)
         like.append(f"{tuple(tensor.shape)} {tensor.dtype} {text(tensor.placements, mesh)} {tensor.requires_grad}")
         found.append((tensor, target, what))
-    said = "; ".join([*like, f"gradients {torch.is_grad_enabled()}", *problems])
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    if not compared(said, groups, mesh.device_type)[0]:
-        problems = _told(problems, mesh)
-        if not problems:
-            calls = sorted(everywhere({"said": said}, mesh)["said"])
-            problems = [f"{name}: the ranks call it with different tensors: {' / '.join(calls)}"]
-    if problems:
-        raise StrategyError(problems)
+    said = "; ".join([*like, f"gradients {torch.is_grad_enabled()}"])
+    agree(mesh, problems, said, name)
     return [moved(tensor, target, what) for tensor, target, what in found], said
-
-
-def _told(problems: list[str], mesh: DeviceMesh) -> list[str]:
-    """The problems of all ranks. Collective."""
-    told = everywhere({"problems": "\n".join(problems)}, mesh)["problems"]
-    return list(dict.fromkeys(line for lines in sorted(told) for line in lines.split("\n") if line))
 
 
 def run_local(
@@ -162,11 +149,11 @@ def run_local(
             problems.append(f"{what} has {part.dim()} dimensions, its strategy {given} {len(given)} entries")
         region.axes.update(axis for axis, one in zip(names, target, strict=True) if not one.is_replicate())
         targets.append(target)
-    problems = _told(problems, mesh) if check else problems
-    if check and not problems:
+    if check:
+        agree(mesh, problems)
         for number, (index, target) in enumerate(zip(outputs, targets, strict=True)):
             problems += _differences(results[index], target, mesh, f"{name}, output {number}")
-        problems = _told(problems, mesh)
+        agree(mesh, problems)
     if problems:
         raise StrategyError(problems)
     for index, target in zip(outputs, targets, strict=True):

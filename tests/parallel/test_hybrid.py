@@ -123,9 +123,9 @@ def one_rank_alone():
         "other": lambda: (parallel.all_gather if rank else parallel.all_reduce)(x, axis="tp"),
         "dimension": lambda: parallel.all_gather(x, 2 * rank, axis="tp"),
         "scatter": lambda: parallel.reduce_scatter(torch.ones(4 - rank, 4), axis="tp"),
-        "no gradients": lambda: torch.no_grad()(parallel.all_reduce)(x, axis="tp")
-        if rank
-        else parallel.all_reduce(x, axis="tp"),
+        "no gradients": lambda: (
+            torch.no_grad()(parallel.all_reduce)(x, axis="tp") if rank else parallel.all_reduce(x, axis="tp")
+        ),
         "local": lambda: split(torch.ones(4 - rank, 4)),
         "tensors": lambda: many(*[x] * (1 + rank)),
         "shapes": lambda: split(torch.ones(4 + 2 * rank, 4)),
@@ -256,7 +256,8 @@ def test_what_one_rank_does_alone_is_told_to_all_of_them():
     assert found == others and gradient == 4 * 4 * (1 + 2)
     for name, text in {
         "gather": "rank 1 calls all_gather(dim=0, alike=False) of (4, 6) float32",
-        "seen": "on axis 'tp', rank 0 calls all_reduce of (4, 4) float32\non axis 'tp', rank 1 calls all_reduce of (3, 4)",
+        "seen": "on axis 'tp', rank 0 calls all_reduce of (4, 4) float32\n"
+        "on axis 'tp', rank 1 calls all_reduce of (3, 4)",
         "broadcast": "rank 1 calls broadcast(source=0) of (4, 4) float64",
         "copy": "rank 1 calls copy of (4, 6)",
         "rows": "equal parts of (3, 2) float32: its rows are no equal parts for 2 ranks",
@@ -266,7 +267,7 @@ def test_what_one_rank_does_alone_is_told_to_all_of_them():
         "no gradients": "float32 without gradients",
         "local": "split, input 0: dimension 0 of (3, 4) cannot be split evenly",
         "tensors": "many: 1 strategies for 2 tensors",
-        "shapes": "split: the ranks call it with different tensors: (4, 4) torch.float32 whole False",
+        "shapes": "split: the ranks have different tensors: (4, 4) torch.float32 whole False",
         "returned": "back: 1 strategies in out_strategy for 2 tensors",
     }.items():
         assert text in found[name], (name, found[name])
