@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.tensor._redistribute as _redistribute
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_mem import ranks
 from mindspeed_mem.device import get_backend
@@ -98,8 +99,9 @@ def compared(said: str, groups: Sequence[Any], device: torch.device | str, wants
     """
     mark = _mark(said)
     numbers = [mark, -mark, int(wants)]
-    for group in groups:
-        numbers = ranks.combined(numbers, dist.ReduceOp.MAX, group, device)
+    with _disable_current_modes():  # it is no part of what is computed, or counted
+        for group in groups:
+            numbers = ranks.combined(numbers, dist.ReduceOp.MAX, group, device)
     return numbers[0] == -numbers[1], bool(numbers[2])
 
 

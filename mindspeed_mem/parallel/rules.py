@@ -78,6 +78,11 @@ def _of_rows(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return _on_parts(function, args, kwargs, where, {0})
 
 
+def _whole(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Backward has no rule; what it sees is as large as a parameter."""
+    return _on_parts(function, args, kwargs, where, ())
+
+
 def _unfold(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     dim = args[1] if len(args) > 1 else kwargs["dimension"]
     return _on_parts(function, args, kwargs, where, set(range(args[0].dim())) - {dim % args[0].dim()})
@@ -297,6 +302,7 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
     **dict.fromkeys((F.group_norm, torch.group_norm, F.unfold, F.fold), _of_rows),
     torch.Tensor.unfold: _unfold,
+    torch._weight_norm: _whole,
     **dict.fromkeys((torch.reshape, torch.Tensor.reshape, torch.flatten, torch.Tensor.flatten), _reshaped),
     torch.Tensor.__getitem__: _indexed,
     **dict.fromkeys((torch.prod, torch.Tensor.prod), _product),

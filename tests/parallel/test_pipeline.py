@@ -448,7 +448,7 @@ def test_the_second_run_finds_buffers_as_the_first_did():
 def split_with_recompute():
     mesh = parallel.mesh("cpu", dp=2)
     model = parallel.semi_auto(
-        built("resnet", again=("layer1",)),
+        built("resnet", again=("layer1", "layer1.0", "layer1.0.bn2")),
         mesh,
         {"": {"in_strategy": (("dp", None, None, None),)}, "layer2": {"recompute": True}},
     )
