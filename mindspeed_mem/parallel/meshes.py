@@ -107,4 +107,4 @@ def compared(said: str, groups: Sequence[Any], device: torch.device | str, wants
 
 @functools.lru_cache(4096)
 def _mark(said: str) -> int:
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest())
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")

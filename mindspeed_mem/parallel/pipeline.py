@@ -196,13 +196,13 @@ class Pipeline:
             losses=losses,
             return_outputs=False,
         )
-        error = self._guard.error
-        why = error and (error.__cause__ or error)
+        raised = self._guard.error
+        why = raised and (raised.__cause__ or raised)
         try:
             agree(self.mesh, [f"rank {ranks.number()} raised {type(why).__name__}: {why}"] if why else [])
         except StrategyError:
-            if error is not None:
-                raise error from None
+            if raised is not None:
+                raise raised from raised.__cause__
             raise
         return losses
 

@@ -88,7 +88,8 @@ def report(model: nn.Module | None = None) -> Report:
     """What the first step of `model` redistributed, None: of that split last. Complete after its backward."""
     if model is not None:
         forward: Any = model.forward
-        return (forward.inner if isinstance(forward, Recomputed) else forward).split.report
+        outer: Any = forward.inner if isinstance(forward, Recomputed) else forward
+        return outer.split.report
     if not _latest:
         raise StrategyError("nothing is split yet: see parallel.semi_auto")
     return _latest[0].report
