@@ -153,7 +153,8 @@ def check(size, seeds):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_random_graphs(size):
-    check(size, [*range(4), 161, 171])  # the last two: a batch and merged dimensions split over two axes
+    # The last three: a batch and merged dimensions split over two axes, a norm that gets a sum as gradient.
+    check(size, [*range(4), 161, 171, 428])
 
 
 @pytest.mark.sweep
