@@ -13,6 +13,9 @@ Each collective's backward is its transpose. On plain tensors all ranks of the a
 
 Inside `local` nothing depends on who goes on alike. There a whole output counts once over its ranks, each whole input's
 gradient is the sum over them, and `all_reduce` is its own transpose: right for whatever the region computes.
+
+Before anything is sent the ranks compare what they are about to do, by three numbers. Not only where a shape is new: a
+rank for which it is not would go on, and wait in another collective than the rank for which it is.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_mem import ranks
-from mindspeed_mem.parallel.meshes import mesh_in_use
+from mindspeed_mem.parallel.meshes import compared, mesh_in_use
 from mindspeed_mem.parallel.strategy import StrategyError
 
 
@@ -48,6 +51,7 @@ observers: list[Callable[[str, str, int], None]] = []
 def all_reduce(x: torch.Tensor, *, axis: str, mesh: DeviceMesh | None = None) -> torch.Tensor:
     """The sum of `x` over the ranks of `axis`."""
     group, inside = _group(axis, mesh)
+    x = _compared(x, "all_reduce", group, axis)
     there = functools.partial(_sum, group=group, axis=axis)
     return _Moved.apply(x, there, there if inside else _same)
 
@@ -55,7 +59,9 @@ def all_reduce(x: torch.Tensor, *, axis: str, mesh: DeviceMesh | None = None) ->
 def copy(x: torch.Tensor, *, axis: str, mesh: DeviceMesh | None = None) -> torch.Tensor:
     """`x`, whose gradient is summed over the ranks of `axis`: for what they do differently with a whole tensor."""
     group, inside = _group(axis, mesh)
-    return x if inside else _Moved.apply(x, _same, functools.partial(_sum, group=group, axis=axis))
+    if inside:
+        return x
+    return _Moved.apply(_compared(x, "copy", group, axis), _same, functools.partial(_sum, group=group, axis=axis))
 
 
 def all_gather(
@@ -66,7 +72,8 @@ def all_gather(
     alike: all ranks go on alike with the whole, as towards one loss; then its gradient is not summed.
     """
     group, inside = _group(axis, mesh)
-    settings = {"dim": _dimension(x, dim, "all_gather"), "group": group, "axis": axis}
+    x = _compared(x, f"all_gather(dim={dim}, alike={alike})", group, axis, _no_dimension(x, dim))
+    settings = {"dim": dim % x.dim(), "group": group, "axis": axis}
     back = _own_part if alike and not inside else _sum_part
     return _Moved.apply(x, functools.partial(_gathered, **settings), functools.partial(back, **settings))
 
@@ -77,20 +84,19 @@ def reduce_scatter(x: torch.Tensor, dim: int = 0, *, axis: str, mesh: DeviceMesh
     Raises StrategyError where the dimension cannot be split evenly.
     """
     group, _ = _group(axis, mesh)
-    settings = {"dim": _dimension(x, dim, "reduce_scatter"), "group": group, "axis": axis}
-    if x.shape[dim] % group.size():
-        raise StrategyError(
-            f"reduce_scatter: dimension {dim} of {tuple(x.shape)} cannot be split evenly over the {group.size()} ranks "
-            f"of axis {axis!r}"
-        )
+    problem = _no_dimension(x, dim)
+    if not problem and x.shape[dim] % group.size():
+        problem = f"dimension {dim} cannot be split evenly over {group.size()} ranks"
+    x = _compared(x, f"reduce_scatter(dim={dim})", group, axis, problem)
+    settings = {"dim": dim % x.dim(), "group": group, "axis": axis}
     return _Moved.apply(x, functools.partial(_sum_part, **settings), functools.partial(_gathered, **settings))
 
 
 def broadcast(x: torch.Tensor, source: int = 0, *, axis: str, mesh: DeviceMesh | None = None) -> torch.Tensor:
     """The tensor `x` of rank `source` of `axis` (counted along the axis), which has the same shape on all of them."""
     group, _ = _group(axis, mesh)
-    if not 0 <= source < group.size():
-        raise StrategyError(f"broadcast: source {source}; axis {axis!r} has ranks 0 to {group.size() - 1}")
+    problem = "" if 0 <= source < group.size() else f"there are ranks 0 to {group.size() - 1}"
+    x = _compared(x, f"broadcast(source={source})", group, axis, problem)
     settings = {"source": source, "group": group, "axis": axis}
     return _Moved.apply(x, functools.partial(_of_one, **settings), functools.partial(_sum_on_one, **settings))
 
@@ -115,13 +121,14 @@ def all_to_all(
     Raises StrategyError, on all ranks and before anything is sent, where the ranks' counts do not agree.
     """
     group, _ = _group(axis, mesh)
-    if sent is None and received is None:
-        if x.shape[0] % group.size():
-            raise StrategyError(
-                f"all_to_all: {x.shape[0]} rows in equal parts for the {group.size()} ranks of axis {axis!r}; say how "
-                "many rows each one gets: sent="
-            )
-        sent = received = [x.shape[0] // group.size()] * group.size()
+    equal, size = sent is None and received is None, group.size()
+    problem = "" if x.dim() else "it has no rows"
+    if equal and x.dim() and x.shape[0] % size:
+        problem = f"its rows are no equal parts for {size} ranks; say how many each one gets: sent="
+    what = "equal parts" if equal else "rows", tuple(x.shape)[not equal :]
+    x = _compared(x, "all_to_all", group, axis, problem, f"{what[0]} of {what[1]}")
+    if equal:
+        sent = received = [x.shape[0] // size] * size
     else:
         sent, received = _agreed(x, sent, received, group, axis)
     there = functools.partial(_exchanged, sent=sent, received=received, group=group, axis=axis)
@@ -133,14 +140,12 @@ def _agreed(
 ) -> tuple[list[int], list[int]]:
     """What this rank sends and receives, if all ranks of `group` mean the same. Collective."""
     size = group.size()
-    mine = [list(sent) if sent is not None else [x.shape[0] // size] * size, list(received or []), list(x.shape)]
+    mine = [list(sent) if sent is not None else [x.shape[0] // size] * size, list(received or []), x.shape[0]]
     tables = ranks.gather(mine, group)
     problems = []
-    for rank, (out, into, shape) in enumerate(tables):
-        if len(out) != size or sum(out) != shape[0] or min(out) < 0:
-            problems.append(f"rank {rank} has {shape[0]} rows and sends {out} to {size} ranks")
-        if shape[1:] != tables[0][2][1:]:
-            problems.append(f"rank {rank} has rows of shape {shape[1:]}, rank 0 of shape {tables[0][2][1:]}")
+    for rank, (out, into, rows) in enumerate(tables):
+        if len(out) != size or sum(out) != rows or min(out) < 0:
+            problems.append(f"rank {rank} has {rows} rows and sends {out} to {size} ranks")
         if into and len(into) != size:
             problems.append(f"rank {rank} receives {into} from {size} ranks")
     if not problems:
@@ -165,10 +170,28 @@ def _group(axis: str, mesh: DeviceMesh | None) -> tuple[Any, bool]:
     return where.get_group(axis), region is not None
 
 
-def _dimension(x: torch.Tensor, dim: int, name: str) -> int:
-    if not -x.dim() <= dim < x.dim():
-        raise StrategyError(f"{name}: no dimension {dim}; the tensor {tuple(x.shape)} has {x.dim()}")
-    return dim % x.dim()
+def _no_dimension(x: torch.Tensor, dim: int) -> str:
+    return "" if -x.dim() <= dim < x.dim() else f"it has no dimension {dim}"
+
+
+def _compared(
+    x: torch.Tensor, call: str, group: Any, axis: str, problem: str = "", shape: str | None = None
+) -> torch.Tensor:
+    """`x`, if all ranks of `group` call the same with the same `shape`, and none has a `problem`. Collective.
+
+    Where one of them wants a gradient all have to take part in backward: then they want it here, too.
+    """
+    said = f"{call} of {shape or tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" + f": {problem}" * bool(problem)
+    if not torch.is_grad_enabled():
+        said += " without gradients"
+    wants = x.requires_grad and torch.is_grad_enabled()
+    same, wanted = compared(said, [group], x.device, wants)
+    if not same:
+        told = ranks.gather(said, group)
+        raise StrategyError([f"on axis {axis!r}, rank {rank} calls {one}" for rank, one in enumerate(told)])
+    if problem:
+        raise StrategyError(f"on axis {axis!r}: {said}")
+    return x.detach().requires_grad_() if wanted and not wants else x
 
 
 class _Moved(torch.autograd.Function):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as _redistribute
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_mem import ranks
 from mindspeed_mem.device import get_backend
@@ -71,3 +75,36 @@ def everywhere(mine: Mapping[str, str], mesh: DeviceMesh) -> dict[str, set[str]]
             for key, values in other.items():
                 seen[key] = seen.get(key, set()) | values
     return seen
+
+
+def agree(mesh: DeviceMesh, problems: Sequence[str], said: str = "", what: str = "") -> None:
+    """Raise StrategyError on all ranks of `mesh` for the problems of any, or where they do not say the same of `what`.
+
+    Collective; three numbers along each axis where all is well.
+    """
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    same, any_problem = compared(said, groups, mesh.device_type, bool(problems))
+    if any_problem:
+        told = sorted(everywhere({"problems": "\n".join(problems)}, mesh)["problems"])
+        raise StrategyError(list(dict.fromkeys(line for lines in told for line in lines.split("\n") if line)))
+    if not same:
+        told = sorted(everywhere({"said": said}, mesh)["said"])
+        raise StrategyError(f"{what}: the ranks have different tensors: {' / '.join(told)}")
+
+
+def compared(said: str, groups: Sequence[Any], device: torch.device | str, wants: bool = False) -> tuple[bool, bool]:
+    """Whether the ranks of all of `groups` say the same, and whether any of them `wants`.
+
+    Collective, and the same call for all ranks, whatever they say: three numbers along each group.
+    """
+    mark = _mark(said)
+    numbers = [mark, -mark, int(wants)]
+    with _disable_current_modes():  # it is no part of what is computed, or counted
+        for group in groups:
+            numbers = ranks.combined(numbers, dist.ReduceOp.MAX, group, device)
+    return numbers[0] == -numbers[1], bool(numbers[2])
+
+
+@functools.lru_cache(4096)
+def _mark(said: str) -> int:
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")

@@ -48,8 +48,8 @@ def moved(x: torch.Tensor, target: Sequence[Placement], where: str) -> DTensor:
     assert isinstance(x, DTensor)
     target = tuple(target)
     if x.placements == target:
-        if x.requires_grad and torch.is_grad_enabled() and not hasattr(x, _PINNED):
-            setattr(x, _PINNED, True)
+        if x.requires_grad and torch.is_grad_enabled() and getattr(x, _PINNED, None) != id(x):
+            setattr(x, _PINNED, id(x))
             x.register_hook(functools.partial(_laid_out, gradient_like(x), where))
         return x
     if x.is_leaf:  # a parameter, which the optimizer changes
@@ -95,7 +95,8 @@ def _redistributed(x: DTensor, target: Placements) -> DTensor:
 
 
 _KNOWN, _PINNED = "_mindspeed_mem_moved", "_mindspeed_mem_pinned"
-"""Attributes of a tensor: weak references to it in other layouts; that its gradient's layout is fixed."""
+"""Attributes of a tensor: weak references to it in other layouts; its id if its gradient's layout is fixed (a copy of
+it takes the attribute along, but no hook)."""
 
 
 def gradient_like(x: DTensor) -> Placements:

@@ -6,9 +6,11 @@ one that the pack gives Megatron's pipelines (`mindspeed_mem.schedule`), caps on
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,11 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import SplitPoint
 from torch.distributed.pipelining import pipeline as cut
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
-from torch.utils._pytree import tree_leaves
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mindspeed_mem import ranks
-from mindspeed_mem.parallel.meshes import mesh_in_use
+from mindspeed_mem.parallel.meshes import agree, mesh_in_use
 from mindspeed_mem.parallel.recompute import Recomputed, recompute
 from mindspeed_mem.parallel.stages import stages_of
 from mindspeed_mem.parallel.strategy import StrategyError
@@ -50,9 +52,9 @@ def pipeline(
     stages). Ranks along all other axes are replicas, and each takes its part of the batch.
 
     Args:
-        model: one that torch.export can trace, in training mode and on this rank's device; it is taken over, and what
-            other ranks have of it is freed if nobody else holds it. Replicas begin as the first of them. Modules with
-            ``recompute()`` run again in backward.
+        model: one that torch.export can trace, in training mode and on this rank's device. Its parameters are trained,
+            and those of other ranks' stages are freed if nobody else holds them. Replicas begin as the first of them.
+            Modules with ``recompute()`` run again in backward.
         mesh: None: the one made last.
         micro_batches: of a replica's part of the batch, of one size.
         schedule: "1f1b": each micro-batch's backward as early as it can, interleaved where there are virtual stages;
@@ -101,12 +103,14 @@ class Pipeline:
         self._parts = self._stages.count // self._ranks
         self.orders = _orders(self._ranks, self._parts, micro_batches, schedule, cap)
         """The passes of each rank, as (direction, micro-batch, model chunk)."""
-        self._model: nn.Module | None = model
-        self._schedule: _PipelineScheduleRuntime | None = None
-        self._shapes: list[torch.Size | None] = []
+        self._schedules: dict[Any, _PipelineScheduleRuntime] = {}
+        """By whether they train, and the inputs' shapes."""
+        self._guard = _Guard()
         mine = {name for name, stage in self._stages.of.items() if stage % self._ranks == self._rank}
         self._parameters = {name: one for name, one in model.named_parameters() if name in mine}
         self._buffers = {name: one for name, one in model.named_buffers() if name in mine}
+        self._state = {name: one for name, one in model.state_dict(keep_vars=True).items() if name in mine}
+        self._model = _shell(model, mine)
         self._replicas = [name for name in mesh.mesh_dim_names or () if name != axis]
         self._device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
         for tensors in (self._parameters, self._buffers):  # as of the first replica, whatever was drawn here
@@ -126,74 +130,103 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank's stages, by their names in the model."""
-        return {name: one.detach() for name, one in (*self._parameters.items(), *self._buffers.items())}
+        return {name: one.detach() for name, one in self._state.items()}
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """Those of all stages, on the host: what the model itself loads. Collective along the stages."""
         mine = {name: one.to("cpu", copy=True) for name, one in self.state_dict().items()}
         return {name: one for part in ranks.gather(mine, self._group) for name, one in part.items()}
 
-    # ---- training
+    # ---- training and evaluation
     def step(self, *inputs: Any, target: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of a batch; gradients are added to ``.grad`` as of the mean loss. For training only.
+        """Forward and backward of a batch; gradients are added to ``.grad`` as of the mean loss.
 
         Args:
             inputs: of the model, the same on all ranks; tensors are cut along dimension 0, for replicas and
-                micro-batches.
+                micro-batches. Other shapes than before take the time of another export.
             target: of the loss, cut likewise.
 
         Returns the mean loss over the batch, the same on all ranks. Collective.
 
-        Raises StrategyError for what cannot be cut, before anything is sent.
+        Raises StrategyError for what cannot be cut, before anything is sent; and on all other ranks, after the step, of
+        what the model or the loss raised on one. Then ``.grad`` is as before.
         """
-        self._refuse(inputs, target)
-        inputs, target = self._own_part(inputs), self._own_part((target,))[0]
-        shapes = [one.shape if isinstance(one, torch.Tensor) else None for one in inputs]
-        if self._schedule is None:
-            self._schedule, self._shapes = self._cut(inputs), shapes
-        elif shapes != self._shapes:  # gloo would end the process
-            raise StrategyError(f"a step's inputs have the shapes of the first one's: {self._shapes}, not {shapes}")
-        stages = self._schedule._stages
-        before = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
-        for name in before:  # what a step adds is divided by the number of micro-batches
-            self._parameters[name].grad = None
-        losses: list[torch.Tensor] = []
+        problems = [] if torch.is_grad_enabled() else ["step trains, and gradients are off here: see evaluate"]
+        before = {name: one.grad for name, one in self._parameters.items()}
+        for one in self._parameters.values():  # what a step adds is divided by the number of micro-batches
+            one.grad = None
+        done = False
         try:
-            self._schedule.step(
-                *(inputs if any(stage.is_first for stage in stages) else ()),
-                target=target if any(stage.is_last for stage in stages) else None,
-                losses=losses,
-                return_outputs=False,
-            )
+            losses = self._run(True, inputs, target, problems)
             self._reduce()
+            done = True
         finally:  # what was there before stays, whatever happens
             for name, gradient in before.items():
                 parameter = self._parameters[name]
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+                if not done or parameter.grad is None:
+                    parameter.grad = gradient
+                elif gradient is not None:
+                    parameter.grad = gradient.add_(parameter.grad)
         return self._mean(losses)
 
-    def _refuse(self, inputs: tuple, target: Any) -> None:
-        problems = []
-        if not torch.is_grad_enabled():
-            problems.append("step trains, and gradients are off here: evaluate with whole_state_dict in the model")
+    def evaluate(self, *inputs: Any, target: torch.Tensor) -> torch.Tensor:
+        """The mean loss over a batch without gradients, of the model in evaluation mode: arguments as of `step`."""
+        with torch.no_grad():
+            return self._mean(self._run(False, inputs, target, []))
+
+    def _run(self, trains: bool, inputs: tuple, target: Any, problems: list[str]) -> list[torch.Tensor]:
+        """The losses of this rank's micro-batches, if it has the last stage."""
+        parts = self._own_parts((*inputs, target), problems)
+        shapes = tuple(one.shape if isinstance(one, torch.Tensor) else repr(one) for one in parts)
+        agree(self.mesh, problems, f"{trains} {shapes}", "pipeline")
+        schedule = self._schedules.get((trains, shapes))
+        if schedule is None:
+            try:
+                schedule = self._cut(parts[:-1], trains)
+            except StrategyError as error:
+                problems += error.problems
+            agree(self.mesh, problems)
+            assert schedule is not None
+            self._schedules[trains, shapes] = schedule
+        losses: list[torch.Tensor] = []
+        self._guard.error = None
+        (schedule.step if trains else schedule.eval)(
+            *(parts[:-1] if any(stage.is_first for stage in schedule._stages) else ()),
+            target=parts[-1] if any(stage.is_last for stage in schedule._stages) else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        raised = self._guard.error
+        why = raised and (raised.__cause__ or raised)
+        try:
+            agree(self.mesh, [f"rank {ranks.number()} raised {type(why).__name__}: {why}"] if why else [])
+        except StrategyError:
+            if raised is not None:
+                raise raised from raised.__cause__
+            raise
+        return losses
+
+    def _own_parts(self, values: tuple, problems: list[str]) -> tuple:
+        """Of tensors, this replica's part; the last one is the target."""
+        *inputs, target = values
         if not isinstance(target, torch.Tensor):
             problems.append(f"target is a tensor, which is cut into micro-batches, not {type(target).__name__}")
         for number, one in enumerate(inputs):
             if not isinstance(one, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(one)):
                 problems.append(f"input {number} holds tensors in a {type(one).__name__}: pass each by itself")
-        if problems:
-            raise StrategyError(problems)
-
-    def _own_part(self, values: tuple) -> tuple:
-        """Of tensors, this replica's part."""
         replicas, number = self._replica()
-        total = replicas * self.micro_batches
-        sizes = {len(one) for one in values if isinstance(one, torch.Tensor) and one.dim()}
-        wrong = [size for size in sizes if size % total]
-        if wrong:
-            raise StrategyError(
-                f"a batch of {wrong[0]} does not divide by {replicas} replicas times {self.micro_batches} micro-batches"
+        sizes = {len(one): None for one in values if isinstance(one, torch.Tensor) and one.dim()}
+        if len(sizes) > 1:
+            problems.append(
+                f"inputs and target have batches of {', '.join(map(str, sizes))}: dimension 0 is of one size"
             )
+        elif any(size % (replicas * self.micro_batches) or not size for size in sizes):
+            problems.append(
+                f"a batch of {[*sizes][0]} does not divide by {replicas} replicas times {self.micro_batches} "
+                "micro-batches"
+            )
+        if problems:
+            return ()
         return tuple(
             one.chunk(replicas)[number] if isinstance(one, torch.Tensor) and one.dim() else one for one in values
         )
@@ -206,10 +239,9 @@ class Pipeline:
             count, number = count * size, number * size + self.mesh.get_local_rank(name)
         return count, number
 
-    def _cut(self, inputs: tuple) -> _PipelineScheduleRuntime:
+    def _cut(self, inputs: tuple, trains: bool) -> _PipelineScheduleRuntime:
         """Export the model with a first micro-batch, and keep this rank's stages of it."""
         model = self._model
-        assert model is not None
         example = tuple(
             one[: len(one) // self.micro_batches] if isinstance(one, torch.Tensor) and one.dim() else one
             for one in inputs
@@ -217,25 +249,39 @@ class Pipeline:
         again = [name for name, one in model.named_modules() if isinstance(one.__dict__.get("forward"), Recomputed)]
         for name in again:  # the export would look through it
             recompute(model.get_submodule(name), active=False)
+        modes = {one: one.training for one in model.modules()}
+        plain, forms = model.forward, []
+
+        @functools.wraps(plain)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            forms.append(tree_flatten(result)[1])
+            return result
+
         level = _cutting.level
         _cutting.setLevel(logging.WARNING)
         try:
+            if not trains:
+                model.eval()
+            model.forward = noted
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch's export, of its own names
                 pipe = cut(model, example, split_spec=dict.fromkeys(self._stages.begins, SplitPoint.BEGINNING))
         except Exception as error:
-            for name in again:
-                recompute(model.get_submodule(name))
-            raise StrategyError(
-                f"torch.export cannot trace the model, so it cannot be cut ({str(error).strip().splitlines()[0]})"
-            ) from error
+            why = str(error.__cause__ or error).strip().splitlines()[0]  # torch's own words are of no help
+            raise StrategyError(f"torch.export cannot trace the model, so it cannot be cut ({why})") from error
         finally:
             _cutting.setLevel(level)
+            model.forward = plain
             for path in self._stages.begins:
                 module = model.get_submodule(path)
                 module.forward = module.__dict__.pop("_orig_forward", module.forward)
+            for name in again:
+                recompute(model.get_submodule(name))
+            for module, mode in modes.items():
+                module.training = mode
         self._check(pipe)
-        self._model = None  # from here on only this rank's stages are needed
+        output = _output(pipe.split_gm.graph, forms[-1])
         stages = []
         for part in range(self._parts):
             number = part * self._ranks + self._rank
@@ -244,9 +290,16 @@ class Pipeline:
             for name in again:
                 if name in names:
                     recompute(stage.submod.get_submodule(name))
+            self._guard.around(stage)
             stages.append(stage)
-        schedule = _PipelineScheduleRuntime(stages, self.micro_batches, self._loss)
+        schedule = _PipelineScheduleRuntime(
+            stages, self.micro_batches, lambda made, target: self._guard.loss(lambda: self._loss(output(made), target))
+        )
         schedule._prepare_schedule_with_comms(_actions(self.orders))
+        if not trains:  # torch takes no order without backwards
+            kept = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
+            for rank, actions in schedule.pipeline_order_with_comms.items():
+                schedule.pipeline_order_with_comms[rank] = [one for one in actions if one.computation_type in kept]
         return schedule
 
     def _check(self, pipe: Any) -> None:
@@ -301,6 +354,87 @@ class Pipeline:
         if self._replicas:
             self._average(mean)
         return mean
+
+
+class _Guard:
+    """Runs what the stages compute. After an exception nothing more is, and zeros are sent, so that the other ranks get
+    to the end of the step."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def _try(self, compute: Callable[[], Any], instead: Callable[[], Any]) -> Any:
+        if self.error is None:
+            try:
+                return compute()
+            except Exception as error:
+                self.error = error
+        return instead()
+
+    def loss(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return self._try(compute, lambda: torch.zeros((), requires_grad=True))
+
+    def around(self, stage: Any) -> None:
+        """Have `stage` compute here. What it sends and gets is contiguous, as gloo wants it."""
+        plain = stage.backward_one_chunk
+        for node in stage.submod.graph.nodes:
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta["val"] = node.meta["val"].contiguous()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            made = stage.submod(*args, **kwargs)
+            return made.contiguous() if isinstance(made, torch.Tensor) else tuple(one.contiguous() for one in made)
+
+        def zeros() -> tuple[torch.Tensor, ...]:
+            return tuple(
+                torch.zeros(one.shape, dtype=one.dtype, device=stage.device).requires_grad_(one.requires_grad)
+                for one in stage._stage_meta.outputs
+            )
+
+        def backward(number: int, **more: Any) -> None:
+            plain(number, **more)
+            stage.bwd_cache[number] = tuple(
+                None if one is None else one.contiguous() for one in stage.bwd_cache[number]
+            )
+
+        def nothing(number: int) -> None:
+            stage.bwd_cache[number] = (None,) * len(stage.args_recv_info[number])
+
+        stage.forward_maybe_with_nosync = lambda *args, **kwargs: self._try(lambda: forward(*args, **kwargs), zeros)
+        stage.backward_one_chunk = lambda number, **more: self._try(
+            lambda: backward(number, **more), lambda: nothing(number)
+        )
+
+
+def _shell(model: nn.Module, mine: Collection[str]) -> nn.Module:
+    """A copy of the model with these of its very parameters, to be exported; the others hold nothing."""
+    memo: dict[int, Any] = {id(one): one for one in model.buffers()}  # exports write to them
+    for name, one in model.named_parameters():
+        hollow = one.detach().new_zeros(()).expand(one.shape)
+        memo[id(one)] = one if name in mine else nn.Parameter(hollow, one.requires_grad)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise StrategyError(f"the model cannot be copied, as pipelines have to: {error}") from error
+
+
+def _output(graph: torch.fx.Graph, form: Any) -> Callable[[Any], Any]:
+    """What makes the model's output of the last stage's."""
+    (made,) = next(node for node in graph.nodes if node.op == "output").args
+    leaves = list(made) if isinstance(made, (tuple, list)) else [made]
+    last = [node for node in graph.nodes if node.op == "call_module"][-1]
+    places = []
+    for number, leaf in enumerate(leaves):
+        single = leaf is last
+        if isinstance(leaf, torch.fx.Node) and not single and last not in leaf.all_input_nodes:
+            raise StrategyError(f"output {number} of the model is not made by the last stage, which has the loss")
+        places.append((leaf, None if not isinstance(leaf, torch.fx.Node) else 0 if single else leaf.args[1]))
+
+    def whole(parts: Any) -> Any:
+        parts = parts if isinstance(parts, (tuple, list)) else (parts,)
+        return tree_unflatten([leaf if place is None else parts[place] for leaf, place in places], form)
+
+    return whole
 
 
 def _far(graph: torch.fx.Graph) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ Module = TypeVar("Module", bound=nn.Module)
 def recompute(module: Module, active: bool = True) -> Module:
     """Have `module` run again in backward instead of keeping what its operators save; ``active=False``: no longer.
 
-    Its second run draws the same random numbers, and leaves its buffers (running statistics) alone. Returns `module`.
+    Its second run draws the same random numbers, finds its buffers as the first did, and leaves them (running
+    statistics) as they are. Returns `module`.
     """
     forward = module.__dict__.get("forward")
     if active and not isinstance(forward, Recomputed):
@@ -44,24 +45,54 @@ class Recomputed:
         return run_again(self._module, self.inner, *args, **kwargs)
 
 
+class _Buffer(NamedTuple):
+    """A buffer of a module, and what it held."""
+
+    holder: dict[str, torch.Tensor | None]
+    name: str
+    tensor: torch.Tensor
+    version: int
+    value: torch.Tensor
+
+    @classmethod
+    def of(cls, holder: dict[str, torch.Tensor | None], name: str) -> _Buffer | None:
+        tensor = holder[name]
+        return None if tensor is None else cls(holder, name, tensor, tensor._version, tensor.data.clone())
+
+    def changed(self) -> bool:
+        """Or may be: torch's batch norm changes vectors, and no version tells of it."""
+        tensor = self.tensor
+        return self.holder[self.name] is not tensor or tensor._version != self.version or tensor.dim() == 1
+
+    def put(self) -> None:
+        """No version tells of it: backward may have saved the tensor."""
+        self.holder[self.name] = self.tensor
+        self.tensor.data.copy_(self.value)
+
+
 def run_again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`, of `module`, and once more in backward."""
+    """Run `forward`, of `module`, and once more in backward, from what its buffers held before the first time."""
+    changed: list[_Buffer] = []
 
-    def contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        return contextlib.nullcontext(), _buffers_kept(module)
-
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-@contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """What is written to buffers inside is undone, and no version tells of it: backward may have saved them."""
-    before = [(buffer, buffer.data.clone()) for buffer in module.buffers()]
-    try:
+    @contextlib.contextmanager
+    def first() -> Iterator[None]:
+        found = [_Buffer.of(one._buffers, name) for one in module.modules() for name in one._buffers]
         yield
-    finally:
-        for buffer, value in before:
-            buffer.data.copy_(value)
+        changed.extend(one for one in found if one is not None and one.changed())
+
+    @contextlib.contextmanager
+    def second() -> Iterator[None]:
+        after = [_Buffer.of(one.holder, one.name) for one in changed]
+        for before in changed:
+            before.put()
+        try:
+            yield
+        finally:
+            for one in after:
+                if one is not None:
+                    one.put()
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (first(), second()), **kwargs)
 
 
 nn.Module.recompute = recompute  # type: ignore[attr-defined]

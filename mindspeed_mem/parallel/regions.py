@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel.collectives import Region, regions
-from mindspeed_mem.parallel.meshes import everywhere, mesh_in_use
-from mindspeed_mem.parallel.moves import Placements, gradient_like, moved, whole
+from mindspeed_mem.parallel.meshes import agree, mesh_in_use
+from mindspeed_mem.parallel.moves import Placements, gradient_like, moved, text, whole
 from mindspeed_mem.parallel.plan import Strategies, strategies
 from mindspeed_mem.parallel.strategy import StrategyError, placements
 
@@ -44,8 +44,9 @@ def local(
     Gradients are derived: that of an argument that is whole on an axis is the sum over the ranks there, wherever the
     region splits anything along it or uses a collective on it.
 
-    Raises StrategyError; in the first call also if ranks return different shapes, or different numbers where
-    `out_strategy` says that they have the same.
+    Raises StrategyError, on all ranks; in the first call with tensors of these shapes also if ranks return different
+    shapes, or different numbers where `out_strategy` says that they have the same. What `function` itself raises on one
+    rank the others do not know of.
     """
     problems: list[str] = []
     called = name or str(getattr(function, "__name__", type(function).__name__))
@@ -57,17 +58,17 @@ def local(
         problems.append(f"{called}: local needs out_strategy, one for each tensor that it returns")
     if problems:
         raise StrategyError(problems)
-    checked: list[bool] = []
+    checked: set[str] = set()
+    """What the tensors of calls were like, the same on all ranks."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         on = mesh_in_use(mesh)
         values, tree = tree_flatten((args, kwargs))
         where = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        tensors = _brought([values[index] for index in where], wanted, on, called)
-        own: dict[str, torch.Tensor] = {}
+        given, own = [values[index] for index in where], {}
         if isinstance(function, nn.Module):
             own = {**dict(function.named_parameters()), **dict(function.named_buffers())}
-            tensors += _brought(list(own.values()), None, on, called)
+        tensors, said = _brought([*given, *own.values()], wanted, len(given), on, called)
 
         def call(parts: Sequence[torch.Tensor]) -> Any:
             for index, part in zip(where, parts, strict=False):
@@ -78,30 +79,38 @@ def local(
                 return torch.func.functional_call(function, parameters, args, kwargs)
             return function(*args, **kwargs)
 
-        results = run_local(call, tensors, returned, Region(on, set()), called, not checked)
-        checked.append(True)
+        check = said not in checked
+        results = run_local(call, tensors, returned, Region(on, set()), called, check)
+        checked.add(said)
         return results
 
     functools.update_wrapper(run, function, updated=())
     return run
 
 
-def _brought(values: list[torch.Tensor], wanted: Any, mesh: DeviceMesh, name: str) -> list[DTensor]:
-    """The tensors as DTensors that lie as the strategies say."""
+def _brought(
+    values: list[torch.Tensor], wanted: Any, count: int, mesh: DeviceMesh, name: str
+) -> tuple[list[DTensor], str]:
+    """The tensors as DTensors, the first `count` as the strategies `wanted` say; and what they were like, in words.
+
+    Collective: what is wrong on one rank, or different, is raised on all.
+    """
     problems: list[str] = []
-    if wanted is not None and len(wanted) != len(values):
-        raise StrategyError(f"{name}: {len(wanted)} strategies for {len(values)} tensors")
-    found = []
+    if wanted is not None and len(wanted) != count:
+        problems.append(f"{name}: {len(wanted)} strategies for {count} tensors")
+        wanted = None
+    found, like = [], []
     for index, value in enumerate(values):
-        what, given = f"{name}, input {index}", wanted[index] if wanted else None
+        what, given = f"{name}, input {index}", wanted[index] if wanted and index < count else None
         tensor = value if isinstance(value, DTensor) else whole(value, mesh)
         target = gradient_like(tensor)
         if given is not None:
             target = placements(given, mesh, tensor.shape, what, problems)
+        like.append(f"{tuple(tensor.shape)} {tensor.dtype} {text(tensor.placements, mesh)} {tensor.requires_grad}")
         found.append((tensor, target, what))
-    if problems:
-        raise StrategyError(problems)
-    return [moved(tensor, target, what) for tensor, target, what in found]
+    said = "; ".join([*like, f"gradients {torch.is_grad_enabled()}"])
+    agree(mesh, problems, said, name)
+    return [moved(tensor, target, what) for tensor, target, what in found], said
 
 
 def run_local(
@@ -125,27 +134,30 @@ def run_local(
     outputs = [index for index, value in enumerate(results) if isinstance(value, torch.Tensor)]
     if _are_placements(returned):
         returned = [returned] * len(outputs)
-    if len(outputs) != len(returned):
-        raise StrategyError(f"{name}: {len(returned)} strategies in out_strategy for {len(outputs)} tensors returned")
     problems: list[str] = []
-    for number, index in enumerate(outputs):
-        what = f"{name}, output {number}"
-        if isinstance(results[index], DTensor):
+    if len(outputs) != len(returned):
+        problems.append(f"{name}: {len(returned)} strategies in out_strategy for {len(outputs)} tensors returned")
+    targets: list[Placements] = []
+    for number, (index, given) in enumerate(zip(outputs, returned, strict=False)):
+        part, what = results[index], f"{name}, output {number}"
+        if isinstance(part, DTensor):
             problems.append(f"{what} is a DTensor; inside local everything is this rank's part")
             continue
-        given = (None,) * results[index].dim() if returned[number] is None else returned[number]
+        given = (None,) * part.dim() if given is None else given
         target = given if _are_placements(given) else placements(given, mesh, None, what, problems)
-        if not _are_placements(given) and len(given) != results[index].dim():
-            problems.append(f"{what} has {results[index].dim()} dimensions, its strategy {given} {len(given)} entries")
-            continue
+        if not _are_placements(given) and len(given) != part.dim():
+            problems.append(f"{what} has {part.dim()} dimensions, its strategy {given} {len(given)} entries")
         region.axes.update(axis for axis, one in zip(names, target, strict=True) if not one.is_replicate())
-        if check:
-            problems += _differences(results[index], target, mesh, what)
-        results[index] = results[index], target
+        targets.append(target)
+    if check:
+        agree(mesh, problems)
+        for number, (index, target) in enumerate(zip(outputs, targets, strict=True)):
+            problems += _differences(results[index], target, mesh, f"{name}, output {number}")
+        agree(mesh, problems)
     if problems:
         raise StrategyError(problems)
-    for index in outputs:
-        results[index] = _Left.apply(*results[index], region)
+    for index, target in zip(outputs, targets, strict=True):
+        results[index] = _Left.apply(results[index], target, region)
     return tree_unflatten(results, tree)
 
 
@@ -157,20 +169,19 @@ def _differences(part: torch.Tensor, target: Placements, mesh: DeviceMesh, what:
     """Why this is no part of one whole tensor, as the ranks see it together. Collective."""
     numbers = part.detach().double() if part.dtype.is_floating_point else part.detach().to(torch.float64)
     mine = tuple(part.shape), float(numbers.sum()), float(numbers.abs().sum())
-    found: set[str] = set()
+    found: list[str] = []
     for index, (axis, one) in enumerate(zip(mesh.mesh_dim_names or (), target, strict=True)):
         seen = ranks.gather(mine, mesh.get_group(index))
         sums, scale = [total for _, total, _ in seen], max(size for _, _, size in seen)
         if len({shape for shape, _, _ in seen}) > 1:
             shapes = ", ".join(str(shape) for shape, _, _ in seen)
-            found.add(f"{what}: the ranks of axis {axis!r} have parts of different shapes: {shapes}")
+            found.append(f"{what}: the ranks of axis {axis!r} have parts of different shapes: {shapes}")
         elif one.is_replicate() and max(sums) - min(sums) > 1e-3 * scale:
-            found.add(
+            found.append(
                 f"{what}: out_strategy says that it is whole on axis {axis!r}, but its ranks have different numbers; "
                 f"all_reduce or all_gather it there, or name the axis in out_strategy"
             )
-    told = everywhere({"found": "\n".join(sorted(found))}, mesh)["found"]  # all ranks have to say the same
-    return sorted({line for lines in told for line in lines.split("\n") if line})
+    return found
 
 
 class _Entered(torch.autograd.Function):

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel.collectives import Region
 from mindspeed_mem.parallel.meshes import everywhere
-from mindspeed_mem.parallel.moves import Placements, is_plain_sum, moved, whole
+from mindspeed_mem.parallel.moves import Placements, gradient_like, is_plain_sum, moved, whole
 from mindspeed_mem.parallel.regions import run_local
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,11 @@ def _of_rows(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return _on_parts(function, args, kwargs, where, {0})
 
 
+def _whole(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Backward has no rule; what it sees is as large as a parameter."""
+    return _on_parts(function, args, kwargs, where, ())
+
+
 def _unfold(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     dim = args[1] if len(args) > 1 else kwargs["dimension"]
     return _on_parts(function, args, kwargs, where, set(range(args[0].dim())) - {dim % args[0].dim()})
@@ -124,6 +129,21 @@ def _rms_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     x, (rest, kwargs) = _first(args, kwargs)
     shape = rest[0] if rest else kwargs["normalized_shape"]
     return function(moved(x, _kept(x, range(x.dim() - len(shape))), where), *rest, **kwargs)
+
+
+def _normalize(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Backward changes in place what the norm gets, and torch refuses that of a sum: by whole vectors."""
+    x, (rest, kwargs) = _first(args, kwargs)
+    dim = kwargs.get("dim", rest[1] if len(rest) > 1 else 1)
+    dims = {one % x.dim() for one in ((dim,) if isinstance(dim, int) else dim)}
+    x = moved(x, _kept(x, set(range(x.dim())) - dims), where)
+    return _pinned(function, (x, *rest), kwargs, where)
+
+
+def _pinned(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Its gradient lies as it does, and is no sum."""
+    result = settled(function(*args, **kwargs), where)
+    return moved(result, gradient_like(result), where)
 
 
 # ---- backwards that make plain tensors
@@ -297,6 +317,7 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
     **dict.fromkeys((F.group_norm, torch.group_norm, F.unfold, F.fold), _of_rows),
     torch.Tensor.unfold: _unfold,
+    torch._weight_norm: _whole,
     **dict.fromkeys((torch.reshape, torch.Tensor.reshape, torch.flatten, torch.Tensor.flatten), _reshaped),
     torch.Tensor.__getitem__: _indexed,
     **dict.fromkeys((torch.prod, torch.Tensor.prod), _product),
@@ -309,6 +330,8 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.l1_loss), _mean_loss),
     **dict.fromkeys((F.cross_entropy, F.nll_loss), _likelihood),
     F.rms_norm: _rms_norm,
+    F.normalize: _normalize,
+    **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _pinned),
     F.batch_norm: _batch_norm,
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _scaled_dot_product,

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel import rules
-from mindspeed_mem.parallel.meshes import everywhere, mesh_in_use
+from mindspeed_mem.parallel.meshes import agree, everywhere, mesh_in_use
 from mindspeed_mem.parallel.moves import Placements, moved
 from mindspeed_mem.parallel.operators import Operators, bring
 from mindspeed_mem.parallel.plan import Plan, Row, Strategies
@@ -56,7 +57,8 @@ def semi_auto(
             the model itself (``""``) has strategies for.
 
     Raises StrategyError with all that does not fit; what needs the inputs' shapes is raised at the end of the forward
-    that meets it. Collective: ranks with different plans are refused.
+    that meets it. Collective: ranks with different plans are refused, and inputs of different shapes when they come; in
+    the first forward those with different numbers, too.
     """
     rows = Plan.of(plan)
     problems = _unsuited(model, mesh, inputs)
@@ -76,15 +78,18 @@ def semi_auto(
     split = Split(mesh, by_path, inputs == "local")
     for name, module in names.items():
         module.forward = Forward(module, name, by_path.get(name), split)
+        module.register_load_state_dict_pre_hook(_take_parts)
+    _watch_optimizers()
     _latest[:] = [split]
     return model
 
 
 def report(model: nn.Module | None = None) -> Report:
     """What the first step of `model` redistributed, None: of that split last. Complete after its backward."""
-    forward: Any = model.forward if model is not None else None
-    if forward is not None:
-        return forward.split.report
+    if model is not None:
+        forward: Any = model.forward
+        outer: Any = forward.inner if isinstance(forward, Recomputed) else forward
+        return outer.split.report
     if not _latest:
         raise StrategyError("nothing is split yet: see parallel.semi_auto")
     return _latest[0].report
@@ -143,12 +148,27 @@ class Split:
         self.operators = Operators(mesh, rows)
         self.report = Report()
         self.depth = 0
+        self._new = True
+        """Whether nothing has been called yet."""
         self._waits = plain
         """Whether the first step is still to be recorded."""
 
     def __deepcopy__(self, memo: dict) -> Split:
         """For a copy of the model, on the same ranks."""
         return Split(self.mesh, self.rows, self.local, self.plain)
+
+    def compare(self, called: str, inputs: Any) -> None:
+        """Raise where the ranks do not call the same with the same inputs; their numbers are compared once."""
+        told = [called, f"gradients={torch.is_grad_enabled()}"]
+        for one in tree_flatten(inputs)[0]:
+            if isinstance(one, torch.Tensor):
+                told.append(f"{tuple(one.shape)} {one.dtype} {one.requires_grad}")
+                if self._new and not self.local and not isinstance(one, DTensor):
+                    told.append(
+                        f"sum {one.detach().sum(dtype=torch.complex128 if one.is_complex() else torch.float64)}"
+                    )
+        self._new = False
+        agree(self.mesh, [], " ".join(told), "the full batch is passed on all ranks (or parts, with inputs='local')")
 
     def begin(self) -> None:
         """The outermost forward starts."""
@@ -189,6 +209,7 @@ class Forward:
         self.row = row
         self.split = split
         self._inner = target.forward if isinstance(target, nn.Module) else target
+        self._parameters = target._parameters if isinstance(target, nn.Module) else {}
         self._recompute = row is not None and row.recompute
         if isinstance(self._inner, Recomputed):
             self._recompute, self._inner = True, self._inner.inner
@@ -202,6 +223,11 @@ class Forward:
         split = self.split
         if split.depth:
             return self._between(args, kwargs)
+        if torch.is_inference_mode_enabled():  # DTensors have no views there
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
+        if split.plain:
+            split.compare(f"{self.path} training={self.target.training}", (args, kwargs))
         before = _set_implicit(True)
         split.depth += 1
         try:
@@ -249,6 +275,9 @@ class Forward:
 
     def _inside(self, args: tuple, kwargs: dict) -> Any:
         operators = self.split.operators
+        for name, one in self._parameters.items():  # of a copy, or frozen until now
+            if isinstance(one, DTensor):
+                moved(one, one.placements, f"{self.path}.{name}.grad")
         operators.enter(self.path)
         try:
             return self._inner(*args, **kwargs)
@@ -275,6 +304,36 @@ def _set_implicit(allowed: bool) -> bool:
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = allowed
     return before
+
+
+# ---- what users do with split models
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Whole tensors are loaded, too: each rank takes its part."""
+    for name, own in (*module._parameters.items(), *module._buffers.items()):
+        given = state.get(prefix + name)
+        if isinstance(own, DTensor) and isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
+            if given.shape == own.shape:  # else torch says so
+                given = given.to(own.device)
+                state[prefix + name] = distribute_tensor(given, own.device_mesh, own.placements, src_data_rank=None)
+
+
+_REPLACED = "_mindspeed_mem_replaced"
+"""Attribute of a parameter: a DTensor stands in its place."""
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+    if any(hasattr(one, _REPLACED) for group in optimizer.param_groups for one in group["params"]):
+        raise StrategyError(
+            f"this {type(optimizer).__name__} has parameters from before semi_auto, which nobody trains any more: make "
+            "the optimizer afterwards"
+        )
 
 
 # ---- before anything is changed
@@ -369,6 +428,7 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, laid_out: Mapping[int, tuple
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                         new.__dict__.update(tensor.__dict__)
+                        setattr(tensor, _REPLACED, True)
                         if new.requires_grad:
                             moved(new, target, f"{names[id(tensor)]}.grad")
                     made[id(tensor)] = new, tensor  # which lives on: another must not get its id

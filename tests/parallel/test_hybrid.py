@@ -105,6 +105,43 @@ def disagreeing():
     return found, got[:, 0].tolist()
 
 
+def one_rank_alone():
+    """What the ranks are told where one of them does something else, or cannot do it; then they go on together."""
+    parallel.mesh("cpu", tp=2)
+    rank = torch.distributed.get_rank()
+    x, wide = torch.ones(4, 4), torch.ones(4, 4 + 2 * rank)
+    split = parallel.local(lambda x: x, (("tp", None),), (("tp", None),), name="split")
+    many = parallel.local(lambda *given: given[0], (None,), ((None, None),), name="many")
+    back = parallel.local(lambda x: (x, x)[: 1 + rank], None, ((None, None),), name="back")
+    parallel.all_reduce(wide[:, :4], axis="tp"), split(x)
+    calls = {
+        "gather": lambda: parallel.all_gather(wide, axis="tp"),
+        "seen": lambda: parallel.all_reduce(x[: 4 - rank], axis="tp"),  # rank 0 has had this shape
+        "broadcast": lambda: parallel.broadcast(x.double() if rank else x, axis="tp"),
+        "copy": lambda: parallel.copy(wide, axis="tp"),
+        "rows": lambda: parallel.all_to_all(torch.ones(4 - rank, 2), axis="tp"),
+        "other": lambda: (parallel.all_gather if rank else parallel.all_reduce)(x, axis="tp"),
+        "dimension": lambda: parallel.all_gather(x, 2 * rank, axis="tp"),
+        "scatter": lambda: parallel.reduce_scatter(torch.ones(4 - rank, 4), axis="tp"),
+        "no gradients": lambda: (
+            torch.no_grad()(parallel.all_reduce)(x, axis="tp") if rank else parallel.all_reduce(x, axis="tp")
+        ),
+        "local": lambda: split(torch.ones(4 - rank, 4)),
+        "tensors": lambda: many(*[x] * (1 + rank)),
+        "shapes": lambda: split(torch.ones(4 + 2 * rank, 4)),
+        "returned": lambda: back(x),
+    }
+    found = {}
+    for name, call in calls.items():
+        with pytest.raises(StrategyError) as caught:
+            call()
+        found[name] = "\n".join(caught.value.problems)
+    given = torch.ones(4, 4, requires_grad=not rank)  # the others hold the place only
+    got = parallel.broadcast(given, axis="tp")
+    (got.sum() * (1 + rank)).backward()
+    return found, float(given.grad.sum()) if given.grad is not None else None
+
+
 def regions(shape):
     """`local` against one device, and what torch's local_map makes of the same."""
     mesh = parallel.mesh("cpu", **shape)
@@ -209,9 +246,31 @@ def test_rows_that_ranks_do_not_agree_on_are_refused_on_all_before_they_are_sent
     assert "rank 1 receives [1, 1], and is sent [2, 2]" in found["received"]
     assert "rank 1 has 3 rows and sends [1, 1] to 2 ranks" in found["rows"]
     assert "sends [1, 1, 1] to 2 ranks" in found["ranks"] and "[4, -1]" in found["negative"]
-    assert "sent=" in found["odd"] and "rows of shape [3]" in found["widths"]
+    assert "sent=" in found["odd"] and "all_to_all of rows of (3,) float32" in found["widths"]
     assert "there are tp" in found[6] and "cannot be split evenly" in found[7]
     assert (first, second) == ([0, 1, 1], [2, 2, 3])
+
+
+def test_what_one_rank_does_alone_is_told_to_all_of_them():
+    (found, gradient), (others, _) = on_ranks(2, one_rank_alone, timeout=30)
+    assert found == others and gradient == 4 * 4 * (1 + 2)
+    for name, text in {
+        "gather": "rank 1 calls all_gather(dim=0, alike=False) of (4, 6) float32",
+        "seen": "on axis 'tp', rank 0 calls all_reduce of (4, 4) float32\n"
+        "on axis 'tp', rank 1 calls all_reduce of (3, 4)",
+        "broadcast": "rank 1 calls broadcast(source=0) of (4, 4) float64",
+        "copy": "rank 1 calls copy of (4, 6)",
+        "rows": "equal parts of (3, 2) float32: its rows are no equal parts for 2 ranks",
+        "other": "rank 0 calls all_reduce of (4, 4) float32\non axis 'tp', rank 1 calls all_gather",
+        "dimension": "rank 1 calls all_gather(dim=2, alike=False) of (4, 4) float32: it has no dimension 2",
+        "scatter": "(3, 4) float32: dimension 0 cannot be split evenly over 2 ranks",
+        "no gradients": "float32 without gradients",
+        "local": "split, input 0: dimension 0 of (3, 4) cannot be split evenly",
+        "tensors": "many: 1 strategies for 2 tensors",
+        "shapes": "split: the ranks have different tensors: (4, 4) torch.float32 whole False",
+        "returned": "back: 1 strategies in out_strategy for 2 tensors",
+    }.items():
+        assert text in found[name], (name, found[name])
 
 
 @pytest.mark.parametrize("shape", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)

@@ -239,6 +239,79 @@ def test_a_plan_is_a_file(tmp_path):
     assert all(on_ranks(2, plan_files, str(tmp_path)))
 
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        nn.utils.parametrizations.weight_norm(self.fc2)
+
+    def forward(self, x):
+        return self.fc2(F.dropout(self.norm(self.fc1(x)), 0.1, self.training))
+
+
+def handled():
+    """What users do with a split model, each against one device: the largest difference, and what is said."""
+    mesh, found = parallel.mesh("cpu", dp=2), {}
+    torch.manual_seed(2)
+    one, x = Normed().double(), torch.randn(8, 6, dtype=torch.float64)
+    start = copy.deepcopy(one)
+
+    def trained(model):
+        for _ in range(2):
+            torch.manual_seed(7)
+            model(x).square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+    def split(model):
+        return parallel.semi_auto(model, mesh, {"": {"in_strategy": (("dp", None),)}})
+
+    def compare(name, model, wanted):
+        mine = trained(model)
+        assert all(p.grad.placements == p.placements for p in model.parameters()), (name, "a gradient lies as it likes")
+        found[name] = max(float((full(mine[key]) - wanted[key]).abs().max()) for key in wanted)
+
+    wanted = trained(one)
+    compare("a copy", copy.deepcopy(split(copy.deepcopy(start))), wanted)
+    with torch.no_grad():
+        model = split(copy.deepcopy(start))
+    compare("split without gradients", model, wanted)
+    with torch.inference_mode():
+        found["inference"] = float((model.eval()(x) - one.eval()(x)).abs().max())
+    frozen = copy.deepcopy(start)
+    frozen.requires_grad_(False)
+    compare("frozen until now", split(frozen).requires_grad_(True), wanted)
+    loaded = split(Normed().double())
+    loaded.load_state_dict(start.state_dict())
+    compare("loaded from whole tensors", loaded, wanted)
+    again = split(copy.deepcopy(start))
+    again.fc1.recompute()
+    again.recompute()
+    compare("recompute() after the split", again, wanted)
+    assert parallel.report(again).moves
+    early = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(early.parameters(), 0.1)
+    trained(split(early))
+    rank = mesh.get_rank()
+    said = [
+        refused(optimizer.step),
+        refused(lambda: split(copy.deepcopy(start))(x + rank)),
+        refused(lambda: again(x[: 8 - 4 * rank])),
+        refused(lambda: again.train(not rank)(x)),
+    ]
+    return found, said
+
+
+def test_what_users_do_with_split_models():
+    (found, said), (more, also) = on_ranks(2, handled)
+    assert max(*found.values(), *more.values()) < 1e-12, found
+    assert said == also
+    (optimizer,), (numbers,), (shapes,), (modes,) = said
+    assert "make the optimizer afterwards" in optimizer
+    assert "the full batch is passed on all ranks" in numbers and "sum" in numbers
+    assert "(4, 6) torch.float64" in shapes and "sum" not in shapes
+    assert "training=True" in modes and "training=False" in modes
+
+
 # ---- what is refused
 
 
