@@ -14,8 +14,9 @@ Each collective's backward is its transpose. On plain tensors all ranks of the a
 Inside `local` nothing depends on who goes on alike. There a whole output counts once over its ranks, each whole input's
 gradient is the sum over them, and `all_reduce` is its own transpose: right for whatever the region computes.
 
-Before anything is sent the ranks compare what they are about to do, by three numbers. Not only where a shape is new: a
-rank for which it is not would go on, and wait in another collective than the rank for which it is.
+Before anything is sent the ranks compare what they are about to do, by three numbers, in the first `meshes.COMPARED`
+calls. Not only where a shape is new: a rank for which it is not would go on, and wait in another collective than one for
+which it is.
 """
 
 from __future__ import annotations
@@ -185,7 +186,8 @@ def _compared(
     if not torch.is_grad_enabled():
         said += " without gradients"
     wants = x.requires_grad and torch.is_grad_enabled()
-    same, wanted = compared(said, [group], x.device, wants)
+    found = compared(said, [group], x.device, wants)
+    same, wanted = (True, torch.is_grad_enabled() and x.is_floating_point()) if found is None else found
     if not same:
         told = ranks.gather(said, group)
         raise StrategyError([f"on axis {axis!r}, rank {rank} calls {one}" for rank, one in enumerate(told)])

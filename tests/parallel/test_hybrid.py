@@ -296,3 +296,29 @@ def test_what_local_refuses():
         assert found[3].startswith("forgotten, output 0") and "all_reduce or all_gather" in found[3]
         assert found[4].startswith("uneven, output 0") and "(2, 4), (3, 4)" in found[4]
         assert "wrapped, output 0 is a DTensor" in found[5] and "two: 1 strategies" in found[6]
+
+
+def taken_at_their_word(size):
+    """The same with calls that are no longer compared: one rank alone wants a gradient, and all take part in it."""
+    from mindspeed_mem.parallel import meshes
+
+    compared, meshes.COMPARED = meshes.COMPARED, 2
+    try:
+        mesh = parallel.mesh("cpu", tp=size)
+        rank, found = mesh.get_local_rank("tp"), []
+        double = parallel.local(lambda x: parallel.all_reduce(x, axis="tp"), out_strategy=[(None,)])
+        for _ in range(4):
+            x = torch.full((3,), 2.0, requires_grad=rank == 0)
+            y = parallel.broadcast(x, axis="tp")
+            (y * (rank + 1)).sum().backward()
+            found.append(
+                (y.tolist(), x.grad.tolist() if rank == 0 else None, double(torch.ones(2)).full_tensor().tolist())
+            )
+        return found
+    finally:
+        meshes.COMPARED = compared
+
+
+def test_after_many_calls_the_ranks_are_taken_at_their_word():
+    for rank, found in enumerate(on_ranks(2, taken_at_their_word, 2)):
+        assert found == [([2.0] * 3, [3.0] * 3 if rank == 0 else None, [2.0] * 2)] * 4
