@@ -15,8 +15,8 @@ Inside `local` nothing depends on who goes on alike. There a whole output counts
 gradient is the sum over them, and `all_reduce` is its own transpose: right for whatever the region computes.
 
 Before anything is sent the ranks compare what they are about to do, by three numbers, in the first `meshes.COMPARED`
-calls. Not only where a shape is new: a rank for which it is not would go on, and wait in another collective than one for
-which it is.
+calls. Not only where a shape is new: a rank for which it is not would go on, and wait in another collective than one
+for which it is.
 """
 
 from __future__ import annotations
