@@ -63,6 +63,14 @@ def tag_tail(module: nn.Module, index: int) -> set[type]:
     return {type(module)}
 
 
+def untag(module: nn.Module) -> None:
+    """Take all tags off what is in `module`."""
+    inside = set(module.modules())
+    for one in inside:
+        one.__dict__.pop(TAG, None)
+    _tagged[:] = [known for known in _tagged if known[1]() not in inside]
+
+
 def models() -> list[nn.Module]:
     """The outermost modules in this process that contain stacks of layers."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_modules" in one.__dict__]
