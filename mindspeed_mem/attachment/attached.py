@@ -6,10 +6,11 @@ layers (`blocks`), and that a forward of the model is a pass. No schedule tells 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
-import weakref
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from mindspeed_mem.activation.stacks import mark_static, region_forward
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.attachment import blocks
 from mindspeed_mem.device import Backend, DeviceError, get_backend
-from mindspeed_mem.patching import REGISTRY, Direct
+from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
 from mindspeed_mem.plan.checks import given
 from mindspeed_mem.report.swap_report import format_report
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _MODEL = "_mindspeed_mem_model"
 """On the attached model: its forward is a pass."""
+_OWN = "_mindspeed_mem_forward"
+"""On a module that had a forward of its own: that."""
 _READS = "mindspeed_mem.patches.activation_saved_tensors"
 """Under a saved-tensor hook custom functions read what they saved through this patch."""
 _GIB = 2**30
@@ -49,7 +52,7 @@ class Attached:
         self.engine = engine
         self.layers = {name: list(members) for name, members in layers.items()}
         """The layers of each list by its name; the plan counts on from list to list."""
-        self._wrapped: list[tuple[weakref.ref[nn.Module], Any, Any]] = []  # module, its own forward, ours
+        self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
         try:
             self._put_on()
         except BaseException:
@@ -71,18 +74,16 @@ class Attached:
 
         Raises RuntimeError where somebody has wrapped a forward after us: it has to be taken off first.
         """
-        now: dict[nn.Module, Any] = {}
-        for ref, own, ours in reversed(self._wrapped):
-            if (module := ref()) is not None:
-                if now.get(module, module.__dict__.get("forward")) is not ours:
-                    who = type(module).__name__
-                    raise RuntimeError(f"the forward of a {who} was replaced after attach: take that off, then detach")
-                now[module] = own
-        REGISTRY.undo([__name__, _READS])
-        REGISTRY.patches[:] = [one for one in REGISTRY.patches if one.declared_by != __name__]
-        for module, own in now.items():
-            module.__dict__["forward"] = own
-        self._wrapped.clear()
+        for module, forward in self._ours.items():
+            if module.__dict__.get("forward") is not forward:
+                who = type(module).__name__
+                raise RuntimeError(f"the forward of a {who} was replaced after attach: take that off, then detach")
+        REGISTRY.undo([_READS])
+        for module in self._ours:
+            del module.__dict__["forward"]
+            if _OWN in module.__dict__:
+                module.__dict__["forward"] = module.__dict__.pop(_OWN)
+        self._ours.clear()
         regions.untag(self.model)
         for module in self._models():
             module.__dict__.pop(_MODEL, None)
@@ -105,26 +106,21 @@ class Attached:
     def _put_on(self) -> None:
         importlib.import_module(_READS)
         REGISTRY.apply([_READS])
-        index, classes = 0, set()
+        index = 0
         for members in self.layers.values():
             for layer in members:
-                classes |= regions.tag_layer(layer, index)
+                regions.tag_layer(layer, index)
                 index += 1
         everything = [layer for members in self.layers.values() for layer in members]
         for module in blocks.outside(self.model, everything):
             index += 1  # the plan does not reach it: it may only save what a layer made
-            classes |= regions.tag_tail(module, index)
-        for cls in classes:
-            REGISTRY.apply_method(cls, "forward", region_forward, __name__)
+            regions.tag_tail(module, index)
         for module in self.model.modules():
-            if "forward" in module.__dict__ and regions.TAG in module.__dict__:
-                self._wrap(module, region_forward)
+            if regions.TAG in module.__dict__:
+                self._wrap(module, region_forward.make)
         for module in self._models():
             module.__dict__[_MODEL] = True
-            if "forward" in module.__dict__:
-                self._wrap(module, pass_forward)
-            else:
-                REGISTRY.apply_method(type(module), "forward", pass_forward, __name__)
+            self._wrap(module, pass_forward)
         in_force, first = self.engine.in_force, 0
         for name, members in self.layers.items():
             if name:
@@ -136,19 +132,28 @@ class Attached:
             in_force.covered = set(range(index + 1))
         mark_static([self.model])
 
-    def _wrap(self, module: nn.Module, around: Direct) -> None:
-        """A forward of the module's own, put there by somebody."""
-        own = module.__dict__["forward"]
-        with_module = around.make(lambda _, *args, **kwargs: own(*args, **kwargs))
+    def _wrap(self, module: nn.Module, around: Callable[[Callable], Callable]) -> None:
+        """Go around its forward: on the module, since its class may look at what its own forward is."""
+        original = _of_class
+        if module in self._ours:
+            original = self._ours[module].__func__
+        elif "forward" in module.__dict__:
+            module.__dict__[_OWN], original = module.__dict__["forward"], _of_module
+        forward = functools.update_wrapper(around(original), type(module).forward)
+        # a method, so that copies have theirs
+        self._ours[module] = module.__dict__["forward"] = types.MethodType(forward, module)
 
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            return with_module(module, *args, **kwargs)
 
-        module.__dict__["forward"] = ours
-        self._wrapped.append((weakref.ref(module), own, ours))
+def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of its class, which may be another one since (`fully_shard`)."""
+    return type(module).forward(module, *args, **kwargs)
 
 
-@Direct
+def _of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward that somebody had put on it."""
+    return module.__dict__[_OWN](*args, **kwargs)
+
+
 def pass_forward(original: Callable) -> Callable:
     current, compiling = engines.current, torch.compiler.is_compiling
 
@@ -158,8 +163,6 @@ def pass_forward(original: Callable) -> Callable:
         engine = current()
         if engine is None:
             return original(module, *args, **kwargs)
-        if "_is_replica" in module.__dict__:
-            raise RuntimeError(f"an attached model runs in one thread: {_DATA_PARALLEL}")
         if not engine.in_force.partners and ranks.is_initialized():
             engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
         return engine.passes.alone(lambda: original(module, *args, **kwargs), _first_with_graph)

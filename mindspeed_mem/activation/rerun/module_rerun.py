@@ -10,6 +10,7 @@ non-reentrant form): what backward does not need, such as a last matrix product,
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -255,7 +256,8 @@ class ModuleRerun(Rerun):
             self.mover.begin_again(leaves)
             try:
                 with saved_tensors_hooks(pack, unpack):
-                    return self.call(*args, **kwargs)
+                    # who collects what modules return by a context variable (Hugging Face) has it already
+                    return contextvars.Context().run(self.call, *args, **kwargs)
             finally:
                 self.mover.end_again()
 
