@@ -6,8 +6,10 @@ layers (`blocks`), and that a forward of the model is a pass. No schedule tells 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import os
 import types
@@ -23,6 +25,7 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.stacks import mark_static, region_forward
 from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.attachment import blocks
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.patching import REGISTRY
@@ -88,7 +91,7 @@ class Attached:
         for module in self._models():
             module.__dict__.pop(_MODEL, None)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            marks.forget(tensor)
+            marks.forget(local_of(tensor))
         if engines.current() is self.engine:
             engines.stop()
 
@@ -139,9 +142,20 @@ class Attached:
             original = self._ours[module].__func__
         elif "forward" in module.__dict__:
             module.__dict__[_OWN], original = module.__dict__["forward"], _of_module
-        forward = functools.update_wrapper(around(original), type(module).forward)
+        forward = functools.update_wrapper(around(original), module.__dict__.get(_OWN, type(module).forward))
+        if original is _of_module:
+            _with_self(forward, module.__dict__[_OWN])
         # a method, so that copies have theirs
         self._ours[module] = module.__dict__["forward"] = types.MethodType(forward, module)
+
+
+def _with_self(forward: Any, own: Callable) -> None:
+    """What `own` takes, after the module."""
+    del forward.__wrapped__
+    with contextlib.suppress(TypeError, ValueError):  # C functions have no signature
+        signature = inspect.signature(own)
+        module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])
 
 
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mindspeed_mem
+from mindspeed_mem import parallel
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from tests.attachment.plain_models import PLANS, TEXT, Net, loss_of, results, same
+from tests.parallel_models import MODELS
 
 
 def ddp(model):
@@ -71,3 +73,35 @@ def equal(wrapper, plan, first):
     left = LEDGER.held.now
     again = local(results(wrapped, step, times=1))
     return same(found, plain), bool(figures.bytes_out or figures.recomputed_bytes), left, names, len(again) > 0
+
+
+def split_steps(model, batches):
+    """Losses, gradients and parameters of some steps, as this rank's parts."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        found += [loss.detach().clone(), *(one.grad.clone() for one in model.parameters())]
+        optimizer.step()
+    return local([*found, *(one.detach() for one in model.parameters())])
+
+
+def equal_split(name, plan, layers, axes):
+    """As `equal`, of a model split by strategies; bytes that were moved and made again, and the highest peak against
+    that without a plan."""
+    make, batch, rows = MODELS[name]
+    torch.manual_seed(1)
+    model, batches = make(), [batch(step, torch.float32) for step in range(4)]
+    mesh = parallel.mesh("cpu", **axes)
+    plain = split_steps(parallel.semi_auto(copy.deepcopy(model), mesh, rows(axes)), batches)
+    model = parallel.semi_auto(model, mesh, rows(axes))
+    with mindspeed_mem.attach(model, plan, layers=layers) as attached:
+        found = split_steps(model, batches)
+        reported = parallel.report(model) is not None
+        gc.collect()
+        figures = attached.engine.report()
+    peak = figures.peak_bytes / max(figures.peak_bytes_without, 1)
+    return same(found, plain) and reported, figures.bytes_out, figures.recomputed_bytes, peak, LEDGER.held.now
