@@ -5,12 +5,23 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-SWAP = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 2, "layers": True}]}}
-SAVED = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}], "activations": "both"}}
+SWAP = {"swap_config": {"swap": True, "smallest_bytes": 0, "layer_swap": [{"backward_prefetch": 2, "layers": True}]}}
+SAVED = {
+    "swap_config": {
+        "swap": True,
+        "smallest_bytes": 0,
+        "layer_swap": [{"backward_prefetch": 1, "layers": True}],
+        "activations": "both",
+    }
+}
 WHOLE = {"recompute_config": {"recompute": True}}
 PARTS = {"recompute_config": {"select_recompute": {"norm": True, "act": True, "fc2": True}}}
 MIXED = {
-    "swap_config": {"swap": True, "op_swap": [{"op_name": "fc1", "backward_prefetch": 3, "layers": True}]},
+    "swap_config": {
+        "swap": True,
+        "smallest_bytes": 0,
+        "op_swap": [{"op_name": "fc1", "backward_prefetch": 3, "layers": True}],
+    },
     "recompute_config": {"select_recompute": {"norm": True}},
 }
 PLANS = {"swap": SWAP, "saved": SAVED, "whole": WHOLE, "parts": PARTS, "mixed": MIXED}
@@ -55,6 +66,7 @@ class Net(nn.Module):
 
 
 def loss_of(model, text=TEXT):
+    text = text.to(next(model.parameters()).device)
     return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import mindspeed_mem
 from mindspeed_mem import parallel
 from mindspeed_mem.activation.storage.ledger import LEDGER
-from tests.attachment.plain_models import PLANS, TEXT, Net, loss_of, results, same
+from tests.attachment.plain_models import PLANS, STEPS, TEXT, Net, loss_of, results, same
+from tests.models import DEVICE
 from tests.parallel_models import MODELS
 
 
@@ -105,3 +106,18 @@ def equal_split(name, plan, layers, axes):
         figures = attached.engine.report()
     peak = figures.peak_bytes / max(figures.peak_bytes_without, 1)
     return same(found, plain) and reported, figures.bytes_out, figures.recomputed_bytes, peak, LEDGER.held.now
+
+
+def on_device(plans):
+    """The plans with which something differs on the accelerator of the tests."""
+    wrong = []
+    for plan in plans:
+        torch.manual_seed(1)
+        model = Net().to(DEVICE)
+        plain = results(copy.deepcopy(model), STEPS["at_once"])
+        with mindspeed_mem.attach(model, PLANS[plan]) as attached:
+            found = results(model, STEPS["at_once"])
+            figures = attached.engine.report()
+        if not same(found, plain) or not (figures.bytes_out or figures.recomputed_bytes) or figures.held_bytes:
+            wrong.append(plan)
+    return wrong

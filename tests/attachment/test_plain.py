@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import mindspeed_mem
+from mindspeed_mem import parallel
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config
 from tests.attachment.plain_models import (
@@ -287,3 +288,27 @@ def test_signatures_stay(attach):
     before = inspect.signature(model.forward)
     attach(model, SWAP)
     assert inspect.signature(model.forward) == before
+
+
+def test_beside_recompute_on_single_modules_and_autocast(attach):
+    model = Net()
+    parallel.recompute(model.blocks[0])
+    parallel.recompute(model.blocks[1].fc2)
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return accumulated(model)
+
+    plain = results(copy.deepcopy(model), step)
+    attach(model, MIXED)
+    assert same(results(model, step), plain)
+    assert same(results(copy.deepcopy(model), step, times=1), results(model, step, times=1))
+
+
+@pytest.mark.parametrize("plan", ["swap", "mixed"])
+def test_on_a_device_that_copies_as_late_as_it_may(plan, attach, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_MEM_DEVICE", "simulated")
+    model = Net()
+    plain = results(copy.deepcopy(model), STEPS["at_once"])
+    assert attach(model, PLANS[plan]).engine.backend.type == "simulated"
+    assert same(results(model, STEPS["at_once"]), plain)
