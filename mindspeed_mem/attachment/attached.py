@@ -113,6 +113,9 @@ class Attached:
         for members in self.layers.values():
             for layer in members:
                 regions.tag_layer(layer, index)
+                for path, module in layer.named_modules():
+                    if regions.TAG in module.__dict__:
+                        module.__dict__[regions.TAG] = (index, blocks.in_layer(path))
                 index += 1
         everything = [layer for members in self.layers.values() for layer in members]
         for module in blocks.outside(self.model, everything):
@@ -270,7 +273,10 @@ def _checked(
         problems += error.problems
         return None
     members = [layer for found in layers.values() for layer in found]
-    operators = {index: [path for path, _ in layer.named_modules() if path] for index, layer in enumerate(members)}
+    operators = {
+        index: list(dict.fromkeys(name for path, _ in layer.named_modules() if (name := blocks.in_layer(path))))
+        for index, layer in enumerate(members)
+    }
     first, stacks = 0, {}
     for name, found in layers.items():
         stacks[name] = range(first, first := first + len(found))

@@ -67,8 +67,12 @@ def outside(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Module
 
 def plain(path: str) -> str:
     """A module's name in the model itself, without what wrappers put in it."""
-    parts = [part for part in path.split(".") if part not in _WRAPPERS]
-    return ".".join(parts[1:] if parts[0] == "module" else parts)
+    return in_layer(path.removeprefix("module.")) if path != "module" else ""
+
+
+def in_layer(path: str) -> str:
+    """The same of a name in a layer."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _members(module: nn.Module) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import mindspeed_mem
 from mindspeed_mem import parallel
@@ -241,6 +242,18 @@ def test_compiled_parts(attach):
         one.blocks[1] = torch.compile(one.blocks[1], backend="eager")
     expected = results(plain, accumulated)
     attach(model, SWAP)
+    assert same(results(model, accumulated), expected)
+
+
+def test_wrappers_are_not_in_names(attach):
+    model = Net()
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        one.blocks[0] = checkpoint_wrapper(one.blocks[0])
+        one.blocks[1].act = torch.compile(one.blocks[1].act, backend="eager")
+    expected = results(plain, accumulated)
+    attached = attach(model, MIXED)
+    assert attached.operators[0] == attached.operators[1] == attached.operators[2]
     assert same(results(model, accumulated), expected)
 
 
