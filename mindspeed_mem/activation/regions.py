@@ -25,6 +25,7 @@ STACK = "_mindspeed_mem_stack"
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_transform = torch._C._functorch.peek_interpreter_stack
 _hooks_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
@@ -177,11 +178,12 @@ def may_save() -> bool:
     """Whether a forward that starts now keeps activations for a later backward.
 
     Not without grad; not inside backward, where a recompute's activations are needed at once; not under a
-    non-reentrant checkpoint, whose own hooks must stay innermost or it silently keeps everything.
+    non-reentrant checkpoint, whose own hooks must stay innermost or it silently keeps everything; not under a
+    transform of torch.func, whose tensors have no storages and which lets nobody have hooks.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
-    return not _under_checkpoint()
+    return _transform() is None and not _under_checkpoint()
 
 
 def hooks_are_ours_alone() -> bool:

@@ -325,3 +325,19 @@ def test_on_a_device_that_copies_as_late_as_it_may(plan, attach, monkeypatch):
     plain = results(copy.deepcopy(model), STEPS["at_once"])
     assert attach(model, PLANS[plan]).engine.backend.type == "simulated"
     assert same(results(model, STEPS["at_once"]), plain)
+
+
+def test_under_transforms_of_torch_func_it_runs_natively(attach):
+    model = Net().eval()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, text):
+        return torch.func.functional_call(model, parameters, (text,)).square().mean()
+
+    def gradients():
+        of_each = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, TEXT[:, None])
+        return [*torch.func.grad(loss)(parameters, TEXT).values(), *of_each.values()]
+
+    expected = gradients()
+    attach(model, MIXED)
+    assert same(gradients(), expected)
