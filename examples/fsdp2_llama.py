@@ -6,15 +6,15 @@ Parameters, gradients and optimizer states are split over the ranks by torch's `
 plan. With and without a plan it prints the same losses.
 """
 
+import contextlib
 import sys
 
 import torch
 import torch.distributed as dist
-from hf_llama import llama, parser, texts
+from hf_llama import attach, llama, parser, texts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import mindspeed_mem
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.interruption import in_one_line
 
@@ -32,18 +32,19 @@ def main():
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    attached = mindspeed_mem.attach(model, args.plan) if args.plan else None
+    attached = attach(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     data = iter(texts(args.seq_length)[dist.get_rank() :: dist.get_world_size()].split(args.batch_size))
     for step in range(1, args.steps + 1):
         total = torch.zeros((), device=device)
-        for _ in range(args.micro_batches):
-            ids = next(data).to(device)
-            loss = model(input_ids=ids, labels=ids).loss / args.micro_batches
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
+        with contextlib.nullcontext() if attached is None else attached.step():
+            for _ in range(args.micro_batches):
+                ids = next(data).to(device)
+                loss = model(input_ids=ids, labels=ids).loss / args.micro_batches
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
         dist.all_reduce(total)
         if dist.get_rank() == 0:
             print(f"step {step}: loss {total.item() / dist.get_world_size():.4f}", flush=True)

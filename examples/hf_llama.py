@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 2 examples/hf_llama.py --plan examples/configs/llama_plan.yaml
 
 The model is made from a configuration and learns the bytes of Python's standard library: nothing is downloaded. With
-and without a plan it prints the same losses. `parser`, `llama` and `texts` are used by fsdp2_llama.py, too.
+and without a plan it prints the same losses. `parser`, `attach`, `llama` and `texts` are used by fsdp2_llama.py, too.
 """
 
 import argparse
+import contextlib
 import itertools
 import sys
 import tempfile
@@ -25,6 +26,8 @@ FILES = 40
 def parser(description):
     made = argparse.ArgumentParser(description=description, allow_abbrev=False)
     made.add_argument("--plan", help="a YAML file with swap_config and recompute_config; its layers are the decoder's")
+    made.add_argument("--survive", action="store_true", help="go on where device memory runs out")
+    made.add_argument("--device-memory-gib", type=float, help="device memory that a rank may use")
     made.add_argument("--hidden-size", type=int, default=128)
     made.add_argument("--num-layers", type=int, default=4)
     made.add_argument("--seq-length", type=int, default=128)
@@ -34,6 +37,13 @@ def parser(description):
     made.add_argument("--learning-rate", type=float, default=1e-3)
     made.add_argument("--cpu", action="store_true", help="also where there is an accelerator")
     return made
+
+
+def attach(model, args):
+    """Put the plan into force, if there is one; to be called when the model is on its device."""
+    if not (args.plan or args.survive or args.device_memory_gib):
+        return None
+    return mindspeed_mem.attach(model, args.plan, survive=args.survive, device_memory_gib=args.device_memory_gib)
 
 
 def llama(args):
@@ -62,7 +72,7 @@ def texts(length):
 def main():
     args = parser(__doc__.splitlines()[0]).parse_args()
     model = llama(args)
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -79,8 +89,20 @@ def main():
         )
         data = [{"input_ids": piece, "labels": piece} for piece in texts(args.seq_length)]
         model.to(settings.device)
-        attached = mindspeed_mem.attach(model, args.plan) if args.plan else None
-        Trainer(model=model, args=settings, train_dataset=data).train()
+        attached = attach(model, args)
+
+        class Steps(TrainerCallback):
+            """All of a step may run out of memory: its micro-batches and the optimizer."""
+
+            def on_step_begin(self, *_, **__):
+                self.step = contextlib.ExitStack()
+                self.step.enter_context(attached.step())
+
+            def on_step_end(self, *_, **__):
+                self.step.close()
+
+        callbacks = [Steps()] if args.survive else None
+        Trainer(model=model, args=settings, train_dataset=data, callbacks=callbacks).train()
         if attached is not None:
             print(attached.report(), flush=True)
             attached.detach()

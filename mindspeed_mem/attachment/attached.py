@@ -50,12 +50,15 @@ Plan = str | os.PathLike[str] | Mapping[str, Any]
 class Attached:
     """A plan in force on a model. As a context manager it is detached at the end."""
 
-    def __init__(self, model: nn.Module, engine: Engine, layers: Mapping[str, Sequence[nn.Module]]):
+    def __init__(
+        self, model: nn.Module, engine: Engine, layers: Mapping[str, Sequence[nn.Module]], limited: bool = False
+    ):
         self.model = model
         self.engine = engine
         self.layers = {name: list(members) for name, members in layers.items()}
         """The layers of each list by its name; the plan counts on from list to list."""
         self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
+        self._limited = limited  # the device's memory, by us
         try:
             self._put_on()
         except BaseException:
@@ -71,6 +74,19 @@ class Attached:
         """What was moved and made again so far, on all ranks; empty on ranks other than 0. Collective."""
         everyone = ranks.gather(self.engine.report())
         return format_report(everyone) if ranks.number() == 0 else ""
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what may run out of device memory: forwards with their loss and backwards, the optimizer's step.
+
+        With ``survive`` what operators lack inside is made room for; without, this does nothing.
+        """
+        survival = self.engine.survival
+        if survival is None:
+            yield
+            return
+        with survival.guarded(), survival.holding_all():
+            yield
 
     def detach(self) -> None:
         """Take everything off the model. Not in the middle of a step. What has left still comes back for a backward.
@@ -94,6 +110,8 @@ class Attached:
             marks.forget(local_of(tensor))
         if engines.current() is self.engine:
             engines.stop()
+            if self._limited:
+                self.engine.backend.limit_memory(None)
 
     def __enter__(self) -> Attached:
         return self
@@ -192,10 +210,12 @@ _DATA_PARALLEL = "use torch's DistributedDataParallel, a process for each device
 
 def attach(
     model: nn.Module,
-    plan: Plan | MemoryConfig,
+    plan: Plan | MemoryConfig | None,
     *,
     layers: Sequence[str] | None = None,
     host_memory_gib: float | None = None,
+    device_memory_gib: float | None = None,
+    survive: bool = False,
 ) -> Attached:
     """Swap and recompute activations of any torch model by a plan. Losses and gradients stay bit-identical.
 
@@ -204,27 +224,45 @@ def attach(
 
     Args:
         model: its forward is a micro-batch of the plan.
-        plan: a YAML file or what such a file contains, as for ``--memory-config``. Its layers are the members of the
-            model's lists of blocks; its operators are modules by their names in a layer.
+        plan: a YAML file or what such a file contains, as for ``--memory-config``; None: nothing leaves by a plan. Its
+            layers are the members of the model's lists of blocks; its operators are modules by their names in a layer.
         layers: names of lists and of modules that are the layers instead, in the order in which they run.
         host_memory_gib: host memory that activations may fill, in GiB; None: as much as there is.
+        device_memory_gib: device memory that this process may use from now on, in GiB; None: all there is.
+        survive: where an operator inside `Attached.step` lacks device memory, activations move to the host, and it
+            runs again.
 
     Raises:
         MemoryConfigError: a ValueError with all that is wrong with the model, the plan, or the two together.
     """
     problems = _why_not(model)
     backend = _backend_of(model, problems)
-    if host_memory_gib is not None and (isinstance(host_memory_gib, bool) or not host_memory_gib > 0):
-        problems.append(f"host_memory_gib: got {given(host_memory_gib)}; allowed: a number above 0, or None")
+    host_bytes, device_bytes = (
+        _bytes(name, value, problems)
+        for name, value in (("host_memory_gib", host_memory_gib), ("device_memory_gib", device_memory_gib))
+    )
     found = blocks.lists_of_blocks(model) if layers is None else blocks.named_layers(model, layers, problems)
     config = _checked(plan, found, problems)
     if problems or config is None or backend is None:
         raise MemoryConfigError(problems, "attach" if config is None else config.source)
-    host_bytes = None if host_memory_gib is None else int(host_memory_gib * _GIB)
-    attached = Attached(model, engines.start(config, backend, host_bytes), found)
+    if device_bytes is not None:
+        try:
+            backend.limit_memory(device_bytes)
+        except ValueError as error:
+            raise MemoryConfigError([f"device_memory_gib: {error}"], config.source) from error
+    attached = Attached(
+        model, engines.start(config, backend, host_bytes, survive=survive), found, device_bytes is not None
+    )
     for notice in config.notices if ranks.number() == 0 else ():
         logger.warning(notice)
     return attached
+
+
+def _bytes(name: str, gib: float | None, problems: list[str]) -> int | None:
+    if gib is None or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and gib > 0):
+        return None if gib is None else int(gib * _GIB)
+    problems.append(f"{name}: got {given(gib)}; allowed: a number above 0, or None")
+    return None
 
 
 def _why_not(model: nn.Module) -> list[str]:
@@ -258,13 +296,13 @@ def _backend_of(model: nn.Module, problems: list[str]) -> Backend | None:
 
 
 def _checked(
-    plan: Plan | MemoryConfig, layers: Mapping[str, Sequence[nn.Module]], problems: list[str]
+    plan: Plan | MemoryConfig | None, layers: Mapping[str, Sequence[nn.Module]], problems: list[str]
 ) -> MemoryConfig | None:
     """The plan, or None; what is wrong with it, and with it on these layers, is added to ``problems``."""
     try:
         if isinstance(plan, MemoryConfig):
             config = plan
-        elif isinstance(plan, (str, os.PathLike, Mapping)):
+        elif plan is None or isinstance(plan, (str, os.PathLike, Mapping)):
             config = load_memory_config(plan)
         else:
             problems.append(f"plan: got {given(plan)}; allowed: a YAML file, or a mapping with what it contains")
