@@ -299,6 +299,9 @@ def _checked(
     plan: Plan | MemoryConfig | None, layers: Mapping[str, Sequence[nn.Module]], problems: list[str]
 ) -> MemoryConfig | None:
     """The plan, or None; what is wrong with it, and with it on these layers, is added to ``problems``."""
+    if plan == "auto":
+        problems.append("plan: got 'auto'; for attached models no plan is searched: survive=True needs none")
+        return None
     try:
         if isinstance(plan, MemoryConfig):
             config = plan

@@ -191,6 +191,7 @@ def test_all_that_is_wrong_is_said_at_once():
         (Net, {"layers": ["block"]}, "got 'block'; did you mean 'blocks'"),
         (Net, {"layers": ["blocks", "blocks.0"]}, "'blocks.0' is within 'blocks'"),
         (Net, {"plan": 5}, "plan: got 5"),
+        (Net, {"plan": "auto"}, "no plan is searched"),
         (Net, {"plan": {"swap_config": {"swp": True}}}, "did you mean 'swap'"),
     ],
 )
