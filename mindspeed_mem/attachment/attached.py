@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import logging
 import os
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +46,9 @@ _READS = "mindspeed_mem.patches.activation_saved_tensors"
 _GIB = 2**30
 _SHOWN = 12  # operators in a message
 
+_latest: list[tuple[weakref.ref[nn.Module], Engine]] = []
+"""The model that was attached last."""
+
 Plan = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -59,6 +64,7 @@ class Attached:
         """The layers of each list by its name; the plan counts on from list to list."""
         self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
         self._limited = limited  # the device's memory, by us
+        _latest[:] = [(weakref.ref(model), engine)]
         try:
             self._put_on()
         except BaseException:
@@ -267,6 +273,9 @@ def _bytes(name: str, gib: float | None, problems: list[str]) -> int | None:
 
 def _why_not(model: nn.Module) -> list[str]:
     problems = []
+    if any(engines.current() is engine and _gone(ref) for ref, engine in _latest):
+        engines.stop()
+        REGISTRY.undo([_READS])
     if _MODEL in model.__dict__ or any(regions.TAG in module.__dict__ for module in model.modules()):
         problems.append("model: it is attached already; call detach() of what attach returned first")
     elif engines.current() is not None:
@@ -277,6 +286,13 @@ def _why_not(model: nn.Module) -> list[str]:
     if isinstance(model, nn.DataParallel):
         problems.append(f"model: got a DataParallel; {_DATA_PARALLEL}")
     return problems
+
+
+def _gone(model: weakref.ref[nn.Module]) -> bool:
+    """Whether nobody has the model any more, nor its `Attached`, which could be detached."""
+    if model() is not None:
+        gc.collect()
+    return model() is None
 
 
 def _backend_of(model: nn.Module, problems: list[str]) -> Backend | None:

@@ -210,6 +210,15 @@ def test_one_model_at_a_time(attach):
         mindspeed_mem.attach(Net(), SWAP)
 
 
+@pytest.mark.parametrize("plan", ["swap", "whole"])
+def test_a_model_that_is_gone_is_in_nobodys_way(plan, attach):
+    results(mindspeed_mem.attach(Net(), PLANS[plan]).model, accumulated)
+    model = Net()
+    plain = results(copy.deepcopy(model), accumulated)
+    attach(model, SWAP)
+    assert same(results(model, accumulated), plain)
+
+
 def test_two_models_in_a_list(attach):
     models = nn.ModuleList([Net(), Net(2)])
 
