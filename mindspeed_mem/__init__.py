@@ -4,11 +4,23 @@ Start a Megatron pretrain script with ``import mindspeed_mem.megatron_adaptor``;
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from mindspeed_mem.attachment import attach as attach
+
+__all__ = ["__version__", "attach"]
 __version__ = "0.1.0"
 
 # The patches live in a top-level folder of the checkout and inside the package of an installed wheel: with this line
 # `mindspeed_mem.patches` is the same name in both.
 if not (Path(__file__).parent / "patches").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "attach":  # not before it is asked for: it imports torch
+        from mindspeed_mem.attachment import attach
+
+        return attach
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -262,8 +262,9 @@ class OperatorRuns:
                     return
             else:
                 self._natives.depart()
-        if not self._hooked and self._second_runs.hooked:
-            with contextlib.suppress(RuntimeError):  # somebody has disabled hooks here: run natively
+        if not self._hooked and self._second_runs.hooked and regions.hooks_are_ours_alone():
+            # under a checkpoint, whose hooks must stay innermost, or where somebody has disabled hooks: run natively
+            with contextlib.suppress(RuntimeError):
                 torch._C._autograd._push_saved_tensors_default_hooks(*self._saved.hooks)
                 self._hooked = len(self._position.stack)
 

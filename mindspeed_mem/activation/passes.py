@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.native_operators import NativeOperators
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
@@ -56,9 +57,13 @@ class Passes:
         self._of_output: dict[int, tuple[tuple[int | None, int], weakref.ref[torch.Tensor]]] = {}
         self.operators_of: Counter[int] = Counter()
         """How many operators run forward in each model chunk, as far as one has run."""
+        self._alone = 0  # forwards without a schedule so far
+        self._entered: set[int] | None = None  # the layers that run in the first of them
 
     def enter_layer(self, layer: int) -> None:
         """A layer is about to run."""
+        if self._entered is not None:
+            self._entered.add(layer)
         micro_batch = self._position.micro_batch
         if micro_batch is None or (not self.scheduled and layer <= micro_batch.last_layer):
             micro_batch = self._new((None, 0))
@@ -73,6 +78,43 @@ class Passes:
         self._in_flight.add(micro_batch)
         self._natives.begin()
         return micro_batch
+
+    # ---- without a schedule
+    def alone(self, call: Callable[[], Any], result: Callable[[Any], torch.Tensor | None]) -> Any:
+        """Run the forward of a whole model that no schedule runs: it is a pass of its own.
+
+        Args:
+            call: the forward.
+            result: of what it returns a tensor that gradients reach first; None: there is none.
+        """
+        if self.scheduled or self._in_force.idle or not regions.may_save():
+            return call()
+        self._alone += 1
+        if self._alone == 1:
+            self._entered = set()
+        self.begin_forward(self._alone, 0)
+        self.scheduled = True
+        try:
+            output = call()
+            micro_batch, first = self._position.micro_batch, result(output)
+            self.end_forward(None)
+            if micro_batch is not None and first is not None and first.grad_fn is not None:
+                first.grad_fn.register_prehook(lambda _: micro_batch.begin_backward())
+            self._say_what_never_ran()
+            return output
+        finally:
+            self._abandon()
+            self.scheduled = False
+
+    def _say_what_never_ran(self) -> None:
+        if self._entered is None:
+            return
+        entered, self._entered = self._entered, None
+        for layer in self._in_force.the_plan.layers_touched() - entered:
+            why = "it did not run, or runs under another checkpoint, or is compiled as a whole"
+            self._no_effect.add("the plan has no effect", layer, why)
+        self._no_effect.flush()
+        self._second_runs.say_what_never_ran()
 
     # ---- calls of a schedule
     def begin_schedule(

@@ -25,6 +25,7 @@ STACK = "_mindspeed_mem_stack"
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_transform = torch._C._functorch.peek_interpreter_stack
 _hooks_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
@@ -61,6 +62,14 @@ def tag_tail(module: nn.Module, index: int) -> set[type]:
     """Tag what follows the last layer and may save that layer's output (the final norm)."""
     module.__dict__[TAG] = (index, "")
     return {type(module)}
+
+
+def untag(module: nn.Module) -> None:
+    """Take all tags off what is in `module`."""
+    inside = set(module.modules())
+    for one in inside:
+        one.__dict__.pop(TAG, None)
+    _tagged[:] = [known for known in _tagged if known[1]() not in inside]
 
 
 def models() -> list[nn.Module]:
@@ -169,11 +178,12 @@ def may_save() -> bool:
     """Whether a forward that starts now keeps activations for a later backward.
 
     Not without grad; not inside backward, where a recompute's activations are needed at once; not under a
-    non-reentrant checkpoint, whose own hooks must stay innermost or it silently keeps everything.
+    non-reentrant checkpoint, whose own hooks must stay innermost or it silently keeps everything; not under a
+    transform of torch.func, whose tensors have no storages and which lets nobody have hooks.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
-    return not _under_checkpoint()
+    return _transform() is None and not _under_checkpoint()
 
 
 def hooks_are_ours_alone() -> bool:

@@ -33,9 +33,11 @@ from mindspeed_mem.activation.storage.records import (
     Handle,
     OverwrittenError,
     Owner,
+    Part,
     Record,
     movable,
     native,
+    part_of,
 )
 
 _AWAY = (HOST, LOADED, DROPPED)
@@ -85,14 +87,14 @@ class SavedTensors:
         if type(rerun) is not Tape:
             kept = self._keep(tensor, rerun if type(rerun) is ModuleRerun else None, by_function)
             if self._observation.stopwatch is not None:
-                self._observation.stopwatch.saved(kept)
+                self._observation.stopwatch.saved(kept.handle if isinstance(kept, Part) else kept)
         else:
             rerun.paused = True
             try:
                 kept = self._keep(tensor, None, by_function)
             finally:
                 rerun.paused = False
-        return own_tensors.own(kept, tensor) if by_function else kept
+        return own_tensors.own(kept, tensor) if by_function and not isinstance(kept, Part) else kept
 
     def pack_outside(self, tensor: torch.Tensor) -> Any:
         """The same of what may be saved outside the layers: embedding, loss. It leaves only if memory runs out."""
@@ -119,6 +121,8 @@ class SavedTensors:
             if kept.own is not None:
                 own_tensors.unpacked(kept)
             return tensor
+        if type(kept) is Part:
+            return kept.whole(self.unpack(kept.handle))
         if type(kept) is not Handle:
             return kept
         if self._observation.stopwatch is not None:
@@ -140,14 +144,23 @@ class SavedTensors:
         return not self.every_record and observed.counting is None and observed.stopwatch is None
 
     # ---- saved tensors
-    def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Handle:
-        if not movable(tensor, self._device_type):
+    def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Handle | Part:
+        if movable(tensor, self._device_type):
+            return self._keep_plain(tensor, tensor, rerun, by_function)
+        local = None if by_function else part_of(tensor, self._device_type)
+        if local is None:
             if rerun is not None:
                 rerun.saves(None, tensor)
             if self._position.watch is not None and self._position.micro_batch is not None:
                 again = self._position.rerun is not None
                 self._position.watch.saves(self._position.micro_batch.count, None, again, again)
             return native(tensor)
+        return Part(self._keep_plain(local, tensor, rerun, by_function), tensor)
+
+    def _keep_plain(
+        self, tensor: torch.Tensor, saved: torch.Tensor, rerun: ModuleRerun | None, by_function: bool
+    ) -> Handle:
+        """Keep ``tensor``: what autograd saves, or its part on this rank."""
         position, census = self._position, self._observation.counting
         micro_batch = position.micro_batch
         assert micro_batch is not None
@@ -162,7 +175,7 @@ class SavedTensors:
         if not found.stays or census is not None:
             record = self._record_of(tensor, storage, found)
             if record is None:
-                record = self._new_record(tensor, storage, found)
+                record = self._new_record(tensor, saved, storage, found)
             elif census is not None:
                 census.add((record.layer, record.op, record.number), (*position.stack[-1][:2], number), tensor, storage)
         if rerun is not None:
@@ -325,7 +338,9 @@ class SavedTensors:
         layer = position.stack[-1][0] if position.stack else position.about_to_run[0]
         return record.micro_batch is position.micro_batch and record.layer == layer
 
-    def _new_record(self, tensor: torch.Tensor, storage: torch.UntypedStorage, found: marks.Marks) -> Record | None:
+    def _new_record(
+        self, tensor: torch.Tensor, saved: torch.Tensor, storage: torch.UntypedStorage, found: marks.Marks
+    ) -> Record | None:
         """Look at a storage for the first time; None when nothing in the plan can ever select it."""
         position, stays = self._position, found.stays
         micro_batch, (layer, op, _), rerun = position.micro_batch, position.stack[-1], position.rerun
@@ -334,7 +349,7 @@ class SavedTensors:
         if found.static or not (storage.nbytes() or type(rerun) is ModuleRerun):
             found.keep()
             return None
-        owner = NO_OWNER if stays else micro_batch.owner_of(tensor)
+        owner = NO_OWNER if stays else micro_batch.owner_of(saved)
         if self._observation.counting is not None:
             self._observation.counting.add(owner, (layer, op, micro_batch.count), tensor, storage)
         made_here = rerun is not None and not stays and rerun.made(storage, owner)

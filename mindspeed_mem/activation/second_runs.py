@@ -24,7 +24,7 @@ from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import STAYS, OverwrittenError
+from mindspeed_mem.activation.storage.records import STAYS, OverwrittenError, local_of
 
 
 class SecondRuns:
@@ -160,7 +160,7 @@ class SecondRuns:
 
     def stays(self, result: Any) -> None:
         """What a layer returns stays: the next layers would have to run this one again, and all before it."""
-        for leaf in tensors_in(result) if self._in_force.recomputes else ():
+        for leaf in map(local_of, tensors_in(result)) if self._in_force.recomputes else ():
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 found = marks.known(leaf.untyped_storage())
                 if found is not None and found.made_by is not None:

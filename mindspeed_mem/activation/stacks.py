@@ -17,6 +17,7 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.rerun.arguments import attributes_of
 from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.patching import REGISTRY, Direct
 
 
@@ -65,6 +66,7 @@ def mark_static(models: Iterable[nn.Module]) -> None:
     for model in models:
         # Megatron's data parallel wrapper has a list called buffers
         for tensor in chain(nn.Module.parameters(model), nn.Module.buffers(model), _tables(model)):
+            tensor = local_of(tensor)
             if tensor.layout is torch.strided:
                 marks.of(tensor.untyped_storage()).static = True
 

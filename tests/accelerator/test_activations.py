@@ -13,6 +13,7 @@ from tests import side_streams
 from tests.accelerator.lags import LAGS, under
 from tests.asynchrony.test_several_streams import PLANS
 from tests.asynchrony.test_swap_waits import SCARCE, run
+from tests.attachment.rank_cases import on_device
 from tests.memory.test_adaptive_run import life
 from tests.memory.test_survive_oom import under_limits
 from tests.numerics.test_recompute import policies
@@ -39,6 +40,11 @@ FUSED = {"kind": "dropout", "bias_dropout_fusion": True, "bias_activation_fusion
 )
 def test_swap(lag, model):
     assert on_ranks(1, under, lag, compare, {}, {"layers": 3, **model}, ["everything", "both"], device="cuda") == [[]]
+
+
+def test_attached_models():
+    """Plain torch models with plans."""
+    assert on_ranks(1, under, "copies late", on_device, ["saved", "mixed", "whole"], device="cuda") == [[]]
 
 
 def recomputed(model: dict) -> list[str]:

@@ -10,6 +10,7 @@ non-reentrant form): what backward does not need, such as a last matrix product,
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from mindspeed_mem.activation.storage.records import (
     Owner,
     Record,
     layout_of,
+    local_of,
     view_of,
 )
 from mindspeed_mem.device import is_host_device
@@ -173,12 +175,13 @@ class ModuleRerun(Rerun):
         """Whoever saves what the operator returns keeps a record that this makes again."""
         for index, leaf in enumerate(tensors_in(result)):
             self.outputs.append(None)
-            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-                storage = leaf.untyped_storage()
+            part = local_of(leaf)
+            if type(part) is torch.Tensor and part.layout is torch.strided:
+                storage = part.untyped_storage()
                 node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
                 made_here = node is None or self.made(storage, owner_of(leaf))
-                if made_here and not _known(storage, leaf):
-                    marks.of(storage).made_by = MadeBy(self, index, leaf)
+                if made_here and not _known(storage, part):
+                    marks.of(storage).made_by = MadeBy(self, index, part)
 
     def makes(self, slot: int, record: Record) -> None:
         self.outputs[slot] = weakref.ref(record)
@@ -224,6 +227,7 @@ class ModuleRerun(Rerun):
                 return
             record, layout = slot[0](), slot[1]
             if record is not None and record.state == DROPPED:
+                tensor = local_of(tensor)
                 if layout_of(tensor) != layout or tensor.untyped_storage().nbytes() != record.nbytes:
                     self._differs(tensor, layout)
                 self._fill(record, tensor, layout)
@@ -235,7 +239,7 @@ class ModuleRerun(Rerun):
             with self._as_then(tensors, pack) as run, contextlib.suppress(_Enough):
                 for ref, tensor in zip(self.outputs, tensors_in(run()), strict=False):
                     if ref is not None and (record := ref()) is not None and record.state == DROPPED:
-                        self._fill(record, tensor)
+                        self._fill(record, local_of(tensor))
         finally:
             self._filled.clear()
         if self._remaining:
@@ -255,7 +259,8 @@ class ModuleRerun(Rerun):
             self.mover.begin_again(leaves)
             try:
                 with saved_tensors_hooks(pack, unpack):
-                    return self.call(*args, **kwargs)
+                    # who collects what modules return by a context variable (Hugging Face) has it already
+                    return contextvars.Context().run(self.call, *args, **kwargs)
             finally:
                 self.mover.end_again()
 
@@ -323,6 +328,7 @@ class ModuleRerun(Rerun):
             before = saved[index]
             index += 1
             if before is not None and before[0].live_handles():  # somebody still needs it
+                tensor = local_of(tensor)
                 compare(_content(*before, tensor), tensor)
             if index == len(saved) and result is None:
                 raise _Enough
@@ -435,6 +441,7 @@ def _empty(leaves: list[torch.Tensor]) -> None:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = local_of(one), local_of(other)
     if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.layout is not torch.strided:
         return type(one) is type(other)
     return same_bits(one, other)

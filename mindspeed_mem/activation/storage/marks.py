@@ -58,6 +58,12 @@ def of(storage: torch.UntypedStorage) -> Marks:
     return found
 
 
+def forget(tensor: torch.Tensor) -> None:
+    """Leave nothing on the storage of ``tensor``."""
+    if tensor.layout is torch.strided:
+        tensor.untyped_storage().__dict__.pop(_NAME, None)
+
+
 def set_by_others(storage: torch.UntypedStorage) -> dict[str, Any] | None:
     """The attributes that a program has set on it; None if there are none."""
     return {name: value for name, value in storage.__dict__.items() if name != _NAME} or None

@@ -126,6 +126,23 @@ def movable(tensor: torch.Tensor, device_type: str) -> bool:
     return plain and (base is None or type(base) is torch.Tensor)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor this rank's part, any other tensor itself."""
+    return tensor if type(tensor) is torch.Tensor else getattr(tensor, "_local_tensor", tensor)
+
+
+def part_of(tensor: torch.Tensor, device_type: str) -> torch.Tensor | None:
+    """This rank's part of a DTensor that is an ordinary activation; None of anything else.
+
+    The part has no version counter, so only what nobody has written over is one.
+    """
+    local = local_of(tensor)
+    base = tensor if tensor._base is None else tensor._base
+    if local is tensor or tensor._version or tensor.is_leaf or isinstance(base, torch.nn.Parameter):
+        return None
+    return local if movable(local, device_type) else None
+
+
 def native(tensor: torch.Tensor) -> Handle:
     """What a hook hands back for a tensor it leaves alone."""
     handle = Handle(tensor)
@@ -312,6 +329,24 @@ class Handle:
         record.way_back.bring_back(record)
         assert record.buffer is not None
         return view_of(record.buffer.untyped_storage(), *layout)
+
+
+class Part:
+    """One saved DTensor: a handle of this rank's part, and what makes a DTensor of it."""
+
+    __slots__ = ("handle", "like")
+
+    def __init__(self, handle: Handle, tensor: Any):
+        self.handle = handle
+        with torch._C.DisableTorchFunction():
+            self.like: Any = tensor.detach()  # shares the version counter
+        self.like._local_tensor = handle.alias  # and no memory that leaves
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """The DTensor of which ``local`` is this rank's part."""
+        if self.like._version:
+            raise OverwrittenError(OVERWRITTEN.format("", self.like._version, 0))
+        return type(self.like)(local, self.like._spec, requires_grad=False)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

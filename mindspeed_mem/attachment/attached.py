@@ -1,0 +1,359 @@
+"""Puts a memory plan into force on a plain torch model, and takes it off again.
+
+The engine is the one that runs Megatron's layers. What Megatron's patches tell it is said here: which modules are
+layers (`blocks`), and that a forward of the model is a pass. No schedule tells when a backward begins: gradients do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import inspect
+import logging
+import os
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed_mem import ranks
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.engine import Engine
+from mindspeed_mem.activation.stacks import mark_static, region_forward
+from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.records import local_of
+from mindspeed_mem.attachment import blocks
+from mindspeed_mem.device import Backend, DeviceError, get_backend
+from mindspeed_mem.patching import REGISTRY
+from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
+from mindspeed_mem.plan.checks import given
+from mindspeed_mem.report.swap_report import format_report
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "_mindspeed_mem_model"
+"""On the attached model: its forward is a pass."""
+_OWN = "_mindspeed_mem_forward"
+"""On a module that had a forward of its own: that."""
+_READS = "mindspeed_mem.patches.activation_saved_tensors"
+"""Under a saved-tensor hook custom functions read what they saved through this patch."""
+_GIB = 2**30
+_SHOWN = 12  # operators in a message
+
+_latest: list[tuple[weakref.ref[nn.Module], Engine]] = []
+"""The model that was attached last."""
+
+Plan = str | os.PathLike[str] | Mapping[str, Any]
+
+
+class Attached:
+    """A plan in force on a model. As a context manager it is detached at the end."""
+
+    def __init__(
+        self, model: nn.Module, engine: Engine, layers: Mapping[str, Sequence[nn.Module]], limited: bool = False
+    ):
+        self.model = model
+        self.engine = engine
+        self.layers = {name: list(members) for name, members in layers.items()}
+        """The layers of each list by its name; the plan counts on from list to list."""
+        self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
+        self._limited = limited  # the device's memory, by us
+        _latest[:] = [(weakref.ref(model), engine)]
+        try:
+            self._put_on()
+        except BaseException:
+            self.detach()
+            raise
+
+    @property
+    def operators(self) -> dict[int, tuple[str, ...]]:
+        """The names of the operators of each layer, by its number: what a plan can name."""
+        return {index: tuple(sorted(paths)) for index, paths in regions.tagged_layers().items()}
+
+    def report(self) -> str:
+        """What was moved and made again so far, on all ranks; empty on ranks other than 0. Collective."""
+        everyone = ranks.gather(self.engine.report())
+        return format_report(everyone) if ranks.number() == 0 else ""
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around what may run out of device memory: forwards with their loss and backwards, the optimizer's step.
+
+        With ``survive`` what operators lack inside is made room for; without, this does nothing.
+        """
+        survival = self.engine.survival
+        if survival is None:
+            yield
+            return
+        with survival.guarded(), survival.holding_all():
+            yield
+
+    def detach(self) -> None:
+        """Take everything off the model. Not in the middle of a step. What has left still comes back for a backward.
+
+        Raises RuntimeError where somebody has wrapped a forward after us: it has to be taken off first.
+        """
+        for module, forward in self._ours.items():
+            if module.__dict__.get("forward") is not forward:
+                who = type(module).__name__
+                raise RuntimeError(f"the forward of a {who} was replaced after attach: take that off, then detach")
+        REGISTRY.undo([_READS])
+        for module in self._ours:
+            del module.__dict__["forward"]
+            if _OWN in module.__dict__:
+                module.__dict__["forward"] = module.__dict__.pop(_OWN)
+        self._ours.clear()
+        regions.untag(self.model)
+        for module in self._models():
+            module.__dict__.pop(_MODEL, None)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            marks.forget(local_of(tensor))
+        if engines.current() is self.engine:
+            engines.stop()
+            if self._limited:
+                self.engine.backend.limit_memory(None)
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def _models(self) -> list[nn.Module]:
+        """What has a forward that is a pass."""
+        several = isinstance(self.model, (nn.ModuleList, nn.ModuleDict))
+        return list(self.model.children()) if several else [self.model]
+
+    def _put_on(self) -> None:
+        importlib.import_module(_READS)
+        REGISTRY.apply([_READS])
+        index = 0
+        for members in self.layers.values():
+            for layer in members:
+                regions.tag_layer(layer, index)
+                for path, module in layer.named_modules():
+                    if regions.TAG in module.__dict__:
+                        module.__dict__[regions.TAG] = (index, blocks.in_layer(path))
+                index += 1
+        everything = [layer for members in self.layers.values() for layer in members]
+        for module in blocks.outside(self.model, everything):
+            index += 1  # the plan does not reach it: it may only save what a layer made
+            regions.tag_tail(module, index)
+        for module in self.model.modules():
+            if regions.TAG in module.__dict__:
+                self._wrap(module, region_forward.make)
+        for module in self._models():
+            module.__dict__[_MODEL] = True
+            self._wrap(module, pass_forward)
+        in_force, first = self.engine.in_force, 0
+        for name, members in self.layers.items():
+            if name:
+                in_force.stacks[name] = range(first, first + len(members))
+            first += len(members)
+        in_force.num_layers = first
+        self.engine.resolve(lambda mine: [mine])
+        if in_force.covered:  # whatever follows a layer may save what it made
+            in_force.covered = set(range(index + 1))
+        mark_static([self.model])
+
+    def _wrap(self, module: nn.Module, around: Callable[[Callable], Callable]) -> None:
+        """Go around its forward: on the module, since its class may look at what its own forward is."""
+        original = _of_class
+        if module in self._ours:
+            original = self._ours[module].__func__
+        elif "forward" in module.__dict__:
+            module.__dict__[_OWN], original = module.__dict__["forward"], _of_module
+        forward = functools.update_wrapper(around(original), module.__dict__.get(_OWN, type(module).forward))
+        if original is _of_module:
+            _with_self(forward, module.__dict__[_OWN])
+        # a method, so that copies have theirs
+        self._ours[module] = module.__dict__["forward"] = types.MethodType(forward, module)
+
+
+def _with_self(forward: Any, own: Callable) -> None:
+    """What `own` takes, after the module."""
+    del forward.__wrapped__
+    with contextlib.suppress(TypeError, ValueError):  # C functions have no signature
+        signature = inspect.signature(own)
+        module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])
+
+
+def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of its class, which may be another one since (`fully_shard`)."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward that somebody had put on it."""
+    return module.__dict__[_OWN](*args, **kwargs)
+
+
+def pass_forward(original: Callable) -> Callable:
+    current, compiling = engines.current, torch.compiler.is_compiling
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if compiling() or _MODEL not in module.__dict__:
+            return original(module, *args, **kwargs)
+        engine = current()
+        if engine is None:
+            return original(module, *args, **kwargs)
+        if not engine.in_force.partners and ranks.is_initialized():
+            engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
+        return engine.passes.alone(lambda: original(module, *args, **kwargs), _first_with_graph)
+
+    return forward
+
+
+_DATA_PARALLEL = "use torch's DistributedDataParallel, a process for each device, in place of DataParallel"
+
+
+def attach(
+    model: nn.Module,
+    plan: Plan | MemoryConfig | None,
+    *,
+    layers: Sequence[str] | None = None,
+    host_memory_gib: float | None = None,
+    device_memory_gib: float | None = None,
+    survive: bool = False,
+) -> Attached:
+    """Swap and recompute activations of any torch model by a plan. Losses and gradients stay bit-identical.
+
+    Call it when the model is on its device, before or after wrapping it (DistributedDataParallel, `fully_shard`); with
+    ranks, on all of them. One model at a time: for several, attach an `nn.ModuleList` of them.
+
+    Args:
+        model: its forward is a micro-batch of the plan.
+        plan: a YAML file or what such a file contains, as for ``--memory-config``; None: nothing leaves by a plan. Its
+            layers are the members of the model's lists of blocks; its operators are modules by their names in a layer.
+        layers: names of lists and of modules that are the layers instead, in the order in which they run.
+        host_memory_gib: host memory that activations may fill, in GiB; None: as much as there is.
+        device_memory_gib: device memory that this process may use from now on, in GiB; None: all there is.
+        survive: where an operator inside `Attached.step` lacks device memory, activations move to the host, and it
+            runs again.
+
+    Raises:
+        MemoryConfigError: a ValueError with all that is wrong with the model, the plan, or the two together.
+    """
+    problems = _why_not(model)
+    backend = _backend_of(model, problems)
+    host_bytes, device_bytes = (
+        _bytes(name, value, problems)
+        for name, value in (("host_memory_gib", host_memory_gib), ("device_memory_gib", device_memory_gib))
+    )
+    found = blocks.lists_of_blocks(model) if layers is None else blocks.named_layers(model, layers, problems)
+    config = _checked(plan, found, problems)
+    if problems or config is None or backend is None:
+        raise MemoryConfigError(problems, "attach" if config is None else config.source)
+    if device_bytes is not None:
+        try:
+            backend.limit_memory(device_bytes)
+        except ValueError as error:
+            raise MemoryConfigError([f"device_memory_gib: {error}"], config.source) from error
+    attached = Attached(
+        model, engines.start(config, backend, host_bytes, survive=survive), found, device_bytes is not None
+    )
+    for notice in config.notices if ranks.number() == 0 else ():
+        logger.warning(notice)
+    return attached
+
+
+def _bytes(name: str, gib: float | None, problems: list[str]) -> int | None:
+    if gib is None or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and gib > 0):
+        return None if gib is None else int(gib * _GIB)
+    problems.append(f"{name}: got {given(gib)}; allowed: a number above 0, or None")
+    return None
+
+
+def _why_not(model: nn.Module) -> list[str]:
+    problems = []
+    if any(engines.current() is engine and _gone(ref) for ref, engine in _latest):
+        engines.stop()
+        REGISTRY.undo([_READS])
+    if _MODEL in model.__dict__ or any(regions.TAG in module.__dict__ for module in model.modules()):
+        problems.append("model: it is attached already; call detach() of what attach returned first")
+    elif engines.current() is not None:
+        problems.append(
+            "model: another memory plan is in force, of an attached model (detach it; for two models at a time attach "
+            "an nn.ModuleList of both) or of megatron_adaptor"
+        )
+    if isinstance(model, nn.DataParallel):
+        problems.append(f"model: got a DataParallel; {_DATA_PARALLEL}")
+    return problems
+
+
+def _gone(model: weakref.ref[nn.Module]) -> bool:
+    """Whether nobody has the model any more, nor its `Attached`, which could be detached."""
+    if model() is not None:
+        gc.collect()
+    return model() is None
+
+
+def _backend_of(model: nn.Module, problems: list[str]) -> Backend | None:
+    kinds = sorted({one.device.type for one in (*model.parameters(), *model.buffers())} or {"cpu"})
+    if "meta" in kinds:
+        problems.append("model: it is on meta; allowed: a model on its device (model.to_empty, then its weights)")
+        return None
+    if len(kinds) > 1:
+        problems.append(f"model: it is on {' and '.join(kinds)}; allowed: one kind of device")
+        return None
+    try:
+        usual = get_backend()
+        return usual if usual.tensor_type == kinds[0] else get_backend(kinds[0])
+    except DeviceError as error:
+        problems.append(f"model: {error}")
+        return None
+
+
+def _checked(
+    plan: Plan | MemoryConfig | None, layers: Mapping[str, Sequence[nn.Module]], problems: list[str]
+) -> MemoryConfig | None:
+    """The plan, or None; what is wrong with it, and with it on these layers, is added to ``problems``."""
+    if plan == "auto":
+        problems.append("plan: got 'auto'; for attached models no plan is searched: survive=True needs none")
+        return None
+    try:
+        if isinstance(plan, MemoryConfig):
+            config = plan
+        elif plan is None or isinstance(plan, (str, os.PathLike, Mapping)):
+            config = load_memory_config(plan)
+        else:
+            problems.append(f"plan: got {given(plan)}; allowed: a YAML file, or a mapping with what it contains")
+            return None
+    except MemoryConfigError as error:
+        problems += error.problems
+        return None
+    members = [layer for found in layers.values() for layer in found]
+    operators = {
+        index: list(dict.fromkeys(name for path, _ in layer.named_modules() if (name := blocks.in_layer(path))))
+        for index, layer in enumerate(members)
+    }
+    first, stacks = 0, {}
+    for name, found in layers.items():
+        stacks[name] = range(first, first := first + len(found))
+    try:
+        resolve(config, operators, len(members), None, {name: one for name, one in stacks.items() if name})
+    except MemoryConfigError as error:
+        names = list(dict.fromkeys(path for paths in operators.values() for path in paths))
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        problems += [one.replace("what `python -m mindspeed_mem ops` prints", shown) for one in error.problems]
+    return config
+
+
+def _first_with_graph(output: Any) -> torch.Tensor | None:
+    """Of what a model returns, the first tensor that gradients can reach it by."""
+    return next((one for one in _tensors_in(output) if one.grad_fn is not None), None)
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (Mapping, list, tuple)):
+        for one in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_in(one)

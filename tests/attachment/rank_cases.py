@@ -1,0 +1,123 @@
+"""What ranks run: plain models under DistributedDataParallel and FSDP2, with a plan and without."""
+
+import copy
+import gc
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import mindspeed_mem
+from mindspeed_mem import parallel
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from tests.attachment.plain_models import PLANS, STEPS, TEXT, Net, loss_of, results, same
+from tests.models import DEVICE
+from tests.parallel_models import MODELS
+
+
+def ddp(model):
+    return DistributedDataParallel(model)
+
+
+def fsdp(model):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def nested(model):
+    """Parts of blocks have parameters of their own to gather."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block.fc1, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPERS = {one.__name__: one for one in (ddp, fsdp, nested)}
+
+
+def step(model):
+    """Two micro-batches of this rank's own."""
+    found = []
+    for part in TEXT.roll(dist.get_rank(), 0).split(2):
+        loss = loss_of(model, part)
+        loss.backward()
+        found.append(loss)
+    return found
+
+
+def local(tensors):
+    return [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
+
+
+def equal(wrapper, plan, first):
+    """Whether all is the same with a plan, and something was moved or made again; what is left. ``first``: attach
+    before the model is wrapped."""
+    torch.manual_seed(1)
+    model = Net()
+    plain = local(results(WRAPPERS[wrapper](copy.deepcopy(model)), step))
+    if first:
+        attached = mindspeed_mem.attach(model, PLANS[plan])
+        wrapped = WRAPPERS[wrapper](model)
+    else:
+        wrapped = WRAPPERS[wrapper](model)
+        attached = mindspeed_mem.attach(wrapped, PLANS[plan])
+    with attached:
+        found = local(results(wrapped, step))
+        gc.collect()
+        figures = attached.engine.report()
+        names = list(attached.layers)
+    left = LEDGER.held.now
+    again = local(results(wrapped, step, times=1))
+    return same(found, plain), bool(figures.bytes_out or figures.recomputed_bytes), left, names, len(again) > 0
+
+
+def split_steps(model, batches):
+    """Losses, gradients and parameters of some steps, as this rank's parts."""
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        found += [loss.detach().clone(), *(one.grad.clone() for one in model.parameters())]
+        optimizer.step()
+    return local([*found, *(one.detach() for one in model.parameters())])
+
+
+def equal_split(name, plan, layers, axes):
+    """As `equal`, of a model split by strategies; bytes that were moved and made again, and the highest peak against
+    that without a plan."""
+    make, batch, rows = MODELS[name]
+    torch.manual_seed(1)
+    model, batches = make(), [batch(step, torch.float32) for step in range(4)]
+    mesh = parallel.mesh("cpu", **axes)
+    plain = split_steps(parallel.semi_auto(copy.deepcopy(model), mesh, rows(axes)), batches)
+    model = parallel.semi_auto(model, mesh, rows(axes))
+    with mindspeed_mem.attach(model, plan, layers=layers) as attached:
+        found = split_steps(model, batches)
+        reported = parallel.report(model) is not None
+        gc.collect()
+        figures = attached.engine.report()
+    peak = figures.peak_bytes / max(figures.peak_bytes_without, 1)
+    return same(found, plain) and reported, figures.bytes_out, figures.recomputed_bytes, peak, LEDGER.held.now
+
+
+def on_device(plans):
+    """The plans with which something differs on the accelerator of the tests."""
+    wrong = []
+    for plan in plans:
+        torch.manual_seed(1)
+        model = Net().to(DEVICE)
+        plain = results(copy.deepcopy(model), STEPS["at_once"])
+        with mindspeed_mem.attach(model, PLANS[plan]) as attached:
+            found = results(model, STEPS["at_once"])
+            figures = attached.engine.report()
+        if not same(found, plain) or not (figures.bytes_out or figures.recomputed_bytes) or figures.held_bytes:
+            wrong.append(plan)
+    return wrong

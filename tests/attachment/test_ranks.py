@@ -1,0 +1,45 @@
+"""Plans on plain models that are wrapped for several ranks."""
+
+from itertools import product
+
+import pytest
+
+from tests.attachment import rank_cases
+from tests.worlds import on_ranks
+
+CASES = [("ddp", "mixed", True), ("fsdp", "whole", False), ("nested", "mixed", True)]
+OTHERS = product(rank_cases.WRAPPERS, rank_cases.PLANS, (True, False))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("wrapper", "plan", "first"),
+    CASES + [pytest.param(*one, marks=pytest.mark.sweep) for one in OTHERS if one not in CASES],
+)
+def test_bits_are_the_same(wrapper, plan, first):
+    for same, moved, left, names, trains in on_ranks(2, rank_cases.equal, wrapper, plan, first):
+        assert same and moved and left == 0 and names == ["blocks"] and trains
+
+
+SWAP = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 2, "layers": True}]}}
+WHOLE = {"recompute_config": {"recompute": True}}
+PARTS = {
+    "swap_config": {"swap": True, "op_swap": [{"op_name": "fc1", "backward_prefetch": 1, "layers": True}]},
+    "recompute_config": {"select_recompute": {"norm[12]": True, "q": [0]}},
+}
+SPLIT = [("gpt", PARTS, None, {"tp": 2}), ("gpt", WHOLE, None, {"dp": 2})]
+SPLIT += [
+    pytest.param(name, plan, layers, axes, marks=pytest.mark.sweep)
+    for name, plan, layers, axes in (
+        *(("gpt", plan, None, axes) for plan in (SWAP, WHOLE, PARTS) for axes in ({"tp": 2}, {"dp": 2})),
+        *(("resnet", plan, ["layer1", "layer2"], {"dp": 2}) for plan in (SWAP, WHOLE)),
+    )
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "plan", "layers", "axes"), SPLIT)
+def test_models_split_by_strategies(name, plan, layers, axes):
+    for same, moved, again, peak, left in on_ranks(2, rank_cases.equal_split, name, plan, layers, axes):
+        assert same and left == 0 and peak < 0.95
+        assert bool(moved) == ("swap_config" in plan) and bool(again) == ("recompute_config" in plan)
