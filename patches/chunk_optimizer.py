@@ -22,7 +22,7 @@ def init(original, self, *args, **kwargs):
     if not masters.all_chunks(self):
         return
     for _, master in masters.of_fp32(self):
-        # A view of its parameter, whose graph would keep the model, and so its chunks, for ever. (Of a view made without
+        # A view of its parameter, whose graph would keep the model, and so its chunks, for ever. (Of one made without
         # a graph torch 2.15 takes no gradient once it was written.) Others have it already: it stays the same object.
         plain = master.detach().requires_grad_(master.requires_grad)
         vars(plain).update(vars(master))
