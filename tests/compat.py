@@ -260,6 +260,9 @@ _END = """\
 On any other version the pack says once that no test has run with it. `python -m mindspeed_mem doctor` then names each
 patched symbol whose source is none of those that its patch was read against, and a symbol whose parameters are others
 is refused.
+
+By hand, the doctor and a few of these cases: Python 3.10 with megatron-core 0.16.1 and torch 2.13 (from a wheel), and
+Python 3.13 with megatron-core 0.19.2 and torch 2.15.
 """.split("\n")
 
 
