@@ -2,7 +2,8 @@
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
 # make test-oldest  set up the oldest supported torch beside it (.venv-oldest) and run some tests of swapping
 # make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
-# make compat     what works on which megatron-core: an environment for each (PYTHON has to be 3.12 or newer), the doctor
+# make test-newest  the same for the newest and the oldest megatron-core (.venv-compat; where there is a Python 3.12)
+# make compat     what works on which megatron-core: an environment for each (with a Python 3.12 that it finds), the doctor
 #                 and some tests in it, and the table of that (VERSIONS="0.14.0 0.19.2" for some, COMPAT=folder)
 # make device     what is to be known of an accelerator, in pieces: installs nothing, PYTHON has to have torch and
 #                 megatron-core (DEVICE=npu, MINUTES=9, ONLY=bits-chunks,swap, RESULTS=folder; goes on where it stopped)
@@ -38,7 +39,7 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test test-oldest compat check lint types doctor device hashes clean environment
+.PHONY: help pretrain test test-oldest test-newest compat check lint types doctor device hashes clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -62,10 +63,14 @@ test: environment
 test-oldest: environment
 	RUN="$(RUN)" OLDEST=$(OLDEST) .ci/oldest --quiet $(PARALLEL) $(OLDEST_TESTS)
 
-# Not in the environment of the other targets, whose Python may be too old for the newest.
-compat:
-	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) tests/compat.py --folder "$(COMPAT)" \
-	    $(if $(VERSIONS),--only $(VERSIONS))
+# The next two have environments of their own: the Python of the others may be too old for the newest.
+COMPAT_RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(RUN) tests/compat.py --folder "$(COMPAT)"
+
+test-newest: environment
+	$(COMPAT_RUN) --quick $(if $(INSTALL),--install)
+
+compat: environment
+	$(COMPAT_RUN) $(if $(VERSIONS),--only $(VERSIONS))
 
 lint: types
 	$(ENVIRONMENT) $(RUN) -m ruff check .

@@ -6,8 +6,6 @@ Why here: these three methods are the only way between a model's buffers and the
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from mindspeed_mem.patches import _distributed_optimizer as masters
@@ -20,11 +18,15 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
 @around(_OPTIMIZER + "__init__")
 def init(original, self, *args, **kwargs):
     now = runtime.current()
-    # An fp32 master is a view of its parameter. With a graph it would keep the model, and so its chunks, for ever.
-    with torch.no_grad() if now is not None else contextlib.nullcontext():
-        original(self, *args, **kwargs)
+    original(self, *args, **kwargs)
     if not masters.all_chunks(self):
         return
+    for _, master in masters.of_fp32(self):
+        # A view of its parameter, whose graph would keep the model, and so its chunks, for ever. (Of one made without
+        # a graph torch 2.15 takes no gradient once it was written.) Others have it already: it stays the same object.
+        plain = master.detach().requires_grad_(master.requires_grad)
+        vars(plain).update(vars(master))
+        torch.utils.swap_tensors(master, plain)
     assert now is not None, "whoever made the chunks"
     stores = now.stores(self.buffers)
     for chunks in masters.all_chunks(self):

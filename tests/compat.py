@@ -5,6 +5,8 @@
 One environment per version: a folder with that megatron-core and nothing else, in front of one that all share (torch,
 and what the tests need). In each the doctor runs, then the cases of each feature below: tests of this suite which
 compare every bit with Megatron alone. A feature that the table of features refuses on a version has no cases there.
+
+`make test-newest` runs a few of these cases with the newest version and the oldest, and writes nothing (`--quick`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,10 @@ from mindspeed_mem import requirements
 ROOT = Path(__file__).resolve().parents[1]
 TABLE, PAGE = ROOT / "mindspeed_mem" / "compat.json", ROOT / "docs" / "versions.md"
 SHARED = ("wrapt", "PyYAML", "numpy", "scipy", "psutil", "packaging", "pytest", "hypothesis")
+OF_TORCH = ("filelock", "typing_extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
+"""What torch depends on to run on the CPU: .ci/cpu-torch installs it alone."""
+PYTHONS = ("python3.12", "python3.13")
+"""Those that can have every version: megatron-core 0.17 needs 3.12."""
 EXPERTS = "tests/numerics/test_recompute.py::test_expert_layers[alltoall, expert bias]"
 FEATURES: dict[str, tuple[str, list[str], list[str]]] = {
     "swap": (
@@ -78,6 +86,14 @@ FEATURES: dict[str, tuple[str, list[str], list[str]]] = {
         ],
     ),
 }
+QUICK = (
+    "tests/numerics/test_swap.py::test_every_layout[PP2]",
+    "tests/numerics/test_recompute.py::test_other_kinds_of_model[dropout]",
+    "tests/memory/test_adaptive_run.py::test_training_is_bit_identical_and_settles[dense-{'layers': 4}]",
+    "tests/numerics/test_pipeline_cap.py::test_bit_identical_to_megatrons_schedule[pp2]",
+    "tests/numerics/test_chunk_zero.py::test_other_numbers_of_ranks[1]",
+)
+"""Of these cases, those that CI runs."""
 LESS = {
     ("0.12.1", "recompute"): (
         EXPERTS,
@@ -96,47 +112,97 @@ print(json.dumps([platform.python_version(), torch.__version__.partition("+")[0]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-compat", help="where the environments go")
-    parser.add_argument("--python", default=sys.executable, help="3.12 or newer: megatron-core 0.17 needs it")
-    parser.add_argument("--torch", default="torch==2.13.0")
-    parser.add_argument("--only", nargs="+", default=list(requirements.TESTED["megatron-core"]), metavar="VERSION")
+    parser.add_argument("--python", help=f"3.12 or newer (default: {' or '.join(PYTHONS)}, on PATH or of pyenv)")
+    parser.add_argument("--torch", default=_pinned_torch(), metavar="VERSION")
+    parser.add_argument("--only", nargs="+", metavar="VERSION")
+    parser.add_argument("--quick", action="store_true", help="a few cases with the newest and the oldest; no table")
+    parser.add_argument("--install", action="store_true", help="only make the environments")
     given = parser.parse_args()
+    tested = list(requirements.TESTED["megatron-core"])
+    versions = given.only or ([tested[-1], tested[0]] if given.quick else tested)
+    python = given.python or _python()
+    if python is None:
+        needs = f"megatron-core {versions[0]} needs Python 3.12, and none is found on PATH or among pyenv's versions"
+        print(f"newest: {needs}; its tests are NOT RUN" if given.quick else needs)
+        return not given.quick
+    folder = given.folder.resolve()
+    for version in versions:
+        if why := _make(folder, python, given.torch, version):
+            print(f"newest: {why}; its tests are NOT RUN" if given.quick else why)
+            return not given.quick
+    if given.install:
+        return 0
+    if given.quick:
+        with ThreadPoolExecutor(2) as at_once:  # a version on each of two cores
+            examined = at_once.map(lambda one: _examined(folder, one, QUICK), versions)
+            return _shown(dict(zip(versions, examined, strict=True)))
     found = json.loads(TABLE.read_text()) if TABLE.is_file() else {}
-    for version in given.only:
-        run = _environment(given.folder.resolve(), given.python, given.torch, version)
-        found[version] = _examined(given.folder.resolve() / version, run)
+    for version in versions:
+        found[version] = _examined(folder, version)
         found = {one: found[one] for one in sorted(found, key=lambda v: [int(n) for n in v.split(".")])}
         TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(found), encoding="utf-8")
         print(f"{version}: {json.dumps(found[version]['features'])}", flush=True)
+    return _shown(found)
+
+
+def _shown(found: dict[str, Any]) -> int:
+    """Say what fails; returns the exit status."""
     wrong = [
         f"{version}: {name}: {why}"
         for version, one in found.items()
         for name, why in (*one["features"].items(), ("doctor", one["doctor"]))
         if not why.startswith(("works", "refused"))
     ]
-    print("\n".join(wrong) or "nothing fails", flush=True)
+    print("\n".join(wrong) or f"nothing fails with megatron-core {', '.join(found)}", flush=True)
     return 1 if wrong else 0
 
 
-def _environment(folder: Path, python: str, torch: str, version: str) -> list[str]:
-    """What runs Python with this megatron-core, made where it is not there yet."""
+def _pinned_torch() -> str:
+    pins = (ROOT / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix("torch==") for line in pins if line.startswith("torch=="))
+
+
+def _python() -> str | None:
+    """A Python that can have every version; None: there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    of_pyenv = [str(path) for name in PYTHONS for path in pyenv.glob(f"{name.removeprefix('python')}*/bin/python")]
+    for one in (sys.executable, *filter(None, map(shutil.which, PYTHONS)), *of_pyenv):
+        # One on PATH may be a stub of a version manager that does not run.
+        check = [one, "-c", "import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))"]
+        if subprocess.run(check, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0:
+            return one
+    return None
+
+
+def _make(folder: Path, python: str, torch: str, version: str) -> str | None:
+    """Make the environment of a megatron-core where it is not there yet; returns why it cannot be made."""
     shared, own = folder / "shared", folder / version
-    run = str(shared / "bin" / "python")
-    pip = [run, "-m", "pip", "install", "--quiet"]
-    if not (shared / "made").is_file():
-        subprocess.run([python, "-m", "venv", str(shared)], check=True)
-        subprocess.run([*pip, torch, *SHARED], check=True)
-        (shared / "made").touch()
+    run, made = shared / "bin" / "python", shared / "made"
+    pip = [str(run), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
+    wanted = "\n".join((torch, *SHARED, *OF_TORCH))
+    if not made.is_file() or made.read_text(encoding="utf-8") != wanted:
+        subprocess.run([python, "-m", "venv", "--clear", str(shared)], check=True)
+        for command in ([str(ROOT / ".ci" / "cpu-torch"), str(run), torch], [*pip, *SHARED, *OF_TORCH]):
+            if subprocess.run(command, check=False).returncode:
+                return f"torch {torch} or what it needs cannot be installed here"
+        made.write_text(wanted, encoding="utf-8")
     if not (own / "megatron").is_dir():
-        subprocess.run([*pip, "--no-deps", "--target", str(own), f"megatron-core=={version}"], check=True)
-    return [run]
+        command = [*pip, "--no-deps", "--target", str(own), f"megatron-core=={version}"]
+        if subprocess.run(command, check=False).returncode:
+            return f"megatron-core {version} cannot be installed here"
+    return None
 
 
-def _examined(own: Path, run: list[str]) -> dict[str, Any]:
+def _examined(folder: Path, version: str, only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What works on a version, by all cases or by those named."""
+    own, run = folder / version, [str(folder / "shared" / "bin" / "python")]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{own}", "OMP_NUM_THREADS": "1", "MINDSPEED_MEM_DEVICE": "cpu"}
 
     def ask(*command: str) -> str:
         done = subprocess.run([*run, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(done.stdout, flush=True)
         return done.stdout
 
     doctor = json.loads(ask("-m", "mindspeed_mem", "doctor", "--json"))
@@ -144,12 +210,16 @@ def _examined(own: Path, run: list[str]) -> dict[str, Any]:
     cases = {name: [*one, *two] for name, (flag, one, two) in FEATURES.items() if not refused[flag]}
     less = {name: what for (version, name), what in LESS.items() if version == own.name}
     cases |= {name: [case for case in cases[name] if case != left_out] for name, (left_out, _) in less.items()}
+    if only:
+        cases = {name: left for name, some in cases.items() if (left := [case for case in some if case in only])}
     report = own / "report.xml"
     report.unlink(missing_ok=True)
     ask("-m", "pytest", "-q", f"--junitxml={report}", *(case for some in cases.values() for case in some))
     outcomes = _outcomes(report)
     features = {}
     for name, (flag, *_) in FEATURES.items():
+        if only and name not in cases:
+            continue
         failed = [case for case in cases.get(name, ()) if outcomes.get(_short(case)) != "passed"]
         features[name] = f"refused: {refused[flag]}" if refused[flag] else ": ".join(("works", *less.get(name, ())[1:]))
         if failed:
@@ -190,6 +260,9 @@ _END = """\
 On any other version the pack says once that no test has run with it. `python -m mindspeed_mem doctor` then names each
 patched symbol whose source is none of those that its patch was read against, and a symbol whose parameters are others
 is refused.
+
+By hand, the doctor and a few of these cases: Python 3.10 with megatron-core 0.16.1 and torch 2.13 (from a wheel), and
+Python 3.13 with megatron-core 0.19.2 and torch 2.15.
 """.split("\n")
 
 

@@ -114,6 +114,7 @@ def trained(layout: dict[str, Any], model: dict[str, Any], steps: int = 2, micro
     """A few training steps of a new model, and what they leave behind besides: generators, statistics of experts."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.utils import get_default_causal_mask
 
     from tests.models import build_gpt, build_optimizer, expert_losses, forget_routing, train_step
     from tests.worlds import parallel
@@ -130,7 +131,9 @@ def trained(layout: dict[str, Any], model: dict[str, Any], steps: int = 2, micro
         besides |= {name: one["values"].clone() for name, one in kept.items()}
         besides |= {f"{i}.{name}": b.clone() for i, chunk in enumerate(chunks) for name, b in _buffers(chunk)}
         forget_routing(chunks)
-        RotaryEmbedding.forward.cache_clear()  # Megatron keeps the tables that layers of latent attention make
+        # Megatron keeps the tables that layers of latent attention make, and up to 0.15 its own attention's mask.
+        for kept_by in (RotaryEmbedding.forward, get_default_causal_mask):
+            getattr(kept_by, "cache_clear", list)()
         return results, besides
 
 

@@ -312,6 +312,12 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
             gc.freeze()
 
 
+def _storage(content: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
 def _pickled(result: Any) -> bytes:
     """With tensors of a device as the host's."""
     import torch
@@ -320,6 +326,9 @@ def _pickled(result: Any) -> bytes:
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+                # megatron-core 0.18 puts a function of its own there, which needs triton in whoever reads it.
+                return _storage, value.__reduce__()[1]
             return NotImplemented
 
     target = io.BytesIO()

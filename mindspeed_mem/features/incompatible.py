@@ -34,6 +34,7 @@ def _draws_nothing(args: Any) -> bool:
 
 
 _SAME = "both decide about the same activations"
+_AS_PLAN = "`python -m mindspeed_mem plan --from-megatron` says it as a plan"
 _GRAPH = "replaying a graph skips the Python code that swaps and recomputes"
 _NOT_YET = "not supported yet"
 _OWN_PASSES = "its forwards and backwards are its own, which swap and recompute do not follow"
@@ -44,10 +45,10 @@ _LIVE = (
 )
 
 MEMORY = (
-    of_core("--recompute-granularity", "a layer that Megatron recomputes keeps nothing to decide about", value="full"),
-    of_core("--fine-grained-activation-offloading", _SAME),
+    of_core("--recompute-granularity", f"a layer that runs again keeps nothing to move; {_AS_PLAN}", value="full"),
+    of_core("--fine-grained-activation-offloading", f"{_SAME}; {_AS_PLAN}"),
     of_core("--cpu-offloading", _SAME),
-    of_core("--cpu-offloading-num-layers", _SAME),
+    of_core("--cpu-offloading-num-layers", f"{_SAME}; {_AS_PLAN}"),
     of_core("--cuda-graph-impl", _GRAPH, off="none"),
     of_core("--enable-cuda-graph", _GRAPH),
     of_core("--external-cuda-graph", _GRAPH),

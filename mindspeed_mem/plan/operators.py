@@ -181,6 +181,24 @@ _BY_NAME = {one.name: one for one in OPERATORS}
 MARKERS = {one.marker: one.name for one in OPERATORS if one.marker is not None}
 """Megatron's range markers that stand for an operator of another name."""
 
+_ATTENTION, _EXPERTS = r".*attention\.", (r"mlp\.experts\.", r"mlp\.experts\.local_experts\.\d+\.")
+MEGATRON_MODULES: dict[str, tuple[str, ...]] = {
+    "core_attn": (rf"{_ATTENTION}core_attention",),
+    "attn_proj": (rf"{_ATTENTION}linear_proj",),
+    "qkv_linear": (rf"{_ATTENTION}(linear_(q|kv|qkv|q_proj|(q|kv)_(down|up)_proj)|(q|k|kv)_layernorm)",),
+    "mla_up_proj": (r"self_attention\.linear_(q|q_up|kv_up)_proj",),
+    "attn_norm": (INPUT_NORM,),
+    "mlp_norm": (MLP_NORM,),
+    "layernorm": (INPUT_NORM, MLP_NORM),
+    "moe": (r"mlp\.(router|dispatch|experts|shared_experts|fc[12]_latent_proj)",),
+    "shared_experts": (r"mlp\.shared_experts",),
+    "fused_group_mlp": (r"mlp\.experts",),
+    "expert_fc1": tuple(f"{experts}linear_fc1" for experts in _EXPERTS),
+    "moe_act": tuple(f"{experts}activation_func" for experts in _EXPERTS),
+}
+"""Names in Megatron's ``--recompute-modules`` and ``--offload-modules``, and the patterns that each stands for; ``mlp``
+is a node here as well. They are names, not to be matched by regular expressions: ``.*norm`` means what it says."""
+
 _KNOWN_PRIMITIVES = frozenset(
     "swiglu matmul batch_matmul batch_matmul_q_k softmax dropout bias_add sub div reshape transpose "
     "split tile expand_dims gather".split()
@@ -297,20 +315,20 @@ def _fits(parts: Sequence[str], name: str) -> bool:
 
 
 def match(pattern: str, operators: Collection[str]) -> list[Match]:
-    """The nodes among `operators` (one layer's, in Megatron's names) that `pattern` matches in either vocabulary.
+    """The nodes among `operators` (one layer's, in Megatron's names) that `pattern` matches in any vocabulary.
 
     Whether an operator is selected does not depend on the others.
 
     Raises:
         re.error: a part of the pattern is no regular expression; `pattern_error` says so beforehand.
     """
-    parts = split_pattern(pattern)
+    patterns = [split_pattern(one) for one in MEGATRON_MODULES.get(pattern, (pattern,))]
     # Primitives have to be named: a wildcard for modules must not reach norms or linears one level too deep.
-    by_primitive = re.fullmatch(parts[-1], "_") is None
+    by_primitive = re.fullmatch(patterns[0][-1], "_") is None
     found = []
     for node, selected in nodes_of(operators).items():
         names = (*module_names(node), *(primitive_names(node) if by_primitive else ()))
-        shown = next((name for name in names if _fits(parts, name)), None)
+        shown = next((name for name in names if any(_fits(parts, name) for parts in patterns)), None)
         if shown is not None:
             found.append(Match(shown, selected, node))
     return found

@@ -31,6 +31,7 @@ from mindspeed_mem.model_sizes import (
 )
 from mindspeed_mem.reserve import Reserve, of_device
 from mindspeed_mem.schedule import problems as schedule_problems
+from mindspeed_mem.tools import from_megatron
 
 DESCRIPTION = """Finds which layers and operators should keep, swap or recompute their activations, from a model's shape
 or from a profile, and predicts step time and memory. Nothing is run; neither Megatron nor a device is needed:
@@ -100,6 +101,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         machine.add_argument(flag(name), metavar="X", help=f"{text} ({default:g})")
     files = command.add_argument_group("files")
     files.add_argument("--trace", metavar="FILE", help="plan from this profile instead of from a shape")
+    what = "no search: the plan that does what these flags of Megatron do, all in one argument; printed, or --output"
+    files.add_argument("--from-megatron", metavar="FLAGS", help=what)
     files.add_argument("--output", metavar="FILE", help="write the plan: a YAML file for --memory-config")
     files.add_argument("--write-trace", metavar="FILE", help="write what was planned from as a profile")
     files.add_argument("--picture", metavar="FILE", help="draw step time over memory limits: .svg, .png or .pdf")
@@ -107,6 +110,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
+    if given.from_megatron is not None:
+        return _translated(given)
     request = _read(given)
     profile = request.profile
     if request.wrong or profile is None:
@@ -123,6 +128,27 @@ def main(given: argparse.Namespace) -> int:
     if given.write_trace:
         profile_file.write(profile, given.write_trace)
     return _plan(given, profile, kept)
+
+
+def _translated(given: argparse.Namespace) -> int:
+    """The plan that is equal to a Megatron command line."""
+    wrong: list[str] = []
+    found = from_megatron.read(given.from_megatron, wrong)
+    instead_of("--from-megatron", given, (*_OF_A_SHAPE, "trace"), wrong)
+    check_file("--output", given.output, wrong)
+    wrong += [reason for reason in [requirements.absent("PyYAML")] if reason is not None]
+    if wrong:
+        print("mindspeed_mem plan --from-megatron:", *(f"  {reason}" for reason in wrong), sep="\n", file=sys.stderr)
+        return 2
+    import yaml  # only this needs it
+
+    text = yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=_WIDTH)
+    if given.output is None:
+        print(text, end="")
+    else:
+        output.write(given.output, text)
+        print(f"written to {given.output}: train with --memory-config {given.output}, and without Megatron's flags")
+    return 0
 
 
 def _reserve(request: Request, profile: profile_file.Profile, device_bytes: int) -> Reserve:

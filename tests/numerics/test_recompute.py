@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from mindspeed_mem.tools import from_megatron
 from tests.swap_runs import again, entry, mismatches, op
 from tests.sweeping import but
 from tests.worlds import on_ranks
@@ -73,6 +74,15 @@ def test_other_kinds_of_model(kind):
 def test_megatrons_own_core_attention(kind):
     names = ["whole layers", "core attention", "each", "all but core attention", "operators, inputs swapped"]
     assert on_ranks(1, mismatches, policies(kind, names), {}, {"kind": kind}, sdpa=False) == [[]]
+
+
+def test_megatrons_flags_as_a_plan():
+    """Its names of modules, moved and run again: what `plan --from-megatron` makes of a command line."""
+    wrong: list[str] = []
+    flags = "--num-layers 4 --num-experts 4 --fine-grained-activation-offloading --min-offloaded-tensor-size 0 "
+    flags += "--offload-modules core_attn attn_proj qkv_linear --recompute-granularity selective --recompute-modules "
+    plans = {one: from_megatron.read(flags + one, wrong) for one in ("moe_act layernorm", "moe")}
+    assert not wrong and on_ranks(1, mismatches, plans, {}, {"kind": "moe"}) == [[]]
 
 
 def test_latent_attention_one_projection_at_a_time():

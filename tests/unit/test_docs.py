@@ -214,9 +214,10 @@ def parser_flags(one: argparse.ArgumentParser) -> set[str]:
 
 @functools.cache
 def known_flags() -> set[str]:
-    """Of our parsers, and what examples, benchmarks and the table's conditions on other people's options name."""
+    """Of our parsers, and what examples, benchmarks and the code that reads other people's options name."""
     ours = parser_flags(parser()) | parser_flags(features.add_arguments(argparse.ArgumentParser()))
-    files = [*ROOT.glob("examples/*.*"), *ROOT.glob("benchmarks/*.py"), ROOT / "mindspeed_mem/features/incompatible.py"]
+    others = (ROOT / "mindspeed_mem" / name for name in ("features/incompatible.py", "tools/from_megatron.py"))
+    files = [*ROOT.glob("examples/*.*"), *ROOT.glob("benchmarks/*.py"), *others]
     return ours.union(OTHERS, *(named_flags(path.read_text()) for path in files))
 
 

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
 Saved = TypeVar("Saved", bound="OfFunction")
 
-_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
+_native_apply: Any = vars(torch.autograd.Function)["apply"]
+APPLY_IS_PYTHON = isinstance(_native_apply, classmethod)
+"""Torch 2.15 has it in C."""
+
+
+def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """``cls.apply`` where that is in C: its frame shows, as Python's own did, whose tensors are being packed."""
+    return _native_apply.__get__(None, cls)(*args, **kwargs)
+
+
+_APPLY = (_native_apply.__func__ if APPLY_IS_PYTHON else applied).__code__
 
 MARKS: list[str] = []
 """Attributes by which libraries say that a tensor that their functions save is to stay on the device."""
