@@ -288,6 +288,33 @@ class Watched(Block):
         return x + self.fc2(self.act(self.fc1(normed)))
 
 
+class Averaging(Block):
+    """Saves tensors that it writes to whenever it trains: its own, and a batch norm's."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.batch_norm = nn.BatchNorm1d(width)
+        self.register_buffer("mean", torch.ones(width))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return x + self.batch_norm(self.mlp(x).transpose(1, 2)).transpose(1, 2) * self.mean
+
+
+@pytest.mark.parametrize("plan", ["swap", "whole"])
+def test_running_averages(plan, attach):
+    model = Net()
+    model.blocks = nn.ModuleList(Averaging(16) for _ in range(2))
+
+    def step(model):
+        return accumulated(model) + list(model.buffers())
+
+    plain = results(copy.deepcopy(model), step)
+    attached = attach(model, PLANS[plan])
+    assert same(results(model, step), plain)
+    assert attached.engine.report().recomputed_bytes or plan == "swap"
+
+
 def test_what_a_forward_collects_is_collected_once(attach):
     model = Net()
     model.blocks = nn.ModuleList(Watched(16) for _ in range(2))

@@ -43,6 +43,14 @@ class Changeable(NamedTuple):
     same: Callable[[Any, Any], bool]
 
 
+class _Content(NamedTuple):
+    """A tensor's, and its version: whoever has saved the tensor asks whether that is still the same."""
+
+    bits: torch.Tensor
+    version: int
+    as_it_is: Any  # sets the version to that
+
+
 class Called:
     """Notes which Python functions run while it is entered; not under a profiler, which it would replace."""
 
@@ -116,6 +124,8 @@ def put_back(places: Sequence[Changeable], changed: dict[Changeable, bool] | Non
 
 
 def _differs(now: Any, earlier: Any) -> bool:
+    if isinstance(now, _Content) and isinstance(earlier, _Content):
+        return not same_bits(now.bits, earlier.bits)
     if type(now) is not type(earlier) or not isinstance(now, (dict, list)):
         return True
     if len(now) != len(earlier) or (isinstance(now, dict) and now.keys() != earlier.keys()):
@@ -138,7 +148,7 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
         plain = plain and not value.is_inference()
         if plain and value._version and not marks.is_managed(value.untyped_storage()):
             seen.add(id(value))
-            found.append(_place(name, get, lambda tensor: tensor.detach().clone(), _copy, same_bits))
+            found.append(_place(name, get, _content, _copy, _same_content))
     elif isinstance(value, torch.Generator):
         seen.add(id(value))
         found.append(_place(name, get, kind.get_state, kind.set_state, torch.equal))
@@ -246,10 +256,19 @@ def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
     )
 
 
-def _copy(tensor: torch.Tensor, earlier: torch.Tensor) -> None:
-    if tensor.shape == earlier.shape:
+def _content(tensor: torch.Tensor) -> _Content:
+    return _Content(tensor.detach().clone(), tensor._version, torch.autograd._unsafe_preserve_version_counter(tensor))
+
+
+def _same_content(one: _Content, other: _Content) -> bool:
+    return one.version == other.version and same_bits(one.bits, other.bits)
+
+
+def _copy(tensor: torch.Tensor, earlier: _Content) -> None:
+    if tensor.shape == earlier.bits.shape:
         with torch.no_grad():
-            tensor.copy_(earlier)
+            tensor.copy_(earlier.bits)
+        earlier.as_it_is.__exit__()
 
 
 def _set_bits(generator: Any, earlier: Any) -> None:
