@@ -43,6 +43,8 @@ def tag_layer(layer: nn.Module, index: int, place: tuple[int, int] = (0, 0)) -> 
     for path, module in layer.named_modules():
         if type(module).__name__ in _NO_OPERATOR or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             continue
+        if isinstance(module, torch.jit.ScriptModule):  # one operator, like what is compiled
+            continue
         if not isinstance(type(module).forward, FunctionType):  # a cached function (rotary tables): not wrappable
             continue
         module.__dict__[TAG] = (index, path)

@@ -12,6 +12,7 @@ import gc
 import importlib
 import inspect
 import logging
+import math
 import os
 import types
 import weakref
@@ -41,6 +42,8 @@ _MODEL = "_mindspeed_mem_model"
 """On the attached model: its forward is a pass."""
 _OWN = "_mindspeed_mem_forward"
 """On a module that had a forward of its own: that."""
+_OURS = "mindspeed_mem_ours"
+"""On a forward that we have put on a module. Copies of models have them, and modules that are added to one."""
 _READS = "mindspeed_mem.patches.activation_saved_tensors"
 """Under a saved-tensor hook custom functions read what they saved through this patch."""
 _GIB = 2**30
@@ -104,16 +107,9 @@ class Attached:
                 who = type(module).__name__
                 raise RuntimeError(f"the forward of a {who} was replaced after attach: take that off, then detach")
         REGISTRY.undo([_READS])
-        for module in self._ours:
-            del module.__dict__["forward"]
-            if _OWN in module.__dict__:
-                module.__dict__["forward"] = module.__dict__.pop(_OWN)
+        for module in (self.model, *(self._ours.keys() - set(self.model.modules()))):  # those too that have left it
+            _take_off(module)
         self._ours.clear()
-        regions.untag(self.model)
-        for module in self._models():
-            module.__dict__.pop(_MODEL, None)
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            marks.forget(local_of(tensor))
         if engines.current() is self.engine:
             engines.stop()
             if self._limited:
@@ -170,10 +166,23 @@ class Attached:
         elif "forward" in module.__dict__:
             module.__dict__[_OWN], original = module.__dict__["forward"], _of_module
         forward = functools.update_wrapper(around(original), module.__dict__.get(_OWN, type(module).forward))
+        forward.__dict__[_OURS] = True
         if original is _of_module:
             _with_self(forward, module.__dict__[_OWN])
         # a method, so that copies have theirs
         self._ours[module] = module.__dict__["forward"] = types.MethodType(forward, module)
+
+
+def _take_off(model: nn.Module) -> None:
+    regions.untag(model)
+    for module in model.modules():
+        module.__dict__.pop(_MODEL, None)
+        if hasattr(module.__dict__.get("forward"), _OURS):
+            del module.__dict__["forward"]
+            if _OWN in module.__dict__:
+                module.__dict__["forward"] = module.__dict__.pop(_OWN)
+    for tensor in (*model.parameters(), *model.buffers()):
+        marks.forget(local_of(tensor))
 
 
 def _with_self(forward: Any, own: Callable) -> None:
@@ -241,12 +250,19 @@ def attach(
     Raises:
         MemoryConfigError: a ValueError with all that is wrong with the model, the plan, or the two together.
     """
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise MemoryConfigError(
+            [f"model: got a {type(model).__name__}; allowed: a torch.nn.Module in Python"], "attach"
+        )
     problems = _why_not(model)
     backend = _backend_of(model, problems)
     host_bytes, device_bytes = (
         _bytes(name, value, problems)
         for name, value in (("host_memory_gib", host_memory_gib), ("device_memory_gib", device_memory_gib))
     )
+    if layers is not None and (isinstance(layers, str) or not layers):
+        problems.append(f"layers: got {given(layers)}; allowed: a list of names of modules, or None")
+        layers = None
     found = blocks.lists_of_blocks(model) if layers is None else blocks.named_layers(model, layers, problems)
     config = _checked(plan, found, problems)
     if problems or config is None or backend is None:
@@ -265,7 +281,7 @@ def attach(
 
 
 def _bytes(name: str, gib: float | None, problems: list[str]) -> int | None:
-    if gib is None or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and gib > 0):
+    if gib is None or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 < gib < math.inf):
         return None if gib is None else int(gib * _GIB)
     problems.append(f"{name}: got {given(gib)}; allowed: a number above 0, or None")
     return None
@@ -276,6 +292,8 @@ def _why_not(model: nn.Module) -> list[str]:
     if any(engines.current() is engine and _gone(ref) for ref, engine in _latest):
         engines.stop()
         REGISTRY.undo([_READS])
+    if engines.current() is None:
+        _take_off(model)  # a copy of one that was attached
     if _MODEL in model.__dict__ or any(regions.TAG in module.__dict__ for module in model.modules()):
         problems.append("model: it is attached already; call detach() of what attach returned first")
     elif engines.current() is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from mindspeed_mem.plan.checks import suggestion
@@ -56,7 +57,7 @@ def outside(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Module
     open_ends = [model]
     while open_ends:
         module = open_ends.pop()
-        if module in inside:
+        if module in inside or isinstance(module, torch.jit.ScriptModule):
             continue
         holds = any(one in inside for one in module.modules())
         if holds or isinstance(module, (nn.ModuleList, nn.ModuleDict)):

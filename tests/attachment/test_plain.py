@@ -133,6 +133,38 @@ def test_copies_and_pickles_train_like_it(attach):
         assert same(results(other, accumulated), plain)
 
 
+def test_copies_of_an_attached_model_are_attached(attach):
+    model = Net()
+    plain = results(copy.deepcopy(model), accumulated)
+    attached = attach(model, SWAP)
+    other = copy.deepcopy(model)
+    attached.detach()
+    attach(other, WHOLE).detach()
+    assert traces(other) == []
+    assert same(results(other, accumulated), plain)
+
+
+def test_blocks_that_change_places_leave_no_trace(attach):
+    model = Net()
+    attached = attach(model, SWAP)
+    model.blocks.append(copy.deepcopy(model.blocks[0]))
+    before, model.blocks[1] = model.blocks[1], Block(16)
+    plain = copy.deepcopy(model)
+    expected = results(plain, accumulated)
+    assert same(results(model, accumulated), expected)
+    attached.detach()
+    assert traces(model) == traces(before) == []
+
+
+def test_scripted_parts(attach):
+    model = Net()
+    plain = results(copy.deepcopy(model), accumulated)
+    model.norm, model.blocks[0].fc1 = torch.jit.script(model.norm), torch.jit.script(model.blocks[0].fc1)
+    attached = attach(model, SWAP)
+    assert same(results(model, accumulated), plain)
+    assert "fc1" not in attached.operators[0] and "fc1" in attached.operators[1]
+
+
 def test_lists_count_on_and_have_names(attach):
     class Two(nn.Module):
         def __init__(self):
@@ -190,6 +222,11 @@ def test_all_that_is_wrong_is_said_at_once():
         (lambda: nn.DataParallel(Net()), {}, "DistributedDataParallel"),
         (Net, {"layers": ["block"]}, "got 'block'; did you mean 'blocks'"),
         (Net, {"layers": ["blocks", "blocks.0"]}, "'blocks.0' is within 'blocks'"),
+        (Net, {"layers": "blocks"}, "got 'blocks' (str); allowed: a list"),
+        (Net, {"layers": []}, "layers: got []"),
+        (Net, {"host_memory_gib": float("inf")}, "host_memory_gib: got inf"),
+        (lambda: None, {}, "model: got a NoneType"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), {}, "ScriptModule; allowed: a torch.nn.Module in Python"),
         (Net, {"plan": 5}, "plan: got 5"),
         (Net, {"plan": "auto"}, "no plan is searched"),
         (Net, {"plan": {"swap_config": {"swp": True}}}, "did you mean 'swap'"),
