@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,6 +59,7 @@ class Passes:
         self.operators_of: Counter[int] = Counter()
         """How many operators run forward in each model chunk, as far as one has run."""
         self._alone = 0  # forwards without a schedule so far
+        self._thread: int | None = None  # in which one of them runs
         self._entered: set[int] | None = None  # the layers that run in the first of them
 
     def enter_layer(self, layer: int) -> None:
@@ -86,14 +88,21 @@ class Passes:
         Args:
             call: the forward.
             result: of what it returns a tensor that gradients reach first; None: there is none.
+
+        Raises RuntimeError where another thread is in the middle of one.
         """
+        if self._thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                "the attached model runs forward in two threads at the same time; allowed: one after the other, or in "
+                "the other thread a copy of the model made before attach"
+            )
         if self.scheduled or self._in_force.idle or not regions.may_save():
             return call()
         self._alone += 1
         if self._alone == 1:
             self._entered = set()
         self.begin_forward(self._alone, 0)
-        self.scheduled = True
+        self.scheduled, self._thread = True, threading.get_ident()
         try:
             output = call()
             micro_batch, first = self._position.micro_batch, result(output)
@@ -104,7 +113,7 @@ class Passes:
             return output
         finally:
             self._abandon()
-            self.scheduled = False
+            self.scheduled, self._thread = False, None
 
     def _say_what_never_ran(self) -> None:
         if self._entered is None:

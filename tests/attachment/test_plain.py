@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -21,6 +22,7 @@ from mindspeed_mem.plan import MemoryConfigError, load_memory_config
 from tests.attachment.plain_models import (
     MIXED,
     PLANS,
+    SAVED,
     STEPS,
     SWAP,
     TEXT,
@@ -253,6 +255,18 @@ def test_a_model_that_is_gone_is_in_nobodys_way(plan, attach):
     model = Net()
     plain = results(copy.deepcopy(model), accumulated)
     attach(model, SWAP)
+    assert same(results(model, accumulated), plain)
+
+
+def test_two_threads_at_once_are_refused(attach):
+    model = Net()
+    plain = results(copy.deepcopy(model), accumulated)
+    attach(model, SAVED)
+    with ThreadPoolExecutor(1) as other:
+        inside = model.blocks[1].register_forward_hook(lambda *_: other.submit(loss_of, model).result())
+        with pytest.raises(RuntimeError, match="in two threads"):
+            loss_of(model)
+        inside.remove()
     assert same(results(model, accumulated), plain)
 
 
