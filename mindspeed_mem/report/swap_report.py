@@ -85,7 +85,7 @@ def _remarks(row: EngineFigures) -> list[str]:
     if row.stayed_bytes:
         remarks.append(
             where + f"{mib(row.stayed_bytes)} MiB in all stayed on the device: the host budget was used up "
-            "(--swap-host-memory-gib)"
+            "(--swap-host-memory-gib, attach: host_memory_gib)"
         )
     if row.passes_kept:
         remarks.append(

@@ -59,7 +59,8 @@ def test_remarks_only_about_what_is_configured():
     assert len(only) == 4 and only[-1].startswith("rank 0: nothing was recomputed: ")
     both = lines({"stayed_bytes": MIB, "pinned": [PinnedFigures(layer=2, op="", bytes=MIB, by="a list")]})[3:]
     assert both == [
-        "rank 0: 1.00 MiB in all stayed on the device: the host budget was used up (--swap-host-memory-gib)",
+        "rank 0: 1.00 MiB in all stayed on the device: the host budget was used up "
+        "(--swap-host-memory-gib, attach: host_memory_gib)",
         "rank 0: layer 2 layer: 1.00 MiB pinned by a list",
     ]
 

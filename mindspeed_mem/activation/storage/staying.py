@@ -55,8 +55,8 @@ class Staying:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "the host budget of %d bytes is used up (--swap-host-memory-gib): %s of layer %d (%d bytes) and what "
-                "follows stays on the device; raise the budget or select less",
+                "the host budget of %d bytes is used up (--swap-host-memory-gib, attach: host_memory_gib): "
+                "%s of layer %d (%d bytes) and what follows stays on the device; raise the budget or select less",
                 limit_bytes,
                 record.op,
                 record.layer,
