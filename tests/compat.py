@@ -214,7 +214,7 @@ def _examined(folder: Path, version: str, only: tuple[str, ...] = ()) -> dict[st
         cases = {name: left for name, some in cases.items() if (left := [case for case in some if case in only])}
     report = own / "report.xml"
     report.unlink(missing_ok=True)
-    ask("-m", "pytest", "-q", f"--junitxml={report}", *(case for some in cases.values() for case in some))
+    ask("-m", "pytest", "-q", "--sweep", f"--junitxml={report}", *(case for some in cases.values() for case in some))
     outcomes = _outcomes(report)
     features = {}
     for name, (flag, *_) in FEATURES.items():
