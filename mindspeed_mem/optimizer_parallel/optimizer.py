@@ -110,6 +110,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
                 part.take()
             with self.own_parts(), self._settings_of_whole_groups():
                 self.inner.step()
+            self._note_states()
         finally:
             for part in self.parts:
                 part.let_go()
@@ -164,6 +165,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
         with self.own_parts():
             self.inner.load_state_dict(local)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        if state_dict["state"]:
+            self._note_states()
 
     @contextlib.contextmanager
     def own_parts(self) -> Iterator[torch.optim.Optimizer]:
@@ -227,6 +230,13 @@ class ParallelOptimizer(torch.optim.Optimizer):
             sent_bytes=sum(message.length * message.kind[0].itemsize for message in plan),
             state_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         )
+
+    def _note_states(self) -> None:
+        """Where other ranks have states this one has at least an empty one: torch.distributed.checkpoint lets an
+        optimizer without any step once, which is collective."""
+        if not self.state:
+            pieces = (part.piece for part in self.parts if part.piece is not None)
+            self.state[next(pieces, self.parts[0].parameter)] = {}
 
     def _divide(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Make the parts of the groups that have none yet, and cut the states that there are."""

@@ -284,3 +284,35 @@ def test_a_state_dict_is_loaded_at_another_number_of_ranks():
         for results in on_ranks(size, continued, values, state):
             for result in results:
                 assert differences([one.detach() for one in found], result) == []
+
+
+def by_checkpoint_functions(mode):
+    """The next step of a model and optimizer that torch.distributed.checkpoint's functions have filled, and of those
+    that went on. Of one parameter some ranks have nothing to step."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made():
+        torch.manual_seed(3)
+        model = torch.nn.Linear(2, 1, bias=False)
+        return model, parallelize(torch.optim.AdamW(model.parameters(), lr=0.1), None, mode)
+
+    def step(model, optimizer):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    weights, states = (copy.deepcopy(one) for one in get_state_dict(model, optimizer))
+    other, filled = made()
+    get_state_dict(other, filled)  # as loading a checkpoint starts
+    set_state_dict(other, filled, model_state_dict=weights, optim_state_dict=states)
+    for one in ((model, optimizer), (other, filled)):
+        step(*one)
+    return model.weight.detach(), other.weight.detach()
+
+
+@pytest.mark.parametrize("mode", ["grouping", "sharding"])
+def test_ranks_without_a_part_take_part_in_checkpoint_functions(mode):
+    found = on_ranks(3, by_checkpoint_functions, mode, timeout=60)
+    assert all(torch.equal(one, found[0][0]) for pair in found for one in pair)
