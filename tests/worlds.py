@@ -174,7 +174,11 @@ def patch_modules(*patterns: str) -> list[str]:
     import mindspeed_mem.patches as patches
 
     names = [module.name for module in pkgutil.iter_modules(patches.__path__)]
-    found = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
+    found = []
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        assert matching, f"no patch file matches {pattern!r}"
+        found += matching
     return [importlib.import_module(f"{patches.__name__}.{name}").__name__ for name in dict.fromkeys(found)]
 
 

@@ -17,7 +17,7 @@ from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 from tests.swap_runs import again, entry, op, patched
 
-PATCHES = [f"mindspeed_mem.patches.activation_{name}" for name in ("transformer_block", "saved_tensors")]
+PATCHES = [f"mindspeed_mem.patches.activation_{name}" for name in ("stacks", "saved_tensors")]
 PLANS = {
     "kept": entry(op_swap=[op("after", 1)]),
     "swapped": entry(layer_swap=[{"backward_prefetch": 1, "layers": True}], activations="both"),
