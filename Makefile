@@ -61,7 +61,7 @@ test: environment
 	$(ENVIRONMENT) OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 $(PARALLEL) $(PYTEST_ARGS) $(TESTS)
 
 test-oldest: environment
-	RUN="$(RUN)" OLDEST=$(OLDEST) .ci/oldest --quiet $(PARALLEL) $(OLDEST_TESTS)
+	RUN="$(RUN)" OLDEST=$(OLDEST) INSTALL="$(INSTALL)" .ci/oldest --quiet $(PARALLEL) $(OLDEST_TESTS)
 
 # The next two have environments of their own: the Python of the others may be too old for the newest.
 COMPAT_RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(RUN) tests/compat.py --folder "$(COMPAT)"

@@ -59,13 +59,11 @@ def test_arguments(arguments, message):
 def test_memory_configurations(tmp_path):
     def plan(text):
         (tmp_path / "plan.yaml").write_text("swap_config:\n  swap: True\n" + text)
-        return ["--memory-config", tmp_path / "plan.yaml", "--pipeline-model-parallel-size", 2, "--train-iters", 2]
+        return ["--memory-config", tmp_path / "plan.yaml", "--train-iters", 2]
 
-    train(*plan("  op_swop: 3\n  default_prefetch: 0\n"), ranks=2).refused(
-        "swap_config.op_swop", "default_prefetch: got 0"
-    )
+    train(*plan("  op_swop: 3\n  default_prefetch: 0\n")).refused("swap_config.op_swop", "default_prefetch: got 0")
     typo = "  op_swap:\n    - {op_name: 'mlp\\.linear_fc9', backward_prefetch: 1, layers: True}\n"
-    train(*plan(typo), ranks=2).refused("matches no operator")
+    train(*plan(typo), "--pipeline-model-parallel-size", 2, ranks=2).refused("matches no operator")
     train("--memory-config", tmp_path / "absent.yaml").refused("cannot be read")
 
 

@@ -26,7 +26,9 @@ PIPELINE = "--num-layers 4 --pipeline-model-parallel-size 4 --train-iters 50 --d
 
 
 @pytest.mark.parametrize(
-    ("rank", "more"), [(3, []), (1, ["--max-inflight-microbatches", "2"])], ids=["Megatron's loop", "capped"]
+    ("rank", "more"),
+    [pytest.param(3, [], marks=pytest.mark.sweep), (1, ["--max-inflight-microbatches", "2"])],
+    ids=["Megatron's loop", "capped"],
 )
 def test_the_others_end_with_the_reason(tmp_path, rank, more):
     plan = tmp_path / "plan.yaml"

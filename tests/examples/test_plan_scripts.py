@@ -35,11 +35,12 @@ SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernor
             {"mlp of layers 0, 3": 32},
             marks=pytest.mark.sweep,
         ),
-        (
+        pytest.param(
             "pretrain_gpt.sh",
             ("--recompute-layers", "0,2", "--select-recompute", "mlp=0,1"),
             [f"Set full recompute at layer {layer}" for layer in (0, 2)] + ["Set select recompute at layer 1: mlp"],
             {"the whole of layers 0, 2": 32, "mlp of layer 1": 16},
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["selective", "mix", "case d", "flags"],

@@ -109,13 +109,10 @@ def groups_of_parameters(step, models, optimizer):
 
 
 KINDS = {
-    "dense": Case(),
     "dense, fp32, overlap": Case(dtype=SINGLE, ddp=OVERLAP),
     "gated, grouped queries": Case("swiglu_gqa_rope", ddp=OVERLAP),
     "latent attention, fp32": Case("mla", SINGLE, around=(functools.partial(applied, "sdpa_*"),), ddp=OVERLAP),
-    "experts, fp32, overlap": Case("moe", SINGLE, ddp=OVERLAP),
     "experts without tokens": Case("moe", around=(functools.partial(altered, tokens_for_few),), micro_batches=1),
-    "dropout, fp32": Case("dropout", SINGLE),
     "fp16, a skipped step": Case(dtype=FP16, optimizer=SCALED, steps=5),
 }
 OPTIONS = {
@@ -127,10 +124,13 @@ OPTIONS = {
     "fused gradients": Case(model=BARE),
     "frozen": Case(around=(functools.partial(altered, frozen),), ddp=OVERLAP, stages=(3,)),
     "shared": Case("swiglu_gqa_rope", around=(functools.partial(altered, shared),), ddp=OVERLAP, micro_batches=1),
-    "one chunk": Case(chunk=10**7, ddp=OVERLAP, stages=(3,)),
     "small chunks": Case("swiglu_gqa_rope", chunk=64, micro_batches=1, stages=(3,)),
 }
 MORE = {
+    "dense": Case(),
+    "experts, fp32, overlap": Case("moe", SINGLE, ddp=OVERLAP),
+    "dropout, fp32": Case("dropout", SINGLE),
+    "one chunk": Case(chunk=10**7, ddp=OVERLAP, stages=(3,)),
     "gated, fp32": Case("swiglu_gqa_rope", SINGLE, model={"tied": False}),
     "latent attention": Case("mla", around=(functools.partial(applied, "sdpa_*"),)),
     "experts": Case("moe"),
