@@ -128,7 +128,7 @@ def test_plans_fit_a_model(item):
 
 
 @each(commands())
-def test_commands_do_what_is_shown(item, capsys, monkeypatch):
+def test_commands_do_what_is_shown(item, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     words = shlex.split(item.text, comments=True)
     while re.fullmatch(r"\w+=.*", words[0]):
@@ -137,6 +137,8 @@ def test_commands_do_what_is_shown(item, capsys, monkeypatch):
         if words[3] not in OURS:
             assert parser().parse_args(words[3:]) and not item.shown
             return
+        words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+        monkeypatch.chdir(tmp_path)  # what they write
         assert main(words[3:]) == 0
         printed = capsys.readouterr().out
         assert printed
