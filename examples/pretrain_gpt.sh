@@ -22,8 +22,10 @@ TP=${TP:-1}
 PP=${PP:-$((NPROC * ${NNODES:-1} / TP > 1 ? 2 : 1))}
 TRAIN_ITERS=${TRAIN_ITERS:-200}
 
-# A bare checkout works without an installation; an installed package does not mind.
-export PYTHONPATH="${here%/*}${PYTHONPATH:+:$PYTHONPATH}"
+# A bare checkout works without an installation.
+if [ -d "$here/../mindspeed_mem" ]; then
+    export PYTHONPATH="${here%/*}${PYTHONPATH:+:$PYTHONPATH}"
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [[ $TP -gt 1 || " $* " == *" --context-parallel-size"* ]]; then
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # as Megatron wants it; else copies wait in one queue

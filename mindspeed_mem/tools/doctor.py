@@ -16,6 +16,12 @@ from mindspeed_mem import __version__, requirements
 DESCRIPTION = """\
 Prints the versions of what matters, the devices present, and for each patch whether it can be applied to
 what is installed. The exit status is 1 if something is wrong."""
+NEXT = (
+    "next: python -m mindspeed_mem demo                      trains a small GPT without and with this package",
+    "      python -m mindspeed_mem ops pretrain_gpt.py ...   what each operator of your model keeps for backward",
+    "      ... -m mindspeed_mem run pretrain_gpt.py ... --adaptive-memory-optimization --adaptive-plan-file plan.yaml",
+)
+"""What to do where nothing is wrong."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -76,4 +82,5 @@ def _text(found: dict[str, Any]) -> str:
             word = patch["status"].partition(",")[0]
             counted[word] = counted.get(word, 0) + 1
         lines.append("nothing is wrong: " + ", ".join(f"{n} {word}" for word, n in counted.items()))
+        lines += ["", *NEXT]
     return "\n".join(lines)

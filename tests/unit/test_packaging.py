@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("mindspeed_mem", "patches", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("mindspeed_mem", "patches", "examples", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 # Prints where the two packages lie and which patch files are found, without importing the patches' own needs.
 PROBE = """
@@ -83,6 +83,7 @@ def test_setup_cfg_names_every_package_folder():
     listed = config["options"]["packages"].split()
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "mindspeed_mem").rglob("*.py")}
     folders |= {Path("mindspeed_mem") / path.parent.relative_to(ROOT) for path in (ROOT / "patches").rglob("*.py")}
+    folders |= {Path("mindspeed_mem") / "examples", Path("mindspeed_mem") / "examples" / "configs"}
     assert listed == sorted(".".join(folder.parts) for folder in folders)
 
 
@@ -98,6 +99,8 @@ def test_wheel_holds_all_modules_and_nothing_else(wheel):
     sources = [path for path in (ROOT / "mindspeed_mem").rglob("*") if path.suffix in (".cpp", ".h")]
     expected |= {path.relative_to(ROOT).as_posix() for path in sources}
     expected |= {"mindspeed_mem/py.typed", "mindspeed_mem/compat.json", "mindspeed_mem/patching/upstream.json"}
+    examples = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh", ".yaml")]
+    expected |= {f"mindspeed_mem/{path.relative_to(ROOT).as_posix()}" for path in examples}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("LICENSE") for name in names)
 
