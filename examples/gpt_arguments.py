@@ -173,3 +173,4 @@ def _files(parser):
         help="one JSON object per iteration and rank, from all ranks, written by rank 0; a run that resumes at "
         "iteration n keeps the lines up to n",
     )
+    add("--tensorboard-dir", metavar="DIR", help="TensorBoard's events, with the names that Megatron's have, by rank 0")

@@ -8,6 +8,7 @@ import torch
 from gpt_arguments import UsageError
 
 from mindspeed_mem import output
+from mindspeed_mem.report.scalars import Scalars
 
 MIB = 1 << 20
 KEYS = "iteration rank loss grad_norm step_ms peak_activation_bytes swapped_bytes host_bytes stall_ms".split()
@@ -58,6 +59,30 @@ class Metrics:
 
     def _lines(self):
         return self._path.read_text().splitlines(keepends=True) if self._path.is_file() else []
+
+
+class Board:
+    """TensorBoard's file of events in a folder, or nothing where there is none."""
+
+    def __init__(self, folder, start_iteration):
+        self._writer, self._scalars = None, Scalars(start_iteration)
+        if folder:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(folder)
+
+    def add(self, rows):
+        """Write the iterations of `rows`, as rank 0 saw them, and what the pack did there in the meantime."""
+        if self._writer is None:
+            return
+        for row in (row for row in rows if row["rank"] == 0):
+            named = {"lm loss": "loss", "grad-norm": "grad_norm", "learning-rate": "lr", "loss-scale": "loss_scale"}
+            for name, key in named.items():
+                self._writer.add_scalar(name, row[key], row["iteration"])
+            self._writer.add_scalar("iteration-time", row["step_ms"] / 1e3, row["iteration"])
+        for name, value in self._scalars.take(rows[-1]["iteration"]).items():
+            self._writer.add_scalar(name, value, rows[-1]["iteration"])
+        self._writer.flush()
 
 
 def log_line(rows, args, skipped):

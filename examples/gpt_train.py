@@ -8,7 +8,7 @@ from functools import partial
 import gpt_checkpoint
 import torch
 from gpt_data import microbatches
-from gpt_metrics import Metrics, log_line
+from gpt_metrics import Board, Metrics, log_line
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -33,6 +33,7 @@ class Trainer:
         args = self.args
         self.consumed = consumed
         metrics = Metrics(args.metrics_file, start)
+        board = Board(args.tensorboard_dir if torch.distributed.get_rank() == 0 else None, start)
         iteration = start
         skipped = 0
         self._train_mode(True)
@@ -44,6 +45,7 @@ class Trainer:
                 rows = metrics.flush()
                 if rows:
                     print(log_line(rows, args, skipped), flush=True)
+                    board.add(rows)
                 skipped = 0
             if self.validation_samples and iteration % args.eval_interval == 0:
                 self._evaluate(iteration)

@@ -235,6 +235,8 @@ def _files(args):
     for path in args.data_path or []:
         if not os.path.exists(path) and not (os.path.isfile(path + ".bin") and os.path.isfile(path + ".idx")):
             problems.append(f"--data-path {path}: no such file or folder, and no {path}.bin with {path}.idx")
+    if args.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
+        problems.append("--tensorboard-dir needs the package tensorboard: pip install tensorboard")
     weights = args.split.split(",")
     if len(weights) > 3 or not all(w.strip().replace(".", "", 1).isdigit() for w in weights):
         problems.append(f"--split: got {args.split!r}, must be up to three weights such as 969,30,1")

@@ -183,7 +183,7 @@ def _apply(settings: Settings) -> None:
     patterns = list(settings.patches)
     on_host = settings.backend is not None and settings.backend.is_host  # gloo has to be ended in any case
     if on_host or settings.memory is not None or settings.survive_oom or settings.chunk.stage:
-        patterns.append("megatron_pretrain")
+        patterns += ["megatron_pretrain", "megatron_logging"]
     if any(feature.bars for feature in features.FEATURES if feature.flag in settings.on):
         patterns.append("own_configs")
     if settings.patches:

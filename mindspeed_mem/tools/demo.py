@@ -68,7 +68,8 @@ def main(given: argparse.Namespace) -> int:
         from mindspeed_mem.device import DeviceError, get_backend
 
         try:
-            given.device = get_backend(given.device).type
+            backend = get_backend(given.device)
+            given.device, given.on_host = backend.type, backend.is_host
         except DeviceError as error:
             wrong.append(f"--device: {error}")
     if missing is not None or wrong:
@@ -76,7 +77,7 @@ def main(given: argparse.Namespace) -> int:
               sep="\n", file=sys.stderr)  # fmt: skip
         return 2 if wrong else 1
     assert examples is not None
-    return _train(examples, Path(given.folder), given.device, steps)
+    return _train(examples, Path(given.folder), given.device, given.on_host, steps)
 
 
 def folder_of_examples() -> Path | None:
@@ -90,7 +91,7 @@ def _without_megatron() -> str | None:
     return f"megatron-core is not installed: {sys.executable} -m pip install 'mindspeed-mem[megatron]'"
 
 
-def _train(examples: Path, folder: Path, device: str, steps: int) -> int:
+def _train(examples: Path, folder: Path, device: str, on_host: bool, steps: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     everything = examples / "configs" / "swap_everything.yaml"
     variants = [
@@ -99,7 +100,7 @@ def _train(examples: Path, folder: Path, device: str, steps: int) -> int:
         Variant("swap", "swap of all activations", ["--memory-config", str(everything)]),
     ]
     solver = requirements.without_solver()
-    if device == "cpu" and solver is None:
+    if on_host and solver is None:
         variants.append(Variant("adaptive", f"planned, in {SHARE:.0%} of the memory", []))
     runs: list[list[dict[str, Any]]] = []
     for place, (name, title, flags) in enumerate(variants, 1):

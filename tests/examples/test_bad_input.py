@@ -1,5 +1,6 @@
 """Bad input ends the job at once: an error status, one message with every problem, no process left."""
 
+import importlib.util
 import sys
 
 import numpy
@@ -49,6 +50,11 @@ def test_pipeline_stages_that_do_not_fit():
         (["--hidden-dropout", "1"], "--hidden-dropout: got 1.0, must be from 0 to less than 1"),
         (["--recompute-granularity", "full"], "needs --recompute-method and --recompute-num-layers"),
         (["--split", "all"], "--split: got 'all'"),
+        pytest.param(
+            ["--tensorboard-dir", "/tmp"],
+            "pip install tensorboard",
+            marks=pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="it is there"),
+        ),
     ],
 )
 def test_arguments(arguments, message):

@@ -109,3 +109,13 @@ def test_other_models(name, more, sentences, everything):
     assert len(base.losses()) == 3 and ours.losses() == base.losses()
     assert ours.losses("grad norm") == base.losses("grad norm")
     assert ours.output.count("activation memory, per rank") == 1 and "second runs" in ours.output
+
+
+def test_figures_are_in_megatrons_own_log(tmp_path, everything):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = ["--tensorboard-dir", tmp_path, "--tensorboard-log-interval", 2]
+    run("pretrain_gpt_swap.sh", "--memory-config", everything, *board, TRAIN_ITERS=4)
+    found = events.EventAccumulator(str(tmp_path))
+    found.Reload()
+    moved = [(one.step, one.value) for one in found.Scalars("mindspeed_mem/swapped_out_mib")]
+    assert [step for step, _ in moved] == [2, 4] and moved[0][1] == moved[1][1] > 0
