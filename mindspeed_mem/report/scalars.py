@@ -21,8 +21,8 @@ class Scalars:
     def take(self, step: int) -> dict[str, float]:
         """Figures at training step `step`, by name; empty where neither activations nor chunks are managed.
 
-        What was moved, recomputed and gathered, and the stalls, are per step since the last call. ``peak_...`` is at most
-        so far (an adaptive run begins anew when it settles), ``chunks_on_host_mib`` what rests there now.
+        What was moved, recomputed and gathered, and the stalls, are per step since the last call. ``peak_...`` is the
+        most so far (an adaptive run begins anew when it settles), ``chunks_on_host_mib`` what rests there now.
         """
         counted, levels = self._now()
         steps = max(1, step - self._step)
