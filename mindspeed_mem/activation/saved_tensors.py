@@ -114,7 +114,8 @@ class SavedTensors:
         if type(kept) is Slot:
             position, saver = self._position, kept.saver
             if not position.stack:
-                saver.micro_batch.unpacks(saver.number)
+                if saver.number < saver.micro_batch.in_backward:
+                    saver.micro_batch.unpacks(saver.number)
             elif type(position.rerun) is ModuleRerun:
                 position.rerun.why_not = "it computes gradients within its forward"
             tensor = kept.bring_back()
@@ -129,7 +130,7 @@ class SavedTensors:
             self._observation.stopwatch.unpacks(kept)
         position = self._position
         if not position.stack:
-            if kept.micro_batch is not None:
+            if kept.micro_batch is not None and kept.number < kept.micro_batch.in_backward:
                 kept.micro_batch.unpacks(kept.number)
         elif type(position.rerun) is ModuleRerun:  # no backward, but gradients that a forward computes
             position.rerun.why_not = "it computes gradients within its forward"
@@ -173,7 +174,8 @@ class SavedTensors:
         elif by_function and own_tensors.told_to_stay(tensor):
             found.keep()
         if not found.stays or census is not None:
-            record = self._record_of(tensor, storage, found)
+            if found.record is not None or found.made_by is not None:
+                record = self._record_of(tensor, storage, found)
             if record is None:
                 record = self._new_record(tensor, saved, storage, found)
             elif census is not None:
@@ -189,7 +191,8 @@ class SavedTensors:
         if record is None:
             return handle
         self._attach(handle, record, tensor)
-        record.used_at(number)
+        if number >= record.last_use:
+            record.used_at(number)
         if record.state in _AWAY:
             handle.let_go()
         elif record.state == KEPT and record.distance != STAYS:
@@ -226,7 +229,9 @@ class SavedTensors:
 
     def _attach(self, handle: Handle, record: Record, tensor: torch.Tensor) -> None:
         """``handle`` is of ``tensor``, one more of the storage of ``record``."""
-        self._mover.saves(record, tensor, first=not record.handles)
+        mover = self._mover
+        if mover.several or mover.backend.stream_key() != record.micro_batch.home_key:
+            mover.saves(record, tensor, first=not record.handles)
         record.handles.append(weakref.ref(handle))
 
     def _pin(self, tensor: torch.Tensor, storage: torch.UntypedStorage, found: marks.Marks) -> None:
@@ -299,7 +304,7 @@ class SavedTensors:
                 f"{consumer} is recomputed from it (swap_config.swap_recompute_inputs: True swaps it)",
             )
         storage = tensor.untyped_storage()
-        self._enter(storage, owner)
+        self._enter(storage, owner, found)
         if record is not None:
             record.way_back.keep(record)
         if not self.every_record:
@@ -359,7 +364,7 @@ class SavedTensors:
             or not self._in_force.by_producer_only
             or self._distance(*owner[:2], layer, op) is not None
         ):
-            self._enter(storage, owner)
+            self._enter(storage, owner, found)
             found.keep()
             return None
         record = self._make(owner, storage, tensor, found)
@@ -374,14 +379,14 @@ class SavedTensors:
     def _make(self, owner: Owner, storage: torch.UntypedStorage, tensor: torch.Tensor, found: marks.Marks) -> Record:
         micro_batch = self._position.micro_batch
         assert micro_batch is not None
-        record = Record(self._mover, micro_batch, owner, storage, self._enter(storage, owner), tensor)
+        record = Record(self._mover, micro_batch, owner, storage, self._enter(storage, owner, found), tensor)
         if self._mover.known is not None:
             self._mover.known.add(record)
         found.record = weakref.ref(record)
         return record
 
-    def _enter(self, storage: torch.UntypedStorage, owner: Owner) -> Token:
-        return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers)
+    def _enter(self, storage: torch.UntypedStorage, owner: Owner, found: marks.Marks) -> Token:
+        return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers, found)
 
     def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved; None: it stays."""

@@ -185,7 +185,7 @@ class Saves:
                     if known is None or known.of() is not rerun or known.version != tensor._version:
                         found.entry = _Entry(weakref.ref(rerun), number, position, tensor._version)
         elif number in program.entries:
-            tensors = list(tensors_in((args, kwargs)))
+            tensors = tensors_in((args, kwargs))
             for position, first in program.entries[number]:
                 if position < len(tensors) and tensors[position].layout is torch.strided:
                     tensor = tensors[position]

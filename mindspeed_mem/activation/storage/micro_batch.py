@@ -16,7 +16,7 @@ from itertools import count
 
 import torch
 
-from mindspeed_mem.activation.storage.ledger import Token
+from mindspeed_mem.activation.storage.ledger import LEDGER, Unseen
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owner, Record
 
@@ -44,11 +44,11 @@ class MicroBatch:
         self.recomputed: list[tuple[int, str, weakref.ref]] = []  # layer, operator, run
         self._saving: list[int] = []  # numbers of the operators that saved something, ascending
         self._alive: dict[int, int] = {}  # how much of what each saved is still there
-        self.native: list[tuple[int, Token]] = []  # what operators that have no hook keep, by their numbers
+        self.native = Unseen(LEDGER)  # what operators that have no hook keep
         self.ahead: MicroBatch | None = None  # whose backward follows the pass that runs now
         self._queue: list[tuple[int, weakref.ref[Record]]] | None = None  # (copy-in time, record), descending
         self._cursor = 0
-        self._reached = self._in_backward = 1 << 62  # the lowest operator whose backward is next, or runs
+        self._reached = self.in_backward = 1 << 62  # the lowest operator whose backward is next, or runs
 
     # ---- forward
     def switch(self, layer: int, op: str, number: int) -> None:
@@ -120,7 +120,7 @@ class MicroBatch:
         """What the last operator produced is complete."""
         if self._fresh:
             self.copy_fresh()
-        if self._due or self.mover.late:
+        if self._due or self.mover.late.nbytes:
             self.release_due(self.count)
 
     def finish_forward(self) -> None:
@@ -137,14 +137,14 @@ class MicroBatch:
         """Backward of operator ``number`` reads what it saved."""
         if not self.forward_done:
             self.finish_forward()  # no schedule told us
-        if number < self._in_backward:
-            self._in_backward = number
+        if number < self.in_backward:
+            self.in_backward = number
             self.backward_reaches(number)
 
     def dropped(self, number: int) -> None:
         """One of the tensors that operator ``number`` saved is gone."""
         alive = self._alive[number] = self._alive[number] - 1
-        if not alive and number == self._in_backward and torch._C._current_graph_task_id() != -1:
+        if not alive and number == self.in_backward and torch._C._current_graph_task_id() != -1:
             position = bisect_left(self._saving, number)
             self.backward_reaches(self._saving[position - 1] + 1 if position else 1)
 
@@ -156,8 +156,7 @@ class MicroBatch:
         if number >= self._reached:
             return
         self._reached = number
-        while self.native and self.native[-1][0] > number:
-            self.native.pop()
+        self.native.drop(above=number)
         if self._queue is None:
             live = [record for ref in self.moved if (record := ref()) is not None and record.state in (HOST, COPYING)]
             live.sort(key=lambda r: (r.last_use + r.distance, r.last_use, r.number), reverse=True)

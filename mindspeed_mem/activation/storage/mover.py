@@ -191,7 +191,7 @@ class Mover:
 
     def release_late(self) -> None:
         """Release what has been copied meanwhile, and so many of the oldest that the others fit into the window."""
-        if not self.late:
+        if not self.late.nbytes:
             return
         with self._lock:
             while (record := self.late.oldest()) is not None:
@@ -228,7 +228,7 @@ class Mover:
             for record in records:
                 if record.state == HOST:
                     wanted.append(record)
-                else:
+                elif self.late.nbytes:
                     self.late.drop(record)
             if not wanted:
                 return
@@ -306,7 +306,8 @@ class Mover:
         if record.state not in (COPYING, HOST, LOADED):
             return
         with self._lock:
-            self.late.drop(record)
+            if self.late.nbytes:
+                self.late.drop(record)
             if record.state == LOADED:
                 memory, event = record.buffer, record.in_event
             else:

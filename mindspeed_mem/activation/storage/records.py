@@ -64,6 +64,7 @@ class InFlight(Protocol):
     key: tuple[int | None, int]
     home: Stream
     home_key: Any
+    in_backward: int
     moved: list[weakref.ref[Record]]
 
     def saved_by(self, number: int) -> None: ...
@@ -106,10 +107,10 @@ class OverwrittenError(RuntimeError):
 
 
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    key = dtype, device
-    if key not in _EMPTY:
-        _EMPTY[key] = torch.empty(0, dtype=dtype, device=device)
-    return _EMPTY[key]
+    found = _EMPTY.get((dtype, device))
+    if found is None:
+        found = _EMPTY[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+    return found
 
 
 def movable(tensor: torch.Tensor, device_type: str) -> bool:
@@ -243,7 +244,7 @@ class Record:
 
     def mark(self, storage: torch.UntypedStorage) -> None:
         """``storage`` takes the place of the one that has left, with what a program has set on that."""
-        for name, value in (self.attributes or {}).items():
+        for name, value in self.attributes.items() if self.attributes else ():
             setattr(storage, name, value)
 
     def live_handles(self) -> list[Handle]:
@@ -321,9 +322,11 @@ class Handle:
         another tensor than `alias` shows who makes room that the running operator works on the memory.
         Raises RuntimeError if it has been modified in place since it was saved.
         """
-        self.check_version()
+        alias = self.alias
+        if alias._version != self.version:
+            self.check_version()
         if self.layout is None:
-            return self.alias if self.record is None else self.alias.detach()
+            return alias if self.record is None else alias.detach()
         record, layout = self.record, self.layout
         assert record is not None
         record.way_back.bring_back(record)
