@@ -51,7 +51,8 @@ class PlanInForce:
         self.recomputes = False
         self.by_producer_only = True
         """No entry moves what an operator saves: who produced a storage decides at once."""
-        self._of_produced: dict[tuple[int, str], int | None] = {}  # what `distance` says whoever saves it
+        self.of_produced: dict[tuple[int, str], int | None] = {}
+        """What `distance` says of operators that decide that alone, as far as it has been asked."""
         self.everything = False
         """Move whatever is saved, whatever the plan says: the second attempt at a step."""
         self.covered: set[int] | None = None
@@ -81,15 +82,13 @@ class PlanInForce:
 
     def distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved: by its producer's entry, else by that of the operator saving it now."""
-        if (layer, op) in self._of_produced:
-            return self._of_produced[layer, op]
         swap = self.decision(layer, op)
         if swap is not None and swap.activations != "saved":
             if isinstance(swap.distance, int):
-                self._of_produced[layer, op] = swap.distance
+                self.of_produced[layer, op] = swap.distance
             return self.ahead(swap.distance, layer, op)
         if self.by_producer_only:
-            self._of_produced[layer, op] = None
+            self.of_produced[layer, op] = None
             return None
         swap = self.decision(saver_layer, saver)
         if swap is None or swap.activations == "produced":
@@ -116,7 +115,7 @@ class PlanInForce:
             for model in regions.models():
                 self.count_on([model], regions.stacks_in([model]))
         self.agreed, self._built = gather is not None, regions.built()
-        self._of_produced.clear()
+        self.of_produced.clear()
         self.partners = frozenset(partners) or self.partners
         tree = regions.tagged_layers()
         mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
@@ -177,5 +176,5 @@ class PlanInForce:
         """
         self.config, self.plan, self.agreed, self.tells = config, None, False, tell
         self._told.clear()
-        self._of_produced.clear()
+        self.of_produced.clear()
         self.recomputes = False

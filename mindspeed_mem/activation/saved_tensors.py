@@ -169,10 +169,11 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         found = marks.of(storage)
         record = None
-        if by_function and own_tensors.stays_itself(tensor):
-            self._pin(tensor, storage, found)
-        elif by_function and own_tensors.told_to_stay(tensor):
-            found.keep()
+        if by_function:
+            if own_tensors.stays_itself(tensor):
+                self._pin(tensor, storage, found)
+            elif own_tensors.told_to_stay(tensor):
+                found.keep()
         if not found.stays or census is not None:
             if found.record is not None or found.made_by is not None:
                 record = self._record_of(tensor, storage, found)
@@ -191,15 +192,17 @@ class SavedTensors:
         if record is None:
             return handle
         self._attach(handle, record, tensor)
-        if number >= record.last_use:
+        state = record.state
+        if number > record.last_use or (state == DROPPED and number == record.last_use):
             record.used_at(number)
-        if record.state in _AWAY:
+        if state == KEPT:
+            if record.distance != STAYS:
+                layer, op, _ = position.stack[-1]
+                distance = self._distance(record.layer, record.op, layer, op)
+                if distance is not None:  # a tape may turn out to start from it: then it stays
+                    micro_batch.select(record, distance, at_once=type(position.rerun) is not Tape)
+        elif state in _AWAY:
             handle.let_go()
-        elif record.state == KEPT and record.distance != STAYS:
-            layer, op, _ = position.stack[-1]
-            distance = self._distance(record.layer, record.op, layer, op)
-            if distance is not None:  # a tape may turn out to start from it: then it stays
-                micro_batch.select(record, distance, at_once=type(position.rerun) is not Tape)
         return handle
 
     def _keep_outside(self, tensor: torch.Tensor, by_function: bool) -> Handle:
@@ -390,8 +393,12 @@ class SavedTensors:
 
     def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved; None: it stays."""
-        micro_batch = self._position.micro_batch
+        micro_batch, in_force = self._position.micro_batch, self._in_force
         found = None
         if micro_batch is not None and not micro_batch.stays:
-            found = self._in_force.distance(layer, op, saver_layer, saver)
-        return 1 if found is None and self._in_force.everything else found
+            produced = in_force.of_produced
+            if (layer, op) in produced:
+                found = produced[layer, op]
+            else:
+                found = in_force.distance(layer, op, saver_layer, saver)
+        return 1 if found is None and in_force.everything else found

@@ -87,7 +87,9 @@ class MicroBatch:
         Without ``at_once`` the copy waits for the end of the running operator even if it is complete. If it is small,
         it stays.
         """
-        if self.mover.staying.is_small(record):
+        staying = self.mover.staying
+        if record.nbytes < staying.smallest:
+            staying.is_small(record)
             return
         record.distance = distance
         record.state = DEVICE
@@ -101,7 +103,8 @@ class MicroBatch:
             return
         fresh, self._fresh = self._fresh, []
         records = [record for ref in fresh if (record := ref()) is not None and record.state == DEVICE]
-        self.mover.copy_out(records)
+        if records:
+            self.mover.copy_out(records)
         for record in records:
             if record.state == COPYING:
                 due = max(record.number + record.distance, self.count)
@@ -114,7 +117,8 @@ class MicroBatch:
             if record is not None:
                 self.mover.release_when_copied(record)
                 self.moved.append(weakref.ref(record))
-        self.mover.release_late()
+        if self.mover.late.nbytes:
+            self.mover.release_late()
 
     def operator_ended(self) -> None:
         """What the last operator produced is complete."""
@@ -168,7 +172,8 @@ class MicroBatch:
             self.mover.load([r for _, ref in self._queue[start : self._cursor] if (r := ref()) is not None])
         if self.ahead is not None and self.ahead is not self:
             self.ahead.backward_reaches(self.ahead.count + number)
-        self.mover.release_late()
+        if self.mover.late.nbytes:
+            self.mover.release_late()
 
     def forward_reaches(self, total: int) -> None:
         """Forward of operator `count` out of ``total`` starts."""

@@ -198,7 +198,8 @@ class Record:
         self.storage = weakref.ref(storage)
         self.token: Token | None = token
         self.handles: list[weakref.ref[Handle]] = []
-        self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
+        base = tensor._base
+        self.version, self.base = tensor._version, weakref.ref(tensor if base is None else base)
         self.slab: Slab | None = None
         self.source: torch.Tensor | None = None  # uint8 [nbytes], while it is copied out
         self.buffer: torch.Tensor | None = None  # that it came back into
@@ -259,10 +260,11 @@ class Record:
         """Let go of the device memory, from where ``way_back`` will bring it; the handles keep their layouts."""
         assert self.token is not None
         self.token.moved = True
-        if (storage := self.storage()) is not None:
+        if (storage := self.storage()) is not None and len(storage.__dict__) > 1:
             self.attributes = marks.set_by_others(storage)
-        for handle in self.live_handles():
-            handle.let_go()
+        for ref in self.handles:
+            if (handle := ref()) is not None:
+                handle.let_go()
         self.token = None
         self.state, self.way_back = state, way_back
 
@@ -372,4 +374,7 @@ def view_of(
     stride: Sequence[int],
     offset: int | torch.SymInt,
 ) -> torch.Tensor:
-    return _empty(dtype, storage.device).new_empty(0).set_(storage, offset, size, stride)
+    empty = _EMPTY.get((dtype, storage.device))
+    if empty is None:
+        empty = _empty(dtype, storage.device)
+    return empty.new_empty(0).set_(storage, offset, size, stride)
