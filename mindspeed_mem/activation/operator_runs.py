@@ -17,7 +17,6 @@ from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.passes import Passes, first_of
 from mindspeed_mem.activation.plan_in_force import PlanInForce
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
-from mindspeed_mem.activation.rerun import module_rerun
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, under_way
 from mindspeed_mem.activation.rerun.tape import Tape
 from mindspeed_mem.activation.saved_tensors import SavedTensors
@@ -76,7 +75,8 @@ class OperatorRuns:
                 micro_batch = self._position.micro_batch
                 if micro_batch is not None and len(stack) > depth:
                     del stack[depth:]
-                    micro_batch.operator_ended()
+                    if micro_batch.fresh or micro_batch.due or micro_batch.mover.late.nbytes:
+                        micro_batch.operator_ended()
             return result
         in_force, second_runs = self._in_force, self._second_runs
         if path or in_force.idle or not regions.may_save():
@@ -113,11 +113,11 @@ class OperatorRuns:
         if type(rerun) is Tape:  # a module inside marked code
             with self._second_runs.without(rerun):
                 return self._run_module(layer, path, original, module, args, kwargs)
-        inside = type(rerun) is ModuleRerun
-        if inside:
-            assert rerun is not None
+        recomputes = self._in_force.recomputes
+        if type(rerun) is ModuleRerun:
             rerun.enters(path, args, kwargs)
-        if (inside or not self._in_force.recomputes) and self._observation.counting is None:
+            recomputes = False  # nothing inside runs again by itself
+        if not recomputes and self._observation.counting is None:
             return self._run_once(layer, path, original, (module, *args), kwargs)
         return self._run_call(layer, path, functools.partial(original, module), args, kwargs)
 
@@ -282,7 +282,8 @@ class OperatorRuns:
             micro_batch.switch(layer, path, micro_batch.count)
             if self._observation.stopwatch is not None:
                 self._observation.stopwatch.switch(layer, path)
-        micro_batch.operator_ended()
+        if micro_batch.fresh or micro_batch.due or micro_batch.mover.late.nbytes:
+            micro_batch.operator_ended()
 
     def _by_course(self, micro_batch: MicroBatch, layer: int, path: str) -> None:
         """An operator has started in a forward of which it is known what needs the hook."""

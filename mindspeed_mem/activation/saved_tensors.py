@@ -145,7 +145,7 @@ class SavedTensors:
         return not self.every_record and observed.counting is None and observed.stopwatch is None
 
     # ---- saved tensors
-    def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Handle | Part:
+    def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Any:
         if movable(tensor, self._device_type):
             return self._keep_plain(tensor, tensor, rerun, by_function)
         local = None if by_function else part_of(tensor, self._device_type)
@@ -160,7 +160,7 @@ class SavedTensors:
 
     def _keep_plain(
         self, tensor: torch.Tensor, saved: torch.Tensor, rerun: ModuleRerun | None, by_function: bool
-    ) -> Handle:
+    ) -> Any:
         """Keep ``tensor``: what autograd saves, or its part on this rank."""
         position, census = self._position, self._observation.counting
         micro_batch = position.micro_batch
@@ -183,6 +183,8 @@ class SavedTensors:
                 census.add((record.layer, record.op, record.number), (*position.stack[-1][:2], number), tensor, storage)
         if rerun is not None:
             rerun.saves(record, tensor)
+        if record is None and self._in_force.watch_only and not by_function and self.may_drop() and saved is tensor:
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version  # nothing moves: nobody waits for it
         handle = Handle(tensor, record, micro_batch, number)
         if census is not None:
             census.holds(storage, handle)

@@ -127,9 +127,10 @@ class Unseen:
         """Operator ``number`` keeps so many bytes that operators of a layer made, and so many others."""
         self._kept.append((number, kept))
         ledger, nbytes = self._ledger, kept[0] + kept[1]
-        ledger.without.add(nbytes)
-        ledger.held.add(nbytes)
-        ledger.owned.add(kept[0])
+        for counter, more in ((ledger.without, nbytes), (ledger.held, nbytes), (ledger.owned, kept[0])):
+            counter.now = now = counter.now + more
+            if now > counter.peak:
+                counter.peak = now
 
     def drop(self, above: int = -1) -> None:
         """What operators with higher numbers kept is gone."""

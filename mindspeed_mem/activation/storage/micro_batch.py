@@ -37,8 +37,8 @@ class MicroBatch:
         self.stays = False  # nothing of it is moved
         self._bounds: list[int] = []  # autograd sequence numbers at which the running operator changed
         self._running: list[Owner] = []
-        self._fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
-        self._due: list[tuple[int, int, weakref.ref[Record]]] = []
+        self.fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
+        self.due: list[tuple[int, int, weakref.ref[Record]]] = []
         self._tie = count()
         self.moved: list[weakref.ref[Record]] = []
         self.recomputed: list[tuple[int, str, weakref.ref]] = []  # layer, operator, run
@@ -93,27 +93,27 @@ class MicroBatch:
             return
         record.distance = distance
         record.state = DEVICE
-        self._fresh.append(weakref.ref(record))
+        self.fresh.append(weakref.ref(record))
         if at_once and record.number < self.count:
             self.copy_fresh()
 
     def copy_fresh(self) -> None:
         """Start the copies of what is complete: nothing of it is written any more."""
-        if not self._fresh:
+        if not self.fresh:
             return
-        fresh, self._fresh = self._fresh, []
+        fresh, self.fresh = self.fresh, []
         records = [record for ref in fresh if (record := ref()) is not None and record.state == DEVICE]
         if records:
             self.mover.copy_out(records)
         for record in records:
             if record.state == COPYING:
                 due = max(record.number + record.distance, self.count)
-                heapq.heappush(self._due, (due, next(self._tie), weakref.ref(record)))
+                heapq.heappush(self.due, (due, next(self._tie), weakref.ref(record)))
 
     def release_due(self, until: int | None = None) -> None:
         """Release what is due once operator ``until`` has run (None: everything)."""
-        while self._due and (until is None or self._due[0][0] <= until):
-            record = heapq.heappop(self._due)[2]()
+        while self.due and (until is None or self.due[0][0] <= until):
+            record = heapq.heappop(self.due)[2]()
             if record is not None:
                 self.mover.release_when_copied(record)
                 self.moved.append(weakref.ref(record))
@@ -122,9 +122,9 @@ class MicroBatch:
 
     def operator_ended(self) -> None:
         """What the last operator produced is complete."""
-        if self._fresh:
+        if self.fresh:
             self.copy_fresh()
-        if self._due or self.mover.late.nbytes:
+        if self.due or self.mover.late.nbytes:
             self.release_due(self.count)
 
     def finish_forward(self) -> None:
