@@ -216,7 +216,7 @@ class OperatorRuns:
             if self._quietly(layer, path, True):
                 return
             self._start(layer, path, True)
-            if self._in_force.recomputes:
+            if self._in_force.recomputes and self._position.rerun is None:
                 self._second_runs.start_tape(layer, path)
 
     def mark_stop(self, name: str) -> None:
@@ -276,7 +276,8 @@ class OperatorRuns:
                 depth:
             ]  # nobody asks which operator runs: there is no hook, and no second run takes what it makes
         else:
-            self._second_runs.stop_tape(depth)
+            if position.rerun is not None:
+                self._second_runs.stop_tape(depth)
             self._leave(depth)
             layer, path, _ = stack[-1] if stack else NO_OPERATOR
             micro_batch.switch(layer, path, micro_batch.count)

@@ -6,6 +6,7 @@ memory from the start.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -69,7 +70,7 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor, by_function: bool | None = None) -> Any:
         """What autograd keeps instead of ``tensor``, which the operator that runs saves."""
         if by_function is None:
-            by_function = own_tensors.saved_by_function()
+            by_function = sys._getframe(1).f_code is own_tensors.APPLY
         position = self._position
         rerun, micro_batch = position.rerun, position.micro_batch
         if rerun is None:
@@ -98,7 +99,7 @@ class SavedTensors:
 
     def pack_outside(self, tensor: torch.Tensor) -> Any:
         """The same of what may be saved outside the layers: embedding, loss. It leaves only if memory runs out."""
-        by_function = own_tensors.saved_by_function()
+        by_function = sys._getframe(1).f_code is own_tensors.APPLY
         position = self._position
         if position.stack and position.micro_batch is not None:
             return self.pack(tensor, by_function)

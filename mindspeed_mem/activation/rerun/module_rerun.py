@@ -228,7 +228,8 @@ class ModuleRerun(Rerun):
                 return
             record, layout = slot[0](), slot[1]
             if record is not None and record.state == DROPPED:
-                tensor = local_of(tensor)
+                if type(tensor) is not torch.Tensor:
+                    tensor = local_of(tensor)
                 if layout_of(tensor) != layout or tensor.untyped_storage().nbytes() != record.nbytes:
                     self._differs(tensor, layout)
                 self._fill(record, tensor, layout)
@@ -401,7 +402,9 @@ class ModuleRerun(Rerun):
         self._remaining -= 1
         if isinstance(record, Made):
             record.fill(tensor, layout or layout_of(tensor))
-            self.mover.saves(record, tensor, first=True)
+            mover = self.mover
+            if mover.several or mover.backend.stream_key() != record.micro_batch.home_key:
+                mover.saves(record, tensor, first=True)
             return
         storage = tensor.untyped_storage()
         if any(storage is other() for other in self._filled):

@@ -75,7 +75,7 @@ class Ledger:
 
     def forget_moved(self, nbytes: int) -> None:
         """Backward no longer needs an activation that had been moved to the host."""
-        self.without.add(-nbytes)
+        self.without.now -= nbytes
 
 
 class Token:
