@@ -12,7 +12,8 @@ from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
 
-ROOT = str(Path(__file__).resolve().parents[2])
+ROOT = Path(__file__).resolve().parents[2]
+OURS = str(ROOT / "mindspeed_mem"), str(ROOT / "patches")
 MOST = {
     "nothing": (entry(op_swap=[]), 165),
     "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 700),
@@ -30,9 +31,7 @@ def calls_of_a_layer(plan: dict) -> float:
     found = [0]
 
     def note(frame, event, _):
-        found[0] += event == "call" and frame.f_code.co_filename.startswith(
-            (ROOT + "/mindspeed_mem", ROOT + "/patches")
-        )
+        found[0] += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
     with parallel(), swap(plan, watch_only=not plan) as engine:
         chunks = build_gpt("dense")
