@@ -132,7 +132,7 @@ def main() -> None:
     rows = rows_of(seconds, args.steps, saved)
     print(f"{saved:g} saved tensors a layer; its own time: {rows['no pack']['own_us_per_layer']:.0f} us")
     print(table(rows))
-    write(args, "host_cost", backend, shape, rows)
+    write(args, "host_cost", backend, shape, args.rounds, rows)
 
 
 if __name__ == "__main__":

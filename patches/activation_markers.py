@@ -18,10 +18,10 @@ from mindspeed_mem.patching import Direct, around, join
 def _marker(method):
     @Direct
     def make(original):
-        current, compiling, names = engines.current, torch.compiler.is_compiling, original.__globals__
+        compiling, names = torch.compiler.is_compiling, original.__globals__
 
         def marker(msg=None, suffix=None):
-            engine = None if compiling() else current()
+            engine = None if compiling() else engines.in_use
             if engine is not None and engine.position.stack and msg is None and suffix is not None:
                 getattr(engine.operators, method)(suffix)
             if msg is None and names.get("_nvtx_enabled"):

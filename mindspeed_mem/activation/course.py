@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_mem.activation.storage.ledger import LEDGER, Token
+from mindspeed_mem.activation.storage.ledger import Token
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.records import HOST, Record
 
@@ -22,13 +22,28 @@ that."""
 class Course:
     """What a forward of one kind does, by the numbers of its operators (from 1)."""
 
-    __slots__ = ("operators", "hooked", "kinds", "signed", "kept", "layers", "natively", "held", "uses", "at", "index")
+    __slots__ = (
+        "operators",
+        "hooked",
+        "quiet",
+        "kinds",
+        "signed",
+        "kept",
+        "layers",
+        "natively",
+        "held",
+        "uses",
+        "at",
+        "index",
+    )
 
     def __init__(self) -> None:
         self.operators: list[tuple[int, str]] = [(-1, "")]
         """Layer and path."""
         self.hooked: list[bool] = [False]
         """Whether the hook is to be in force while it runs, what it contains included."""
+        self.quiet: list[tuple[int, str] | None] = []
+        """As `operators`, but None for those of which anybody wants to know when they run."""
         self.kinds: dict[int, tuple[bool, ...]] = {}
         """Of each tensor saved in turn when so many operators have started, whether it needs a handle."""
         self.signed: set[int] = set()
@@ -160,6 +175,8 @@ class Watch:
             course.hooked.append(number in needed or course.hooked[self._parents[number]])
         course.operators, course.layers = self._operators, layers
         course.signed = {number for number in signed if not course.hooked[number]}
+        heard = [hooked or number in course.signed for number, hooked in enumerate(course.hooked)]
+        course.quiet = [None if one else running for one, running in zip(heard, self._operators, strict=True)]
         kept: Counter[tuple[int, bool]] = Counter()
         for entry in self._entries:
             if not entry.held and not any(handle and course.hooked[saver] for saver, handle in entry.savers):
@@ -170,15 +187,6 @@ class Watch:
         for entry in self._entries:
             entry.watch = None  # the token may outlive this
         return course
-
-
-def keep(micro_batch: MicroBatch, number: int, bytes_of: tuple[int, int]) -> None:
-    """The ledger counts what operator ``number`` keeps natively, until its backward is over."""
-    owned, others = bytes_of
-    if owned:
-        micro_batch.native.append((number, LEDGER.enter_bytes(owned, owned=True)))
-    if others:
-        micro_batch.native.append((number, LEDGER.enter_bytes(others, owned=False)))
 
 
 def held(moved: Sequence[Record]) -> int:

@@ -200,7 +200,8 @@ def _swaps(config: SwapConfig) -> bool:
     return config.swap and (entries == (None, None) or any(entries))
 
 
-_engine: Engine | None = None
+in_use: Engine | None = None
+"""This process's; `use` sets it. Read here by what runs with every operator."""
 
 
 def start(
@@ -219,17 +220,17 @@ def start(
 
 def use(engine: Engine | None) -> Engine | None:
     """Make ``engine`` this process's engine from now on; return the earlier one. Not in the middle of a step."""
-    global _engine
-    _engine, earlier = engine, _engine
+    global in_use
+    in_use, earlier = engine, in_use
     return earlier
 
 
 def current() -> Engine | None:
-    return _engine
+    return in_use
 
 
 def _survival_of_the_moment() -> Survival | None:
-    return None if _engine is None else _engine.survival
+    return None if in_use is None else in_use.survival
 
 
 def stop() -> None:

@@ -11,14 +11,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import regions
-from mindspeed_mem.activation.course import UNKNOWN, keep
+from mindspeed_mem.activation.course import UNKNOWN
 from mindspeed_mem.activation.native_operators import NativeOperators
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.passes import Passes, first_of
 from mindspeed_mem.activation.plan_in_force import PlanInForce
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
-from mindspeed_mem.activation.rerun import module_rerun
-from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun
+from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, under_way
 from mindspeed_mem.activation.rerun.tape import Tape
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.second_runs import SecondRuns
@@ -56,12 +55,29 @@ class OperatorRuns:
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
         """Run a tagged module's forward as an operator."""
         layer, path = module.__dict__[regions.TAG]
-        again = module_rerun.running()
-        if again is not None:
-            again.enters_again(path, args, kwargs)
+        stack = self._position.stack
+        if under_way:
+            under_way[-1].enters_again(path, args, kwargs)
             return original(module, *args, **kwargs)
-        if self._position.stack:
-            return self._run_module(layer, path, original, module, args, kwargs)
+        if stack:
+            depth = len(stack)
+            if not self._quietly(layer, path, False):
+                return self._run_module(layer, path, original, module, args, kwargs)
+            try:
+                result = original(module, *args, **kwargs)
+            except BaseException:
+                self._second_runs.cut_tape(depth)
+                self._leave(depth)
+                raise
+            if self._hooked or self._position.rerun is not None:
+                self._stop(depth)
+            else:
+                micro_batch = self._position.micro_batch
+                if micro_batch is not None and len(stack) > depth:
+                    del stack[depth:]
+                    if micro_batch.fresh or micro_batch.due or micro_batch.mover.late.nbytes:
+                        micro_batch.operator_ended()
+            return result
         in_force, second_runs = self._in_force, self._second_runs
         if path or in_force.idle or not regions.may_save():
             if not path and in_force.recomputes and torch.is_grad_enabled():
@@ -97,18 +113,19 @@ class OperatorRuns:
         if type(rerun) is Tape:  # a module inside marked code
             with self._second_runs.without(rerun):
                 return self._run_module(layer, path, original, module, args, kwargs)
+        recomputes = self._in_force.recomputes
         if type(rerun) is ModuleRerun:
             rerun.enters(path, args, kwargs)
-        if not self._in_force.recomputes and self._observation.counting is None:
+            recomputes = False  # nothing inside runs again by itself
+        if not recomputes and self._observation.counting is None:
             return self._run_once(layer, path, original, (module, *args), kwargs)
         return self._run_call(layer, path, functools.partial(original, module), args, kwargs)
 
     def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         """Run a function as operator ``name`` of the running module; ``state`` as for `ModuleRerun`."""
-        again = module_rerun.running()
-        if again is not None:
-            again.enters_again(name, args, kwargs)
-        if again is not None or not self._position.stack:
+        if under_way:
+            under_way[-1].enters_again(name, args, kwargs)
+        if under_way or not self._position.stack:
             return call(*args, **kwargs)
         layer, parent, _ = self._position.stack[-1]
         rerun = self._position.rerun
@@ -193,24 +210,45 @@ class OperatorRuns:
     def mark_start(self, name: str) -> None:
         """Inline operator ``name`` starts inside the running module."""
         stack = self._position.stack
-        if stack and not module_rerun.running():
+        if stack and not under_way:
             layer, parent, _ = stack[-1]
             path = regions.inline_path(parent, name)
+            if self._quietly(layer, path, True):
+                return
             self._start(layer, path, True)
-            if self._in_force.recomputes:
+            if self._in_force.recomputes and self._position.rerun is None:
                 self._second_runs.start_tape(layer, path)
 
     def mark_stop(self, name: str) -> None:
         stack = self._position.stack
-        if (
-            stack
-            and stack[-1][2]
-            and not module_rerun.running()
-            and regions.last_of(stack[-1][1]) == regions.inline_path("", name)
-        ):
+        if stack and stack[-1][2] and not under_way and regions.last_of(stack[-1][1]) == regions.inline_path("", name):
             self._stop(len(stack) - 1)
 
     # ---- where we are
+    def _quietly(self, layer: int, path: str, marker: bool) -> bool:
+        """Start an operator if nobody has to know: by the course nothing that it saves matters, and no hook or tape is
+        in force. Where it is all of what runs already, that stays as it is."""
+        position, micro_batch = self._position, self._position.micro_batch
+        course = position.course
+        if course is None or micro_batch is None or self._hooked or position.rerun is not None:
+            return False
+        stack, number, quiet = position.stack, micro_batch.count, course.quiet
+        top = stack[-1]
+        within = top[1] == path and top[0] == layer  # it is all of what runs already
+        if not within:
+            number += 1
+        if number >= len(quiet) or quiet[number] != (layer, path):
+            return False
+        if within:
+            return True
+        micro_batch.count = number
+        stack.append((layer, path, marker))
+        if number in course.kept:
+            micro_batch.native.add(number, course.kept[number])
+        if micro_batch.ahead is not None:
+            micro_batch.forward_reaches(self._passes.operators_of[micro_batch.key[1]])
+        return True
+
     def _start(self, layer: int, path: str, marker: bool) -> None:
         micro_batch = self._position.micro_batch
         assert micro_batch is not None
@@ -221,7 +259,7 @@ class OperatorRuns:
             self._by_course(micro_batch, layer, path)
         elif position.watch is not None:
             position.watch.starts(layer, path, marker)
-        if not path or not self._natively():
+        if not path or position.course is None or self._hooked or self._in_force.recomputes:
             micro_batch.switch(layer, path, micro_batch.count)
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)
@@ -233,20 +271,20 @@ class OperatorRuns:
         position = self._position
         stack, micro_batch = position.stack, position.micro_batch
         assert micro_batch is not None
-        if self._natively():
-            del stack[depth:]
+        if position.course is not None and not self._hooked and not self._in_force.recomputes:
+            del stack[
+                depth:
+            ]  # nobody asks which operator runs: there is no hook, and no second run takes what it makes
         else:
-            self._second_runs.stop_tape(depth)
+            if position.rerun is not None:
+                self._second_runs.stop_tape(depth)
             self._leave(depth)
             layer, path, _ = stack[-1] if stack else NO_OPERATOR
             micro_batch.switch(layer, path, micro_batch.count)
             if self._observation.stopwatch is not None:
                 self._observation.stopwatch.switch(layer, path)
-        micro_batch.operator_ended()
-
-    def _natively(self) -> bool:
-        """Whether nobody will ask which operator runs: it has no hook, and no second run takes what it makes."""
-        return self._position.course is not None and not self._hooked and not self._in_force.recomputes
+        if micro_batch.fresh or micro_batch.due or micro_batch.mover.late.nbytes:
+            micro_batch.operator_ended()
 
     def _by_course(self, micro_batch: MicroBatch, layer: int, path: str) -> None:
         """An operator has started in a forward of which it is known what needs the hook."""
@@ -255,7 +293,7 @@ class OperatorRuns:
             if number < len(course.operators) and course.operators[number] == (layer, path):
                 kept = course.kept.get(number)
                 if kept is not None:
-                    keep(micro_batch, number, kept)
+                    micro_batch.native.add(number, kept)
                 if number in course.signed:
                     micro_batch.signs(number)
                 if not course.hooked[number]:

@@ -229,7 +229,7 @@ class Passes:
         if self._observation.profiler is not None:
             self._observation.profiler.end_pass()
         if self._position.micro_batch is not None:
-            self._position.micro_batch.native.clear()
+            self._position.micro_batch.native.drop()
         self._position.micro_batch = None
 
     def _backward_after(self, now: Pass) -> MicroBatch | None:

@@ -51,6 +51,8 @@ class PlanInForce:
         self.recomputes = False
         self.by_producer_only = True
         """No entry moves what an operator saves: who produced a storage decides at once."""
+        self.of_produced: dict[tuple[int, str], int | None] = {}
+        """What `distance` says of operators that decide that alone, as far as it has been asked."""
         self.everything = False
         """Move whatever is saved, whatever the plan says: the second attempt at a step."""
         self.covered: set[int] | None = None
@@ -82,8 +84,11 @@ class PlanInForce:
         """How far ahead a storage is moved: by its producer's entry, else by that of the operator saving it now."""
         swap = self.decision(layer, op)
         if swap is not None and swap.activations != "saved":
+            if isinstance(swap.distance, int):
+                self.of_produced[layer, op] = swap.distance
             return self.ahead(swap.distance, layer, op)
         if self.by_producer_only:
+            self.of_produced[layer, op] = None
             return None
         swap = self.decision(saver_layer, saver)
         if swap is None or swap.activations == "produced":
@@ -110,6 +115,7 @@ class PlanInForce:
             for model in regions.models():
                 self.count_on([model], regions.stacks_in([model]))
         self.agreed, self._built = gather is not None, regions.built()
+        self.of_produced.clear()
         self.partners = frozenset(partners) or self.partners
         tree = regions.tagged_layers()
         mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
@@ -170,4 +176,5 @@ class PlanInForce:
         """
         self.config, self.plan, self.agreed, self.tells = config, None, False, tell
         self._told.clear()
+        self.of_produced.clear()
         self.recomputes = False

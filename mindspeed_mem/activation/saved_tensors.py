@@ -6,6 +6,7 @@ memory from the start.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -69,7 +70,7 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor, by_function: bool | None = None) -> Any:
         """What autograd keeps instead of ``tensor``, which the operator that runs saves."""
         if by_function is None:
-            by_function = own_tensors.saved_by_function()
+            by_function = sys._getframe(1).f_code is own_tensors.APPLY
         position = self._position
         rerun, micro_batch = position.rerun, position.micro_batch
         if rerun is None:
@@ -98,7 +99,7 @@ class SavedTensors:
 
     def pack_outside(self, tensor: torch.Tensor) -> Any:
         """The same of what may be saved outside the layers: embedding, loss. It leaves only if memory runs out."""
-        by_function = own_tensors.saved_by_function()
+        by_function = sys._getframe(1).f_code is own_tensors.APPLY
         position = self._position
         if position.stack and position.micro_batch is not None:
             return self.pack(tensor, by_function)
@@ -114,7 +115,8 @@ class SavedTensors:
         if type(kept) is Slot:
             position, saver = self._position, kept.saver
             if not position.stack:
-                saver.micro_batch.unpacks(saver.number)
+                if saver.number < saver.micro_batch.in_backward:
+                    saver.micro_batch.unpacks(saver.number)
             elif type(position.rerun) is ModuleRerun:
                 position.rerun.why_not = "it computes gradients within its forward"
             tensor = kept.bring_back()
@@ -129,7 +131,7 @@ class SavedTensors:
             self._observation.stopwatch.unpacks(kept)
         position = self._position
         if not position.stack:
-            if kept.micro_batch is not None:
+            if kept.micro_batch is not None and kept.number < kept.micro_batch.in_backward:
                 kept.micro_batch.unpacks(kept.number)
         elif type(position.rerun) is ModuleRerun:  # no backward, but gradients that a forward computes
             position.rerun.why_not = "it computes gradients within its forward"
@@ -144,7 +146,7 @@ class SavedTensors:
         return not self.every_record and observed.counting is None and observed.stopwatch is None
 
     # ---- saved tensors
-    def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Handle | Part:
+    def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Any:
         if movable(tensor, self._device_type):
             return self._keep_plain(tensor, tensor, rerun, by_function)
         local = None if by_function else part_of(tensor, self._device_type)
@@ -159,7 +161,7 @@ class SavedTensors:
 
     def _keep_plain(
         self, tensor: torch.Tensor, saved: torch.Tensor, rerun: ModuleRerun | None, by_function: bool
-    ) -> Handle:
+    ) -> Any:
         """Keep ``tensor``: what autograd saves, or its part on this rank."""
         position, census = self._position, self._observation.counting
         micro_batch = position.micro_batch
@@ -168,18 +170,22 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         found = marks.of(storage)
         record = None
-        if by_function and own_tensors.stays_itself(tensor):
-            self._pin(tensor, storage, found)
-        elif by_function and own_tensors.told_to_stay(tensor):
-            found.keep()
+        if by_function:
+            if own_tensors.stays_itself(tensor):
+                self._pin(tensor, storage, found)
+            elif own_tensors.told_to_stay(tensor):
+                found.keep()
         if not found.stays or census is not None:
-            record = self._record_of(tensor, storage, found)
+            if found.record is not None or found.made_by is not None:
+                record = self._record_of(tensor, storage, found)
             if record is None:
                 record = self._new_record(tensor, saved, storage, found)
             elif census is not None:
                 census.add((record.layer, record.op, record.number), (*position.stack[-1][:2], number), tensor, storage)
         if rerun is not None:
             rerun.saves(record, tensor)
+        if record is None and self._in_force.watch_only and not by_function and self.may_drop() and saved is tensor:
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version  # nothing moves: nobody waits for it
         handle = Handle(tensor, record, micro_batch, number)
         if census is not None:
             census.holds(storage, handle)
@@ -189,14 +195,17 @@ class SavedTensors:
         if record is None:
             return handle
         self._attach(handle, record, tensor)
-        record.used_at(number)
-        if record.state in _AWAY:
+        state = record.state
+        if number > record.last_use or (state == DROPPED and number == record.last_use):
+            record.used_at(number)
+        if state == KEPT:
+            if record.distance != STAYS:
+                layer, op, _ = position.stack[-1]
+                distance = self._distance(record.layer, record.op, layer, op)
+                if distance is not None:  # a tape may turn out to start from it: then it stays
+                    micro_batch.select(record, distance, at_once=type(position.rerun) is not Tape)
+        elif state in _AWAY:
             handle.let_go()
-        elif record.state == KEPT and record.distance != STAYS:
-            layer, op, _ = position.stack[-1]
-            distance = self._distance(record.layer, record.op, layer, op)
-            if distance is not None:  # a tape may turn out to start from it: then it stays
-                micro_batch.select(record, distance, at_once=type(position.rerun) is not Tape)
         return handle
 
     def _keep_outside(self, tensor: torch.Tensor, by_function: bool) -> Handle:
@@ -226,7 +235,9 @@ class SavedTensors:
 
     def _attach(self, handle: Handle, record: Record, tensor: torch.Tensor) -> None:
         """``handle`` is of ``tensor``, one more of the storage of ``record``."""
-        self._mover.saves(record, tensor, first=not record.handles)
+        mover = self._mover
+        if mover.several or mover.backend.stream_key() != record.micro_batch.home_key:
+            mover.saves(record, tensor, first=not record.handles)
         record.handles.append(weakref.ref(handle))
 
     def _pin(self, tensor: torch.Tensor, storage: torch.UntypedStorage, found: marks.Marks) -> None:
@@ -299,7 +310,7 @@ class SavedTensors:
                 f"{consumer} is recomputed from it (swap_config.swap_recompute_inputs: True swaps it)",
             )
         storage = tensor.untyped_storage()
-        self._enter(storage, owner)
+        self._enter(storage, owner, found)
         if record is not None:
             record.way_back.keep(record)
         if not self.every_record:
@@ -359,7 +370,7 @@ class SavedTensors:
             or not self._in_force.by_producer_only
             or self._distance(*owner[:2], layer, op) is not None
         ):
-            self._enter(storage, owner)
+            self._enter(storage, owner, found)
             found.keep()
             return None
         record = self._make(owner, storage, tensor, found)
@@ -374,19 +385,23 @@ class SavedTensors:
     def _make(self, owner: Owner, storage: torch.UntypedStorage, tensor: torch.Tensor, found: marks.Marks) -> Record:
         micro_batch = self._position.micro_batch
         assert micro_batch is not None
-        record = Record(self._mover, micro_batch, owner, storage, self._enter(storage, owner), tensor)
+        record = Record(self._mover, micro_batch, owner, storage, self._enter(storage, owner, found), tensor)
         if self._mover.known is not None:
             self._mover.known.add(record)
         found.record = weakref.ref(record)
         return record
 
-    def _enter(self, storage: torch.UntypedStorage, owner: Owner) -> Token:
-        return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers)
+    def _enter(self, storage: torch.UntypedStorage, owner: Owner, found: marks.Marks) -> Token:
+        return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers, found)
 
     def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved; None: it stays."""
-        micro_batch = self._position.micro_batch
+        micro_batch, in_force = self._position.micro_batch, self._in_force
         found = None
         if micro_batch is not None and not micro_batch.stays:
-            found = self._in_force.distance(layer, op, saver_layer, saver)
-        return 1 if found is None and self._in_force.everything else found
+            produced = in_force.of_produced
+            if (layer, op) in produced:
+                found = produced[layer, op]
+            else:
+                found = in_force.distance(layer, op, saver_layer, saver)
+        return 1 if found is None and in_force.everything else found

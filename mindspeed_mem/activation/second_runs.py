@@ -169,11 +169,10 @@ class SecondRuns:
 
     # ---- inline code
     def start_tape(self, layer: int, path: str) -> None:
-        """Inline operator ``path`` starts."""
+        """Inline operator ``path`` starts, outside of all that runs again."""
         position, micro_batch = self._position, self._position.micro_batch
         if (
-            position.rerun is None
-            and micro_batch is not None
+            micro_batch is not None
             and (layer, path) not in self._in_force.modules
             and self._tried.get((layer, path), True)
             and self._wanted(layer, path)

@@ -23,10 +23,10 @@ from mindspeed_mem.patching import REGISTRY, Direct
 
 @Direct
 def region_forward(original: Callable) -> Callable:
-    tag, current, compiling = regions.TAG, engines.current, torch.compiler.is_compiling
+    tag, compiling = regions.TAG, torch.compiler.is_compiling
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        engine = current()
+        engine = engines.in_use
         # compiled code has no regions inside: a compiled module is one operator
         if engine is None or compiling() or tag not in module.__dict__:
             return original(module, *args, **kwargs)

@@ -178,7 +178,7 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         check_copy(target, source)
         with self._module.stream(stream.native):
-            target.data.copy_(source.data, non_blocking=True)  # .data: a version counter of its own
+            target.data.copy_(source, non_blocking=True)  # .data: a version counter of its own
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.type

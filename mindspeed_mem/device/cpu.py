@@ -144,7 +144,7 @@ class CpuBackend(HostBackend[Stream, Event]):
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         check_copy(target, source)
         begin = time.perf_counter()
-        target.data.copy_(source.data)  # .data: a version counter of its own; tensor.copy_: releases the GIL
+        target.data.copy_(source)  # .data: a version counter of its own; tensor.copy_: releases the GIL
         self._copy_seconds += time.perf_counter() - begin
 
     def stall_seconds(self) -> float:

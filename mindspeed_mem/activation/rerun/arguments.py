@@ -6,7 +6,7 @@ fraction of its cost for the few flat arguments that operators have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,16 +53,22 @@ def join(value: Any, tensors: Sequence[Any]) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of nested arguments or results, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif type(value) is dict:
-        for item in value.values():
-            yield from tensors_in(item)
+    found: list[torch.Tensor] = []
+    _collect((value,), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            if value:
+                _collect(value, found)
+        elif type(value) is dict and value:
+            _collect(value.values(), found)
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

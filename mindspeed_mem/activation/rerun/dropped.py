@@ -76,8 +76,8 @@ class Made:
         """Of ``storage``, with marks ``found``, of which ``tensor`` is saved first."""
         self.rerun, self.micro_batch, self.layout = rerun, micro_batch, layout
         self.nbytes, self.state = storage.nbytes(), DROPPED
-        found.token = Token(LEDGER, self.nbytes, owned=True, moved=True)  # as long as it happens to be there
-        LEDGER.without.add(self.nbytes)
+        found.token = token = Token(LEDGER, self.nbytes, owned=True)  # as long as it happens to be there
+        token.moved = True
         self.storage = weakref.ref(storage)
         self.tensor: torch.Tensor | None = None
         self.version = tensor._version
@@ -144,7 +144,8 @@ class Slot:
         assert tensor is not None
         if tensor._version != made.version:
             raise OverwrittenError(f"the output of {rerun} was overwritten after it had been recomputed")
-        rerun.mover.await_second_run(made)
+        if rerun.mover.several:
+            rerun.mover.await_second_run(made)
         if self.layout is not None:
             tensor = view_of(tensor.untyped_storage(), *self.layout)
         if self.own is not None:
@@ -185,7 +186,7 @@ class Saves:
                     if known is None or known.of() is not rerun or known.version != tensor._version:
                         found.entry = _Entry(weakref.ref(rerun), number, position, tensor._version)
         elif number in program.entries:
-            tensors = list(tensors_in((args, kwargs)))
+            tensors = tensors_in((args, kwargs))
             for position, first in program.entries[number]:
                 if position < len(tensors) and tensors[position].layout is torch.strided:
                     tensor = tensors[position]
@@ -208,19 +209,21 @@ class Saves:
 
     def drops(self, rerun: Rerun, tensor: torch.Tensor, micro_batch: MicroBatch, by_function: bool) -> Slot | None:
         """What autograd keeps of the next one, if it is as expected and nobody else needs it."""
-        program, number, mover = self.program, len(self.slots), rerun.mover
+        program, slots, mover = self.program, self.slots, rerun.mover
+        number = len(slots)
         if program is None or number >= len(program.saves) or type(tensor) is not torch.Tensor:
             return None
         first = program.saves[number]
         if first < 0 or mover.several or mover.backend.stream_key() != micro_batch.home_key:
             return None
-        storage, layout = tensor.untyped_storage(), layout_of(tensor)
-        made = self._made.get(first)
+        storage = tensor.untyped_storage()
+        layout = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        made = self._made.get(first) if first != number else None
         if made is not None:
             same = layout == made.layout or movable(tensor, storage.device.type)
             if made.storage() is not storage or not made.holds(tensor) or not same:
                 return None
-            self.slots.append(None)
+            slots.append(None)
         else:
             found = marks.of(storage)
             if first != number or found.token is not None or found.stays or found.static or found.made_by is not None:
@@ -229,8 +232,9 @@ class Saves:
                 return None
             made = self._made[first] = Made(rerun, micro_batch, storage, tensor, layout, found)
             self._nbytes += made.nbytes
-            self.slots.append((weakref.ref(made), layout))
-            self._was_taken(number, storage, tensor)
+            slots.append((weakref.ref(made), layout))
+            if number in self._taken:
+                self._was_taken(number, storage, tensor)
         saver = self._saver
         if saver is None or saver.number != micro_batch.count:
             saver = self._saver = Saver(micro_batch, micro_batch.count)

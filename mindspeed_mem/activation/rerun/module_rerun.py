@@ -46,12 +46,13 @@ from mindspeed_mem.activation.storage.records import (
 from mindspeed_mem.device import is_host_device
 
 TAKE_OUT = "Take it out of recompute_config"
-_again: list[ModuleRerun] = []  # second runs under way, innermost last
+under_way: list[ModuleRerun] = []
+"""Second runs, innermost last."""
 
 
 def running() -> ModuleRerun | None:
     """The operator that is being run again, the innermost: it must leave counters and statistics alone."""
-    return _again[-1] if _again else None
+    return under_way[-1] if under_way else None
 
 
 class _Enough(BaseException):
@@ -227,7 +228,8 @@ class ModuleRerun(Rerun):
                 return
             record, layout = slot[0](), slot[1]
             if record is not None and record.state == DROPPED:
-                tensor = local_of(tensor)
+                if type(tensor) is not torch.Tensor:
+                    tensor = local_of(tensor)
                 if layout_of(tensor) != layout or tensor.untyped_storage().nbytes() != record.nbytes:
                     self._differs(tensor, layout)
                 self._fill(record, tensor, layout)
@@ -265,8 +267,8 @@ class ModuleRerun(Rerun):
                 self.mover.end_again()
 
         with ExitStack() as stack:
-            _again.append(self)
-            stack.callback(_again.pop)
+            under_way.append(self)
+            stack.callback(under_way.pop)
             self._noted_again = 0
             stack.callback(_empty, leaves)
             if self._places:
@@ -278,7 +280,7 @@ class ModuleRerun(Rerun):
             for guard in GUARDS:
                 stack.enter_context(guard())
             for reader in READERS:
-                stack.enter_context(reader(list(modules_of(self.call)), list(tensors_in((args, kwargs)))))
+                stack.enter_context(reader(list(modules_of(self.call)), tensors_in((args, kwargs))))
             if self._random is not None:
                 stack.enter_context(rng.as_of(self._random))
             stack.enter_context(torch.enable_grad())
@@ -340,7 +342,7 @@ class ModuleRerun(Rerun):
         self.untried.leaves = leaves_then = []
         try:
             with put_back(places, changed), self._as_then(leaves, pack) as run, contextlib.suppress(_Enough):
-                again, before = list(tensors_in(run())), list(tensors_in(result))
+                again, before = tensors_in(run()), tensors_in(result)
                 otherwise = otherwise or index != len(saved)
                 for one, other in zip_longest(before, again) if result is not None else ():
                     compare(one, other)
@@ -381,7 +383,7 @@ class ModuleRerun(Rerun):
         wanted = self.saved.entries.get(number)
         if wanted is None or self.saved.entered[number] != path:
             return
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         for position, first in wanted:
             slot = self.saved.slots[first]
             if slot is not None and (record := slot[0]()) is not None and record.state == DROPPED:
@@ -400,7 +402,9 @@ class ModuleRerun(Rerun):
         self._remaining -= 1
         if isinstance(record, Made):
             record.fill(tensor, layout or layout_of(tensor))
-            self.mover.saves(record, tensor, first=True)
+            mover = self.mover
+            if mover.several or mover.backend.stream_key() != record.micro_batch.home_key:
+                mover.saves(record, tensor, first=True)
             return
         storage = tensor.untyped_storage()
         if any(storage is other() for other in self._filled):

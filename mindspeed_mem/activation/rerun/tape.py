@@ -92,7 +92,7 @@ class Tape(Rerun, TorchDispatchMode):
         refs: list[_Ref] = []
         given = split((args, kwargs), self._ref, refs)
         old = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs)) if _plain(tensor)}
-        outputs = list(tensors_in(result))
+        outputs = tensors_in(result)
         if not all(map(_plain, outputs)):
             self.why_not = "it works on tensors that are not plain strided memory"
             return
@@ -205,7 +205,7 @@ class Tape(Rerun, TorchDispatchMode):
         records = {key: r for key, ref in self._records.items() if (r := ref()) is not None and r.state == DROPPED}
         if records:
             steps, needed = self._slice(set(records))
-            weights = list(tensors_in([step.given for step in steps]))
+            weights = tensors_in([step.given for step in steps])
             held = {key: h.bring_back() for key, h in (self.inputs or {}).items() if key in needed}
             with ExitStack() as stack:
                 for reader in READERS:

@@ -57,22 +57,17 @@ class Ledger:
         for counter in (self.held, self.owned, self.without):
             counter.forget()
 
-    def enter(self, storage: torch.UntypedStorage, owned: bool) -> Token:
-        """Count ``storage`` from now on until it dies; once per storage."""
-        found = marks.of(storage)
+    def enter(self, storage: torch.UntypedStorage, owned: bool, found: marks.Marks | None = None) -> Token:
+        """Count ``storage`` from now on until it dies; once per storage. ``found``: its marks."""
+        if found is None:
+            found = marks.of(storage)
         token: Token | None = found.token
         if token is None:
             token = found.token = Token(self, storage.nbytes(), owned)
-            self.without.add(token.nbytes)
         elif token.moved:  # it outlived the graph that had moved it, and is saved again
             token.moved = False
             self.without.add(token.nbytes)
         return token
-
-    def enter_bytes(self, nbytes: int, owned: bool) -> Token:
-        """Count what nobody has looked at, as long as the token lives."""
-        self.without.add(nbytes)
-        return Token(self, nbytes, owned)
 
     def enter_copy(self, storage: torch.UntypedStorage, owned: bool) -> None:
         """Count a device buffer that an activation was copied back into; `without` has counted it already."""
@@ -80,7 +75,7 @@ class Ledger:
 
     def forget_moved(self, nbytes: int) -> None:
         """Backward no longer needs an activation that had been moved to the host."""
-        self.without.add(-nbytes)
+        self.without.now -= nbytes
 
 
 class Token:
@@ -91,12 +86,20 @@ class Token:
     def __init__(self, ledger: Ledger, nbytes: int, owned: bool, moved: bool = False):
         self.ledger, self.nbytes, self.owned, self.moved = ledger, nbytes, owned, moved
         self.entry: Any = None  # who saves the storage, while that is watched
-        held = ledger.held
+        held = ledger.held  # as `Counter.add`, three times
         held.now = now = held.now + nbytes
         if now > held.peak:
             held.peak = now
         if owned:
-            ledger.owned.add(nbytes)
+            mine = ledger.owned
+            mine.now = now = mine.now + nbytes
+            if now > mine.peak:
+                mine.peak = now
+        if not moved:
+            without = ledger.without
+            without.now = now = without.now + nbytes
+            if now > without.peak:
+                without.peak = now
 
     def __del__(self) -> None:
         ledger = self.ledger
@@ -105,6 +108,41 @@ class Token:
             ledger.owned.now -= self.nbytes
         if not self.moved:
             ledger.without.now -= self.nbytes
+
+
+class Unseen:
+    """Bytes that the operators of one forward keep and nobody has looked at, by the operators' numbers: counted until
+    they are dropped, or nobody holds this."""
+
+    __slots__ = ("_ledger", "_kept")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._kept: list[tuple[int, tuple[int, int]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def add(self, number: int, kept: tuple[int, int]) -> None:
+        """Operator ``number`` keeps so many bytes that operators of a layer made, and so many others."""
+        self._kept.append((number, kept))
+        ledger, nbytes = self._ledger, kept[0] + kept[1]
+        for counter, more in ((ledger.without, nbytes), (ledger.held, nbytes), (ledger.owned, kept[0])):
+            counter.now = now = counter.now + more
+            if now > counter.peak:
+                counter.peak = now
+
+    def drop(self, above: int = -1) -> None:
+        """What operators with higher numbers kept is gone."""
+        kept, ledger = self._kept, self._ledger
+        while kept and kept[-1][0] > above:
+            owned, others = kept.pop()[1]
+            ledger.owned.now -= owned
+            ledger.held.now -= owned + others
+            ledger.without.now -= owned + others
+
+    def __del__(self) -> None:
+        self.drop()
 
 
 LEDGER = Ledger()

@@ -16,7 +16,7 @@ from itertools import count
 
 import torch
 
-from mindspeed_mem.activation.storage.ledger import Token
+from mindspeed_mem.activation.storage.ledger import LEDGER, Unseen
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owner, Record
 
@@ -37,18 +37,18 @@ class MicroBatch:
         self.stays = False  # nothing of it is moved
         self._bounds: list[int] = []  # autograd sequence numbers at which the running operator changed
         self._running: list[Owner] = []
-        self._fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
-        self._due: list[tuple[int, int, weakref.ref[Record]]] = []
+        self.fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
+        self.due: list[tuple[int, int, weakref.ref[Record]]] = []
         self._tie = count()
         self.moved: list[weakref.ref[Record]] = []
         self.recomputed: list[tuple[int, str, weakref.ref]] = []  # layer, operator, run
         self._saving: list[int] = []  # numbers of the operators that saved something, ascending
         self._alive: dict[int, int] = {}  # how much of what each saved is still there
-        self.native: list[tuple[int, Token]] = []  # what operators that have no hook keep, by their numbers
+        self.native = Unseen(LEDGER)  # what operators that have no hook keep
         self.ahead: MicroBatch | None = None  # whose backward follows the pass that runs now
         self._queue: list[tuple[int, weakref.ref[Record]]] | None = None  # (copy-in time, record), descending
         self._cursor = 0
-        self._reached = self._in_backward = 1 << 62  # the lowest operator whose backward is next, or runs
+        self._reached = self.in_backward = 1 << 62  # the lowest operator whose backward is next, or runs
 
     # ---- forward
     def switch(self, layer: int, op: str, number: int) -> None:
@@ -87,40 +87,44 @@ class MicroBatch:
         Without ``at_once`` the copy waits for the end of the running operator even if it is complete. If it is small,
         it stays.
         """
-        if self.mover.staying.is_small(record):
+        staying = self.mover.staying
+        if record.nbytes < staying.smallest:
+            staying.is_small(record)
             return
         record.distance = distance
         record.state = DEVICE
-        self._fresh.append(weakref.ref(record))
+        self.fresh.append(weakref.ref(record))
         if at_once and record.number < self.count:
             self.copy_fresh()
 
     def copy_fresh(self) -> None:
         """Start the copies of what is complete: nothing of it is written any more."""
-        if not self._fresh:
+        if not self.fresh:
             return
-        fresh, self._fresh = self._fresh, []
+        fresh, self.fresh = self.fresh, []
         records = [record for ref in fresh if (record := ref()) is not None and record.state == DEVICE]
-        self.mover.copy_out(records)
+        if records:
+            self.mover.copy_out(records)
         for record in records:
             if record.state == COPYING:
                 due = max(record.number + record.distance, self.count)
-                heapq.heappush(self._due, (due, next(self._tie), weakref.ref(record)))
+                heapq.heappush(self.due, (due, next(self._tie), weakref.ref(record)))
 
     def release_due(self, until: int | None = None) -> None:
         """Release what is due once operator ``until`` has run (None: everything)."""
-        while self._due and (until is None or self._due[0][0] <= until):
-            record = heapq.heappop(self._due)[2]()
+        while self.due and (until is None or self.due[0][0] <= until):
+            record = heapq.heappop(self.due)[2]()
             if record is not None:
                 self.mover.release_when_copied(record)
                 self.moved.append(weakref.ref(record))
-        self.mover.release_late()
+        if self.mover.late.nbytes:
+            self.mover.release_late()
 
     def operator_ended(self) -> None:
         """What the last operator produced is complete."""
-        if self._fresh:
+        if self.fresh:
             self.copy_fresh()
-        if self._due or self.mover.late:
+        if self.due or self.mover.late.nbytes:
             self.release_due(self.count)
 
     def finish_forward(self) -> None:
@@ -137,14 +141,14 @@ class MicroBatch:
         """Backward of operator ``number`` reads what it saved."""
         if not self.forward_done:
             self.finish_forward()  # no schedule told us
-        if number < self._in_backward:
-            self._in_backward = number
+        if number < self.in_backward:
+            self.in_backward = number
             self.backward_reaches(number)
 
     def dropped(self, number: int) -> None:
         """One of the tensors that operator ``number`` saved is gone."""
         alive = self._alive[number] = self._alive[number] - 1
-        if not alive and number == self._in_backward and torch._C._current_graph_task_id() != -1:
+        if not alive and number == self.in_backward and torch._C._current_graph_task_id() != -1:
             position = bisect_left(self._saving, number)
             self.backward_reaches(self._saving[position - 1] + 1 if position else 1)
 
@@ -156,8 +160,7 @@ class MicroBatch:
         if number >= self._reached:
             return
         self._reached = number
-        while self.native and self.native[-1][0] > number:
-            self.native.pop()
+        self.native.drop(above=number)
         if self._queue is None:
             live = [record for ref in self.moved if (record := ref()) is not None and record.state in (HOST, COPYING)]
             live.sort(key=lambda r: (r.last_use + r.distance, r.last_use, r.number), reverse=True)
@@ -169,7 +172,8 @@ class MicroBatch:
             self.mover.load([r for _, ref in self._queue[start : self._cursor] if (r := ref()) is not None])
         if self.ahead is not None and self.ahead is not self:
             self.ahead.backward_reaches(self.ahead.count + number)
-        self.mover.release_late()
+        if self.mover.late.nbytes:
+            self.mover.release_late()
 
     def forward_reaches(self, total: int) -> None:
         """Forward of operator `count` out of ``total`` starts."""

@@ -149,6 +149,8 @@ class Mover:
         if not ready:
             ready.append(compute)
             self.backend.wait(out_stream, self.backend.record(compute), OUT_AFTER_COMPUTE)
+        if record.stream is compute and not record.others:
+            return
         for stream in (record.stream, *record.others):
             if stream not in ready:
                 ready.append(stream)
@@ -177,7 +179,8 @@ class Mover:
             del storage
             assert record.out_event is not None
             self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
-            self.late.drop(record)
+            if self.late.nbytes:
+                self.late.drop(record)
             record.source = None
             record.leave(HOST, self)
             self.moved[record.layer, record.op] += record.nbytes
@@ -187,11 +190,15 @@ class Mover:
         """The release point of a record is there: see `release_late`."""
         with self._lock:
             if record.state == COPYING:
-                self.late.add(record)
+                assert record.out_event is not None
+                if not self.late.nbytes and self.backend.done(record.out_event):
+                    self.release(record)
+                else:
+                    self.late.add(record)
 
     def release_late(self) -> None:
         """Release what has been copied meanwhile, and so many of the oldest that the others fit into the window."""
-        if not self.late:
+        if not self.late.nbytes:
             return
         with self._lock:
             while (record := self.late.oldest()) is not None:
@@ -228,7 +235,7 @@ class Mover:
             for record in records:
                 if record.state == HOST:
                     wanted.append(record)
-                else:
+                elif self.late.nbytes:
                     self.late.drop(record)
             if not wanted:
                 return
@@ -241,7 +248,7 @@ class Mover:
             self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
             for record in wanted:
                 assert record.slab is not None and record.buffer is not None and record.out_event is not None
-                if record.stream != compute:
+                if record.stream is not compute and record.stream != compute:
                     self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
                 record.stream, record.others = compute, ()
                 self.backend.copy(record.buffer, record.slab.buffer, in_stream)
@@ -257,12 +264,12 @@ class Mover:
             self.load((record,))
         assert record.in_event is not None and record.buffer is not None
         compute, auto = self.backend.current_stream(), self.auto
-        timed = auto if auto is not None and auto.measures(record) else None
+        timed = auto if auto is not None and not auto.settled and auto.measures(record) else None
         begin = self.backend.timestamp(compute) if timed is not None else None
         self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
         if timed is not None:
             timed.waited(record, begin, self.backend.timestamp(compute))
-        if compute != record.stream:
+        if compute is not record.stream and compute != record.stream:
             self.backend.used_on(record.buffer, compute, READ_BESIDE)
 
     def begin_again(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -306,7 +313,8 @@ class Mover:
         if record.state not in (COPYING, HOST, LOADED):
             return
         with self._lock:
-            self.late.drop(record)
+            if self.late.nbytes:
+                self.late.drop(record)
             if record.state == LOADED:
                 memory, event = record.buffer, record.in_event
             else:

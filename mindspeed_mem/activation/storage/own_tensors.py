@@ -32,7 +32,8 @@ def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
     return _native_apply.__get__(None, cls)(*args, **kwargs)
 
 
-_APPLY = (_native_apply.__func__ if APPLY_IS_PYTHON else applied).__code__
+APPLY = (_native_apply.__func__ if APPLY_IS_PYTHON else applied).__code__
+"""Of the frame below that of a pack hook, where it packs what a custom function saves."""
 
 MARKS: list[str] = []
 """Attributes by which libraries say that a tensor that their functions save is to stay on the device."""
@@ -47,11 +48,6 @@ class _Reading(threading.local):
 _reading = _Reading()
 
 
-def saved_by_function() -> bool:
-    """Whether the pack hook that calls this packs what a custom function saves."""
-    return sys._getframe(2).f_code is _APPLY
-
-
 def made_by_function(tensor: torch.Tensor) -> str | None:
     """The name of the custom function that saves ``tensor``, for a pack hook further up; None if it was given it."""
     function, given = _applied()
@@ -61,7 +57,7 @@ def made_by_function(tensor: torch.Tensor) -> str | None:
 def _applied() -> tuple[type, tuple]:
     """The custom function whose tensors are being packed, and what it was given."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and frame.f_code is not APPLY:
         frame = frame.f_back
     assert frame is not None
     found = frame.f_locals

@@ -64,6 +64,7 @@ class InFlight(Protocol):
     key: tuple[int | None, int]
     home: Stream
     home_key: Any
+    in_backward: int
     moved: list[weakref.ref[Record]]
 
     def saved_by(self, number: int) -> None: ...
@@ -106,10 +107,10 @@ class OverwrittenError(RuntimeError):
 
 
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    key = dtype, device
-    if key not in _EMPTY:
-        _EMPTY[key] = torch.empty(0, dtype=dtype, device=device)
-    return _EMPTY[key]
+    found = _EMPTY.get((dtype, device))
+    if found is None:
+        found = _EMPTY[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+    return found
 
 
 def movable(tensor: torch.Tensor, device_type: str) -> bool:
@@ -197,7 +198,8 @@ class Record:
         self.storage = weakref.ref(storage)
         self.token: Token | None = token
         self.handles: list[weakref.ref[Handle]] = []
-        self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
+        base = tensor._base
+        self.version, self.base = tensor._version, weakref.ref(tensor if base is None else base)
         self.slab: Slab | None = None
         self.source: torch.Tensor | None = None  # uint8 [nbytes], while it is copied out
         self.buffer: torch.Tensor | None = None  # that it came back into
@@ -243,7 +245,7 @@ class Record:
 
     def mark(self, storage: torch.UntypedStorage) -> None:
         """``storage`` takes the place of the one that has left, with what a program has set on that."""
-        for name, value in (self.attributes or {}).items():
+        for name, value in self.attributes.items() if self.attributes else ():
             setattr(storage, name, value)
 
     def live_handles(self) -> list[Handle]:
@@ -258,10 +260,11 @@ class Record:
         """Let go of the device memory, from where ``way_back`` will bring it; the handles keep their layouts."""
         assert self.token is not None
         self.token.moved = True
-        if (storage := self.storage()) is not None:
+        if (storage := self.storage()) is not None and len(storage.__dict__) > 1:
             self.attributes = marks.set_by_others(storage)
-        for handle in self.live_handles():
-            handle.let_go()
+        for ref in self.handles:
+            if (handle := ref()) is not None:
+                handle.let_go()
         self.token = None
         self.state, self.way_back = state, way_back
 
@@ -321,9 +324,11 @@ class Handle:
         another tensor than `alias` shows who makes room that the running operator works on the memory.
         Raises RuntimeError if it has been modified in place since it was saved.
         """
-        self.check_version()
+        alias = self.alias
+        if alias._version != self.version:
+            self.check_version()
         if self.layout is None:
-            return self.alias if self.record is None else self.alias.detach()
+            return alias if self.record is None else alias.detach()
         record, layout = self.record, self.layout
         assert record is not None
         record.way_back.bring_back(record)
@@ -369,4 +374,7 @@ def view_of(
     stride: Sequence[int],
     offset: int | torch.SymInt,
 ) -> torch.Tensor:
-    return _empty(dtype, storage.device).new_empty(0).set_(storage, offset, size, stride)
+    empty = _EMPTY.get((dtype, storage.device))
+    if empty is None:
+        empty = _empty(dtype, storage.device)
+    return empty.new_empty(0).set_(storage, offset, size, stride)
