@@ -231,6 +231,7 @@ def train_step(
     mine = parallel_state.get_data_parallel_rank()
     first = step * micro_batches
     numbers = range(first + mine, first + micro_batches, ranks)
+    parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=DEVICE).triu(1) if attention_mask else None
 
     def forward_step(
@@ -239,7 +240,10 @@ def train_step(
         text = next(batches)
         positions = torch.arange(SEQUENCE, device=DEVICE).unsqueeze(0).expand(micro_batch_size, -1)
         run = model.build_schedule_plan if return_schedule_plan else model
-        output = run(text[:, :-1].contiguous(), positions, mask, labels=text[:, 1:].contiguous())
+        words, positions, labels = (
+            one.chunk(parts, 1)[part].contiguous() for one in (text[:, :-1], positions, text[:, 1:])
+        )
+        output = run(words, positions, mask, labels=labels)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mean = output.float().mean()
