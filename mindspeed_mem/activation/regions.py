@@ -34,9 +34,7 @@ _built = 0
 _tails: dict[int, int] = {}  # what follows a stack that is not a model's last: its index, and the layer's before it
 
 
-def tag_layer(
-    layer: nn.Module, index: int, place: tuple[int, int] = (0, 0), inner: Collection[str] = ()
-) -> set[type]:
+def tag_layer(layer: nn.Module, index: int, place: tuple[int, int] = (0, 0), inner: Collection[str] = ()) -> set[type]:
     """Tag a transformer layer and everything below it; return the classes whose ``forward`` is to be wrapped.
 
     Args:

@@ -38,22 +38,22 @@ _SAME = "both decide about the same activations"
 _AS_PLAN = "`python -m mindspeed_mem plan --from-megatron` says it as a plan"
 _GRAPH = (
     "replaying a graph of whole layers or steps skips the Python code that swaps and recomputes (--cuda-graph-impl "
-    "transformer_engine can stay with graphs of parts, such as --cuda-graph-scope attn moe_router: swap follows the rest)"
+    "transformer_engine with graphs of parts, such as --cuda-graph-scope attn moe_router, can stay: swap follows the "
+    "rest)"
 )
 _PARTS = ("--cuda-graph-scope", "--cuda-graph-modules")
 _NOT_YET = "not supported yet"
 _PIECES = (
-    "it runs layers piece by piece, a piece forward of one micro-batch and one backward of another in turn, and never a "
-    "layer's forward, by which swap and recompute know where they are"
+    "it runs layers piece by piece, a piece forward of one micro-batch and one backward of another in turn, and never "
+    "a layer's forward, by which swap and recompute know where they are"
 )
-_WHOLE_PARAMETERS = "what parameters and gradients of a layer lie in comes and goes, which they have not been tested with"
+_FSDP = "what parameters and gradients of a layer lie in comes and goes, which was never run with plans"
 _OWN_PASSES = "its forwards and backwards are its own, which swap and recompute do not follow"
 _EMPTIES = "it empties activations and fills them again by itself, on streams that swap and recompute do not follow"
 _LIVE = (
     "its states are live generators, so dropout would draw other masks in a forward that runs again (it can stay with "
     "--hidden-dropout 0 --attention-dropout 0)"
 )
-
 
 
 def _graphs_of_parts(args: Any) -> bool:
@@ -85,8 +85,8 @@ MEMORY = (
     *_graphs(_GRAPH, _graphs_of_parts),
     of_core("--enable-cuda-graph", _GRAPH),
     of_core("--overlap-moe-expert-parallel-comm", _PIECES),
-    of_megatron_lm("--use-megatron-fsdp", _WHOLE_PARAMETERS),
-    of_megatron_lm("--use-torch-fsdp2", _WHOLE_PARAMETERS),
+    of_megatron_lm("--use-megatron-fsdp", _FSDP),
+    of_megatron_lm("--use-torch-fsdp2", _FSDP),
     of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_mindspeed("--swap-attention", _SAME),
@@ -152,8 +152,8 @@ INFLIGHT_CAP = (
     of_core("--cuda-graph-impl", "graphs are captured in the order of Megatron's own loop", off="none"),
     of_core("--enable-cuda-graph", "graphs are captured in the order of Megatron's own loop"),
     of_core("--external-cuda-graph", "graphs are captured in the order of Megatron's own loop"),
-    of_megatron_lm("--use-megatron-fsdp", _NOT_YET),
-    of_megatron_lm("--use-torch-fsdp2", _NOT_YET),
+    of_megatron_lm("--use-megatron-fsdp", "its gradients are not reduced as a capped schedule asks for it"),
+    of_megatron_lm("--use-torch-fsdp2", "its gradients are not reduced as a capped schedule asks for it"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_mindspeed("--recompute-in-bubble", "both decide about the order of passes"),
     of_mindspeed("--recompute-in-advance", "both decide about the order of passes"),

@@ -191,7 +191,9 @@ def test_graphs_of_parts_are_seen_on_a_command_line_and_in_a_checked_config():
     line = "--memory-config x.yaml --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router"
     assert conflicts(scan(line.split()), ["--memory-config"]) == []
     assert conflicts(scan(line.split()[:-3]), ["--memory-config"])
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **PARTS | {"cuda_graph_scope": ["attn"]})
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, **PARTS | {"cuda_graph_scope": ["attn"]}
+    )
     assert conflicts(config, ["--memory-config"]) == []
 
 
