@@ -164,6 +164,8 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
         more = {name: kwargs.get(name, False) for name in _FINALIZES_WITH}
         counted = tokens if config.calculate_per_token_loss else None
         config.finalize_model_grads_func(models, counted, **{_GIVEN_GROUPS: groups}, **more)
+    if getattr(config, "fine_grained_activation_offloading", False):  # since 0.16: what a call recorded is over
+        schedules.off_interface.reset()
     if timers is not None:
         timers("forward-backward").stop()
     return results

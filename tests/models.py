@@ -127,6 +127,11 @@ def build_gpt(
     )
     if change_spec is not None:
         change_spec(spec)
+    ahead = {}
+    if fields.get("mtp_num_layers"):
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        ahead["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     settings = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **(ddp or {})})
     chunks = []
     for stage in range(vpp or 1):
@@ -140,6 +145,7 @@ def build_gpt(
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **at),
             share_embeddings_and_output_weights=tied,
             position_embedding_type=embedding,
+            **ahead,
             **at,
         )
         for parameter in model.parameters():
@@ -225,12 +231,19 @@ def train_step(
     mine = parallel_state.get_data_parallel_rank()
     first = step * micro_batches
     numbers = range(first + mine, first + micro_batches, ranks)
+    parts, part = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=DEVICE).triu(1) if attention_mask else None
 
-    def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def forward_step(
+        batches: Iterator[torch.Tensor], model: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Any]:
         text = next(batches)
         positions = torch.arange(SEQUENCE, device=DEVICE).unsqueeze(0).expand(micro_batch_size, -1)
-        output = model(text[:, :-1].contiguous(), positions, mask, labels=text[:, 1:].contiguous())
+        run = model.build_schedule_plan if return_schedule_plan else model
+        words, positions, labels = (
+            one.chunk(parts, 1)[part].contiguous() for one in (text[:, :-1], positions, text[:, 1:])
+        )
+        output = run(words, positions, mask, labels=labels)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mean = output.float().mean()

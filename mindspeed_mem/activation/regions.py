@@ -10,7 +10,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -34,13 +34,19 @@ _built = 0
 _tails: dict[int, int] = {}  # what follows a stack that is not a model's last: its index, and the layer's before it
 
 
-def tag_layer(layer: nn.Module, index: int, place: tuple[int, int] = (0, 0)) -> set[type]:
+def tag_layer(layer: nn.Module, index: int, place: tuple[int, int] = (0, 0), inner: Collection[str] = ()) -> set[type]:
     """Tag a transformer layer and everything below it; return the classes whose ``forward`` is to be wrapped.
 
-    ``place``: the layer's pipeline stage and virtual stage.
+    Args:
+        place: the layer's pipeline stage and virtual stage.
+        inner: names of a layer in it whose operators are called as if they were its own.
     """
     classes = set()
+    if inner:
+        untag(layer)  # a stack in it is part of it
     for path, module in layer.named_modules():
+        first, _, rest = path.partition(".")
+        path = rest if first in inner else path
         if type(module).__name__ in _NO_OPERATOR or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             continue
         if isinstance(module, torch.jit.ScriptModule):  # one operator, like what is compiled

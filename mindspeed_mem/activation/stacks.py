@@ -6,7 +6,7 @@ straight through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -35,7 +35,14 @@ def region_forward(original: Callable) -> Callable:
     return forward
 
 
-def tag_stack(stack: nn.Module, tail: nn.Module | None, num_layers: int, place: tuple[int, int], patch: str) -> None:
+def tag_stack(
+    stack: nn.Module,
+    tail: nn.Module | None,
+    num_layers: int,
+    place: tuple[int, int],
+    patch: str,
+    inner: Collection[str] = (),
+) -> None:
     """Tag the layers of a stack and its tail, what follows the last layer.
 
     Args:
@@ -44,13 +51,14 @@ def tag_stack(stack: nn.Module, tail: nn.Module | None, num_layers: int, place: 
         num_layers: of the whole model.
         place: the pipeline stage and virtual stage of these layers.
         patch: the patch module that asks for it, and takes the wrappers off when it is undone.
+        inner: of a layer around another one the names of that: operators are called as elsewhere.
     """
     classes, last = set(), None
     stack.__dict__[regions.STACK] = num_layers
     for layer in regions.layers_of(stack):
         if hasattr(layer, "layer_number"):
             last = layer.layer_number
-            classes |= regions.tag_layer(layer, last - 1, place)
+            classes |= regions.tag_layer(layer, last - 1, place, inner)
     if tail is not None and last is not None:
         classes |= regions.tag_tail(tail, last)
     for cls in classes:

@@ -102,8 +102,9 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     values = {f.flag: _read(f, args, problems) for f in FEATURES}
     on = [f for f in FEATURES if values[f.flag] != f.default]
     flags = {f.section: (f.flag, values[f.flag]) for f in on if f.section}
-    # With a decoder besides, layers count on from the encoder's: their number is not there.
-    num_layers = None if getattr(args, "decoder_seq_length", None) else getattr(args, "num_layers", None)
+    # With another stack besides, layers count on from the first one's: their number is not there.
+    more = getattr(args, "decoder_seq_length", None) or getattr(args, "mtp_num_layers", None)
+    num_layers = None if more else getattr(args, "num_layers", None)
     memory = _load(values["--memory-config"], flags, num_layers, problems)
     notices = (*(() if memory is None else memory.notices), *_without_effect(values))
     swaps, recomputes = memory is not None and memory.swap.swap, memory is not None and memory.recompute.active
@@ -268,8 +269,8 @@ def scan(arguments: list[str]) -> Namespace:
     named = [option for f in FEATURES for option in (*f.needs, *f.bars) if option.flag not in ours]
     others = {flag: dest_of(flag) for option in named for flag in option.asks}
     others |= {option.flag: option.dest for option in named}
-    model = {"--num-layers": "num_layers", "--decoder-seq-length": "decoder_seq_length"}
-    for flag, dest in sorted({**others, **model}.items()):
+    model = ("--num-layers", "--decoder-seq-length", "--mtp-num-layers")
+    for flag, dest in sorted({**others, **{flag: dest_of(flag) for flag in model}}.items()):
         parser.add_argument(flag, dest=dest, nargs="*", default=SUPPRESS)
     found = vars(parser.parse_known_args(arguments)[0])
     for dest in found.keys() - {f.dest for f in FEATURES}:  # somebody else's: a switch, one value or several

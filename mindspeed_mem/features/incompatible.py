@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,8 +36,18 @@ def _draws_nothing(args: Any) -> bool:
 
 _SAME = "both decide about the same activations"
 _AS_PLAN = "`python -m mindspeed_mem plan --from-megatron` says it as a plan"
-_GRAPH = "replaying a graph skips the Python code that swaps and recomputes"
+_GRAPH = (
+    "replaying a graph of whole layers or steps skips the Python code that swaps and recomputes (--cuda-graph-impl "
+    "transformer_engine with graphs of parts, such as --cuda-graph-scope attn moe_router, can stay: swap follows the "
+    "rest)"
+)
+_PARTS = ("--cuda-graph-scope", "--cuda-graph-modules")
 _NOT_YET = "not supported yet"
+_PIECES = (
+    "it runs layers piece by piece, a piece forward of one micro-batch and one backward of another in turn, and never "
+    "a layer's forward, by which swap and recompute know where they are"
+)
+_FSDP = "what parameters and gradients of a layer lie in comes and goes, which was never run with plans"
 _OWN_PASSES = "its forwards and backwards are its own, which swap and recompute do not follow"
 _EMPTIES = "it empties activations and fills them again by itself, on streams that swap and recompute do not follow"
 _LIVE = (
@@ -44,18 +55,38 @@ _LIVE = (
     "--hidden-dropout 0 --attention-dropout 0)"
 )
 
+
+def _graphs_of_parts(args: Any) -> bool:
+    """Whether CUDA graphs hold parts of layers only, and what is between them runs as Python code."""
+    impl, old = getattr(args, "cuda_graph_impl", None), getattr(args, "external_cuda_graph", None)
+    scope = getattr(args, "cuda_graph_modules", None) or getattr(args, "cuda_graph_scope", None) or ()
+    parts = scope.split(",") if isinstance(scope, str) else scope if isinstance(scope, list | tuple) else [scope]
+    names = {str(getattr(part, "name", part)) for part in parts}
+    return (impl == "transformer_engine" or bool(old)) and bool(names) and not names & {"full", "full_iteration"}
+
+
+def _graphs(why: str, unless: Callable[[Any], bool]) -> tuple[Option, ...]:
+    return (
+        of_core("--cuda-graph-impl", why, off="none", unless=unless, asks=_PARTS),
+        of_core("--external-cuda-graph", why, unless=unless, asks=_PARTS),
+    )
+
+
+def _graphs_of_all(args: Any) -> bool:
+    return not _graphs_of_parts(args)
+
+
 MEMORY = (
     of_core("--recompute-granularity", f"a layer that runs again keeps nothing to move; {_AS_PLAN}", value="full"),
     of_core("--fine-grained-activation-offloading", f"{_SAME}; {_AS_PLAN}"),
     of_core("--cpu-offloading", _SAME),
     of_core("--cpu-offloading-num-layers", f"{_SAME}; {_AS_PLAN}"),
-    of_core("--cuda-graph-impl", _GRAPH, off="none"),
+    of_core("--moe-paged-stash", "it keeps what experts save in pages of its own, and may run a step again"),
+    *_graphs(_GRAPH, _graphs_of_parts),
     of_core("--enable-cuda-graph", _GRAPH),
-    of_core("--external-cuda-graph", _GRAPH),
-    of_core("--overlap-moe-expert-parallel-comm", _NOT_YET),
-    of_core("--moe-shared-expert-overlap", "it computes on a second stream, which swap and recompute do not follow"),
-    of_megatron_lm("--use-megatron-fsdp", _NOT_YET),
-    of_megatron_lm("--use-torch-fsdp2", _NOT_YET),
+    of_core("--overlap-moe-expert-parallel-comm", _PIECES),
+    of_megatron_lm("--use-megatron-fsdp", _FSDP),
+    of_megatron_lm("--use-torch-fsdp2", _FSDP),
     of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_mindspeed("--swap-attention", _SAME),
@@ -81,6 +112,11 @@ RECOMPUTE = (
         asks=("--hidden-dropout", "--attention-dropout"),
     ),
     of_core("--te-rng-tracker", _LIVE, field="use_te_rng_tracker", unless=_draws_nothing),
+    *_graphs("a second run in backward would need a graph that its next micro-batch has", _graphs_of_all),
+)
+SURVIVE = (
+    *MEMORY,
+    *_graphs("memory cannot be made free while a graph is captured or replayed", _graphs_of_all),
 )
 
 
@@ -109,15 +145,15 @@ INFLIGHT_CAP = (
     of_core("--overlap-moe-expert-parallel-comm", _OWN_LOOP),
     of_core("--defer-embedding-wgrad-compute", _OWN_LOOP),
     of_core("--num-microbatches-with-partial-activation-checkpoints", _OWN_LOOP),
-    of_core("--fine-grained-activation-offloading", _NOT_YET),
-    of_core("--hybrid-context-parallel", _NOT_YET),
+    of_core("--moe-paged-stash", "Megatron's own loop empties its pages"),
+    of_core("--hybrid-context-parallel", "Megatron's own loop cuts sequences anew for each micro-batch"),
     of_core("--variable-seq-lengths", "stages do not tell each other sizes: all micro-batches have one"),
     of_core("--mtp-standalone", "stages do not tell each other sizes: between all of them they are one"),
     of_core("--cuda-graph-impl", "graphs are captured in the order of Megatron's own loop", off="none"),
     of_core("--enable-cuda-graph", "graphs are captured in the order of Megatron's own loop"),
     of_core("--external-cuda-graph", "graphs are captured in the order of Megatron's own loop"),
-    of_megatron_lm("--use-megatron-fsdp", _NOT_YET),
-    of_megatron_lm("--use-torch-fsdp2", _NOT_YET),
+    of_megatron_lm("--use-megatron-fsdp", "its gradients are not reduced as a capped schedule asks for it"),
+    of_megatron_lm("--use-torch-fsdp2", "its gradients are not reduced as a capped schedule asks for it"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_mindspeed("--recompute-in-bubble", "both decide about the order of passes"),
     of_mindspeed("--recompute-in-advance", "both decide about the order of passes"),
@@ -142,6 +178,7 @@ ADAPTIVE = (
     of_mindspeed("--memory-fragmentation", "both manage memory"),
 )
 
+_LATE_GRADIENTS = "gradients of weights come after the backward pass that its chunks are reduced in"
 _OWN_MEMORY = "it keeps parameters or gradients in memory of its own"
 _SAME_STATES = "both decide where optimizer states lie"
 
@@ -165,9 +202,8 @@ CHUNKS = (
     of_core("--cuda-graph-impl", "a replayed graph skips the Python code that gathers parameters", off="none"),
     of_core("--enable-cuda-graph", "a replayed graph skips the Python code that gathers parameters"),
     of_core("--external-cuda-graph", "a replayed graph skips the Python code that gathers parameters"),
-    of_core("--delay-wgrad-compute", _NOT_YET),
-    of_core("--overlap-moe-expert-parallel-comm", _NOT_YET),
-    of_core("--defer-embedding-wgrad-compute", _NOT_YET),
+    of_core("--delay-wgrad-compute", _LATE_GRADIENTS),
+    of_core("--defer-embedding-wgrad-compute", _LATE_GRADIENTS),
     of_megatron_lm("--optimizer", "Megatron's distributed optimizer is for Adam", off="adam"),
     of_megatron_lm("--use-nccl-ub", _OWN_MEMORY, field="nccl_ub"),
     of_megatron_lm("--use-megatron-fsdp", _OWN_MEMORY),

@@ -172,7 +172,7 @@ FEATURES = (
         help="when device memory runs out in the middle of a step, move activations to the host and go on, whatever "
         "the memory plan says",
         patches=(*MEMORY_PATCHES, "recompute_fused", "recompute_random", "survive_*"),
-        bars=incompatible.MEMORY,
+        bars=incompatible.SURVIVE,
         same_plan="whoever finds a plan survives in any case",
     ),
     Feature(

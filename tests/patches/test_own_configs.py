@@ -20,7 +20,7 @@ LOOP = """
     CHUNKS = {"chunk_zero_stage": 2}
     CASES = {
         "fields": (LAYERS, {**FULL, "fine_grained_activation_offloading": True, "use_te_rng_tracker": True}, {}, {}),
-        "adaptive": (ADAPTS, {"moe_shared_expert_overlap": True}, {}, {}),
+        "adaptive": (ADAPTS, {"overlap_moe_expert_parallel_comm": True}, {}, {}),
         "swap alone": ({"memory_config": {"swap_config": {"swap": True}}}, {"use_te_rng_tracker": True}, {}, {}),
         "ddp": (CHUNKS, {}, {"use_distributed_optimizer": True, "nccl_ub": True}, {}),
         "needs": (CHUNKS, {}, {}, {}),
@@ -71,7 +71,7 @@ def found():
     ("case", "stage", "barred"),
     [
         ("fields", "", ["--recompute-granularity full", "--fine-grained-activation-offloading", "--te-rng-tracker"]),
-        ("adaptive", "", ["--moe-shared-expert-overlap"]),
+        ("adaptive", "", ["--overlap-moe-expert-parallel-comm"]),
         ("ddp", "", ["--use-nccl-ub"]),
         ("optimizer", "built", ["--optimizer-cpu-offload"]),
         ("both", "", ["--qk-clip", "--use-distributed-optimizer"]),

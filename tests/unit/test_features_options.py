@@ -69,6 +69,9 @@ EARLIER_MINDSPEED = {
     "--memory-fragmentation",
 }
 
+LATER_MEGATRON = {"--moe-paged-stash"}
+"""Of megatron-core 0.18 and 0.19."""
+
 OPTIONS_OF_MEGATRON_LM = """
 import argparse, json, sys
 sys.argv = ["pretrain_gpt.py", "--device", "cpu"]
@@ -85,7 +88,7 @@ def test_every_option_named_exists(option):
     if option.origin == "mindspeed_mem":
         assert option.flag in {feature.flag for feature in FEATURES}
     elif option.origin == "megatron-core":
-        assert option.dest in fields
+        assert option.dest in fields or option.flag in LATER_MEGATRON
     else:
         assert option.flag in (MEGATRON_LM if option.origin == "megatron-lm" else MINDSPEED | EARLIER_MINDSPEED)
         assert option.dest not in fields
@@ -100,7 +103,7 @@ def test_the_list_of_megatron_lm_is_true_and_its_parser_knows_our_flags():
     known = set(json.loads(done.stdout.splitlines()[-1]))
     assert known >= MEGATRON_LM
     # Fields without a flag are barred for the sake of scripts that build their own TransformerConfig.
-    assert {o.flag for o in OPTIONS if o.origin == "megatron-core"} - known == {
+    assert {o.flag for o in OPTIONS if o.origin == "megatron-core"} - known - LATER_MEGATRON == {
         "--cpu-offloading",
         "--num-microbatches-with-partial-activation-checkpoints",
         "--variable-seq-lengths",
@@ -150,3 +153,56 @@ def test_live_generators_do_no_harm_where_nothing_is_drawn():
         assert len(conflicts(config, ["--adaptive-memory-optimization"])) == count
     with pytest.raises(FeatureError, match="--recompute-layers cannot be combined with --te-rng-tracker"):
         check(scan([*line.split()[:-1], "0.1"]))
+
+
+SWAPS = {"memory_config": {"swap_config": {"swap": True}}}
+RECOMPUTES = {"recompute_layers": "all"}
+PARTS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "moe_router"]}
+
+
+@pytest.mark.parametrize(
+    ("ours", "graphs", "refused"),
+    [
+        (SWAPS, PARTS, False),
+        (SWAPS, {"external_cuda_graph": True, "cuda_graph_scope": "attn"}, False),
+        (SWAPS, {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]}, False),
+        (SWAPS, {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "full"}, True),
+        (SWAPS, {"cuda_graph_impl": "transformer_engine"}, True),
+        (SWAPS, {**PARTS, "cuda_graph_impl": "local"}, True),
+        (SWAPS, {"cuda_graph_impl": "full_iteration"}, True),
+        (SWAPS, {**PARTS, "cuda_graph_impl": "none"}, False),
+        (RECOMPUTES, PARTS, True),
+        ({"survive_oom": True}, PARTS, True),
+        ({"adaptive_memory_optimization": True}, PARTS, True),
+        ({"chunk_zero_stage": 3, "use_distributed_optimizer": True}, PARTS, True),
+    ],
+)
+def test_swap_goes_with_graphs_of_parts_of_layers_alone(ours, graphs, refused):
+    given = {"device": "cpu", **ours, **graphs}
+    if not refused:
+        assert check(given).on
+        return
+    with pytest.raises(FeatureError) as error:
+        check(given)
+    assert [problem.count("--cuda-graph-impl: ") for problem in error.value.problems] == [1]
+
+
+def test_graphs_of_parts_are_seen_on_a_command_line_and_in_a_checked_config():
+    line = "--memory-config x.yaml --cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router"
+    assert conflicts(scan(line.split()), ["--memory-config"]) == []
+    assert conflicts(scan(line.split()[:-3]), ["--memory-config"])
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, **PARTS | {"cuda_graph_scope": ["attn"]}
+    )
+    assert conflicts(config, ["--memory-config"]) == []
+
+
+def test_layers_of_multi_token_prediction_count_on():
+    """How many there are is known when the model is there."""
+    beyond = {"device": "cpu", "num_layers": 2, "recompute_layers": "2"}
+    assert check({**beyond, "mtp_num_layers": 1}).memory is not None
+    line = "--recompute-layers 2 --device cpu --num-layers 2".split()
+    assert check(scan([*line, "--mtp-num-layers", "1"])).memory is not None
+    for without in (beyond, scan(line)):
+        with pytest.raises(FeatureError, match="since the model has 2 layers"):
+            check(without)
