@@ -21,6 +21,7 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
+from mindspeed_mem.activation.wording import Wording
 from mindspeed_mem.device import Backend, delegation, onednn
 from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import storage_of
@@ -40,8 +41,10 @@ class NoRoomError(torch.OutOfMemoryError):
 class Survival:
     """Makes room when an operator lacks some, and says what can be done where there is none to make."""
 
-    def __init__(self, position: Position, in_force: PlanInForce, mover: EvictingMover, saved: SavedTensors):
-        self.mover, self.backend = mover, mover.backend
+    def __init__(
+        self, position: Position, in_force: PlanInForce, mover: EvictingMover, saved: SavedTensors, wording: Wording
+    ):
+        self.mover, self.backend, self._wording = mover, mover.backend, wording
         self._position, self._in_force, self._saved = position, in_force, saved
         self.guard = OpGuard(self.backend, self.make_room, self.no_room)
         self.policy = GuardPolicy(self.backend)
@@ -138,13 +141,10 @@ class Survival:
         ]
         named = [f"{_name(*who)} {n} bytes" for who, n in holders.most_common(_NAMED)]
         lines.append("largest activations on the device: " + ("; ".join(named) or "none"))
-        more = "raise --swap-host-memory-gib; " if self.mover.host_full else ""
-        again = "--recompute-layers all; " if self.advises_recompute else ""
-        lines.append(
-            f"try: {more}a smaller --micro-batch-size or --seq-length; {again}more ranks for the same "
-            "model (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer, "
-            "--chunk-zero-stage 3)"
-        )
+        words = self._wording
+        more = f"raise {words.host_memory}; " if self.mover.host_full else ""
+        again = f"{words.recompute_all}; " if self.advises_recompute else ""
+        lines.append(f"try: {more}{words.smaller}; {again}{words.more_ranks}")
         return NoRoomError("\n  ".join(lines))
 
     # ---- what is saved outside the layers: embedding, loss
