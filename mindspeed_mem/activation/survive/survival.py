@@ -132,20 +132,24 @@ class Survival:
         where = self._position.running()
         lines = [
             f"{nbytes or 'an unknown number of'} bytes of device memory are needed in {op}"
-            + (f" ({_name(*where)})" if where is not None else "")
+            + (f" ({self._name(*where)})" if where is not None else "")
             + (f", which {why}" if why else ", and no activation that could leave is left"),
             f"in use: {allocated} of {limit} bytes; {holders.total()} of them are activations that backward needs",
             f"on the host: {slabs.bytes_in_use} bytes of activations"
             + (f", budget {slabs.limit_bytes} bytes" if slabs.limit_bytes is not None else "")
             + (": it is full" if self.mover.host_full else ""),
         ]
-        named = [f"{_name(*who)} {n} bytes" for who, n in holders.most_common(_NAMED)]
+        named = [f"{self._name(*who)} {n} bytes" for who, n in holders.most_common(_NAMED)]
         lines.append("largest activations on the device: " + ("; ".join(named) or "none"))
         words = self._wording
         more = f"raise {words.host_memory}; " if self.mover.host_full else ""
         again = f"{words.recompute_all}; " if self.advises_recompute else ""
         lines.append(f"try: {more}{words.smaller}; {again}{words.more_ranks}")
         return NoRoomError("\n  ".join(lines))
+
+    def _name(self, layer: int, op: str) -> str:
+        inside = 0 <= layer < self._in_force.num_layers  # what follows the last layer has a number as well
+        return f"{op or 'the layer'} of layer {layer}" if inside else "outside the layers"
 
     # ---- what is saved outside the layers: embedding, loss
     @contextlib.contextmanager
@@ -181,5 +185,3 @@ def ask_before_failing(backend: Backend, of_the_moment: Callable[[], Survival | 
         logger.info("device memory is asked for by the delegating allocator (python -m mindspeed_mem build-allocator)")
 
 
-def _name(layer: int, op: str) -> str:
-    return f"{op or 'the layer'} of layer {layer}" if layer >= 0 else "outside the layers"
