@@ -39,11 +39,11 @@ class _Size(NamedTuple):
     """Numbers in the input of the largest."""
     samples: int = 0
     """The first size of that input."""
-    count: int = 0
+    micro_batches: int = 0
 
     def beside(self, other: _Size) -> _Size:
         each, samples = max(self[:2], other[:2])
-        return _Size(each, samples, max(self.count, other.count))
+        return _Size(each, samples, max(self.micro_batches, other.micro_batches))
 
 
 class Steps:
@@ -72,7 +72,7 @@ class Steps:
         finally:
             self._inside = False
             self._end(completed)
-            self._seen = self._seen._replace(count=max(self._seen.count, self._now))
+            self._seen = self._seen.beside(_Size(micro_batches=self._now))
 
     def _begin(self) -> None:
         self._number += 1
@@ -81,11 +81,11 @@ class Steps:
             return
         if adaptation.state != SETTLED or self._number % _ASKED == 0:
             self._agree()
-        if not self._planned.count:
+        if not self._planned.micro_batches:
             return
         size = self._planned
         samples = max(size.samples, 1)
-        call = Call(1, 1, None, None, size.each // samples, samples, size.count)
+        call = Call(1, 1, None, None, size.each // samples, samples, size.micro_batches)
         here = Ranks(ranks.number(), 0, ranks.gather, ranks.to_first, self._engine.in_force.partners)
         adaptation.begin(call, here, lambda: self._facts(call))
         self._running = True
@@ -100,7 +100,7 @@ class Steps:
         seen = _Size()
         for theirs in ranks.gather(self._seen):
             seen = seen.beside(theirs)
-        if seen.each > _GROWN * self._planned.each or seen.count > self._planned.count:
+        if seen.each > _GROWN * self._planned.each or seen.micro_batches > self._planned.micro_batches:
             self._planned = self._planned.beside(seen)
 
     def _given(self, args: tuple, kwargs: Mapping[str, Any]) -> None:

@@ -108,7 +108,7 @@ class Attached:
             yield
             return
         following = contextlib.nullcontext() if self._steps is None else self._steps.following()
-        with following, survival.guarded(), survival.holding_all():
+        with following, survival.guarded(parts=2), survival.holding_all():
             yield
 
     def detach(self) -> None:
@@ -339,8 +339,8 @@ def _why_no_search(model: nn.Module) -> list[str]:
     problems = []
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
         problems.append(
-            f"plan: got 'auto' for a {type(model).__name__}, whose models run one by one; allowed: a model that runs as "
-            "a whole, or a plan written by hand"
+            f"plan: got 'auto' for a {type(model).__name__}, whose models run one by one; allowed: a model that "
+            "runs as a whole, or a plan written by hand"
         )
     no_solver = requirements.without_solver()
     return problems + ([f"plan: got 'auto'; {no_solver}"] if no_solver else [])

@@ -17,6 +17,9 @@ from tests.worlds import on_ranks
 pytestmark = pytest.mark.usefixtures("limited_memory")
 
 
+USUAL = TEXT.repeat(8, 4)
+
+
 class Training:
     """A model and its optimizer; a step has two micro-batches."""
 
@@ -24,11 +27,11 @@ class Training:
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
         torch.manual_seed(5)
 
-    def step(self, attached=None, text=TEXT.repeat(8, 4)):
+    def step(self, attached=None, text=USUAL):
         self.optimizer.zero_grad()
         with contextlib.nullcontext() if attached is None else attached.step():
             losses = []
-            for part in text.chunk(2):
+            for part in text.clone().chunk(2):
                 losses.append(loss_of(self.model, part))
                 losses[-1].backward()
             found = [one.detach().clone() for one in (*losses, *(one.grad for one in self.model.parameters()))]

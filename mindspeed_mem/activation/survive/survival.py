@@ -62,12 +62,12 @@ class Survival:
 
     # ---- when memory runs out
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Around what may lack memory: a step's forwards and backwards, or its optimizer."""
+    def guarded(self, parts: int = 1) -> Iterator[None]:
+        """Around what may lack memory: a step's forwards and backwards, or its optimizer; two ``parts``: both."""
         if self._guarding:  # by somebody further out
             yield
             return
-        guard = self.guard if self.policy.begins() or self._in_force.everything else None
+        guard = self.guard if self.policy.begins(parts) or self._in_force.everything else None
         self._guarding, before = True, self.guard.lacks
         self._tight = guard is not None
         self.mover.spare = (lambda: self.guard.needs.margin) if self._tight else None
@@ -183,5 +183,3 @@ def ask_before_failing(backend: Backend, of_the_moment: Callable[[], Survival | 
     if delegation.ask_through_allocator(backend, make_room):
         _asks.add(backend.type)
         logger.info("device memory is asked for by the delegating allocator (python -m mindspeed_mem build-allocator)")
-
-
