@@ -18,7 +18,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from mindspeed_mem.activation.stacks import mark_static, region_forward
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.activation.wording import ATTACH
-from mindspeed_mem.attachment import blocks
+from mindspeed_mem.attachment import blocks, second_attempt
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
@@ -57,6 +57,7 @@ _SHOWN = 12  # operators in a message
 _latest: list[tuple[weakref.ref[nn.Module], Engine]] = []
 """The model that was attached last."""
 
+_Result = TypeVar("_Result")
 Plan = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -103,12 +104,37 @@ class Attached:
         With ``survive`` what operators lack inside is made room for, and with the plan "auto" it is one of the steps
         that are profiled and planned for; otherwise this does nothing.
         """
+        with self._followed(), self._guarded():
+            yield
+
+    def run_step(self, call: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        """Run ``call(*args, **kwargs)`` as a `step`, which may run twice: what finds no memory is tried again as a
+        whole, with everything swapped.
+
+        That takes a step whose gradients are None when it begins, whose optimizer has not begun its own and that has
+        taken part in no collective. What it trains on has to come from its arguments: iterators among these are
+        rewound for the second run, and so are random numbers and buffers, but nothing else that it changes.
+
+        Returns what it returns.
+
+        Raises NoRoomError, a torch.OutOfMemoryError, which says why it was not tried again.
+        """
+        survival = self.engine.survival
+        if survival is None:
+            return call(*args, **kwargs)
+        with self._followed():
+            return second_attempt.run(survival, self.model, self._guarded, call, args, kwargs)
+
+    def _followed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._steps is None else self._steps.following()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
         survival = self.engine.survival
         if survival is None:
             yield
             return
-        following = contextlib.nullcontext() if self._steps is None else self._steps.following()
-        with following, survival.guarded(parts=2), survival.holding_all():
+        with survival.guarded(parts=2), survival.holding_all():
             yield
 
     def detach(self) -> None:
@@ -290,6 +316,8 @@ def attach(
         problems += _why_no_search(model)
     elif adaptive_plan_file is not None:
         problems.append(f"adaptive_plan_file: got {given(adaptive_plan_file)}; allowed with plan='auto' only")
+    if not isinstance(adaptive_plan_file, (str, os.PathLike, type(None))):
+        problems.append(f"adaptive_plan_file: got {given(adaptive_plan_file)}; allowed: a path, or None")
     if problems or config is None or backend is None:
         raise MemoryConfigError(problems, "attach" if config is None else config.source)
     if device_bytes is not None:

@@ -151,6 +151,15 @@ class Survival:
         inside = 0 <= layer < self._in_force.num_layers  # what follows the last layer has a number as well
         return f"{op or 'the layer'} of layer {layer}" if inside else "outside the layers"
 
+    def explained(self, error: Exception) -> NoRoomError:
+        """The error that says what was needed and what to try, for one that no guard has seen."""
+        if isinstance(error, NoRoomError):
+            return error
+        why = "no guard saw: compiled code, or a step in which memory had not been tight before"
+        failed = self.no_room("an operation", self.backend.bytes_wanted(error), why)
+        failed.__cause__ = error
+        return failed
+
     # ---- what is saved outside the layers: embedding, loss
     @contextlib.contextmanager
     def holding_all(self) -> Iterator[None]:
