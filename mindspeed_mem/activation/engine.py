@@ -107,6 +107,8 @@ class Engine:
         self.survival = None if evicting is None else Survival(position, self.in_force, evicting, saved, wording)
         if evicting is not None:
             ask_before_failing(backend, _survival_of_the_moment)
+        self.takes_asked = False
+        """What is asked of single modules (asked.py) joins the plan."""
         self.adaptation: FollowsCalls | None = None
         """What finds a plan meanwhile, where that was asked for."""
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from mindspeed_mem import ranks, requirements
+from mindspeed_mem.activation import asked, regions
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.stacks import mark_static, region_forward
 from mindspeed_mem.activation.storage import marks
@@ -33,6 +33,7 @@ from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.activation.wording import ATTACH
 from mindspeed_mem.attachment import blocks, second_attempt
 from mindspeed_mem.device import Backend, DeviceError, get_backend
+from mindspeed_mem.parallel.recompute import recompute
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
 from mindspeed_mem.plan.checks import given
@@ -155,6 +156,9 @@ class Attached:
             engines.stop()
             if self._limited:
                 self.engine.backend.limit_memory(None)
+        for module in self.model.modules():
+            if asked.RECOMPUTE in module.__dict__:  # asked for meanwhile: it does so by itself from now on
+                recompute(module)
 
     def __enter__(self) -> Attached:
         return self
@@ -193,10 +197,9 @@ class Attached:
             if name:
                 in_force.stacks[name] = range(first, first + len(members))
             first += len(members)
-        in_force.num_layers = first
+        in_force.num_layers, in_force.followers, self.engine.takes_asked = first, set(range(index + 1)), True
+        in_force.config = asked.joined(in_force.config)
         self.engine.resolve(lambda mine: [mine])
-        if in_force.covered:  # whatever follows a layer may save what it made
-            in_force.covered = set(range(index + 1))
         mark_static([self.model])
 
     def _wrap(self, module: nn.Module, around: Callable[[Callable], Callable]) -> None:
@@ -371,6 +374,7 @@ def _why_no_search(model: nn.Module) -> list[str]:
             "runs as a whole, or a plan written by hand"
         )
     no_solver = requirements.without_solver()
+    problems += [f"plan: got 'auto', which decides itself about {name}" for name in asked.marked(model)]
     return problems + ([f"plan: got 'auto'; {no_solver}"] if no_solver else [])
 
 
