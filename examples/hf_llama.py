@@ -9,7 +9,6 @@ and without a plan it prints the same losses. `parser`, `attach`, `llama` and `t
 
 import argparse
 import itertools
-import logging
 import sys
 import tempfile
 
@@ -82,8 +81,6 @@ def main():
     args = parser(__doc__.splitlines()[0]).parse_args()
     model = llama(args)
     from transformers import Trainer, TrainingArguments
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(

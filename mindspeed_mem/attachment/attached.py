@@ -37,6 +37,7 @@ from mindspeed_mem.parallel.recompute import recompute
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
 from mindspeed_mem.plan.checks import given
+from mindspeed_mem.report import log
 from mindspeed_mem.report.swap_report import format_report
 
 if TYPE_CHECKING:
@@ -303,6 +304,7 @@ def attach(
         raise MemoryConfigError(
             [f"model: got a {type(model).__name__}; allowed: a torch.nn.Module in Python"], "attach"
         )
+    log.set_up(ranks.number())
     problems = _why_not(model)
     backend = _backend_of(model, problems)
     host_bytes, device_bytes = (
