@@ -8,7 +8,6 @@ and without a plan it prints the same losses. `parser`, `attach`, `llama` and `t
 """
 
 import argparse
-import contextlib
 import itertools
 import sys
 import tempfile
@@ -25,7 +24,10 @@ FILES = 40
 
 def parser(description):
     made = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    made.add_argument("--plan", help="a YAML file with swap_config and recompute_config; its layers are the decoder's")
+    made.add_argument(
+        "--plan",
+        help="a YAML file with swap_config and recompute_config; its layers are the decoder's. auto: one is found",
+    )
     made.add_argument("--survive", action="store_true", help="go on where device memory runs out")
     made.add_argument("--device-memory-gib", type=float, help="device memory that a rank may use")
     made.add_argument("--hidden-size", type=int, default=128)
@@ -41,9 +43,15 @@ def parser(description):
 
 def attach(model, args):
     """Put the plan into force, if there is one; to be called when the model is on its device."""
-    if not (args.plan or args.survive or args.device_memory_gib):
-        return None
-    return mindspeed_mem.attach(model, args.plan, survive=args.survive, device_memory_gib=args.device_memory_gib)
+    return mindspeed_mem.attach(model, args.plan, **limits(args)) if wanted(args) else None
+
+
+def wanted(args):
+    return args.plan or args.survive or args.device_memory_gib
+
+
+def limits(args):
+    return {"survive": args.survive, "device_memory_gib": args.device_memory_gib}
 
 
 def llama(args):
@@ -72,7 +80,7 @@ def texts(length):
 def main():
     args = parser(__doc__.splitlines()[0]).parse_args()
     model = llama(args)
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -88,24 +96,8 @@ def main():
             disable_tqdm=True,
         )
         data = [{"input_ids": piece, "labels": piece} for piece in texts(args.seq_length)]
-        model.to(settings.device)
-        attached = attach(model, args)
-
-        class Steps(TrainerCallback):
-            """All of a step may run out of memory: its micro-batches and the optimizer."""
-
-            def on_step_begin(self, *_, **__):
-                self.step = contextlib.ExitStack()
-                self.step.enter_context(attached.step())
-
-            def on_step_end(self, *_, **__):
-                self.step.close()
-
-        callbacks = [Steps()] if args.survive else None
+        callbacks = [mindspeed_mem.trainer_callback(args.plan, **limits(args))] if wanted(args) else None
         Trainer(model=model, args=settings, train_dataset=data, callbacks=callbacks).train()
-        if attached is not None:
-            print(attached.report(), flush=True)
-            attached.detach()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mindspeed_mem.attachment import attach as attach
+    from mindspeed_mem.attachment import recompute as recompute
+    from mindspeed_mem.attachment import swap as swap
+    from mindspeed_mem.attachment import trainer_callback as trainer_callback
 
-__all__ = ["__version__", "attach"]
+__all__ = ["__version__", "attach", "recompute", "swap", "trainer_callback"]
 __version__ = "0.1.0"
 
 # The patches live in a top-level folder of the checkout and inside the package of an installed wheel: with this line
@@ -19,8 +22,8 @@ if not (Path(__file__).parent / "patches").is_dir():
 
 
 def __getattr__(name: str) -> Any:
-    if name == "attach":  # not before it is asked for: it imports torch
-        from mindspeed_mem.attachment import attach
+    if name in __all__:  # not before it is asked for: it imports torch
+        from mindspeed_mem import attachment
 
-        return attach
+        return getattr(attachment, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -54,6 +54,17 @@ def to_first(mine: Any) -> list[Any]:
     return everyone or []
 
 
+def collectives() -> int | None:
+    """How many collectives this rank has begun in groups of several ranks; None where nobody counts them."""
+    if not is_initialized():
+        return 0
+    try:
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+        return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]  # no stub
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def combined(numbers: Sequence[Number], op: Any, group: Any, device: torch.device | str) -> list[Number]:
     """`numbers` of all ranks of `group`, combined by `op` element by element. Collective.
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mindspeed_mem import ranks
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.rerun import second_run
 from mindspeed_mem.activation.survive.step_retry import BeforeStep, RecordedIterator, forget_frames
@@ -65,7 +66,7 @@ def _once(survival: Survival, call: ScheduleCall, run: Run) -> Any:
         if not survival.backend.is_out_of_memory(error):
             _hear(error)
             raise
-        failed = _explained(survival, error)
+        failed = survival.explained(error)
         _tell(failed)
         raise failed from (error if failed is not error else error.__cause__)
 
@@ -75,7 +76,7 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
     zeroed = [vars(model).pop("_mindspeed_mem_zeroed", not hasattr(model, "zero_grad_buffer")) for model in models]
     before = BeforeStep(models, zeroed)
     iterator, call = _recorded(call)
-    started, collectives, timers, losses = survival.forwards, _collectives(), _timers(models[0]), _expert_losses()
+    started, collectives, timers, losses = survival.forwards, ranks.collectives(), _timers(models[0]), _expert_losses()
     with contextlib.ExitStack() as stack:
         for guard in second_run.GUARDS:
             stack.enter_context(guard())
@@ -86,7 +87,7 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
             if not survival.backend.is_out_of_memory(error):
                 _hear(error)
                 raise
-            failed = _explained(survival, error)
+            failed = survival.explained(error)
     why_not = "the host is full" if survival.mover.host_full else ""
     why_not = why_not or _shared(models, collectives) or before.why_not(iterator, survival.forwards > started)
     if why_not:
@@ -103,16 +104,6 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
         values.copy_(earlier)
     with survival.moving_everything():
         return _once(survival, call, run)
-
-
-def _explained(survival: Survival, error: Exception) -> NoRoomError:
-    """The error that says what was needed and what to try."""
-    if isinstance(error, NoRoomError):
-        return error
-    why = "no guard saw: compiled code, or a step in which memory had not been tight before"
-    failed = survival.no_room("an operation", survival.backend.bytes_wanted(error), why)
-    failed.__cause__ = error
-    return failed
 
 
 def _recorded(call: ScheduleCall) -> tuple[RecordedIterator | None, ScheduleCall]:
@@ -136,20 +127,9 @@ def _shared(models: Sequence[nn.Module], collectives: int | None) -> str:
     getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
     if any(getattr(state, f"get_{name}_world_size")() > 1 for name in getters):
         return "other ranks compute the same micro-batches with this one"
-    if collectives is None or collectives != _collectives():
+    if collectives is None or collectives != ranks.collectives():
         return "it has taken part in a collective, which cannot be taken back"
     return ""
-
-
-def _collectives() -> int | None:
-    """How many collectives this rank has begun in groups of several ranks; None where nobody counts them."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0
-    try:
-        groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
-        return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]  # no stub
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def _timers(model: nn.Module) -> set[Any]:

@@ -36,6 +36,7 @@ from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.staying import smallest_worth
 from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.survival import Survival, ask_before_failing
+from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.device import Backend
 from mindspeed_mem.device.slabs import HostSlabs
 from mindspeed_mem.plan import MemoryConfig
@@ -61,6 +62,7 @@ class Engine:
         host_limit_bytes: how much activations may take on the host; None: no limit.
         watch_only: move nothing; every operator goes through handles, counted by a census.
         survive: have a `Survival`.
+        wording: what settings are called in messages.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class Engine:
         host_limit_bytes: int | None = None,
         watch_only: bool = False,
         survive: bool = False,
+        wording: Wording = MEGATRON,
     ):
-        self.backend = backend
+        self.backend, self.wording = backend, wording
         rng.follow(backend)
         self._stalled_before = backend.stall_seconds()
         no_effect = NoEffectLog()
@@ -101,9 +104,11 @@ class Engine:
         self.operators = OperatorRuns(
             position, self.in_force, saved, self.second_runs, self.passes, self.observation, natives, self.resolve
         )
-        self.survival = None if evicting is None else Survival(position, self.in_force, evicting, saved)
+        self.survival = None if evicting is None else Survival(position, self.in_force, evicting, saved, wording)
         if evicting is not None:
             ask_before_failing(backend, _survival_of_the_moment)
+        self.takes_asked = False
+        """What is asked of single modules (asked.py) joins the plan."""
         self.adaptation: FollowsCalls | None = None
         """What finds a plan meanwhile, where that was asked for."""
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -210,9 +215,10 @@ def start(
     host_limit_bytes: int | None = None,
     watch_only: bool = False,
     survive: bool = False,
+    wording: Wording = MEGATRON,
 ) -> Engine:
     """Make this process's engine, replacing an earlier one (whose handles stay valid)."""
-    engine = Engine(config, backend, host_limit_bytes, watch_only, survive)
+    engine = Engine(config, backend, host_limit_bytes, watch_only, survive, wording)
     LEDGER.forget()
     use(engine)
     return engine

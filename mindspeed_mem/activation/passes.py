@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -58,6 +58,8 @@ class Passes:
         self._of_output: dict[int, tuple[tuple[int | None, int], weakref.ref[torch.Tensor]]] = {}
         self.operators_of: Counter[int] = Counter()
         """How many operators run forward in each model chunk, as far as one has run."""
+        self.given: Callable[[tuple, Mapping[str, Any]], None] | None = None
+        """Whoever wants to know what forwards without a schedule are given."""
         self._alone = 0  # forwards without a schedule so far
         self._thread: int | None = None  # in which one of them runs
         self._entered: set[int] | None = None  # the layers that run in the first of them
@@ -108,12 +110,21 @@ class Passes:
             micro_batch, first = self._position.micro_batch, result(output)
             self.end_forward(None)
             if micro_batch is not None and first is not None and first.grad_fn is not None:
-                first.grad_fn.register_prehook(lambda _: micro_batch.begin_backward())
+                first.grad_fn.register_prehook(lambda _: self._backward_alone(micro_batch))
             self._say_what_never_ran()
             return output
         finally:
             self._abandon()
             self.scheduled, self._thread = False, None
+
+    def _backward_alone(self, micro_batch: MicroBatch) -> None:
+        """Gradients have reached the output of a forward that no schedule ran."""
+        micro_batch.begin_backward()
+        profiler = self._observation.profiler
+        if profiler is not None:
+            profiler.end_pass()  # of another forward that has the same backward
+            profiler.begin_pass(BACKWARD, micro_batch.key)
+            torch.autograd.Variable._execution_engine.queue_callback(profiler.end_pass)
 
     def _say_what_never_ran(self) -> None:
         if self._entered is None:

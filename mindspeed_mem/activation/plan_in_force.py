@@ -57,6 +57,8 @@ class PlanInForce:
         """Move whatever is saved, whatever the plan says: the second attempt at a step."""
         self.covered: set[int] | None = None
         """The layers to look at; None: all."""
+        self.followers: set[int] = set()
+        """Layers and what follows any of them, not just the next: all of these may save what one made."""
         self.idle = False
         """The plan selects nothing: everything runs natively."""
         self.pp_aware = False
@@ -135,7 +137,8 @@ class PlanInForce:
         if not self.watch_only:
             touched = self.plan.layers_touched()
             self.by_producer_only = not self.plan.selects_by_saver
-            self.covered = None if self._all_layers else touched | regions.after(touched)
+            followers = regions.after(touched) | (self.followers if touched else set())
+            self.covered = None if self._all_layers else touched | followers
             self.idle = not touched and not self._all_layers
             self.recomputes = self.plan.recomputes
         if not layers:

@@ -142,13 +142,14 @@ def tagged_layers() -> dict[int, set[str]]:
     """The operator paths of each layer that is alive in this process, by global index."""
     found: dict[int, set[str]] = {}
     _tagged[:] = [one for one in _tagged if one[1]() is not None]
-    for index, layer in _alive():
+    for index, layer in alive():
         paths = {m.__dict__[TAG][1] for m in layer.modules() if TAG in m.__dict__}
         found.setdefault(index, set()).update(paths - {""})
     return found
 
 
-def _alive() -> list[tuple[int, nn.Module]]:
+def alive() -> list[tuple[int, nn.Module]]:
+    """The layers of this process, with their global indices."""
     return [(index, layer) for index, ref, _ in _tagged if (layer := ref()) is not None]
 
 
@@ -159,9 +160,7 @@ def places() -> dict[int, tuple[int, int]]:
 
 def layer_classes() -> dict[int, str]:
     """A label per live layer: layers of one class and one set of operators share it."""
-    return {
-        index: f"{type(layer).__name__}[{type(getattr(layer, 'mlp', layer)).__name__}]" for index, layer in _alive()
-    }
+    return {index: f"{type(layer).__name__}[{type(getattr(layer, 'mlp', layer)).__name__}]" for index, layer in alive()}
 
 
 @functools.cache

@@ -17,24 +17,31 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from mindspeed_mem import ranks
+from mindspeed_mem import ranks, requirements
+from mindspeed_mem.activation import asked, regions
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.stacks import mark_static, region_forward
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
-from mindspeed_mem.attachment import blocks
+from mindspeed_mem.activation.wording import ATTACH
+from mindspeed_mem.attachment import blocks, second_attempt
 from mindspeed_mem.device import Backend, DeviceError, get_backend
+from mindspeed_mem.parallel.recompute import recompute
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
 from mindspeed_mem.plan.checks import given
+from mindspeed_mem.report import log
 from mindspeed_mem.report.swap_report import format_report
+
+if TYPE_CHECKING:
+    from mindspeed_mem.attachment.adapting import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +59,7 @@ _SHOWN = 12  # operators in a message
 _latest: list[tuple[weakref.ref[nn.Module], Engine]] = []
 """The model that was attached last."""
 
+_Result = TypeVar("_Result")
 Plan = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -67,12 +75,19 @@ class Attached:
         """The layers of each list by its name; the plan counts on from list to list."""
         self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
         self._limited = limited  # the device's memory, by us
+        self._steps: Steps | None = None  # where a plan is searched
         _latest[:] = [(weakref.ref(model), engine)]
         try:
             self._put_on()
         except BaseException:
             self.detach()
             raise
+
+    def _search(self, target: Path | None) -> None:
+        """Find a plan in the steps that come."""
+        from mindspeed_mem.attachment.adapting import Steps
+
+        self._steps = Steps(self.model, self.engine, target)
 
     @property
     def operators(self) -> dict[int, tuple[str, ...]]:
@@ -88,13 +103,40 @@ class Attached:
     def step(self) -> Iterator[None]:
         """Around what may run out of device memory: forwards with their loss and backwards, the optimizer's step.
 
-        With ``survive`` what operators lack inside is made room for; without, this does nothing.
+        With ``survive`` what operators lack inside is made room for, and with the plan "auto" it is one of the steps
+        that are profiled and planned for; otherwise this does nothing.
         """
+        with self._followed(), self._guarded():
+            yield
+
+    def run_step(self, call: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        """Run ``call(*args, **kwargs)`` as a `step`, which may run twice: what finds no memory is tried again as a
+        whole, with everything swapped.
+
+        That takes a step whose gradients are None when it begins, whose optimizer has not begun its own and that has
+        taken part in no collective. What it trains on has to come from its arguments: iterators among these are
+        rewound for the second run, and so are random numbers and buffers, but nothing else that it changes.
+
+        Returns what it returns.
+
+        Raises NoRoomError, a torch.OutOfMemoryError, which says why it was not tried again.
+        """
+        survival = self.engine.survival
+        if survival is None:
+            return call(*args, **kwargs)
+        with self._followed():
+            return second_attempt.run(survival, self.model, self._guarded, call, args, kwargs)
+
+    def _followed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._steps is None else self._steps.following()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
         survival = self.engine.survival
         if survival is None:
             yield
             return
-        with survival.guarded(), survival.holding_all():
+        with survival.guarded(parts=2), survival.holding_all():
             yield
 
     def detach(self) -> None:
@@ -110,10 +152,14 @@ class Attached:
         for module in (self.model, *(self._ours.keys() - set(self.model.modules()))):  # those too that have left it
             _take_off(module)
         self._ours.clear()
+        self.engine.passes.given = self._steps = None
         if engines.current() is self.engine:
             engines.stop()
             if self._limited:
                 self.engine.backend.limit_memory(None)
+        for module in self.model.modules():
+            if asked.RECOMPUTE in module.__dict__:  # asked for meanwhile: it does so by itself from now on
+                recompute(module)
 
     def __enter__(self) -> Attached:
         return self
@@ -152,10 +198,9 @@ class Attached:
             if name:
                 in_force.stacks[name] = range(first, first + len(members))
             first += len(members)
-        in_force.num_layers = first
+        in_force.num_layers, in_force.followers, self.engine.takes_asked = first, set(range(index + 1)), True
+        in_force.config = asked.joined(in_force.config)
         self.engine.resolve(lambda mine: [mine])
-        if in_force.covered:  # whatever follows a layer may save what it made
-            in_force.covered = set(range(index + 1))
         mark_static([self.model])
 
     def _wrap(self, module: nn.Module, around: Callable[[Callable], Callable]) -> None:
@@ -215,6 +260,8 @@ def pass_forward(original: Callable) -> Callable:
             return original(module, *args, **kwargs)
         if not engine.in_force.partners and ranks.is_initialized():
             engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
+        if engine.passes.given is not None and torch.is_grad_enabled():
+            engine.passes.given(args, kwargs)
         return engine.passes.alone(lambda: original(module, *args, **kwargs), _first_with_graph)
 
     return forward
@@ -231,6 +278,7 @@ def attach(
     host_memory_gib: float | None = None,
     device_memory_gib: float | None = None,
     survive: bool = False,
+    adaptive_plan_file: str | os.PathLike[str] | None = None,
 ) -> Attached:
     """Swap and recompute activations of any torch model by a plan. Losses and gradients stay bit-identical.
 
@@ -241,11 +289,13 @@ def attach(
         model: its forward is a micro-batch of the plan.
         plan: a YAML file or what such a file contains, as for ``--memory-config``; None: nothing leaves by a plan. Its
             layers are the members of the model's lists of blocks; its operators are modules by their names in a layer.
+            "auto": steps (`Attached.step`) survive, some are profiled, and the fastest plan that fits is found.
         layers: names of lists and of modules that are the layers instead, in the order in which they run.
         host_memory_gib: host memory that activations may fill, in GiB; None: as much as there is.
         device_memory_gib: device memory that this process may use from now on, in GiB; None: all there is.
         survive: where an operator inside `Attached.step` lacks device memory, activations move to the host, and it
-            runs again.
+            runs again. The plan "auto" always does.
+        adaptive_plan_file: where the plan that "auto" settles on is kept; one that was made for the same is used.
 
     Raises:
         MemoryConfigError: a ValueError with all that is wrong with the model, the plan, or the two together.
@@ -254,6 +304,7 @@ def attach(
         raise MemoryConfigError(
             [f"model: got a {type(model).__name__}; allowed: a torch.nn.Module in Python"], "attach"
         )
+    log.set_up(ranks.number())
     problems = _why_not(model)
     backend = _backend_of(model, problems)
     host_bytes, device_bytes = (
@@ -264,7 +315,14 @@ def attach(
         problems.append(f"layers: got {given(layers)}; allowed: a list of names of modules, or None")
         layers = None
     found = blocks.lists_of_blocks(model) if layers is None else blocks.named_layers(model, layers, problems)
-    config = _checked(plan, found, problems)
+    searches = isinstance(plan, str) and plan == "auto"
+    config = _checked(None if searches else plan, found, problems)
+    if searches:
+        problems += _why_no_search(model)
+    elif adaptive_plan_file is not None:
+        problems.append(f"adaptive_plan_file: got {given(adaptive_plan_file)}; allowed with plan='auto' only")
+    if not isinstance(adaptive_plan_file, (str, os.PathLike, type(None))):
+        problems.append(f"adaptive_plan_file: got {given(adaptive_plan_file)}; allowed: a path, or None")
     if problems or config is None or backend is None:
         raise MemoryConfigError(problems, "attach" if config is None else config.source)
     if device_bytes is not None:
@@ -272,9 +330,13 @@ def attach(
             backend.limit_memory(device_bytes)
         except ValueError as error:
             raise MemoryConfigError([f"device_memory_gib: {error}"], config.source) from error
-    attached = Attached(
-        model, engines.start(config, backend, host_bytes, survive=survive), found, device_bytes is not None
-    )
+    if searches and backend.limit() is None:
+        why = "got None, and nobody knows how much memory the device has; with plan='auto' it has to be said"
+        raise MemoryConfigError([f"device_memory_gib: {why}"], config.source)
+    engine = engines.start(config, backend, host_bytes, survive=survive or searches, wording=ATTACH)
+    attached = Attached(model, engine, found, device_bytes is not None)
+    if searches:
+        attached._search(None if adaptive_plan_file is None else Path(adaptive_plan_file))
     for notice in config.notices if ranks.number() == 0 else ():
         logger.warning(notice)
     return attached
@@ -306,6 +368,18 @@ def _why_not(model: nn.Module) -> list[str]:
     return problems
 
 
+def _why_no_search(model: nn.Module) -> list[str]:
+    problems = []
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        problems.append(
+            f"plan: got 'auto' for a {type(model).__name__}, whose models run one by one; allowed: a model that "
+            "runs as a whole, or a plan written by hand"
+        )
+    no_solver = requirements.without_solver()
+    problems += [f"plan: got 'auto', which decides itself about {name}" for name in asked.marked(model)]
+    return problems + ([f"plan: got 'auto'; {no_solver}"] if no_solver else [])
+
+
 def _gone(model: weakref.ref[nn.Module]) -> bool:
     """Whether nobody has the model any more, nor its `Attached`, which could be detached."""
     if model() is not None:
@@ -333,9 +407,6 @@ def _checked(
     plan: Plan | MemoryConfig | None, layers: Mapping[str, Sequence[nn.Module]], problems: list[str]
 ) -> MemoryConfig | None:
     """The plan, or None; what is wrong with it, and with it on these layers, is added to ``problems``."""
-    if plan == "auto":
-        problems.append("plan: got 'auto'; for attached models no plan is searched: survive=True needs none")
-        return None
     try:
         if isinstance(plan, MemoryConfig):
             config = plan

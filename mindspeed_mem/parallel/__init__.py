@@ -23,7 +23,7 @@ from mindspeed_mem.parallel.meshes import mesh
 from mindspeed_mem.parallel.options import Machine
 from mindspeed_mem.parallel.pipeline import Pipeline, pipeline
 from mindspeed_mem.parallel.plan import Plan, Row
-from mindspeed_mem.parallel.recompute import recompute
+from mindspeed_mem.parallel.recompute import recompute, swap
 from mindspeed_mem.parallel.regions import local
 from mindspeed_mem.parallel.report import Move, Report, recording
 from mindspeed_mem.parallel.semi_auto import report, semi_auto, shard
@@ -56,4 +56,5 @@ __all__ = [
     "semi_auto",
     "shard",
     "strategy_of",
+    "swap",
 ]

@@ -1,6 +1,7 @@
-"""``layer.recompute()`` on any module: it keeps what it is given, and runs again in backward.
+"""``layer.recompute()`` on any module: it keeps what it is given, and runs again in backward. ``layer.swap()``.
 
-Importing `mindspeed_mem.parallel` gives `torch.nn.Module` this method.
+Importing `mindspeed_mem.parallel` or using `mindspeed_mem.attach` gives `torch.nn.Module` these methods. In a layer of
+an attached model both are the engine's, as if the plan named the module; elsewhere `recompute` is torch's checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_mem.activation import asked
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -20,8 +23,14 @@ def recompute(module: Module, active: bool = True) -> Module:
     """Have `module` run again in backward instead of keeping what its operators save; ``active=False``: no longer.
 
     Its second run draws the same random numbers, finds its buffers as the first did, and leaves them (running
-    statistics) as they are. Returns `module`.
+    statistics) as they are. Returns `module`. In an attached model between two steps only.
+
+    Raises:
+        MemoryConfigError: the attached model has no plan that this could join.
     """
+    asked.ask(module, asked.RECOMPUTE, active or None)
+    if asked.is_followed(module):
+        return module
     forward = module.__dict__.get("forward")
     if active and not isinstance(forward, Recomputed):
         module.forward = Recomputed(module)
@@ -29,6 +38,27 @@ def recompute(module: Module, active: bool = True) -> Module:
         module.__dict__.pop("forward")
         if forward.inner != module.forward:  # it had a forward of its own
             module.forward = forward.inner
+    return module
+
+
+def swap(module: Module, ahead: int | None = 1) -> Module:
+    """Have what `module`, in a layer of an attached model, makes for backward moved to the host until it is needed.
+
+    It may be asked for before or after `mindspeed_mem.attach`, whose plan may be None, between two steps.
+
+    Args:
+        module: of what is in it, everything is moved.
+        ahead: operators: it leaves once so many more have run, and comes back so many before it is needed; None: it is
+            no longer moved.
+
+    Returns `module`.
+
+    Raises:
+        ValueError: `ahead` is no such number, or the attached model has no plan that this could join.
+    """
+    if not (ahead is None or (isinstance(ahead, int) and not isinstance(ahead, bool) and ahead > 0)):
+        raise ValueError(f"swap: ahead: got {ahead!r}; allowed: a whole number from 1 on, or None")
+    asked.ask(module, asked.SWAP, ahead)
     return module
 
 
@@ -40,9 +70,10 @@ class Recomputed:
         self._module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        module = self._module
+        if not torch.is_grad_enabled() or asked.RECOMPUTE not in module.__dict__ or asked.runs_again(module):
             return self.inner(*args, **kwargs)
-        return run_again(self._module, self.inner, *args, **kwargs)
+        return run_again(module, self.inner, *args, **kwargs)
 
 
 class _Buffer(NamedTuple):
@@ -96,3 +127,4 @@ def run_again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
 
 nn.Module.recompute = recompute  # type: ignore[attr-defined]
+nn.Module.swap = swap  # type: ignore[attr-defined]

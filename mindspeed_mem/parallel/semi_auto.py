@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
 from mindspeed_mem import ranks
+from mindspeed_mem.activation import asked
 from mindspeed_mem.parallel import rules
 from mindspeed_mem.parallel.meshes import agree, everywhere, mesh_in_use
 from mindspeed_mem.parallel.moves import Placements, moved
@@ -269,7 +270,7 @@ class Forward:
         return bound.args, bound.kwargs
 
     def _once_or_again(self, args: tuple, kwargs: dict) -> Any:
-        if self._recompute and torch.is_grad_enabled():
+        if self._recompute and torch.is_grad_enabled() and not asked.runs_again(self.target):
             return run_again(self.target, self._again, args, kwargs)
         return self._inside(args, kwargs)
 

@@ -1,13 +1,16 @@
 """Hugging Face's models: the same bits with a plan, whatever else is switched on."""
 
+import contextlib
 import copy
 import gc
+import logging
 
 import pytest
+import torch
 
 import mindspeed_mem
 from mindspeed_mem.activation.storage.ledger import LEDGER
-from tests.attachment.hf_models import NAMES, accumulated, build
+from tests.attachment.hf_models import IDS, NAMES, accumulated, build
 from tests.attachment.plain_models import SAVED, SWAP, WHOLE, results, same
 
 pytest.importorskip("transformers")
@@ -66,3 +69,62 @@ def test_with_lora(name, plan):
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2, lora_dropout=0.1))
     figures = check(model, accumulated(given), PLANS[plan])
     assert figures.bytes_out or figures.recomputed_bytes
+
+
+def trained(folder, callbacks, **settings):
+    """Parameters after some steps of Hugging Face's Trainer, and the model."""
+    import transformers
+
+    model, _ = build("llama")
+    data = [{"input_ids": one, "labels": one} for one in IDS.repeat(6, 2)]
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=14, per_device_train_batch_size=2, save_strategy="no", report_to=[], **settings
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+    trainer.train()
+    return [one.detach().clone() for one in model.parameters()], model
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"plan": "auto", "device_memory_gib": 0.5},
+        pytest.param({"plan": SWAP, "survive": True}, marks=pytest.mark.sweep),
+    ],
+    ids=["auto", "swap"],
+)
+def test_trainer(arguments, tmp_path, caplog):
+    pytest.importorskip("accelerate")
+    caplog.set_level(logging.INFO, "mindspeed_mem")
+    settings = {"use_cpu": True, "disable_tqdm": True, "gradient_accumulation_steps": 2}
+    plain, _ = trained(tmp_path, None, **settings)
+    callback = mindspeed_mem.trainer_callback(**arguments)
+    found, model = trained(tmp_path, [callback], **settings)
+    assert same(found, plain)
+    assert "activation memory, per rank" in caplog.text
+    assert arguments["plan"] != "auto" or "settled on plan" in caplog.text
+    assert callback.attached is None and not any("forward" in vars(one) for one in model.modules())
+
+
+def test_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    model, given = build("llama")
+
+    def train(model, attach):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(3)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        with attach(model) as attached:
+            for _ in range(2):
+                with contextlib.nullcontext() if attached is None else attached.step():
+                    for half in given["input_ids"].split(2):
+                        with accelerator.accumulate(model):
+                            accelerator.backward(model(input_ids=half, labels=half).loss)
+                            optimizer.step()
+                            optimizer.zero_grad()
+            if attached is not None:
+                assert attached.engine.report().bytes_out
+        return [one.detach().clone() for one in model.parameters()]
+
+    plain = train(copy.deepcopy(model), lambda _: contextlib.nullcontext())
+    assert same(train(model, lambda model: mindspeed_mem.attach(model, SWAP, survive=True)), plain)

@@ -230,7 +230,7 @@ def test_all_that_is_wrong_is_said_at_once():
         (lambda: None, {}, "model: got a NoneType"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), {}, "ScriptModule; allowed: a torch.nn.Module in Python"),
         (Net, {"plan": 5}, "plan: got 5"),
-        (Net, {"plan": "auto"}, "no plan is searched"),
+        (Net, {"plan": "auto"}, "nobody knows how much memory the device has"),
         (Net, {"plan": {"swap_config": {"swp": True}}}, "did you mean 'swap'"),
     ],
 )

@@ -1,5 +1,6 @@
 """Attached plain models survive a lack of device memory, with every bit the same."""
 
+import copy
 import gc
 
 import pytest
@@ -53,3 +54,62 @@ def test_device_memory_is_limited_as_long_as_attached(limited_memory):
     assert backend.limit() is None
     with pytest.raises(ValueError, match="device_memory_gib: "):
         mindspeed_mem.attach(model, MIXED, device_memory_gib=2**20)
+
+
+class Wide(torch.nn.Module):
+    """A block with an operation that no guard sees once: as compiled code would run out of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.fails = Net(4, 64), 0
+
+    def forward(self, text):
+        found = self.net(text)
+        if self.fails:
+            self.fails -= 1
+            raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        return found
+
+
+def step_of(model, texts, optimizer, accumulate=0):
+    text = next(texts)
+    for _ in range(accumulate + 1):
+        loss = loss_of(model, text)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.detach().clone(), *(one.detach().clone() for one in model.parameters())]
+
+
+def three_steps(model, run):
+    torch.manual_seed(4)
+    texts, optimizer = iter(TEXT.clone().split(1)), torch.optim.AdamW(model.parameters())
+    return [one for _ in range(3) for one in run(step_of, model, texts, optimizer)]
+
+
+def test_a_step_is_tried_again(caplog):
+    model = Wide()
+    expected = three_steps(copy.deepcopy(model), lambda call, *args: call(*args))
+    with mindspeed_mem.attach(model, None, survive=True) as attached:
+        model.fails = 1
+        assert same(three_steps(model, attached.run_step), expected)
+        assert attached.engine.report().bytes_out
+    assert "tried again with all activations swapped" in caplog.text
+
+
+def test_a_step_that_cannot_be_tried_again_says_why():
+    model = Wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with mindspeed_mem.attach(model, None, survive=True, host_memory_gib=1) as attached:
+        loss_of(model).backward()
+        model.fails = 1
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            attached.run_step(step_of, model, iter([TEXT]), optimizer)
+        text = str(caught.value)
+        assert "was not tried again: gradients of an earlier call" in text
+        assert "try: smaller micro-batches" in text and "--" not in text and "'recompute': True" in text
+        model.zero_grad()
+        model.fails = 2
+        with pytest.raises(torch.OutOfMemoryError):
+            attached.run_step(step_of, model, iter([TEXT]), optimizer)
+        assert model.fails == 0

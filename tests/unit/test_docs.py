@@ -193,7 +193,7 @@ def test_programs_train(tmp_path):
         calls.append([str(script), *shlex.split(given)])
     # The adaptor, and what it patches, come last: the others are for torch alone.
     calls.sort(key=lambda call: "megatron_adaptor" in Path(call[0]).read_text())
-    assert len(calls) == 5
+    assert len(calls) == 6
     driver = "import runpy, sys\nfor sys.argv in {}:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -29,6 +29,7 @@ class GuardPolicy:
         self._backend = backend
         self.varies = False
         self._parts = self._calm = self._highest = 0
+        self._running = 1
         self._lacked = False
         self._calm_after = _CALM
         self._retries: int | None = None  # of the allocator, when last looked at
@@ -44,9 +45,10 @@ class GuardPolicy:
         """Device memory has been at this peak (None: at the backend's, which somebody is about to reset)."""
         self._highest = max(self._highest, (self._backend.peak() if nbytes is None else nbytes) or 0)
 
-    def begins(self) -> bool:
-        """A part begins; whether memory may run out in it."""
-        self._parts += 1
+    def begins(self, parts: int = 1) -> bool:
+        """A part begins, or several at once; whether memory may run out in it."""
+        unknown = self._parts < _UNKNOWN
+        self._parts, self._running = self._parts + parts, parts
         if self._retries is None:
             self._retries = self._backend.allocation_retries()
         limit, room = self._backend.limit(), self._backend.room()
@@ -55,12 +57,12 @@ class GuardPolicy:
         left = room - (self._highest - (self._backend.allocated() or 0))
         if self._calm >= self._calm_after and not self.varies:
             return left < _ALMOST * limit
-        return self._lacked or self._parts <= _UNKNOWN or left < _TIGHT * limit
+        return self._lacked or unknown or left < _TIGHT * limit
 
     def ends(self, lacked: bool) -> None:
         """It has ended, with or without a lack of memory; a retry of the allocator since the last end is one, too."""
         before, self._retries = self._retries, self._backend.allocation_retries()
         lacked |= before is not None and self._retries > before
         self._lacked |= lacked
-        self._calm = 0 if lacked else self._calm + 1
+        self._calm = 0 if lacked else self._calm + self._running
         self.note_peak()  # who trains may reset the backend's

@@ -21,6 +21,7 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
+from mindspeed_mem.activation.wording import Wording
 from mindspeed_mem.device import Backend, delegation, onednn
 from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import storage_of
@@ -40,8 +41,10 @@ class NoRoomError(torch.OutOfMemoryError):
 class Survival:
     """Makes room when an operator lacks some, and says what can be done where there is none to make."""
 
-    def __init__(self, position: Position, in_force: PlanInForce, mover: EvictingMover, saved: SavedTensors):
-        self.mover, self.backend = mover, mover.backend
+    def __init__(
+        self, position: Position, in_force: PlanInForce, mover: EvictingMover, saved: SavedTensors, wording: Wording
+    ):
+        self.mover, self.backend, self._wording = mover, mover.backend, wording
         self._position, self._in_force, self._saved = position, in_force, saved
         self.guard = OpGuard(self.backend, self.make_room, self.no_room)
         self.policy = GuardPolicy(self.backend)
@@ -59,12 +62,12 @@ class Survival:
 
     # ---- when memory runs out
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Around what may lack memory: a step's forwards and backwards, or its optimizer."""
+    def guarded(self, parts: int = 1) -> Iterator[None]:
+        """Around what may lack memory: a step's forwards and backwards, or its optimizer; two ``parts``: both."""
         if self._guarding:  # by somebody further out
             yield
             return
-        guard = self.guard if self.policy.begins() or self._in_force.everything else None
+        guard = self.guard if self.policy.begins(parts) or self._in_force.everything else None
         self._guarding, before = True, self.guard.lacks
         self._tight = guard is not None
         self.mover.spare = (lambda: self.guard.needs.margin) if self._tight else None
@@ -129,23 +132,33 @@ class Survival:
         where = self._position.running()
         lines = [
             f"{nbytes or 'an unknown number of'} bytes of device memory are needed in {op}"
-            + (f" ({_name(*where)})" if where is not None else "")
+            + (f" ({self._name(*where)})" if where is not None else "")
             + (f", which {why}" if why else ", and no activation that could leave is left"),
             f"in use: {allocated} of {limit} bytes; {holders.total()} of them are activations that backward needs",
             f"on the host: {slabs.bytes_in_use} bytes of activations"
             + (f", budget {slabs.limit_bytes} bytes" if slabs.limit_bytes is not None else "")
             + (": it is full" if self.mover.host_full else ""),
         ]
-        named = [f"{_name(*who)} {n} bytes" for who, n in holders.most_common(_NAMED)]
+        named = [f"{self._name(*who)} {n} bytes" for who, n in holders.most_common(_NAMED)]
         lines.append("largest activations on the device: " + ("; ".join(named) or "none"))
-        more = "raise --swap-host-memory-gib; " if self.mover.host_full else ""
-        again = "--recompute-layers all; " if self.advises_recompute else ""
-        lines.append(
-            f"try: {more}a smaller --micro-batch-size or --seq-length; {again}more ranks for the same "
-            "model (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer, "
-            "--chunk-zero-stage 3)"
-        )
+        words = self._wording
+        more = f"raise {words.host_memory}; " if self.mover.host_full else ""
+        again = f"{words.recompute_all}; " if self.advises_recompute else ""
+        lines.append(f"try: {more}{words.smaller}; {again}{words.more_ranks}")
         return NoRoomError("\n  ".join(lines))
+
+    def _name(self, layer: int, op: str) -> str:
+        inside = 0 <= layer < self._in_force.num_layers  # what follows the last layer has a number as well
+        return f"{op or 'the layer'} of layer {layer}" if inside else "outside the layers"
+
+    def explained(self, error: Exception) -> NoRoomError:
+        """The error that says what was needed and what to try, for one that no guard has seen."""
+        if isinstance(error, NoRoomError):
+            return error
+        why = "no guard saw: compiled code, or a step in which memory had not been tight before"
+        failed = self.no_room("an operation", self.backend.bytes_wanted(error), why)
+        failed.__cause__ = error
+        return failed
 
     # ---- what is saved outside the layers: embedding, loss
     @contextlib.contextmanager
@@ -179,7 +192,3 @@ def ask_before_failing(backend: Backend, of_the_moment: Callable[[], Survival | 
     if delegation.ask_through_allocator(backend, make_room):
         _asks.add(backend.type)
         logger.info("device memory is asked for by the delegating allocator (python -m mindspeed_mem build-allocator)")
-
-
-def _name(layer: int, op: str) -> str:
-    return f"{op or 'the layer'} of layer {layer}" if layer >= 0 else "outside the layers"

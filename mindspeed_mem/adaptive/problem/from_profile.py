@@ -9,6 +9,7 @@ from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, Operator
 from mindspeed_mem.adaptive.problem.definition import Link, Part, Pipeline, Problem, Stage
 from mindspeed_mem.adaptive.problem.layer_classes import LayerClasses
 from mindspeed_mem.adaptive.problem.part_view import PartView
+from mindspeed_mem.plan.layers import in_words
 
 _SECONDS = ("forward_seconds", "backward_seconds")
 _MOST = ("static_bytes", "temporary_bytes", "step_seconds")
@@ -55,6 +56,9 @@ def _part(view: PartView, classes: LayerClasses) -> Part:
     after = view.profile.after
     if not view.layers:
         raise ValueError("a pipeline stage has a part without layers, which cannot be planned: give each at least one")
+    first, last = view.layers[0], view.layers[-1]
+    if skipped := set(range(first, last)) - set(view.layers):
+        raise ValueError(f"{in_words(sorted(skipped))} did not run in a step, or nothing in them could be seen")
     return Part(
         layers=tuple(classes.name_of[layer] for layer in view.layers),
         first_layer=view.layers[0],

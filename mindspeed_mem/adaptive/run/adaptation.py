@@ -133,7 +133,7 @@ class Adaptation:
             self._stop("no layer is known")
             return
         if None in self._ranks.gather(self.engine.backend.limit()):
-            self._stop("nobody knows how much memory the device has (--device-memory-gib says it)")
+            self._stop(f"nobody knows how much memory the device has ({self.engine.wording.device_memory} says it)")
             return
         self._facts = facts()
         found = None
@@ -175,7 +175,7 @@ class Adaptation:
 
         def start() -> Decision:
             problem = from_profile.problem(self.profiles, line, limit, self.engine.mover.slabs.limit_bytes)
-            self.planner = Planner(problem, bool(self._facts["states_are_split"]))
+            self.planner = Planner(problem, bool(self._facts["states_are_split"]), self.engine.wording)
             return self.planner.start()
 
         self._go(TRY)
@@ -279,9 +279,9 @@ class Adaptation:
         return True
 
     def _stop(self, why: str) -> None:
-        """Go on as --survive-oom does, with the plan that is in force."""
+        """Go on as survival alone does, with the plan that is in force."""
         kept = "nothing is planned" if self._config is None else "the plan in force is kept"
-        self._say(f"--adaptive-memory-optimization plans no more: {why}; {kept}, and eviction does the rest")
+        self._say(f"{self.engine.wording.planning} plans no more: {why}; {kept}, and eviction does the rest")
         self.state = OFF
 
     def _keep(self) -> None:
@@ -296,7 +296,7 @@ class Adaptation:
         try:
             beside = self.target.with_suffix(".profile.json")
             config = plan_file.by_name(kept.config, self.engine.in_force.stacks)
-            kept_plan.write(self.target, config, self._facts, [kept.line()])
+            kept_plan.write(self.target, config, self._facts, [kept.line()], self.engine.wording.planning)
             profile_file.write(profile, beside)
             logger.info("the plan is kept in %s, the profile in %s", self.target, beside)
         except Exception as error:  # no reason to end a training

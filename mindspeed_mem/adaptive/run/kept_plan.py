@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from mindspeed_mem import output
+from mindspeed_mem.activation.wording import MEGATRON
 from mindspeed_mem.adaptive.problem.profile_file import Facts
 from mindspeed_mem.adaptive.search.plan_file import as_yaml
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
@@ -25,20 +26,27 @@ _MOST = 3
 """Differences named."""
 
 
-def write(target: str | os.PathLike[str], config: MemoryConfig, facts: Facts, remarks: Sequence[str] = ()) -> None:
+def write(
+    target: str | os.PathLike[str],
+    config: MemoryConfig,
+    facts: Facts,
+    remarks: Sequence[str] = (),
+    planning: str = MEGATRON.planning,
+) -> None:
     """Replace the file at once: a job that dies meanwhile leaves the earlier one.
 
     Args:
         config: of the plan.
         facts: what it was made for, by name.
         remarks: lines for readers.
+        planning: who settled on it, for readers.
 
     Raises:
         OSError: it cannot be written.
         TypeError: a fact is no plain value.
     """
     made_for = _MARK + json.dumps({"version": VERSION, **facts}, sort_keys=True)
-    title = "mindspeed_mem: the plan that --adaptive-memory-optimization settled on"
+    title = f"mindspeed_mem: the plan that {planning} settled on"
     path = Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     output.write(path, as_yaml(config, [title, *remarks, made_for]))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
@@ -66,9 +67,9 @@ class Try:
 class Planner:
     """Works on one problem, which it corrects by what is measured."""
 
-    def __init__(self, problem: Problem, states_are_split: bool = False):
+    def __init__(self, problem: Problem, states_are_split: bool = False, wording: Wording = MEGATRON):
         """states_are_split: the optimizer's states are split over data-parallel ranks already."""
-        self.problem, self._states_are_split = problem, states_are_split
+        self.problem, self._states_are_split, self._wording = problem, states_are_split, wording
         self.tries: list[Try] = []
         self.kept: Try | None = None
         """The plan that was settled on."""
@@ -118,7 +119,7 @@ class Planner:
         try:
             return search.best(), ""
         except InfeasibleError as error:
-            said = error.text(self._states_are_split)
+            said = error.text(self._states_are_split, self._wording)
             return search.least(), f"{said}\n  until then activations are evicted when memory runs out"
 
     def _try(self, found: Found, why: str, before: str = "") -> Decision:

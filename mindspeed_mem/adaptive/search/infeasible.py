@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, Plan
 
@@ -22,14 +23,14 @@ class InfeasibleError(ValueError):
         self._held = sorted(held.items(), key=lambda one: -one[1])
         super().__init__(self.text())
 
-    def text(self, states_are_split: bool = False) -> str:
+    def text(self, states_are_split: bool = False, wording: Wording = MEGATRON) -> str:
         """The message; `states_are_split`: the optimizer's states are known to be split over data-parallel ranks."""
-        largest = self._held[0][0]
+        advice = _advice(wording, self._held[0][0], states_are_split, self._host_is_limited)
         lines = [
             f"no plan fits: pipeline stage {self.stage} needs {_size(self.needed_bytes)} even with everything "
             f"swapped or recomputed that can be, but the limit is {_size(self._limit)}",
             "held there, the largest first: " + ", ".join(f"{name} {_size(size)}" for name, size in self._held[:4]),
-            "three things to try: " + "; ".join(_advice(largest, states_are_split, self._host_is_limited)),
+            "three things to try: " + "; ".join(advice),
         ]
         return "\n  ".join(lines)
 
@@ -51,20 +52,14 @@ def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, 
     return {name: size for name, size in held.items() if size}
 
 
-def _advice(largest: str, states_are_split: bool, host_is_limited: bool) -> list[str]:
+def _advice(words: Wording, largest: str, states_are_split: bool, host_is_limited: bool) -> list[str]:
     """The three things that help most."""
-    split = "split the model further (--tensor-model-parallel-size, --pipeline-model-parallel-size)"
-    smaller = "a smaller --micro-batch-size, or --context-parallel-size for long sequences"
     if largest == STATIC:
-        states = "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)"
-        parts = (
-            "split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
-            "--placement-policy host, which the planner does not count)"
-        )
-        return [*[states] * (not states_are_split), parts, split, smaller][:3]
-    sequence = "--sequence-parallel beside --tensor-model-parallel-size, which splits what stands between the blocks"
-    host = "more host memory for swap (--swap-host-memory-gib)"
-    return [*[host] * host_is_limited, smaller, sequence, split][:3]
+        states = [words.split_states] * (not states_are_split)
+        return [*states, words.split_more, words.split_model, words.smaller_planned][:3]
+    host = [f"more host memory for swap ({words.host_memory})"] * host_is_limited
+    sequence = [words.split_sequence] * bool(words.split_sequence)
+    return [*host, words.smaller_planned, *sequence, words.split_model][:3]
 
 
 def _size(nbytes: int) -> str:

@@ -1,0 +1,145 @@
+"""A plan for an attached model is found while it trains: its steps are the training calls of an `Adaptation`.
+
+No schedule says what a step will be. So a step is taken to be like those before it: as many micro-batches, of inputs
+as large as the largest so far. A call ends where the optimizer's step begins, or where the step ends without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mindspeed_mem import __version__, ranks
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.engine import Engine
+from mindspeed_mem.activation.storage.records import local_of
+from mindspeed_mem.adaptive.run.adaptation import OFF, SETTLED, Adaptation, Call, Ranks
+from mindspeed_mem.attachment.optimizers import before_step_of
+
+logger = logging.getLogger(__name__)
+
+_GROWN = 1.05
+"""Inputs are of another size if they are so many times as large as any before."""
+_ASKED = 10
+"""Under a settled plan the ranks tell each other every so many steps how large their inputs are."""
+
+
+class _Size(NamedTuple):
+    """Of a step's micro-batches."""
+
+    each: int = 0
+    """Numbers in the input of the largest."""
+    samples: int = 0
+    """The first size of that input."""
+    micro_batches: int = 0
+
+    def beside(self, other: _Size) -> _Size:
+        each, samples = max(self[:2], other[:2])
+        return _Size(each, samples, max(self.micro_batches, other.micro_batches))
+
+
+class Steps:
+    """Follows the steps of one attached model. ``target``: the file that keeps the plan; None: none does."""
+
+    def __init__(self, model: nn.Module, engine: Engine, target: Path | None):
+        self._model, self._engine = model, engine
+        self._adaptation = Adaptation(engine, target)
+        self._seen = _Size()  # in all steps so far
+        self._planned = _Size()  # what ranks have agreed on
+        self._inside = self._warned = self._running = False
+        self._now = 0  # micro-batches of the step that runs
+        self._number = 0
+        engine.passes.given = self._given
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Around a step."""
+        self._now = 0
+        self._begin()
+        self._inside, completed = True, False
+        try:
+            with before_step_of(self._model, lambda: self._end(True)):
+                yield
+            completed = True
+        finally:
+            self._inside = False
+            self._end(completed)
+            self._seen = self._seen.beside(_Size(micro_batches=self._now))
+
+    def _begin(self) -> None:
+        self._number += 1
+        adaptation = self._adaptation
+        if self._number == 1 or adaptation.state == OFF:  # nothing is known of steps yet
+            return
+        if adaptation.state != SETTLED or self._number % _ASKED == 0:
+            self._agree()
+        if not self._planned.micro_batches:
+            return
+        size = self._planned
+        samples = max(size.samples, 1)
+        call = Call(1, 1, None, None, size.each // samples, samples, size.micro_batches)
+        here = Ranks(ranks.number(), 0, ranks.gather, ranks.to_first, self._engine.in_force.partners)
+        adaptation.begin(call, here, lambda: self._facts(call))
+        self._running = True
+
+    def _end(self, completed: bool) -> None:
+        if self._running:
+            self._running = False
+            self._adaptation.end(completed)
+
+    def _agree(self) -> None:
+        """All ranks plan for the largest step that any has seen; a little more is no other size."""
+        seen = _Size()
+        for theirs in ranks.gather(self._seen):
+            seen = seen.beside(theirs)
+        if seen.each > _GROWN * self._planned.each or seen.micro_batches > self._planned.micro_batches:
+            self._planned = self._planned.beside(seen)
+
+    def _given(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """The model runs with gradients on this."""
+        if not self._inside:
+            if not self._warned:
+                logger.warning("plan='auto' has no effect on steps outside `with attached.step():`")
+            self._warned = True
+            return
+        self._now += 1
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.dim()]
+        if tensors:
+            largest = max(tensors, key=torch.numel)
+            self._seen = self._seen.beside(_Size(largest.numel(), largest.shape[0]))
+
+    def _facts(self, call: Call) -> dict[str, Any]:
+        """What a kept plan must have been made for."""
+        engine = self._engine
+        device = engine.backend.describe()
+        parameters = [
+            (name, str(one.dtype), tuple(local_of(one).shape), one.requires_grad)
+            for name, one in self._model.named_parameters()
+        ]
+        modules = [(name, type(one).__qualname__) for name, one in self._model.named_modules()]
+        layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
+        split = any(local_of(one) is not one for one in self._model.parameters())
+        return {
+            **{name: getattr(call, name) for name in ("seq_length", "micro_batch_size", "micro_batches")},
+            "device_limit": engine.backend.nominal_limit(),
+            "host_limit": engine.mover.slabs.limit_bytes,
+            "device": f"{device['type']} {device.get('device', '')}".strip(),
+            "ranks": len(engine.in_force.partners) or 1,
+            "layers": engine.in_force.num_layers,
+            "model": _digest(modules, parameters, layers),
+            "states_are_split": split,
+            "torch": torch.__version__,
+            "mindspeed_mem": __version__,
+        }
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

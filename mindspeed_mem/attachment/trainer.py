@@ -1,0 +1,69 @@
+"""Hugging Face's Trainer, by a callback. transformers is imported when one is made."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from mindspeed_mem.attachment.attached import Attached, Plan, attach
+from mindspeed_mem.plan import MemoryConfig
+
+logger = logging.getLogger(__name__)
+
+
+def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) -> Any:
+    """A transformers.TrainerCallback that attaches the model when training begins, and detaches it at the end.
+
+    What runs out of memory in a step, the optimizer included, is made room for as in `Attached.step`; no step is tried
+    again as a whole. At the end the report is logged.
+
+    Args:
+        plan: as for `attach`; with "auto" one is found.
+        arguments: the others of `attach`.
+
+    Returns the callback, for ``Trainer(..., callbacks=[...])``; while it trains, its ``attached`` is what `attach`
+    returned.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+    """
+    from transformers import TrainerCallback
+
+    class MemoryCallback(TrainerCallback):
+        attached: Attached | None = None
+        _step: contextlib.ExitStack | None = None
+
+        def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+            self._stop()  # of a training that failed
+            self.attached = attach(model, plan, **arguments)
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self._end_step()
+            if self.attached is not None:
+                self._step = contextlib.ExitStack()
+                self._step.enter_context(self.attached.step())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self._end_step()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self._end_step()
+            if self.attached is not None:
+                report = self.attached.report()  # on all ranks
+                if report:
+                    logger.info(report)
+            self._stop()
+
+        def _end_step(self) -> None:
+            step, self._step = self._step, None
+            if step is not None:
+                step.close()
+
+        def _stop(self) -> None:
+            self._end_step()
+            attached, self.attached = self.attached, None
+            if attached is not None:
+                attached.detach()
+
+    return MemoryCallback()

@@ -1,0 +1,150 @@
+"""attach(model, "auto"): a plan is found while a plain model trains, with every bit the same."""
+
+import contextlib
+import copy
+import gc
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import mindspeed_mem
+from tests.attachment.plain_models import TEXT, Net, loss_of, same
+from tests.limited_runs import counted
+from tests.worlds import on_ranks
+
+pytestmark = pytest.mark.usefixtures("limited_memory")
+
+
+USUAL = TEXT.repeat(8, 4)
+
+
+class Training:
+    """A model and its optimizer; a step has two micro-batches."""
+
+    def __init__(self, model):
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
+        torch.manual_seed(5)
+
+    def step(self, attached=None, text=USUAL):
+        self.optimizer.zero_grad()
+        with contextlib.nullcontext() if attached is None else attached.step():
+            losses = []
+            for part in text.clone().chunk(2):
+                losses.append(loss_of(self.model, part))
+                losses[-1].backward()
+            found = [one.detach().clone() for one in (*losses, *(one.grad for one in self.model.parameters()))]
+            self.optimizer.step()
+        return found
+
+
+def expected_of(model, memory, steps):
+    """What steps without a plan compute, and the bytes that such a job takes."""
+    plain = Training(copy.deepcopy(model))
+    found = [plain.step() for _ in range(steps - 1)]
+    gc.collect()
+    memory.reset_peak()
+    found.append(plain.step())
+    return found, memory.peak
+
+
+def settled_within(attached, training, expected):
+    """After how many steps a plan was settled on."""
+    state, number = attached.engine.adaptation, None
+    for count, found in enumerate(expected, 1):
+        assert same(training.step(attached), found)
+        if state.state == "settled" and number is None:
+            number = count
+    return number
+
+
+def test_a_plan_is_found_and_kept(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    torch.manual_seed(0)
+    model, kept = Net(3, 24), tmp_path / "plan.yaml"
+    start = copy.deepcopy(model)
+    with counted() as memory:
+        expected, peak = expected_of(model, memory, 18)
+        limit = 0.85 * peak / 2**30
+        with mindspeed_mem.attach(model, "auto", device_memory_gib=limit, adaptive_plan_file=kept) as attached:
+            assert settled_within(attached, Training(model), expected)
+            evicted = attached.engine.mover.evicted_bytes
+            figures = attached.engine.report()
+            assert evicted and (figures.bytes_out > evicted or figures.recomputed_bytes)
+            assert "settled on plan" in caplog.text and "adaptive memory plan (settled)" in attached.report()
+        assert "attach's plan='auto'" in kept.read_text()
+        del model, attached
+        with mindspeed_mem.attach(start, "auto", device_memory_gib=limit, adaptive_plan_file=kept) as attached:
+            assert settled_within(attached, Training(start), expected[:3]) == 2
+
+
+def test_larger_inputs_are_planned_for_again(caplog):
+    caplog.set_level(logging.INFO)
+    model = Net(2, 16)
+    plain, texts = Training(copy.deepcopy(model)), [TEXT.repeat(2, 4)] * 3 + [TEXT.repeat(8, 8)] * 14
+    expected = [plain.step(text=text) for text in texts]
+    with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
+        mine = Training(model)
+        assert all(same(mine.step(attached, text), found) for text, found in zip(texts, expected, strict=True))
+        assert attached.engine.adaptation.state == "settled"
+    assert caplog.text.count("profiling again") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "expected"),
+    [
+        (Net, {}, "device_memory_gib: got None"),
+        (lambda: nn.ModuleList([Net(), Net()]), {"device_memory_gib": 0.5}, "whose models run one by one"),
+        (Net, {"plan": None, "adaptive_plan_file": "plan.yaml"}, "allowed with plan='auto' only"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(make, arguments, expected):
+    with pytest.raises(ValueError, match="problem") as caught:
+        mindspeed_mem.attach(make(), **{"plan": "auto", **arguments})
+    assert expected in str(caught.value)
+
+
+def test_what_cannot_be_seen_is_left_as_it_is(caplog):
+    """A layer that is compiled as a whole, and steps that nobody tells of."""
+    model = Net(2, 16)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    expected = [Training(copy.deepcopy(model)).step()]
+    with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
+        loss_of(model).backward()
+        model.zero_grad()
+        mine = Training(model)
+        assert same(mine.step(attached), expected[0])
+        for _ in range(6):
+            mine.step(attached)
+        assert attached.engine.adaptation.state == "off"
+    assert caplog.text.count("no effect on steps outside") == 1
+    assert "attach's plan='auto' plans no more" in caplog.text
+
+
+def on_rank(wrapper, steps):
+    """Steps whose bits differ, the state at the end, bytes that left because memory had run out, and what was moved."""
+    from tests.attachment.rank_cases import WRAPPERS, local
+
+    torch.manual_seed(1)
+    model = Net(3, 32)
+    with counted() as memory:
+        plain = Training(WRAPPERS[wrapper](copy.deepcopy(model)))
+        expected = [local(plain.step()) for _ in range(steps)]
+        peak = memory.peak
+        del plain
+        gc.collect()
+        wrapped = WRAPPERS[wrapper](model)
+        with mindspeed_mem.attach(wrapped, "auto", device_memory_gib=0.9 * peak / 2**30) as attached:
+            mine = Training(wrapped)
+            wrong = [number for number, found in enumerate(expected) if not same(local(mine.step(attached)), found)]
+            figures = attached.engine.report()
+            return wrong, attached.engine.adaptation.state, figures.bytes_out + figures.recomputed_bytes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrapper", ["fsdp", pytest.param("ddp", marks=pytest.mark.sweep)])
+def test_ranks_settle_together(wrapper):
+    for wrong, state, moved in on_ranks(2, on_rank, wrapper, 18):
+        assert wrong == [] and state == "settled" and moved
