@@ -31,8 +31,8 @@ PEERS = ROOT / "tests" / "peers"
 TABLE, PAGE = PEERS / "megatron-lm.json", ROOT / "docs" / "megatron-lm.md"
 LIMIT = 900
 """Seconds that a run may take."""
-COMMON = """--device cpu --transformer-impl local --num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 64
---max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 9 --lr 1e-3 --split 90,5,5
+COMMON = """--device cpu --transformer-impl local --num-layers 4 --hidden-size 32 --num-attention-heads 2
+--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 9 --lr 1e-3 --split 90,5,5
 --log-interval 1 --eval-iters 1 --eval-interval 100 --num-workers 0 --distributed-backend gloo
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion
 --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion""".split()
@@ -248,10 +248,10 @@ def started(ranks: int, checkout: Path, command: list[str], folder: Path) -> End
 _INTRODUCTION = """\
 # Megatron-LM's own scripts
 
-Each unmodified script trained a tiny model for nine iterations and an evaluation on CPU ranks, without and with each feature;
-"same bits" are those of every loss and gradient norm, and the report showed that the feature had done its work. State-space
-layers are a stand-in of torch operators, since the kernels of the real ones are CUDA's. `make megatron-lm MEGATRON_LM=PATH`
-makes this page.
+Each unmodified script trained a tiny model for nine iterations and an evaluation on CPU ranks, without and with each
+feature; "same bits" are those of every loss and gradient norm, and where a feature reports what it did, it did something.
+State-space layers are a stand-in of torch operators, since the kernels of the real ones are CUDA's.
+`make megatron-lm MEGATRON_LM=PATH` makes this page.
 """.split("\n")
 
 
