@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +33,8 @@ TABLE, PAGE = PEERS / "megatron-lm.json", ROOT / "docs" / "megatron-lm.md"
 LIMIT = 900
 """Seconds that a run may take."""
 COMMON = """--device cpu --transformer-impl local --num-layers 4 --hidden-size 32 --num-attention-heads 2
---seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 9 --lr 1e-3 --split 90,5,5
---log-interval 1 --eval-iters 1 --eval-interval 100 --num-workers 0 --distributed-backend gloo
+--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 9 --lr 1e-3
+--split 90,5,5 --log-interval 1 --eval-iters 1 --eval-interval 100 --num-workers 0 --distributed-backend gloo
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion
 --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion""".split()
 _TOKENS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100".split()
@@ -49,7 +50,6 @@ SCRIPTS = {
     "pretrain_bert.py": _SENTENCES,
 }
 LAYOUTS = {"1 rank": (1, []), "PP2": (2, ["--pipeline-model-parallel-size", "2"]), "DP2": (2, [])}
-_PLAN = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]}}
 _SHARDED = ["--use-distributed-optimizer"]
 
 
@@ -141,7 +141,7 @@ def prepare(folder: Path) -> None:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-    (folder / "plan.json").write_text(json.dumps(_PLAN), encoding="utf-8")
+    (folder / "plan.json").write_text(json.dumps(swap_plan()), encoding="utf-8")
     draw = random.Random(1)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(95))]
     (folder / "words.txt").write_text("\n".join(words), encoding="utf-8")
@@ -156,7 +156,7 @@ def outcome(checkout: Path, script: str, case: Case, plain: dict[tuple, Ended], 
     """What a feature does to a script: "same bits", "refused: why" and so on; `plain` keeps runs without features."""
     key = case.layout, *case.plain
 
-    def run(given: list[str], name: str) -> Ended:
+    def end(given: list[str], name: str) -> Ended:
         ranks, layout = LAYOUTS[case.layout]
         more = [*SCRIPTS[script], *_pattern(checkout, script, case.layout), *layout, *given]
         ended = started(ranks, checkout, [str(checkout / script), *COMMON, *more], folder)
@@ -166,8 +166,8 @@ def outcome(checkout: Path, script: str, case: Case, plain: dict[tuple, Ended], 
         return ended
 
     if key not in plain:
-        plain[key] = run(case.plain, " ".join(key).replace("/", " "))
-    return compared(plain[key], run(case.given, case.name), case.effect)
+        plain[key] = end(case.plain, " ".join(key).replace("/", " "))
+    return compared(plain[key], end(case.given, case.name), case.effect)
 
 
 def compared(plain: Ended, ours: Ended, effect: str) -> str:
@@ -176,10 +176,10 @@ def compared(plain: Ended, ours: Ended, effect: str) -> str:
         if ours.status == 2:
             return f"refused: {' '.join(refusal[1].split())}"
     if plain.status:
-        why = _last(plain.output)
+        why = last_words(plain.output)
         return f"Megatron alone does not run: {why}" if ours.status else f"runs; Megatron alone does not: {why}"
     if ours.status:
-        return f"fails: {_last(ours.output)}"
+        return f"fails: {last_words(ours.output)}"
     if ours.bits != plain.bits or not plain.bits:
         first = min((json.loads(mine)[0] for rank in plain.bits for mine in _apart(plain, ours, rank)), default=0)
         return f"differs: from iteration {first} on"
@@ -191,7 +191,7 @@ def _apart(plain: Ended, ours: Ended, rank: str) -> list[str]:
     return [line for number, line in enumerate(plain.bits[rank]) if there[number : number + 1] != [line]]
 
 
-def _last(output: str) -> str:
+def last_words(output: str) -> str:
     """The exception that ended a run, or its last line."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
@@ -207,50 +207,66 @@ def _pattern(checkout: Path, script: str, layout: str) -> list[str]:
 
 
 def started(ranks: int, checkout: Path, command: list[str], folder: Path) -> Ended:
-    """Run a script on so many ranks, each started by hand, to its end."""
+    """Run a script on so many ranks to its end."""
     bits = folder / "bits"
     shutil.rmtree(bits, ignore_errors=True)
     bits.mkdir()
+    path = os.pathsep.join(filter(None, [*map(str, (PEERS, ROOT, checkout)), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "mindspeed_mem", "run", *command]
+    status, output = run(ranks, command, {"PYTHONPATH": path, "PEER_BITS": str(bits)}, folder, LIMIT)
+    return Ended(status, output, {one.name: one.read_text().splitlines() for one in sorted(bits.iterdir())})
+
+
+def run(
+    ranks: int, command: list[str], environment: Mapping[str, str], folder: Path, seconds: float
+) -> tuple[int, str]:
+    """Run a command on so many ranks, each started by hand, in a folder; returns a status and what all printed.
+
+    Ranks that wait for one that has failed are ended, and all after so many seconds. In the command "{rank}" is the
+    number of the rank.
+    """
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    path = os.pathsep.join(filter(None, [*map(str, (PEERS, ROOT, checkout)), os.environ.get("PYTHONPATH")]))
-    world: dict[str, Any] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-    world |= {"MASTER_PORT": port, "PYTHONPATH": path, "OMP_NUM_THREADS": 1, "PEER_BITS": bits}
-    world |= {"CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world |= {"OMP_NUM_THREADS": 1, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    known = {**os.environ, **{name: str(value) for name, value in world.items()}, **environment}
     running = []
-    for rank in range(ranks):
-        environment = {**os.environ, **{name: str(value) for name, value in world.items()}}
+    for rank in map(str, range(ranks)):
         with open(folder / f"output{rank}", "w", encoding="utf-8") as output:
             running.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "mindspeed_mem", "run", *command],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    [part.replace("{rank}", rank) for part in command],
+                    env={**known, "RANK": rank, "LOCAL_RANK": rank},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
             )
-    until = time.monotonic() + LIMIT
+    until = time.monotonic() + seconds
     while any(one.poll() is None for one in running) and time.monotonic() < until:
         if any(one.poll() for one in running):
-            until = min(until, time.monotonic() + 20)  # those that wait for the one that has failed
+            until = min(until, time.monotonic() + 20)
         time.sleep(0.2)
     for one in running:
         one.kill()
         one.wait()
     status = next((one.returncode for one in running if one.returncode > 0), running[0].returncode)
-    output = "".join((folder / f"output{rank}").read_text(encoding="utf-8") for rank in range(ranks))
-    return Ended(status, output, {one.name: one.read_text().splitlines() for one in sorted(bits.iterdir())})
+    return status, "".join((folder / f"output{rank}").read_text(encoding="utf-8") for rank in range(ranks))
+
+
+def swap_plan() -> dict[str, Any]:
+    """A memory configuration that swaps all activations of all layers."""
+    return {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": True}]}}
 
 
 _INTRODUCTION = """\
 # Megatron-LM's own scripts
 
 Each unmodified script trained a tiny model for nine iterations and an evaluation on CPU ranks, without and with each
-feature; "same bits" are those of every loss and gradient norm, and where a feature reports what it did, it did something.
-State-space layers are a stand-in of torch operators, since the kernels of the real ones are CUDA's.
+feature; "same bits" are those of every loss and gradient norm, and where a feature reports what it did, it did
+something. State-space layers are a stand-in of torch operators, since the kernels of the real ones are CUDA's.
 `make megatron-lm MEGATRON_LM=PATH` makes this page.
 """.split("\n")
 
