@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 _SOME = r"0*[.\d]*[1-9]\d*"
 _OUT, _AGAIN = rf"\n +\d+ +{_SOME} ", rf"\n +\d+ +[.\d]+ +[.\d]+ +{_SOME} "  # of the report's lines
-_SHORT = ["--device-memory-gib", "0.002"]
+_SHORT = ["--device-memory-gib", "0.002"]  # of 0.003
 CASES = [
     *(Case("swap everything", layout, ["--memory-config", "plan.json"], _OUT) for layout in ("1 rank", "PP2", "DP2")),
     *(Case("recompute everything", layout, ["--recompute-layers", "all"], _AGAIN) for layout in ("1 rank", "PP2")),

@@ -11,22 +11,22 @@ such. Every other difference is a defect, or explained in EXPLAINED. Files that 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.megatron_lm import PEERS, ROOT, last_words, swap_plan, version_of
-from tests.megatron_lm import run as run_ranks
+from tests.megatron_lm import PEERS, ROOT, swap_plan, version_of
 from tests.pages import table
 
 TABLE, PAGE = PEERS / "peer-suite.json", ROOT / "docs" / "peer-suite.md"
-LIMIT = 900
-"""Seconds that a file may take."""
 FEATURES = {
     "swap everything": ["--memory-config", "plan.json"],
     "recompute everything": ["--recompute-layers", "all"],
@@ -36,32 +36,25 @@ FEATURES = {
 }
 _PIPELINES, _CHUNKS = ("cap on micro-batches",), ("chunk ZeRO",)
 _ACTIVATIONS = ("swap everything", "recompute everything", "survival")
-FILES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "transformer/test_transformer_block.py": (1, _ACTIVATIONS),
-    "transformer/test_transformer_layer.py": (1, _ACTIVATIONS),
-    "transformer/test_attention.py": (1, _ACTIVATIONS),
-    "transformer/test_attention_no_rope.py": (1, _ACTIVATIONS),
-    "transformer/test_mlp.py": (1, _ACTIVATIONS),
-    "transformer/test_multi_latent_attention.py": (1, _ACTIVATIONS),
-    "transformer/test_multi_token_prediction.py": (1, _ACTIVATIONS),
-    "transformer/moe/test_moe_layer.py": (1, _ACTIVATIONS),
-    "transformer/moe/test_routers.py": (1, _ACTIVATIONS),
-    "transformer/moe/test_sequential_mlp.py": (1, _ACTIVATIONS),
-    "models/test_gpt_model.py": (1, _ACTIVATIONS),
-    "models/test_t5_model.py": (1, _ACTIVATIONS),
-    "models/test_bert_model.py": (1, _ACTIVATIONS),
-    "models/test_heterogeneous_gpt_model.py": (1, _ACTIVATIONS),
-    "ssm/test_mamba_block.py": (1, _ACTIVATIONS),
-    "tensor_parallel/test_random.py": (1, _ACTIVATIONS),
-    "tensor_parallel/test_layers.py": (1, _ACTIVATIONS),
-    "distributed/test_param_and_grad_buffer.py": (1, _CHUNKS),
-    "distributed/test_distributed_data_parallel.py": (1, _CHUNKS),
-    "test_optimizer.py": (1, _CHUNKS),
-    "dist_checkpointing/test_optimizer.py": (1, _CHUNKS),
-    "dist_checkpointing/models/test_gpt_model.py": (1, _ACTIVATIONS),
-    "pipeline_parallel/test_schedules.py": (8, (*_ACTIVATIONS, *_PIPELINES, *_CHUNKS)),
+FILES: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "transformer/test_transformer_block.py": (1, "", _ACTIVATIONS),
+    "transformer/test_transformer_layer.py": (1, "", _ACTIVATIONS),
+    "transformer/test_attention.py": (1, "", _ACTIVATIONS),
+    "transformer/test_attention_no_rope.py": (1, "", _ACTIVATIONS),
+    "transformer/test_multi_token_prediction.py": (1, "", _ACTIVATIONS),
+    "transformer/moe/test_moe_layer.py": (1, "", _ACTIVATIONS),
+    "transformer/moe/test_routers.py": (1, "", _ACTIVATIONS),
+    "models/test_heterogeneous_gpt_model.py": (1, "", _ACTIVATIONS),
+    "ssm/test_mamba_block.py": (1, "", _ACTIVATIONS),
+    "tensor_parallel/test_random.py": (1, "", _ACTIVATIONS),
+    "tensor_parallel/test_layers.py": (1, "", _ACTIVATIONS),
+    "distributed/test_distributed_data_parallel.py": (1, "", _CHUNKS),
+    "test_optimizer.py": (1, "", _CHUNKS),
+    "distributed/test_param_and_grad_buffer.py": (1, "", _CHUNKS),
+    "pipeline_parallel/test_schedules.py": (8, "order or custom", (*_ACTIVATIONS, *_PIPELINES, *_CHUNKS)),
 }
-"""The number of ranks that a file wants, and the features that have to do with it."""
+"""The number of ranks that a file wants, which of its tests are left out (they take minutes), and the features that
+have to do with it."""
 EXPLAINED: dict[tuple[str, str], str] = {}
 """By a pattern of "file::test" and a feature: why an outcome is another one."""
 
@@ -80,56 +73,53 @@ def main() -> int:
         return 2
     found = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
     rows = found.setdefault(version, {})
-    for file, (ranks, features) in FILES.items():
-        if given.only and not any(word in file for word in given.only):
-            continue
+    files = [file for file in FILES if not given.only or any(word in file for word in given.only)]
+    for file in files:
         if not (checkout / "tests" / "unit_tests" / file).is_file():
             rows[file] = {"natively": "not there"}
+    files = [file for file in files if rows.get(file, {}).get("natively") != "not there"]
+    natively = outcomes(checkout, files, [], given.logs)
+    passed = {file: sum(one == "passed" for one in natively[file].values()) for file in files}
+    for file in files:
+        rows.setdefault(file, {})["natively"] = f"{passed[file]} of {len(natively[file])} passed"
+    for feature, flags in FEATURES.items():
+        if given.features and not any(word in feature for word in given.features):
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            natively = outcomes(checkout, file, ranks, [], Path(folder), given.logs)
-            passed = sum(one == "passed" for one in natively.values())
-            rows.setdefault(file, {})["natively"] = f"{passed} passed"
-            for feature in features if passed else ():
-                if not given.features or any(word in feature for word in given.features):
-                    ours = outcomes(checkout, file, ranks, FEATURES[feature], Path(folder), given.logs)
-                    rows[file][feature] = compared(file, feature, natively, ours)
-        print(f"{version} {file}: {json.dumps(rows[file])}", flush=True)
+        with_it = [file for file in files if feature in FILES[file][2] and passed[file]]
+        ours = outcomes(checkout, with_it, flags, given.logs)
+        for file in with_it:
+            rows[file][feature] = compared(file, feature, natively[file], ours[file])
+            print(f"{version} {file}, {feature}: {rows[file][feature]}", flush=True)
         TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(found), encoding="utf-8")
     return int(any(text.startswith("differs") for one in rows.values() for text in one.values()))
 
 
-def outcomes(
-    checkout: Path, file: str, ranks: int, flags: list[str], folder: Path, logs: Path | None
-) -> dict[str, str]:
-    """By test, "passed", "skipped" or what went wrong, on the first rank where something did."""
-    (folder / "plan.json").write_text(json.dumps(swap_plan()), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "peer_plugin", "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(checkout), str(checkout / "tests" / "unit_tests" / file)]
-    flags = ["--device", "cpu", *flags]
-    environment = {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(PEERS), str(checkout), str(ROOT), os.environ.get("PYTHONPATH")])
-        ),
-        "PEER_FLAGS": " ".join(flags),
-        "PYTEST_ADDOPTS": "",
-    }
-    for path in folder.glob("report*.xml"):
-        path.unlink()
-    status, output = run_ranks(ranks, [*command, "--junitxml=report{rank}.xml"], environment, folder, LIMIT)
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
-        name = "_".join([file.replace("/", "_"), *flags[2:]]).replace("/", "_")
-        (logs / f"{name}.log").write_text(output, encoding="utf-8")
-    found: dict[str, str] = {}
-    for rank in range(ranks):
-        path = folder / f"report{rank}.xml"
-        if not path.is_file():
-            return {"the file as a whole": f"status {status}: {last_words(output)}"}
-        for name, outcome in _read(path).items():
-            if found.get(name, "passed") in ("passed", "skipped"):
-                found[name] = outcome
+def outcomes(checkout: Path, files: list[str], flags: list[str], logs: Path | None) -> dict[str, dict[str, str]]:
+    """By file and test, "passed", "skipped" or what went wrong, on the first rank where something did."""
+    if not files:
+        return {}
+    path = [str(PEERS), str(checkout), str(ROOT), os.environ.get("PYTHONPATH", "")]  # `tests` is the checkout's
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(PEERS / "peer_files.py"), "--device", "cpu", *flags, "--"]
+    command += [f"{FILES[file][0]}:{FILES[file][1]}:{checkout}/tests/unit_tests/{file}" for file in files]
+    found: dict[str, dict[str, str]] = {}
+    with contextlib.ExitStack() as leaving:
+        if logs is None:
+            folder = Path(leaving.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            folder = logs / "_".join(flags or ["natively"]).replace("/", "_")
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps(swap_plan()), encoding="utf-8")
+        status = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+        for number, file in enumerate(files):
+            for report in sorted(folder.glob(f"{number}.*.xml")):
+                for test, outcome in _read(report).items():
+                    if found.setdefault(file, {}).get(test, "passed") in ("passed", "skipped"):
+                        found[file][test] = outcome
+            if len(list(folder.glob(f"{number}.*.xml"))) < FILES[file][0]:
+                found[file] = {"the file as a whole": f"no report from all ranks, status {status}"}
     return found
 
 
@@ -173,9 +163,9 @@ _INTRODUCTION = """\
 # Megatron-LM's unit tests beside our features
 
 Files of Megatron-LM's `tests/unit_tests` on CPU ranks (`--device cpu`), without and with each feature, in processes of
-their own: how many tests pass without, and whether each outcome is the same with the feature. What does not pass
-without a feature needs CUDA, TransformerEngine or other numbers of ranks. `make peer-suite MEGATRON_LM=PATH` makes this
-page.
+their own: how many tests pass without, and whether each passes and fails alike with the feature. What does not pass
+without a feature needs CUDA, TransformerEngine, its kernels or other numbers of ranks; where a test names
+TransformerEngine's layer spec, it gets the local one. `make peer-suite MEGATRON_LM=PATH` makes this page.
 """.split("\n")
 
 
