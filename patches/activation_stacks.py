@@ -18,8 +18,9 @@ def block_init(original, self, *args, **kwargs):
     tag_stack(self, getattr(self, "final_layernorm", None), self.config.num_layers, _place(self), __name__)
 
 
-@around("megatron.core.ssm.mamba_block:MambaStack.__init__", optional=True)
-def mamba_init(original, self, *args, **kwargs):
+@around("megatron.core.ssm.mamba_block:MambaStack.__init__", optional=True, before="0.18")
+@around("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__", optional=True, since="0.18")
+def hybrid_init(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     tag_stack(self, getattr(self, "final_norm", None), self.config.num_layers, (self.pp_group.rank(), 0), __name__)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_mem import requirements
+from tests.pages import table
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE, PAGE = ROOT / "mindspeed_mem" / "compat.json", ROOT / "docs" / "versions.md"
@@ -268,21 +269,11 @@ Python 3.13 with megatron-core 0.19.2 and torch 2.15.
 
 def page(found: dict[str, Any]) -> str:
     """The page that shows the table."""
-    reasons: list[str] = []
-
-    def cell(text: str) -> str:
-        word, _, why = text.partition(": ")
-        if why and why not in reasons:
-            reasons.append(why)
-        return f"{word} ({reasons.index(why) + 1})" if why else word
-
-    lines = [*_INTRODUCTION, f"| | {' | '.join(found)} |", f"|---{'|---' * len(found)}|"]
-    for what in ("python", "torch"):
-        lines.append(f"| {what} | {' | '.join(one[what] for one in found.values())} |")
-    for name, (flag, *_) in FEATURES.items():
-        lines.append(f"| {name} (`{flag}`) | {' | '.join(cell(one['features'][name]) for one in found.values())} |")
-    lines += ["", *(f"{number}. {why}" for number, why in enumerate(reasons, 1)), ""] if reasons else [""]
-    return "\n".join([*lines, *_END])
+    rows = {what: [one[what] for one in found.values()] for what in ("python", "torch")}
+    rows |= {
+        f"{name} (`{flag}`)": [one["features"][name] for one in found.values()] for name, (flag, *_) in FEATURES.items()
+    }
+    return "\n".join([*_INTRODUCTION, *table(found, rows), "", *_END])
 
 
 if __name__ == "__main__":
