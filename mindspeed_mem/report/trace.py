@@ -25,7 +25,7 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.observe.stopwatch import COPIES, Moments, Stopwatch
 from mindspeed_mem.activation.passes import first_of
 from mindspeed_mem.activation.storage.ledger import LEDGER
-from mindspeed_mem.activation.storage.mover import copy_record, no_trace
+from mindspeed_mem.activation.storage.mover import UNTIMED, Untimed
 from mindspeed_mem.passes import BACKWARD, FORWARD, Listener, Precedence, ScheduleCall
 from mindspeed_mem.report import trace_file
 from mindspeed_mem.zero.buffers import runtime
@@ -161,7 +161,7 @@ class Trace(Listener):
             self._now.watch.end()
 
 
-class _Step:
+class _Step(Untimed):
     """One step while it runs, and what was seen of it."""
 
     def __init__(self, engine: Engine, call: ScheduleCall) -> None:
@@ -180,7 +180,7 @@ class _Step:
         self.watch = engine.observation.stopwatch = Stopwatch(
             self.backend, engine.in_force.num_layers, self._boundary, reads=False
         )
-        self._mover.transfer, self._mover.around_second_run = self._transfer, self._second_run
+        self._mover.timing = self
         if engine.survival is not None:
             engine.survival.mover.copying = self.watch.copying
         if self._gathering is not None:
@@ -192,7 +192,7 @@ class _Step:
         self._sample()
         self._end = self.backend.timestamp()
         self._engine.observation.stopwatch = None
-        self._mover.transfer, self._mover.around_second_run = copy_record, no_trace
+        self._mover.timing = UNTIMED
         if self._engine.survival is not None:
             self._engine.survival.mover.copying = contextlib.nullcontext
         if self._gathering is not None:
@@ -217,17 +217,17 @@ class _Step:
     def _boundary(self, ran: Node, runs: Node) -> None:
         self._sample()
 
-    def _transfer(
+    def copy(
         self, backend: Backend, record: Record, target: torch.Tensor, source: torch.Tensor, stream: Stream
     ) -> None:
         begin = backend.timestamp(stream)
-        copy_record(backend, record, target, source, stream)
+        super().copy(backend, record, target, source, stream)
         end = backend.timestamp(stream)
         more = {"layer": record.layer, "op": record.op, "bytes": record.nbytes}
         self._spans.append((stream.name, _name(record.layer, record.op), begin, end, more))
 
     @contextlib.contextmanager
-    def _second_run(self, layer: int, op: str) -> Iterator[None]:
+    def second_run(self, layer: int, op: str) -> Iterator[None]:
         begin = self.backend.timestamp()
         try:
             yield
