@@ -52,6 +52,8 @@ class _State:
     """The patch modules applied."""
     engine: tuple = ()
     """What the engine was started with."""
+    trace: tuple | None = None
+    """What is traced."""
     limited: Any = None
     limit: int | None = None
     """Bytes of device memory to which this process, on the backend `limited`, was limited."""
@@ -278,6 +280,7 @@ def _verify() -> None:
 
 
 def _start_engine(settings: Settings) -> None:
+    needed = settings.memory is not None or settings.survive_oom or settings.trace is not None
     wanted = (
         settings.memory,
         settings.backend,
@@ -286,10 +289,11 @@ def _start_engine(settings: Settings) -> None:
         settings.adaptive,
         settings.plan_file,
         settings.device_limit_bytes,
+        needed,
     )
-    needed = settings.memory is not None or settings.survive_oom
     if _State.observing:
         return
+    _trace(settings)
     _limit_memory(settings)
     if wanted == _State.engine or not (needed or _State.engine):
         return
@@ -309,6 +313,17 @@ def _start_engine(settings: Settings) -> None:
 
             Adaptation(engine, settings.plan_file)
     _State.engine = wanted if needed else ()
+
+
+def _trace(settings: Settings) -> None:
+    if settings.trace == _State.trace:
+        return
+    from mindspeed_mem.report import trace
+
+    trace.stop()
+    if settings.trace is not None:
+        trace.start(*settings.trace)
+    _State.trace = settings.trace
 
 
 def _limit_memory(settings: Settings) -> None:

@@ -65,6 +65,8 @@ class Precedence(enum.IntEnum):
     """Refuses a call before anything of ours has followed it."""
     ADAPTIVE = enum.auto()
     """Puts plans into force where no activation is alive. A call that runs twice is one training call."""
+    TRACE = enum.auto()
+    """Follows what the plan of this call does, by whichever attempt."""
     SURVIVE = enum.auto()
     """May run a call twice, which then begins anew for all that follows. What a forward saves outside the layers is
     held before the activations' part begins the forward, and until it has ended it."""

@@ -37,7 +37,7 @@ class PlanInForce:
 
     def __init__(self, config: MemoryConfig, auto: AutoDistances, watch_only: bool = False, all_layers: bool = False):
         self.config, self.auto = config, auto
-        self.watch_only, self._all_layers = watch_only, all_layers
+        self.watch_only, self._all_layers, self._for_now = watch_only, all_layers, False
         self.plan: MemoryPlan | None = None
         self.agreed = False
         """All ranks have made the plan together."""
@@ -135,18 +135,27 @@ class PlanInForce:
         self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
         self.modules = {(index, path) for index, paths in tree.items() for path in paths}
         if not self.watch_only:
-            touched = self.plan.layers_touched()
             self.by_producer_only = not self.plan.selects_by_saver
-            followers = regions.after(touched) | (self.followers if touched else set())
-            self.covered = None if self._all_layers else touched | followers
-            self.idle = not touched and not self._all_layers
             self.recomputes = self.plan.recomputes
+            self._cover(self.plan)
         if not layers:
             self.tell(logging.ERROR, NO_LAYERS)
         for line in self.plan.log_lines() if self.tells else ():
             self.tell(logging.INFO, line)
         for notice in self.plan.notices if self.tells else ():
             self.tell(logging.WARNING, notice)
+
+    def _cover(self, plan: MemoryPlan) -> None:
+        touched, everywhere = plan.layers_touched(), self._all_layers or self._for_now
+        followers = regions.after(touched) | (self.followers if touched else set())
+        self.covered = None if everywhere else touched | followers
+        self.idle = not touched and not everywhere
+
+    def look_everywhere(self, wanted: bool) -> None:
+        """Look at all layers for now, whatever the plan selects, or no more. Not in the middle of a step."""
+        self._for_now = wanted
+        if self.plan is not None and not self.watch_only:
+            self._cover(self.plan)
 
     def count_on(self, models: Iterable[nn.Module], sizes: Mapping[str, int]) -> None:
         """An encoder and a decoder, a tower for images and one for text: the second one's layers count on.

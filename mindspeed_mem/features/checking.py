@@ -22,6 +22,7 @@ from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_conf
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
 GROUP = "mindspeed_mem"
+_TRACED = (5, 7)  # by then shapes are known, and what is only done once is behind
 
 
 class FeatureError(ValueError):
@@ -58,6 +59,8 @@ class Settings:
     """What is split over data-parallel ranks, and where it lies."""
     optimizer_parallel: str | None = None
     """How the optimizer is split over data-parallel ranks: grouping or sharding."""
+    trace: tuple[Path, int, int] | None = None
+    """The file, and the first and last training step to be traced."""
     patches: tuple[str, ...] = ()
     """Shell patterns of patch modules, in the order of application."""
     notices: tuple[str, ...] = ()
@@ -116,7 +119,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         if values["--memory-config"] is not None:
             name = _name(values["--memory-config"])
             notices += (f"{name}: nothing is swapped (swap_config.swap) or recomputed",)
-        on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or "survive_*" in f.patches]
+        others = ("--survive-oom", "--adaptive-memory-optimization", "--memory-trace")
+        on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or f.flag in others]
         memory = None
     problems += [why for f in on if (why := too_old(f))]
     problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)
@@ -152,6 +156,9 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         pipeline_stages=values["--pipeline-stages"],
         chunk=_chunk(values, backend),
         optimizer_parallel=values["--optimizer-parallel"],
+        trace=(values["--memory-trace"], *(values["--memory-trace-steps"] or _TRACED))
+        if values["--memory-trace"]
+        else None,
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
         values={f.flag: values[f.flag] for f in on},

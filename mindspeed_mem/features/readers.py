@@ -70,6 +70,18 @@ def new_file(value: Any) -> Path:
     return path
 
 
+def step_range(value: Any) -> tuple[int, int]:
+    """Training steps from 1 on: ``5-7``, or one; the first and the last."""
+    parts = value if isinstance(value, list | tuple) else str(value).split("-")
+    try:
+        first, last = at_least_one(parts[0]), at_least_one(parts[-1])
+    except ValueError:
+        first, last = 1, 0
+    if first > last or len(parts) > 2:
+        raise ValueError("steps counted from 1, such as 5-7, or one")
+    return first, last
+
+
 def layer_list(value: Any) -> Any:
     """`all`, or layers: ``0,3-5``, ``encoder:0,decoder:1-3``, a number, or what `layers` is elsewhere. None: no
     layer."""

@@ -11,6 +11,7 @@ from mindspeed_mem.features.readers import (
     layer_list,
     new_file,
     source,
+    step_range,
     whole_numbers,
     zero_stage,
 )
@@ -193,6 +194,24 @@ FEATURES = (
         "and edited as a --memory-config (default: it is not kept)",
         needs_features=("--adaptive-memory-optimization",),
         same_plan="where a plan is kept changes nothing about it",
+    ),
+    Feature(
+        flag="--memory-trace",
+        read=new_file,
+        metavar="FILE",
+        help="write what happens in a few steps, with times, for Perfetto or chrome://tracing: trace.json becomes "
+        "trace.rank0.json and so on; python -m mindspeed_mem trace puts them together",
+        patches=MEMORY_PATCHES,
+        bars=incompatible.MEMORY,
+        same_plan="looking on changes nothing",
+    ),
+    Feature(
+        flag="--memory-trace-steps",
+        read=step_range,
+        metavar="STEPS",
+        help="training steps of this run to trace, counted from 1: 5-7 (default), or one",
+        needs_features=("--memory-trace",),
+        same_plan="looking on changes nothing",
     ),
     Feature(
         flag="--optimizer-parallel",

@@ -44,7 +44,7 @@ class PassTimes(NamedTuple):
     """From its first moment to its last."""
 
 
-class _Pass:
+class Moments:
     """One pass: the moments at which something else began to run, and what."""
 
     def __init__(self, direction: str, key: tuple[int | None, int]):
@@ -60,37 +60,45 @@ class Stopwatch:
         backend: takes the timestamps.
         num_layers: of the whole model.
         at_boundary: called at each moment with what has run since the last, and what runs now.
+        reads: sum up times as passes go by; otherwise all moments stay in `unread`.
     """
 
-    def __init__(self, backend: Backend, num_layers: int, at_boundary: Callable[[Node, Node], None] | None = None):
+    def __init__(
+        self,
+        backend: Backend,
+        num_layers: int,
+        at_boundary: Callable[[Node, Node], None] | None = None,
+        reads: bool = True,
+    ):
         self.passes: list[PassTimes] = []
         """Those that have ended, in order; all of them after `finish`."""
-        self._backend, self._num_layers, self._at_boundary = backend, num_layers, at_boundary
-        self._pass: _Pass | None = None
-        self._unread: deque[_Pass] = deque()
+        self.unread: deque[Moments] = deque()
+        """Those that have ended, and whose timestamps nobody has read."""
+        self._backend, self._num_layers, self._at_boundary, self._reads = backend, num_layers, at_boundary, reads
+        self._pass: Moments | None = None
         self._saved: weakref.WeakKeyDictionary[Handle, tuple[tuple, int, Node]] = weakref.WeakKeyDictionary()
         self._copying = 0
 
     # ---- passes
     def begin(self, direction: str, key: tuple[int | None, int]) -> None:
         """A pass of ``key`` (micro-batch, chunk) begins; one that never ended is forgotten."""
-        while len(self._unread) > _UNREAD:
-            self._read(self._unread.popleft())
-        self._pass = _Pass(direction, key)
+        while self._reads and len(self.unread) > _UNREAD:
+            self._read(self.unread.popleft())
+        self._pass = Moments(direction, key)
         self._copying = 0
         self._moment(OUTSIDE)
 
     def end(self) -> None:
         if self._pass is not None:
             self._moment(OUTSIDE)
-            self._unread.append(self._pass)
+            self.unread.append(self._pass)
             self._pass = None
 
     def finish(self) -> None:
         """The call has ended: wait until all is known."""
         self._pass = None
-        while self._unread:
-            self._read(self._unread.popleft())
+        while self.unread:
+            self._read(self.unread.popleft())
 
     # ---- what runs
     def switch(self, layer: int, op: str) -> None:
@@ -154,7 +162,7 @@ class Stopwatch:
     def in_layers(self, node: Node) -> bool:
         return 0 <= node[0] < self._num_layers
 
-    def _read(self, one: _Pass) -> None:
+    def _read(self, one: Moments) -> None:
         between, moments = self._backend.seconds_between, one.moments
         operators: defaultdict[Node, float] = defaultdict(float)
         inside = [place for place, (_, node) in enumerate(moments) if self.in_layers(node)]

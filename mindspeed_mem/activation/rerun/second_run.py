@@ -95,7 +95,7 @@ class Rerun(abc.ABC):
 
     def run_again(self) -> None:
         """Run again where it ran before."""
-        with self.mover.on(self.stream):
+        with self.mover.on(self.stream), self.mover.timing.second_run(self.layer, self.op):
             self.remake()
         self.mover.second_runs[self.layer, self.op] += 1
 

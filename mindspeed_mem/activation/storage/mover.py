@@ -82,6 +82,23 @@ BESIDE = (
 """What only models with several compute streams need."""
 
 
+class Untimed:
+    """How copies and second runs are made; a trace puts itself in this place."""
+
+    def copy(
+        self, backend: Backend, record: Record, target: torch.Tensor, source: torch.Tensor, stream: Stream
+    ) -> None:
+        """One copy of ``record``, as `Backend.copy`."""
+        backend.copy(target, source, stream)
+
+    def second_run(self, layer: int, op: str) -> AbstractContextManager:
+        """Entered around a second run."""
+        return nullcontext()
+
+
+UNTIMED = Untimed()
+
+
 class Mover:
     """Moves records on two side streams of one backend, through recycled host slabs."""
 
@@ -99,6 +116,7 @@ class Mover:
         self.evicted_bytes = self.evictions = 0  # of what left because memory had run out
         self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
         self.auto: AutoDistances | None = None  # while the plan leaves distances to it
+        self.timing = UNTIMED
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
 
     def _begin(self) -> tuple[Stream, Stream, Stream]:
@@ -160,7 +178,7 @@ class Mover:
         """Copy ``source``, the record's bytes, to ``slab``; the stream has waited for compute."""
         if slab.ready is not None:
             self.backend.wait(out_stream, slab.ready, OUT_AFTER_SLAB)
-        self.backend.copy(slab.buffer, source, out_stream)
+        self.timing.copy(self.backend, record, slab.buffer, source, out_stream)
         record.slab, record.source, record.state = slab, source, COPYING
         record.out_event = self.backend.record(out_stream)
         self.bytes_out += record.nbytes
@@ -251,7 +269,7 @@ class Mover:
                 if record.stream is not compute and record.stream != compute:
                     self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
                 record.stream, record.others = compute, ()
-                self.backend.copy(record.buffer, record.slab.buffer, in_stream)
+                self.timing.copy(self.backend, record, record.buffer, record.slab.buffer, in_stream)
                 record.in_event = self.backend.record(in_stream)
                 record.state = LOADED
                 self._give_back(record, record.in_event)

@@ -50,6 +50,10 @@ class Reading:
         """Whether it has been done with."""
 
 
+def no_notes(chunk: Chunk, arrived: bool) -> None:
+    """Nobody wants to know."""
+
+
 class Gathering:
     """The chunks of one process that are kept as shards, under one budget.
 
@@ -65,6 +69,8 @@ class Gathering:
         self.live_bytes = 0
         """Bytes of gathered chunks now."""
         self.order = UseOrder()
+        self.notes: Callable[[Chunk, bool], None] = no_notes
+        """Told of a chunk when its gather begins (False), and when those who use it may go on (True)."""
         self._chunk_of: dict[torch.nn.Parameter, Chunk] = {}
         self._by_number: dict[int, Chunk] = {}
         self._by_storage: dict[int, Chunk] = {}
@@ -159,6 +165,7 @@ class Gathering:
             self._gathered[chunk] = self._gathered.pop(chunk)
         for chunk in needed:
             chunk.wait()
+            self.notes(chunk, True)
         self._look_ahead(needed)
 
     def done(self, reading: Reading) -> None:
@@ -219,6 +226,7 @@ class Gathering:
         self.order.may_do(Intent(Act.GATHER, chunk.number_in_group), chunk.group, chunk.whole.device)
         self._gathered[chunk] = None
         self.live_bytes += chunk.nbytes
+        self.notes(chunk, False)
         try:
             chunk.gather()
         except BaseException:  # memory has run out half-way

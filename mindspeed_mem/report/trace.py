@@ -1,0 +1,358 @@
+"""--memory-trace: what this rank does in a few training steps, as events with times, for Perfetto and chrome://tracing.
+
+Between the steps that are traced nothing is looked at. In one that is, operators are timed as for a profile, copies,
+second runs and gathers by what their makers tell; times are the device's where it keeps some, and read when the step
+has ended, which is when the host waits for the device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mindspeed_mem import passes, ranks
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.observe.stopwatch import COPIES, Moments, Stopwatch
+from mindspeed_mem.activation.passes import first_of
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.activation.storage.mover import UNTIMED, Untimed
+from mindspeed_mem.passes import BACKWARD, FORWARD, Listener, Precedence, ScheduleCall
+from mindspeed_mem.report import trace_file
+from mindspeed_mem.zero.buffers import runtime
+from mindspeed_mem.zero.core.gathering import no_notes
+
+if TYPE_CHECKING:
+    from mindspeed_mem.activation.engine import Engine
+    from mindspeed_mem.activation.observe.observed_ops import Node
+    from mindspeed_mem.activation.storage.records import Record
+    from mindspeed_mem.device import Backend
+    from mindspeed_mem.device.base import Stream
+    from mindspeed_mem.zero.core.chunk import Chunk
+
+logger = logging.getLogger(__name__)
+
+COMPUTE, OUT, IN, AGAIN = "compute", "copy out", "copy in", "recompute"
+_TRACKS = (COMPUTE, OUT, IN, AGAIN)
+Event = dict[str, Any]
+
+
+class Trace(Listener):
+    """Follows training calls and writes those that are wanted.
+
+    Args:
+        file: the rank goes into its name, as `trace_file.file_of_rank` says.
+        first, last: the training calls of this process that are traced, counted from 1. One that is profiled for a plan
+            is not, and moves the rest on.
+    """
+
+    precedence = Precedence.TRACE
+
+    def __init__(self, file: Path, first: int, last: int) -> None:
+        self._file, self._steps = file, range(first, last + 1)
+        self._call = self._traced = 0
+        self._origin: int | None = None  # the beginning of the first step traced, in nanoseconds since 1970
+        self._now: _Step | None = None
+        self._took: tuple[list[float], list[float]] = [], []  # seconds from call to call: of others, of those traced
+        self._writing = 0.0
+        self._events = 0
+        self._began: tuple[float, float, bool] | None = None  # of the last training call, and whether it was traced
+
+    # ---- calls
+    def begin_call(self, call: ScheduleCall) -> None:
+        engine = engines.current()
+        if call.forward_only or engine is None or self._call >= self._steps.stop:
+            return
+        self._call += 1
+        now = time.perf_counter()
+        if self._began is not None:
+            began, writing, traced = self._began
+            self._took[traced].append(now - began - (self._writing - writing))
+        wanted = self._call in self._steps
+        if wanted and engine.observation.profiler is not None:
+            self._steps, wanted = range(self._steps.start + 1, self._steps.stop + 1), False
+        self._began = now, self._writing, wanted
+        if wanted:
+            self._now = _Step(engine, call)
+        elif self._call == self._steps.stop:
+            self._tell()
+
+    def end_call(self, call: ScheduleCall, completed: bool) -> None:
+        step, self._now = self._now, None
+        if step is None or call.forward_only:
+            self._now = step
+            return
+        step.end()
+        if not completed:
+            return
+        begin = time.perf_counter()
+        try:
+            self._write(step)
+        except OSError as error:
+            logger.warning("--memory-trace: nothing more is traced: %s: %s", error.filename, error.strerror)
+            passes.LISTENERS.remove(self)
+        self._writing += time.perf_counter() - begin
+
+    def _write(self, step: _Step) -> None:
+        file, rank = trace_file.file_of_rank(self._file, ranks.number()), ranks.number()
+        origin, events = step.events(rank, self._call, self._origin)
+        if self._traced:
+            trace_file.extend(file, events)
+        else:
+            self._origin = origin
+            file.parent.mkdir(parents=True, exist_ok=True)
+            about = {"rank": rank, "stage": step.stage, "device": step.backend.type, "origin_ns": origin}
+            trace_file.begin(file, about, [*_names(rank, step.stage), *events])
+        self._traced += 1
+        self._events += len(events)
+
+    def _tell(self) -> None:
+        """Once: what there is, and what it cost."""
+        others, traced = self._took
+        took = f"a traced step took {1e3 * mean(traced):.1f} ms" if traced else "the last step was traced"
+        beside = f", the one before {1e3 * others[self._steps.start - 2]:.1f} ms" if self._steps.start > 1 else ""
+        logger.info(
+            "--memory-trace: steps %d-%d are in %s (%d events); %s%s; writing took %.1f ms in all",
+            self._steps.start,
+            self._steps.start + self._traced - 1,
+            trace_file.file_of_rank(self._file, ranks.number()),
+            self._events,
+            took,
+            beside,
+            1e3 * self._writing,
+        )
+
+    def close(self) -> None:
+        """No more calls come."""
+        if self._call < self._steps.start:
+            logger.warning(
+                "--memory-trace has no effect: %d training steps have run, and --memory-trace-steps begins with %d%s",
+                self._call,
+                self._steps.start,
+                " (those that are profiled for a plan do not count)" * (self._call > 0),
+            )
+        elif self._call < self._steps.stop and self._traced:
+            self._tell()
+
+    # ---- passes
+    def begin_forward(self, micro_batch: int | None, model_chunk: int) -> None:
+        if self._now is not None:
+            self._now.begin_pass(FORWARD, (micro_batch, model_chunk))
+
+    def end_forward(self, output: Any) -> None:
+        if self._now is not None:
+            self._now.end_forward(first_of(output))
+
+    def begin_backward(self, output: Any) -> None:
+        if self._now is not None:
+            self._now.begin_backward(first_of(output))
+
+    def end_backward(self) -> None:
+        if self._now is not None:
+            self._now.watch.end()
+
+
+class _Step(Untimed):
+    """One step while it runs, and what was seen of it."""
+
+    def __init__(self, engine: Engine, call: ScheduleCall) -> None:
+        self.backend, self.stage = engine.backend, call.stage
+        self._engine, self._mover = engine, engine.mover
+        self._gathering = None if (chunks := runtime.current()) is None else chunks.gathering
+        self._spans: list[tuple[str, str, Any, Any, Event]] = []  # track, name, begin, end, more
+        self._gathers: list[tuple[Chunk, Any, Any]] = []
+        self._coming: dict[Chunk, Any] = {}
+        self._samples: list[tuple[Any, dict[str, dict[str, int]]]] = []
+        self._marks: list[tuple[Any, str, int]] = []
+        self._keys: dict[int, tuple[tuple[int | None, int], weakref.ref[torch.Tensor]]] = {}  # by output
+        self._counts = self._counted()
+        self._begin = self.backend.timestamp()
+        engine.in_force.look_everywhere(True)
+        self.watch = engine.observation.stopwatch = Stopwatch(
+            self.backend, engine.in_force.num_layers, self._boundary, reads=False
+        )
+        self._mover.timing = self
+        if engine.survival is not None:
+            engine.survival.mover.copying = self.watch.copying
+        if self._gathering is not None:
+            self._gathering.notes = self._notes
+        self._sample()
+
+    def end(self) -> None:
+        """Leave nothing on anybody."""
+        self._sample()
+        self._end = self.backend.timestamp()
+        self._engine.observation.stopwatch = None
+        self._mover.timing = UNTIMED
+        if self._engine.survival is not None:
+            self._engine.survival.mover.copying = contextlib.nullcontext
+        if self._gathering is not None:
+            self._gathering.notes = no_notes
+        self._engine.in_force.look_everywhere(False)
+
+    # ---- what it is told
+    def begin_pass(self, direction: str, key: tuple[int | None, int]) -> None:
+        self.watch.begin(direction, key)
+
+    def end_forward(self, output: Any) -> None:
+        key = self.watch.forward
+        self.watch.end()
+        if key is not None and isinstance(output, torch.Tensor):
+            self._keys[id(output)] = key, weakref.ref(output)
+
+    def begin_backward(self, output: Any) -> None:
+        found = self._keys.pop(id(output), None)
+        if found is not None and found[1]() is output:
+            self.watch.begin(BACKWARD, found[0])
+
+    def _boundary(self, ran: Node, runs: Node) -> None:
+        self._sample()
+
+    def copy(
+        self, backend: Backend, record: Record, target: torch.Tensor, source: torch.Tensor, stream: Stream
+    ) -> None:
+        begin = backend.timestamp(stream)
+        super().copy(backend, record, target, source, stream)
+        end = backend.timestamp(stream)
+        more = {"layer": record.layer, "op": record.op, "bytes": record.nbytes}
+        self._spans.append((stream.name, _name(record.layer, record.op), begin, end, more))
+
+    @contextlib.contextmanager
+    def second_run(self, layer: int, op: str) -> Iterator[None]:
+        begin = self.backend.timestamp()
+        try:
+            yield
+        finally:
+            more = {"layer": layer, "op": op}
+            self._spans.append((AGAIN, _name(layer, op), begin, self.backend.timestamp(), more))
+
+    def _notes(self, chunk: Chunk, arrived: bool) -> None:
+        if not arrived:
+            self._coming[chunk] = self.backend.timestamp()
+        elif (begin := self._coming.pop(chunk, None)) is not None:
+            self._gathers.append((chunk, begin, self.backend.timestamp()))
+
+    def _sample(self) -> None:
+        """Bytes as they are now, where they have changed, and what has happened for lack of memory."""
+        now, counts = self.backend.timestamp(), self._counted()
+        for (name, count), before in zip(counts.items(), self._counts.values(), strict=True):
+            if count > before:
+                self._marks.append((now, name, count - before))
+        self._counts = counts
+        device, allocated = {"activations": LEDGER.held.now}, self.backend.allocated()
+        if self._gathering is not None:
+            device["gathered chunks"] = self._gathering.live_bytes
+        if allocated is not None:
+            device["allocated"] = allocated
+        found = {"device bytes": device, "host bytes": {"activations": self._mover.slabs.bytes_in_use}}
+        if not self._samples or self._samples[-1][1] != found:
+            self._samples.append((now, found))
+
+    def _counted(self) -> dict[str, int]:
+        survival = self._engine.survival
+        retries = 0 if survival is None else survival.guard.retries
+        return {"evicted": self._mover.evictions, "operator ran again for lack of memory": retries}
+
+    # ---- what comes of it
+    def events(self, rank: int, number: int, origin: int | None) -> tuple[int, list[Event]]:
+        """Events of step `number`, with times since `origin` (nanoseconds since 1970; None: when the step began), which
+        comes first. The host waits."""
+        end, base = self._end, self._begin
+        self.backend.synchronize()
+        began = time.time_ns() - round(1e9 * self.backend.seconds_between(base, self.backend.timestamp()))
+
+        origin = began if origin is None else origin
+        later = (began - origin) / 1e3
+
+        def at(moment: Any) -> float:
+            return round(later + 1e6 * self.backend.seconds_between(base, moment), 3)
+
+        def span(track: str, name: str, begin: float, end: float, more: Event) -> Event:
+            place = {"ph": "X", "pid": rank, "tid": _TRACKS.index(track), "cat": track}
+            return {"name": name, **place, "ts": begin, "dur": round(end - begin, 3), "args": more}
+
+        events = [span(COMPUTE, f"step {number}", at(base), at(end), {"step": number})]
+        for one in self.watch.unread:
+            events += _of_pass(one, at, span)
+        events += [span(track, name, at(begin), at(end), more) for track, name, begin, end, more in self._spans]
+        for count, (chunk, begin, end) in enumerate(self._gathers):
+            same = {"name": "gather", "cat": "chunks", "pid": rank, "id": f"{number}.{count}"}
+            more = {"chunk": chunk.index, "bytes": chunk.nbytes}
+            events += [{**same, "ph": "b", "ts": at(begin), "args": more}, {**same, "ph": "e", "ts": at(end)}]
+        for moment, name, times in self._marks:
+            place = {"ph": "i", "s": "p", "pid": rank, "tid": _TRACKS.index(COMPUTE)}
+            events.append({"name": name, **place, "ts": at(moment), "args": {"times": times}})
+        for moment, found in self._samples:
+            ts = at(moment)
+            events += [{"name": name, "ph": "C", "pid": rank, "ts": ts, "args": args} for name, args in found.items()]
+        return origin, events
+
+
+def _of_pass(one: Moments, at: Callable[[Any], float], span: Callable[..., Event]) -> list[Event]:
+    """The pass, inside it the layers, inside those the operators."""
+    direction, (micro_batch, chunk) = one.direction, one.key
+    moments = [(at(moment), node) for moment, node in one.moments]
+    intervals = [(begin, end, node) for (begin, node), (end, _) in itertools.pairwise(moments)]
+    key = {"micro-batch": micro_batch, "model chunk": chunk}
+    events = [span(COMPUTE, f"{direction} {micro_batch}", moments[0][0], moments[-1][0], key)]
+    for layer, group in itertools.groupby(intervals, lambda interval: interval[2][0]):
+        inside = list(group)
+        if layer == COPIES[0]:
+            events += [
+                span(COMPUTE, "moves activations for lack of memory", begin, end, {}) for begin, end, _ in inside
+            ]
+        elif layer >= 0:
+            name = f"{_name(layer, '')}, {direction}"
+            events.append(span(COMPUTE, name, inside[0][0], inside[-1][1], {"layer": layer}))
+            for begin, end, (_, op) in inside:
+                if op:
+                    events.append(span(COMPUTE, op, begin, end, {"layer": layer, "op": op, **key}))
+    return events
+
+
+def _name(layer: int, op: str) -> str:
+    if layer < 0:
+        return "outside the layers"
+    return f"layer {layer} {op}" if op else f"layer {layer}"
+
+
+def _names(rank: int, stage: int) -> Iterator[Event]:
+    """What the rank and its tracks are called, and their order."""
+    of_rank = {"ph": "M", "pid": rank}
+    yield {**of_rank, "name": "process_name", "args": {"name": f"rank {rank}, stage {stage}"}}
+    yield {**of_rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+    for number, track in enumerate(_TRACKS):
+        yield {**of_rank, "tid": number, "name": "thread_name", "args": {"name": track}}
+        yield {**of_rank, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+
+_running: list[Trace] = []
+
+
+def start(file: Path, first: int, last: int) -> Trace:
+    """Trace these training steps from now on, and no others."""
+    stop()
+    atexit.register(stop)
+    trace = Trace(file, first, last)
+    _running.append(trace)
+    passes.LISTENERS.append(trace)
+    return trace
+
+
+def stop() -> None:
+    """Trace nothing any more, and say so where nothing has been."""
+    for trace in _running:
+        trace.close()
+        with contextlib.suppress(ValueError):
+            passes.LISTENERS.remove(trace)
+    _running.clear()
+    atexit.unregister(stop)

@@ -1,0 +1,117 @@
+"""--memory-trace: what the file says is what happened."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_mem.report import trace_file
+from tests.worlds import on_ranks, parallel
+
+pytestmark = pytest.mark.distributed
+
+
+def traced(plan: dict[str, Any], file: str, steps: tuple[int, int], number: int = 4) -> tuple:
+    """Trains that many steps; the engine's figures before and after the steps traced, what training gave with a trace
+    and without, what was logged, and what is left over."""
+    from mindspeed_mem.report import trace
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import difference, left_over, listening, swap
+
+    figures, results = [], []
+    for on in (False, True):
+        with parallel(), swap(plan) as engine, listening(logging.INFO) as lines:
+            chunks = build_gpt("dense")
+            if on:
+                trace.start(Path(file), *steps)
+            for step in range(number):
+                results.append(train_step(chunks, step=step))
+                figures += [engine.report()] * on
+            trace.stop()
+            left = left_over(engine)
+    differ = [difference(one, other) for one, other in zip(results[:number], results[number:], strict=True)]
+    return figures, differ, [line for line in lines if "trace" in line], left
+
+
+def events_of(file: Path) -> list[dict[str, Any]]:
+    return json.loads(trace_file.file_of_rank(file, 0).read_text())["traceEvents"]
+
+
+def spans(events: list[dict[str, Any]], category: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == "X" and event["cat"] == category]
+
+
+def check_nesting(events: list[dict[str, Any]]) -> None:
+    """On each track one lies inside another, or beside it."""
+    rounding = 0.01
+    tracks = collections.defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            tracks[event["tid"]].append((event["ts"], -event["dur"]))
+    for track in tracks.values():
+        around: list[float] = []
+        for begin, minus in sorted(track):
+            while around and around[-1] <= begin + rounding:
+                around.pop()
+            assert not around or begin - minus <= around[-1] + rounding
+            around.append(begin - minus)
+
+
+def test_swapped_steps(tmp_path):
+    from tests.swap_runs import EVERYTHING
+
+    file = tmp_path / "new" / "trace.json"
+    [(figures, differ, lines, left)] = on_ranks(1, traced, EVERYTHING, str(file), (2, 3))
+    assert differ == [[]] * 4 and not any(left.values())
+    events = events_of(file)
+    check_nesting(events)
+    assert [one["args"]["step"] for one in spans(events, "compute") if "step" in one["args"]] == [2, 3]
+    for track, bytes_moved in (("copy out", "bytes_out"), ("copy in", "bytes_in")):
+        moved = getattr(figures[2], bytes_moved) - getattr(figures[0], bytes_moved)
+        assert sum(one["args"]["bytes"] for one in spans(events, track)) == moved > 0
+    counters = [one for one in events if one["ph"] == "C"]
+    most = {
+        name: max(one["args"]["activations"] for one in counters if one["name"] == name)
+        for name in ("host bytes", "device bytes")
+    }
+    assert most["host bytes"] == figures[-1].host_peak_bytes
+    assert 0 < most["device bytes"] <= figures[-1].peak_bytes
+    assert len(lines) == 1 and "steps 2-3" in lines[0] and "the one before" in lines[0]
+
+
+def test_operators_of_layers_that_no_plan_touches(tmp_path):
+    file = tmp_path / "trace.json"
+    [(_, differ, _, _)] = on_ranks(1, traced, {"swap_config": {"swap": False}}, str(file), (2, 2), number=3)
+    assert differ == [[]] * 3
+    compute = spans(events_of(file), "compute")
+    names = {(one["args"]["layer"], one["name"]) for one in compute if "op" in one["args"]}
+    assert names >= set(itertools.product(range(4), ("mlp.linear_fc1", "self_attention.linear_qkv")))
+    passes = [one["name"] for one in compute if "micro-batch" in one["args"] and "op" not in one["args"]]
+    assert sorted(passes) == sorted(f"{way} {number}" for way in ("forward", "backward") for number in range(4))
+    backward = [one for one in compute if one["name"] == "layer 0, backward"]
+    assert len(backward) == 4
+
+
+def test_second_runs(tmp_path):
+    from tests.swap_runs import again
+
+    file = tmp_path / "trace.json"
+    [(figures, differ, _, _)] = on_ranks(1, traced, again({"mlp": True}), str(file), (3, 3))
+    assert differ == [[]] * 4
+    events = events_of(file)
+    check_nesting(events)
+    runs = [sum(one.runs for one in figures[n].recomputed_by_operator) for n in (1, 2)]
+    assert len(spans(events, "recompute")) == runs[1] - runs[0] > 0
+
+
+def test_nothing_reached_is_said(tmp_path):
+    file = tmp_path / "trace.json"
+    [(_, _, lines, _)] = on_ranks(1, traced, {"swap_config": {"swap": False}}, str(file), (5, 7), number=1)
+    assert len(lines) == 1 and "no effect" in lines[0] and not list(tmp_path.iterdir())
