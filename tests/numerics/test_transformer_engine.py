@@ -1,5 +1,5 @@
-"""A layer spec like TransformerEngine's, with stand-ins that save what its functions save (2.20's sources; it itself was
-never run): norms inside the linears after them, and one of several attentions."""
+"""A layer spec like TransformerEngine's, with stand-ins that save what its functions save (by the sources of 2.20; it
+itself was never run): norms inside the linears after them, and one of several attentions."""
 
 from __future__ import annotations
 
