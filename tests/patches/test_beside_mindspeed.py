@@ -1,5 +1,5 @@
-"""Beside the real MindSpeed (MINDSPEED names a checkout): whoever is imported first, and after its repatch, the bits are
-MindSpeed's own, and nothing of ours is lost. On the host, with stand-ins for what MindSpeed needs of an NPU."""
+"""Beside the real MindSpeed (MINDSPEED names a checkout): whoever is imported first, and after its repatch, the bits
+are MindSpeed's own, and nothing of ours is lost. On the host, with stand-ins for what MindSpeed needs of an NPU."""
 
 from __future__ import annotations
 

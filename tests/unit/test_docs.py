@@ -31,8 +31,11 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", CHANGELOG, RESULTS]
 OURS = {"schedule", "chunks", "plan"}  # quick, and without a model: they run here; doctor does in tests/distributed
 EXACTLY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-OTHERS = {"--nproc-per-node", "--dist-ckpt-optim-fully-reshardable", "--shardinit"}
-"""Of torchrun, of Megatron-LM, of ColossalAI's example."""
+OTHERS = {
+    *("--nproc-per-node", "--shardinit"),
+    *("--dist-ckpt-optim-fully-reshardable", "--moe-shared-expert-overlap", "--mtp-num-layers"),
+}
+"""Of torchrun and ColossalAI's example; of Megatron-LM."""
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
