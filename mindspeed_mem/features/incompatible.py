@@ -104,7 +104,11 @@ MEMORY = (
     of_mindspeed("--use-multiparameter-pipeline-model-parallel", _OWN_PASSES),
 )
 RECOMPUTE = (
-    of_core("--fp8-format", "delayed scaling changes with each forward, also with one that runs again", field="fp8"),
+    of_core(
+        "--fp8-format",
+        "delayed scaling changes with each forward, and one that runs again is outside TransformerEngine's fp8 context",
+        field="fp8",
+    ),
     of_megatron_lm(
         "--te-rng-tracker",
         _LIVE,

@@ -61,6 +61,8 @@ class Operator(NamedTuple):
     """Whose products its second run reads,"""
     with_it: tuple[str, ...] = ()
     """and what has to run again before it, since nothing keeps what it is given."""
+    fused_into: tuple[str, ...] = ()
+    """Where it is no node, as in TransformerEngine's layer specs: the linears that it is then part of."""
 
     @property
     def name(self) -> str:
@@ -75,6 +77,7 @@ DENSE = (
         inside=_NORM,
         used_by=(INPUT_NORM, QKV),
         starts_from=(INPUT,),
+        fused_into=(QKV,),
     ),
     Operator(ATTENTION, llama=("attention",)),
     Operator(SPLIT, primitives=("split_qkv",), beside=(ATTENTION,), unless=_LATENT),
@@ -112,6 +115,9 @@ DENSE = (
     ),
     Operator(f"{CORE}.scale_mask_softmax"),  # these two where attention is not fused
     Operator(f"{CORE}.attention_dropout"),
+    Operator(f"{CORE}.flash_attention"),  # TransformerEngine's, of which one runs
+    Operator(f"{CORE}.fused_attention"),
+    Operator(f"{CORE}.unfused_attention"),
     Operator(PROJ, llama=("wo",), elsewhere=("dense",), primitives=("wo.matmul", "linear_proj.matmul")),
     Operator(
         ATTENTION_ADD,
@@ -129,6 +135,7 @@ DENSE = (
         inside=_NORM,
         used_by=(MLP_NORM, FC1),
         starts_from=(ATTENTION_ADD,),
+        fused_into=(FC1,),
     ),
     Operator(MLP, llama=("feed_forward",)),
     Operator(
@@ -170,10 +177,22 @@ OPERATORS = (
     Operator("self_attention.output_gate", beside=(ATTENTION,), unless=_LATENT),
     Operator("self_attention.k_layernorm", cells=("k_layernorm",), inside=_NORM),
     Operator("self_attention.linear_q_down_proj", elsewhere=("q2l_proj",)),
-    Operator("self_attention.q_layernorm", elsewhere=("lq_norm",), cells=("lq_norm", "q_layernorm"), inside=_NORM),
+    Operator(
+        "self_attention.q_layernorm",
+        elsewhere=("lq_norm",),
+        cells=("lq_norm", "q_layernorm"),
+        inside=_NORM,
+        fused_into=("self_attention.linear_q_up_proj",),
+    ),
     Operator("self_attention.linear_q_up_proj", elsewhere=("l2q_nope_proj", "l2q_pe_proj")),
     Operator(_LATENT, elsewhere=("kv2l_k_pe", "kv2l_latent_kv")),
-    Operator("self_attention.kv_layernorm", elsewhere=("lkv_norm",), cells=("lkv_norm", "kv_layernorm"), inside=_NORM),
+    Operator(
+        "self_attention.kv_layernorm",
+        elsewhere=("lkv_norm",),
+        cells=("lkv_norm", "kv_layernorm"),
+        inside=_NORM,
+        fused_into=("self_attention.linear_kv_up_proj",),
+    ),
     Operator("self_attention.linear_kv_up_proj", elsewhere=("lkv2kv_k_nope", "lkv2kv_v")),
 )
 """All that have a name. Others are reached by Megatron's names, too: those of their modules."""
@@ -332,6 +351,14 @@ def match(pattern: str, operators: Collection[str]) -> list[Match]:
         if shown is not None:
             found.append(Match(shown, selected, node))
     return found
+
+
+def fused(pattern: str, operators: Collection[str]) -> list[str]:
+    """The nodes among `operators` that contain what `pattern` names, and that is no node of its own there."""
+    nodes = nodes_of(operators)
+    inside = {one.path: one.fused_into for one in OPERATORS if one.fused_into and one.path not in nodes}
+    named = (one.node for one in match(pattern, tuple(inside)))
+    return [node for path in named for node in inside.get(path, ()) if node in nodes]
 
 
 def selects(pattern: str, operator: str) -> bool:

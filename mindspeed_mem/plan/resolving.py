@@ -11,7 +11,7 @@ from mindspeed_mem.plan.checks import MemoryConfigError, given
 from mindspeed_mem.plan.config import MemoryConfig, SwapConfig, SwapEntry
 from mindspeed_mem.plan.layers import Layers, as_ranges, in_words, numbered, numbers_in, out_of_range
 from mindspeed_mem.plan.memory_plan import MemoryPlan, SwapRule, swap_rules
-from mindspeed_mem.plan.operators import match, names_a_primitive, near_patterns, with_inline
+from mindspeed_mem.plan.operators import fused, match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
 from mindspeed_mem.plan.recompute_config import Count, RecomputeRule, StageCounts
 
@@ -55,7 +55,9 @@ def resolve(
     names = [_Name(rule.path, rule.pattern, rule.covers) for rule in swaps]
     names += [_Name(rule.entry, rule.pattern, rule.covers) for rule in (*rules, *excludes) if not rule.default]
     absent = [name for name in names if _matches_nothing(name, known)]
-    problems += [_name_problem(name, known) for name in absent if not names_a_primitive(name.pattern or "")]
+    part_of = {name.path: where for name in absent if (where := _fused(name, known))}
+    unknown = [name for name in absent if name.path not in part_of]
+    problems += [_name_problem(name, known) for name in unknown if not names_a_primitive(name.pattern or "")]
     if problems:
         raise MemoryConfigError(problems, config.source)
     decisive = [
@@ -63,11 +65,13 @@ def resolve(
         *((r.kind, r.pattern, _canonical(r.layers)) for r in rules),
         *(("exclude", r.pattern, _canonical(r.layers)) for r in excludes),
     ]
-    if absent:
+    notices += [f"{path}: no effect, since here it is part of {' and '.join(where)}" for path, where in part_of.items()]
+    if unknown:
         notices.append(
-            f"{', '.join(name.path for name in absent)}: no effect, since no operator of this model stands for these "
+            f"{', '.join(name.path for name in unknown)}: no effect, since no operator of this model stands for these "
             "primitives of MindFormers; `python -m mindspeed_mem ops` prints the operators"
         )
+    if absent:
         entries = {name.path for name in absent}
         swaps = [rule for rule in swaps if rule.path not in entries]
         rules, excludes = ([rule for rule in found if rule.entry not in entries] for found in (rules, excludes))
@@ -253,6 +257,12 @@ def _matches_nothing(name: _Name, known: Mapping[int, tuple[str, ...]]) -> bool:
     """Whether its layers are known and have no such operator."""
     trees = _trees(name, known)
     return name.pattern is not None and bool(trees) and not any(match(name.pattern, tree) for tree in trees)
+
+
+def _fused(name: _Name, known: Mapping[int, tuple[str, ...]]) -> list[str]:
+    """The operators that contain what it names."""
+    found = (node for tree in sorted(_trees(name, known)) for node in fused(name.pattern or "", tree))
+    return list(dict.fromkeys(found))
 
 
 def _name_problem(name: _Name, known: Mapping[int, tuple[str, ...]]) -> str:

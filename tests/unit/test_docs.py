@@ -31,9 +31,12 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", CHANGELOG, RESULTS]
 OURS = {"schedule", "chunks", "plan"}  # quick, and without a model: they run here; doctor does in tests/distributed
 EXACTLY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-OTHERS = {"--nproc-per-node", "--dist-ckpt-optim-fully-reshardable", "--tensorboard-log-interval", "--wandb-project"}
-OTHERS |= {"--shardinit"}
-"""Of torchrun, of Megatron-LM, of ColossalAI's example."""
+OTHERS = {
+    *("--nproc-per-node", "--shardinit"),
+    *("--dist-ckpt-optim-fully-reshardable", "--moe-shared-expert-overlap", "--mtp-num-layers"),
+    *("--tensorboard-log-interval", "--wandb-project"),
+}
+"""Of torchrun and ColossalAI's example; of Megatron-LM."""
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

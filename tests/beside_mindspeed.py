@@ -1,0 +1,148 @@
+"""A run beside the real MindSpeed, in a process of its own: `python -m tests.beside_mindspeed ORDER [our flags]`.
+
+MINDSPEED names a checkout. What it needs of an NPU (torch_npu, acl, triton, torchair) has stand-ins that do nothing,
+and the device is the host, where our import brings MindSpeed in as it does on an NPU. ORDER is who is imported first:
+`ours`, `theirs`, or `alone`: MindSpeed without us, but for what lets megatron-core train on the host.
+
+Prints a line of JSON: what was trained before and after MindSpeed's `repatch`, what is wrong with our patches then, and
+what moved or ran again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from typing import Any
+
+ABSENT = ("torch_npu", "acl", "torchair", "triton", "einops")
+
+
+class _Nothing(type):
+    """Whatever is asked of it is another one; called with a function alone, as a decorator is, it gives that back."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "backend":  # triton's is a kind of device
+            return "cpu"
+        if name.startswith("range_"):  # a marker for profilers: a function, which takes the place of torch's
+            return lambda *args, **kwargs: 0
+        made = _Nothing(name, (), {})
+        setattr(cls, name, made)
+        return made
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and isinstance(args[0], types.FunctionType) else _Nothing(cls.__name__, (), {})
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls
+
+    def __iter__(cls) -> Any:
+        return iter(())
+
+
+class _Module(types.ModuleType):
+    __version__, __file__ = "2.7.1", __file__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Nothing(name, (), {}), name)
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        top = name.partition(".")[0]
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if top in ABSENT else None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == "torch_npu":
+            import torch
+
+            torch.npu = torch.cuda  # type: ignore[attr-defined]  # which is made to be the host
+
+
+def main() -> None:
+    order, *flags = sys.argv[1:]
+    sys.argv[1:] = ["--device", "cpu", *flags]
+    sys.path.append(os.environ["MINDSPEED"])
+    sys.meta_path.insert(0, _StandIns())
+
+    from mindspeed_mem.device.cpu import CpuBackend
+
+    CpuBackend.runs_mindspeed = order != "alone"
+    if order == "theirs":
+        from tests.worlds import apply_cpu_patches
+
+        apply_cpu_patches()  # without which megatron-core cannot be imported here
+        importlib.import_module("mindspeed.megatron_adaptor")
+    import mindspeed_mem.megatron_adaptor as mem
+
+    theirs = importlib.import_module("mindspeed.megatron_adaptor")
+    from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager as manager
+
+    from mindspeed_mem.patching import REGISTRY
+
+    mem.configure({})
+    found: dict[str, Any] = {"before": _trained()}
+    theirs.repatch({"use_distributed_optimizer": False})
+    found["after"] = _trained()
+    manager.set_features_list(list(manager.FEATURES_LIST[:3]))
+    found["in their list"] = [one.feature_name for one in manager.FEATURES_LIST][3:]
+    ours = [patch for patch in REGISTRY.patches if ".cpu_" not in patch.declared_by]
+    lost = (patch for patch in ours if patch.verify().startswith(("LOST", "FAILED")))
+    found["lost"] = [f"{patch.target} {patch.verify()}" for patch in lost]
+    found["theirs"] = len(_patches_of_theirs())
+    figures = _figures()
+    print(json.dumps({**found, **figures}))
+    sys.stdout.flush()
+    os._exit(0)  # its stand-ins are in no state to be taken down
+
+
+def _patches_of_theirs() -> Any:
+    from mindspeed.patch_utils import MindSpeedPatchesManager
+
+    return [one for one in MindSpeedPatchesManager.patches_info.values() if one.is_applied]
+
+
+def _trained() -> list[str]:
+    """Losses and gradients of two steps, as digests."""
+    import torch.distributed as dist
+
+    from tests.models import build_gpt, train_step
+    from tests.worlds import parallel
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with parallel():
+        chunks = build_gpt("dropout", layers=2)
+        results = [train_step(chunks, step=step, micro_batches=2, attention_mask=True) for step in range(2)]
+    digests = []
+    for one in results:
+        digest = hashlib.sha256(repr(one.loss).encode())
+        for name in sorted(one.grads):
+            digest.update(one.grads[name].numpy().tobytes())
+        digests.append(digest.hexdigest()[:16])
+    return digests
+
+
+def _figures() -> dict[str, Any]:
+    from mindspeed_mem.activation import engine as engines
+
+    engine = engines.current()
+    report = None if engine is None else engine.report()
+    return {
+        "moved": 0 if report is None else report.bytes_out,
+        "again": 0 if report is None else report.recomputed_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""A layer spec like TransformerEngine's, with stand-ins that save what its functions save (by the sources of 2.20; it
+itself was never run): norms inside the linears after them, and one of several attentions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_mem.plan import MemoryConfigError, load_memory_config, resolve
+from tests.numerics.test_beside_megatron import memory_features
+from tests.swap_runs import again, entry, op
+from tests.worlds import on_ranks
+
+
+class LayerNormLinear(torch.autograd.Function):
+    """As its ``_LayerNormLinear``: saves its input, weight, bias, the norm's weight, its result and what it divided by;
+    with fp8 the first product's operand is a copy in low precision, and that of the weight is held by the module."""
+
+    @staticmethod
+    def forward(ctx, inputs, norm_weight, weight, bias, held):
+        divided = (inputs.float().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+        normed = ((inputs * divided) * norm_weight).to(held.dtype)
+        ctx.save_for_backward(inputs, held, weight, bias, norm_weight, normed, None, divided)
+        return normed.to(inputs.dtype) @ held.to(inputs.dtype).t() + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, held, _, _, norm_weight, normed, _, divided = ctx.saved_tensors
+        into = gradient @ held.to(gradient.dtype)
+        flat = gradient.flatten(0, -2)
+        scaled, unit = into * norm_weight, inputs * divided
+        back = divided * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+        of_weight = flat.t() @ normed.to(gradient.dtype).flatten(0, -2)
+        return back, (into * unit).flatten(0, -2).sum(0), of_weight, flat.sum(0), None
+
+
+def of_transformer_engine(spec, low: torch.dtype | None = None) -> None:
+    """Change the local spec of a layer. ``low``: the precision of operands, as with fp8; None: the model's."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    class Fused(ColumnParallelLinear):
+        def __init__(self, input_size, output_size, **more):
+            super().__init__(input_size, output_size, **more)
+            self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+            self._fp8_workspaces: dict[str, torch.Tensor] = {}
+
+        def forward(self, inputs):
+            held = self.weight.detach()
+            if low is not None:  # kept over the micro-batches of a step, which are all that this test has
+                held = self._fp8_workspaces.setdefault("weight", held.to(low))
+            bias = torch.zeros_like(self.weight[:, 0]) if self.bias is None or self.skip_bias_add else self.bias
+            output = LayerNormLinear.apply(inputs, self.layer_norm_weight, self.weight, bias, held)
+            return output, self.bias if self.skip_bias_add else None
+
+    class Flash(torch.nn.Module):
+        def forward(self, query, key, value):
+            each = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+            output = torch.nn.functional.scaled_dot_product_attention(*each, is_causal=True)
+            return output.permute(2, 0, 1, 3).flatten(2)
+
+    class Attention(torch.nn.Module):
+        def __init__(self, **more):
+            super().__init__()
+            self.flash_attention, self.fused_attention = Flash(), Flash()
+
+        def forward(self, query, key, value, attention_mask, **more):
+            return self.flash_attention(query, key, value)
+
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = Fused
+    layer.self_attention.submodules.core_attention = Attention
+
+
+def of_transformer_engine_in_low_precision(spec) -> None:
+    of_transformer_engine(spec, torch.float8_e4m3fn)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("spec", [of_transformer_engine, of_transformer_engine_in_low_precision], ids=["bf16", "fp8"])
+def test_swapped_and_recomputed_to_the_same_bits(spec):
+    [(found, moved, ran)] = on_ranks(1, memory_features, {}, {"kind": "dense", "change_spec": spec})
+    assert not found and ran == {0, 1}
+    of_layer = {name for layer, name in moved if layer == 0}
+    assert {"self_attention.linear_qkv", "self_attention.core_attention.flash_attention", "mlp.linear_fc1"} <= of_layer
+    assert not any("norm" in name for name in of_layer)
+
+
+OPERATORS = [
+    "self_attention.core_attention.flash_attention",
+    "self_attention.core_attention.fused_attention",
+    "self_attention.core_attention.unfused_attention.scale_mask_softmax",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+]
+
+
+@pytest.mark.parametrize("pattern", ["input_layernorm", "attention_norm", "attn_norm"])
+def test_a_norm_in_a_linear_is_named_with_its_linear(pattern):
+    config = load_memory_config(entry(op_swap=[op(pattern, 1), op(r"mlp\.linear_fc1", 1)]))
+    plan = resolve(config, {0: OPERATORS}, 1)
+    [notice] = [line for line in plan.notices if "no effect" in line]
+    assert notice.endswith("here it is part of self_attention.linear_qkv") and "op_swap" in notice
+    assert plan.decision(0, "mlp.linear_fc1") and not plan.decision(0, "self_attention.linear_qkv")
+
+
+def test_both_norms_and_their_recomputation():
+    plan = resolve(load_memory_config(again(["layernorm", "mlp"])), {0: OPERATORS}, 1)
+    assert any("part of self_attention.linear_qkv and mlp.linear_fc1" in line for line in plan.notices)
+    assert plan.recompute(0, "mlp") and not plan.recompute(0, "self_attention.linear_qkv")
+
+
+def test_the_attention_that_runs_has_a_name_of_its_own_and_that_of_all():
+    for pattern in (r"self_attention\.core_attention", r"self_attention\.core_attention\.flash_attention", "core_attn"):
+        plan = resolve(load_memory_config(entry(op_swap=[op(pattern, 1)])), {0: OPERATORS}, 1)
+        assert plan.decision(0, "self_attention.core_attention.flash_attention"), pattern
+
+
+def test_a_typo_stays_an_error():
+    with pytest.raises(MemoryConfigError, match="input_layernrm"):
+        resolve(load_memory_config(entry(op_swap=[op("input_layernrm", 1)])), {0: OPERATORS}, 1)

@@ -1,0 +1,77 @@
+"""Beside the real MindSpeed (MINDSPEED names a checkout): whoever is imported first, and after its repatch, the bits
+are MindSpeed's own, and nothing of ours is lost. On the host, with stand-ins for what MindSpeed needs of an NPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif("MINDSPEED" not in os.environ, reason="MINDSPEED names no checkout of MindSpeed"),
+]
+
+
+def started(*arguments: str) -> subprocess.CompletedProcess:
+    search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.beside_mindspeed", *arguments]
+    environment = {**clean, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@functools.cache
+def run(*arguments: str) -> dict:
+    done = started(*arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def plan(tmp_path):
+    file = tmp_path / "plan.yaml"
+    file.write_text("swap_config: {swap: True, smallest_bytes: 0, layer_swap: [{layers: True, backward_prefetch: 1}]}")
+    return str(file)
+
+
+@pytest.mark.parametrize("order", ["ours", "theirs"])
+@pytest.mark.parametrize("feature", ["swap", "recompute", "survive"])
+def test_training_keeps_its_bits_and_our_patches_stay(order, feature, plan):
+    flags = {
+        "swap": ["--memory-config", plan],
+        "recompute": ["--recompute-layers", "all"],
+        "survive": ["--survive-oom"],
+    }
+    alone, found = run("alone"), run(order, *flags[feature])
+    assert len(set(alone["before"])) == 2 and alone["theirs"] > 50
+    assert found["before"] == found["after"] == alone["before"]
+    assert not found["lost"] and found["in their list"] == ["mindspeed_mem"] and found["theirs"] >= alone["theirs"]
+    assert {"swap": found["moved"], "recompute": found["again"], "survive": True}[feature]
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        "--schedules-method dualpipev",
+        "--recompute-in-bubble",
+        "--recompute-in-advance",
+        "--moe-fb-overlap",
+        "--moe-zero-memory level0",
+        "--moe-unperm2-mem-optim-swap",
+        "--smart-swap",
+        "--swap-attention",
+    ],
+)
+def test_what_decides_about_the_same_is_refused_before_anything_runs(theirs, plan):
+    done = started("ours", "--memory-config", plan, *theirs.split())
+    flag = theirs.partition(" level")[0]
+    assert done.returncode == 2 and f"--memory-config cannot be combined with {flag}: " in done.stderr
+    assert not done.stdout
