@@ -9,7 +9,7 @@ from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.report.units import Column, mib, table
 
 _OF_PLANS = (
-    " (--survive-oom): a plan that swaps or recomputes more would not wait for that",
+    " (--survive-oom, attach: survive): a plan that swaps or recomputes more would not wait for that",
     ": in the first steps, before there was a plan, or in later ones that it did not foresee",
 )
 

@@ -21,9 +21,9 @@ def device():
     return backend
 
 
-def step(tightness, device, share, lacked=False):
+def step(tightness, device, share, lacked=False, parts=1):
     """A part of a step that takes this share of the memory; whether it was to be guarded."""
-    guarded = tightness.begins()
+    guarded = tightness.begins(parts)
     with device.ledger.watch():
         torch.empty(int(share * LIMIT), dtype=torch.uint8)
     tightness.ends(lacked)
@@ -33,6 +33,14 @@ def step(tightness, device, share, lacked=False):
 def test_the_first_steps_are_guarded_and_ample_ones_after_them_are_not(device):
     tightness = GuardPolicy(device)
     assert [step(tightness, device, 0.5) for _ in range(6)] == [True, True, True, False, False, False]
+
+
+def test_whole_steps_count_as_two_parts(device):
+    tightness = GuardPolicy(device)
+    assert [step(tightness, device, 0.5, parts=2) for _ in range(4)] == [True, True, False, False]
+    tight = GuardPolicy(device)
+    found = [step(tight, device, 0.95, parts=2) for _ in range(14)]
+    assert found == [True] * 10 + [False] * 4
 
 
 def test_tight_steps_are_guarded_until_enough_of_them_went_well(device):
