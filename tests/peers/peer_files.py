@@ -2,8 +2,9 @@
 
     python peer_files.py --device cpu --survive-oom -- "8:order or groups:/path/to/test_schedules.py" ...
 
-Before the path stand the number of ranks and the tests to leave out, as for pytest's -k. Processes are forked, one per rank, once what all need has been imported; in the working directory each leaves what it
-printed as NUMBER.RANK.log and pytest's report as NUMBER.RANK.xml, by the number of the file.
+Before the path stand the number of ranks and the tests to leave out, as for pytest's -k. Processes are forked, one per
+rank, once what all need has been imported; in the working directory each leaves what it printed as NUMBER.RANK.log and
+pytest's report as NUMBER.RANK.xml, by the number of the file.
 """
 
 import importlib
