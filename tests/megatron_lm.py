@@ -270,7 +270,10 @@ _INTRODUCTION = """\
 Each unmodified script trained a tiny model for nine iterations and an evaluation on CPU ranks, without and with each
 feature; "same bits" are those of every loss and gradient norm, and where a feature reports what it did, it did
 something. State-space layers are a stand-in of torch operators, since the kernels of the real ones are CUDA's.
-`make megatron-lm MEGATRON_LM=PATH` makes this page.
+
+```console
+$ make megatron-lm MEGATRON_LM=../Megatron-LM
+```
 """.split("\n")
 
 
