@@ -5,6 +5,8 @@
 # make test-newest  the same for the newest and the oldest megatron-core (.venv-compat; where there is a Python 3.12)
 # make compat     what works on which megatron-core: an environment for each (with a Python 3.12 that it finds), the doctor
 #                 and some tests in it, and the table of that (VERSIONS="0.14.0 0.19.2" for some, COMPAT=folder)
+# make megatron-lm MEGATRON_LM=PATH  a checkout's own scripts by each feature, bits compared (ONLY=pretrain_gpt.py for one)
+# make peer-suite MEGATRON_LM=PATH   its unit tests beside each feature (needs pytest-mock, too; ONLY=transformer for some)
 # make device     what is to be known of an accelerator, in pieces: installs nothing, PYTHON has to have torch and
 #                 megatron-core (DEVICE=npu, MINUTES=9, ONLY=bits-chunks,swap, RESULTS=folder; goes on where it stopped)
 # make check      ruff, types and the unit tests: the quick loop
@@ -39,7 +41,8 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test test-oldest test-newest compat check lint types doctor device hashes clean environment
+.PHONY: help pretrain test test-oldest test-newest compat megatron-lm peer-suite check lint types doctor device hashes \
+    clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -71,6 +74,11 @@ test-newest: environment
 
 compat: environment
 	$(COMPAT_RUN) $(if $(VERSIONS),--only $(VERSIONS))
+
+# A checkout of 0.17 or newer wants Python 3.12, as its megatron-core does.
+megatron-lm peer-suite: environment
+	@test -n "$(MEGATRON_LM)" || { echo "name a checkout of Megatron-LM: make $@ MEGATRON_LM=PATH" >&2; exit 2; }
+	$(ENVIRONMENT) $(RUN) -m tests.$(subst -,_,$@) "$(MEGATRON_LM)" $(if $(ONLY),--only $(ONLY))
 
 lint: types
 	$(ENVIRONMENT) $(RUN) -m ruff check .

@@ -43,12 +43,13 @@ _SENTENCES = (
     "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase --data-path text --vocab-file words.txt".split()
 )
 SCRIPTS = {
-    "pretrain_gpt.py": _TOKENS,
-    "pretrain_mamba.py": _HYBRID,
-    "pretrain_hybrid.py": _HYBRID,
-    "pretrain_t5.py": [*_SENTENCES, "--decoder-seq-length", "32", "--vocab-extra-ids", "20"],
-    "pretrain_bert.py": _SENTENCES,
+    "pretrain_gpt.py": (_TOKENS, "0.002"),
+    "pretrain_mamba.py": (_HYBRID, "0.001"),
+    "pretrain_hybrid.py": (_HYBRID, "0.001"),
+    "pretrain_t5.py": ([*_SENTENCES, "--decoder-seq-length", "32", "--vocab-extra-ids", "20"], "0.004"),
+    "pretrain_bert.py": (_SENTENCES, "0.002"),
 }
+"""Arguments, and GiB that are about two thirds of what a step takes."""
 LAYOUTS = {"1 rank": (1, []), "PP2": (2, ["--pipeline-model-parallel-size", "2"]), "DP2": (2, [])}
 _SHARDED = ["--use-distributed-optimizer"]
 
@@ -70,7 +71,7 @@ class Case(NamedTuple):
 
 _SOME = r"0*[.\d]*[1-9]\d*"
 _OUT, _AGAIN = rf"\n +\d+ +{_SOME} ", rf"\n +\d+ +[.\d]+ +[.\d]+ +{_SOME} "  # of the report's lines
-_SHORT = ["--device-memory-gib", "0.002"]  # of 0.003
+_SHORT = ["--device-memory-gib", "SHORT"]
 CASES = [
     *(Case("swap everything", layout, ["--memory-config", "plan.json"], _OUT) for layout in ("1 rank", "PP2", "DP2")),
     *(Case("recompute everything", layout, ["--recompute-layers", "all"], _AGAIN) for layout in ("1 rank", "PP2")),
@@ -158,7 +159,9 @@ def outcome(checkout: Path, script: str, case: Case, plain: dict[tuple, Ended], 
 
     def end(given: list[str], name: str) -> Ended:
         ranks, layout = LAYOUTS[case.layout]
-        more = [*SCRIPTS[script], *_pattern(checkout, script, case.layout), *layout, *given]
+        own, short = SCRIPTS[script]
+        given = [short if one == "SHORT" else one for one in given]
+        more = [*own, *_pattern(checkout, script, case.layout), *layout, *given]
         ended = started(ranks, checkout, [str(checkout / script), *COMMON, *more], folder)
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
@@ -267,7 +270,10 @@ _INTRODUCTION = """\
 Each unmodified script trained a tiny model for nine iterations and an evaluation on CPU ranks, without and with each
 feature; "same bits" are those of every loss and gradient norm, and where a feature reports what it did, it did
 something. State-space layers are a stand-in of torch operators, since the kernels of the real ones are CUDA's.
-`make megatron-lm MEGATRON_LM=PATH` makes this page.
+
+```console
+$ make megatron-lm MEGATRON_LM=../Megatron-LM
+```
 """.split("\n")
 
 

@@ -165,7 +165,11 @@ _INTRODUCTION = """\
 Files of Megatron-LM's `tests/unit_tests` on CPU ranks (`--device cpu`), without and with each feature, in processes of
 their own: how many tests pass without, and whether each passes and fails alike with the feature. What does not pass
 without a feature needs CUDA, TransformerEngine, its kernels or other numbers of ranks; where a test names
-TransformerEngine's layer spec, it gets the local one. `make peer-suite MEGATRON_LM=PATH` makes this page.
+TransformerEngine's layer spec, it gets the local one, and a hybrid stack gets state-space layers of torch operators.
+
+```console
+$ make peer-suite MEGATRON_LM=../Megatron-LM
+```
 """.split("\n")
 
 

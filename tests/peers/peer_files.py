@@ -2,8 +2,9 @@
 
     python peer_files.py --device cpu --survive-oom -- "8:order or groups:/path/to/test_schedules.py" ...
 
-Before the path stand the number of ranks and the tests to leave out, as for pytest's -k. Processes are forked, one per rank, once what all need has been imported; in the working directory each leaves what it
-printed as NUMBER.RANK.log and pytest's report as NUMBER.RANK.xml, by the number of the file.
+Before the path stand the number of ranks and the tests to leave out, as for pytest's -k. Processes are forked, one per
+rank, once what all need has been imported; in the working directory each leaves what it printed as NUMBER.RANK.log and
+pytest's report as NUMBER.RANK.xml, by the number of the file.
 """
 
 import importlib
@@ -23,6 +24,7 @@ _files = [one.split(":", 2) for one in sys.argv[_apart + 1 :]]
 del sys.argv[_apart:]
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402 (it reads sys.argv)
+from mindspeed_mem.activation import engine as engines  # noqa: E402
 
 LIMIT = 600
 """Seconds that a file may take."""
@@ -69,7 +71,11 @@ def rank(number: int, path: str, ranks: int, one: int, port: int, without: str) 
     mem.configure({})
     root = path.partition("/tests/")[0]
     options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--rootdir", root, f"--junitxml={number}.{one}.xml"]
-    return int(pytest.main([*options, *(["-k", f"not ({without})"] if without else []), path]))
+    status = int(pytest.main([*options, *(["-k", f"not ({without})"] if without else []), path]))
+    if (engine := engines.current()) is not None:
+        report = engine.report()
+        print(f"bytes moved out {report.bytes_out}, recomputed {report.recomputed_bytes}", flush=True)
+    return status
 
 
 def main() -> None:
