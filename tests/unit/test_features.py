@@ -32,6 +32,7 @@ WITH_VALUES = {
     "--max-inflight-microbatches": "2",
     "--chunk-zero-stage": "3",
     "--optimizer-parallel": "sharding",
+    "--memory-trace": "trace.json",
 }
 
 
