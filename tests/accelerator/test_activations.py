@@ -43,6 +43,7 @@ def test_swap(lag, model):
     assert on_ranks(1, under, lag, compare, {}, {"layers": 3, **model}, ["everything", "both"], device="cuda") == [[]]
 
 
+@sweep
 def test_a_trace_has_the_devices_times(tmp_path):
     file = tmp_path / "trace.json"
     [(figures, differ, _, left)] = on_ranks(

@@ -117,6 +117,46 @@ def test_nothing_reached_is_said(tmp_path):
     assert len(lines) == 1 and "no effect" in lines[0] and not list(tmp_path.iterdir())
 
 
+def ranges(file: str) -> tuple[list[str], int]:
+    """The names of the ranges that began in the step traced, in order, and how many were open at most."""
+    from mindspeed_mem.device.cpu import CpuBackend
+    from mindspeed_mem.report import trace
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import swap
+
+    class Profiled(CpuBackend):
+        names: list[str] = []
+        open = most = 0
+
+        def begin_range(self, name: str) -> str:
+            self.names.append(name)
+            self.open += 1
+            self.most = max(self.most, self.open)
+            return name
+
+        def end_range(self, begun: str | None) -> None:
+            self.open -= begun is not None
+
+    backend = Profiled()
+    with parallel(), swap({"swap_config": {"swap": False}}, backend=backend):
+        chunks = build_gpt("dense", layers=1)
+        trace.start(Path(file), 1, 1)
+        train_step(chunks, micro_batches=1)
+        train_step(chunks, micro_batches=1)
+        trace.stop()
+    return backend.names, backend.most - backend.open
+
+
+def test_operators_are_ranges_for_the_devices_profiler(tmp_path):
+    file = tmp_path / "trace.json"
+    [(names, most)] = on_ranks(1, ranges, str(file))
+    assert most == 1
+    compute = [one for one in spans(events_of(file), "compute") if "op" in one["args"]]
+    where = {0: "layer 0", 1: "after the layers"}
+    named = [f"{where[one['args']['layer']]} {one['name']}" for one in compute]
+    assert named and [name for name in names if name not in where.values()] == named
+
+
 def gathering(file: str) -> tuple[int, int]:
     """Gathers in the step traced, and bytes."""
     from mindspeed_mem.report import trace
