@@ -140,6 +140,14 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
         """Seconds from one `timestamp` to a later one; the host may wait until both have happened."""
         return end - begin
 
+    def begin_range(self, name: str) -> Any:
+        """A range begins for the device's own profiler, where there is one; returns what `end_range` takes."""
+        return None
+
+    def end_range(self, begun: Any) -> None:
+        """It ends, on whichever thread."""
+        return None
+
     # ---- memory
 
     @abc.abstractmethod

@@ -47,6 +47,15 @@ class CudaBackend(AcceleratorBackend):
     def stream_key(self) -> object:
         return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())  # without making a stream object of it
 
+    def begin_range(self, name: str) -> Any:
+        with contextlib.suppress(RuntimeError):  # this torch is built without NVTX
+            return torch.cuda.nvtx.range_start(name)
+        return None
+
+    def end_range(self, begun: Any) -> None:
+        if begun is not None:
+            torch.cuda.nvtx.range_end(begun)
+
     def _pinned(self, nbytes: int) -> torch.Tensor:
         # torch's pinned allocator rounds up to a power of two, which nearly doubles the host memory of some sizes.
         buffer = _registered(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -66,6 +66,13 @@ class NpuBackend(AcceleratorBackend):
     def stream_key(self) -> object:
         return self._current(self._module.current_device())  # without making a stream object of it
 
+    def begin_range(self, name: str) -> Any:
+        return self._module.mstx.range_start(name, self._module.current_stream())
+
+    def end_range(self, begun: Any) -> None:
+        if begun is not None:
+            self._module.mstx.range_end(begun)
+
     def host_bytes(self, nbytes: int) -> int:
         # torch_npu's pinned allocator of 2.6, and torch's own since 2.7.1, round to powers of two; an expandable one,
         # where CANN and the driver know it, hardly (CachingHostAllocator.cpp).

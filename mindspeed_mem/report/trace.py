@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -176,6 +177,7 @@ class _Step(Untimed):
         self._keys: dict[int, tuple[tuple[int | None, int], weakref.ref[torch.Tensor]]] = {}  # by output
         self._counts = self._counted()
         self._begin = self.backend.timestamp()
+        self._name = functools.partial(_name, num_layers=engine.in_force.num_layers)
         engine.in_force.look_everywhere(True)
         self.watch = engine.observation.stopwatch = Stopwatch(
             self.backend, engine.in_force.num_layers, self._boundary, reads=False
@@ -185,12 +187,14 @@ class _Step(Untimed):
             engine.survival.mover.copying = self.watch.copying
         if self._gathering is not None:
             self._gathering.notes = self._notes
+        self._range: Any = None  # of the operator that runs, for the device's own profiler
         self._sample()
 
     def end(self) -> None:
         """Leave nothing on anybody."""
         self._sample()
         self._end = self.backend.timestamp()
+        self.backend.end_range(self._range)
         self._engine.observation.stopwatch = None
         self._mover.timing = UNTIMED
         if self._engine.survival is not None:
@@ -216,6 +220,8 @@ class _Step(Untimed):
 
     def _boundary(self, ran: Node, runs: Node) -> None:
         self._sample()
+        self.backend.end_range(self._range)
+        self._range = self.backend.begin_range(self._name(*runs)) if runs[0] >= 0 else None
 
     def copy(
         self, backend: Backend, record: Record, target: torch.Tensor, source: torch.Tensor, stream: Stream
@@ -224,7 +230,7 @@ class _Step(Untimed):
         super().copy(backend, record, target, source, stream)
         end = backend.timestamp(stream)
         more = {"layer": record.layer, "op": record.op, "bytes": record.nbytes}
-        self._spans.append((stream.name, _name(record.layer, record.op), begin, end, more))
+        self._spans.append((stream.name, self._name(record.layer, record.op), begin, end, more))
 
     @contextlib.contextmanager
     def second_run(self, layer: int, op: str) -> Iterator[None]:
@@ -233,7 +239,7 @@ class _Step(Untimed):
             yield
         finally:
             more = {"layer": layer, "op": op}
-            self._spans.append((AGAIN, _name(layer, op), begin, self.backend.timestamp(), more))
+            self._spans.append((AGAIN, self._name(layer, op), begin, self.backend.timestamp(), more))
 
     def _notes(self, chunk: Chunk, arrived: bool) -> None:
         if not arrived:
@@ -282,7 +288,7 @@ class _Step(Untimed):
 
         events = [span(COMPUTE, f"step {number}", at(base), at(end), {"step": number})]
         for one in self.watch.unread:
-            events += _of_pass(one, at, span)
+            events += _of_pass(one, at, span, self._name)
         events += [span(track, name, at(begin), at(end), more) for track, name, begin, end, more in self._spans]
         for count, (chunk, begin, end) in enumerate(self._gathers):
             same = {"name": "gather", "cat": "chunks", "pid": rank, "id": f"{number}.{count}"}
@@ -297,7 +303,9 @@ class _Step(Untimed):
         return origin, events
 
 
-def _of_pass(one: Moments, at: Callable[[Any], float], span: Callable[..., Event]) -> list[Event]:
+def _of_pass(
+    one: Moments, at: Callable[[Any], float], span: Callable[..., Event], name_of: Callable[[int, str], str]
+) -> list[Event]:
     """The pass, inside it the layers, inside those the operators."""
     direction, (micro_batch, chunk) = one.direction, one.key
     moments = [(at(moment), node) for moment, node in one.moments]
@@ -311,7 +319,7 @@ def _of_pass(one: Moments, at: Callable[[Any], float], span: Callable[..., Event
                 span(COMPUTE, "moves activations for lack of memory", begin, end, {}) for begin, end, _ in inside
             ]
         elif layer >= 0:
-            name = f"{_name(layer, '')}, {direction}"
+            name = f"{name_of(layer, '')}, {direction}"
             events.append(span(COMPUTE, name, inside[0][0], inside[-1][1], {"layer": layer}))
             for begin, end, (_, op) in inside:
                 if op:
@@ -319,10 +327,11 @@ def _of_pass(one: Moments, at: Callable[[Any], float], span: Callable[..., Event
     return events
 
 
-def _name(layer: int, op: str) -> str:
+def _name(layer: int, op: str, num_layers: int) -> str:
     if layer < 0:
         return "outside the layers"
-    return f"layer {layer} {op}" if op else f"layer {layer}"
+    where = f"layer {layer}" if layer < num_layers else "after the layers"
+    return f"{where} {op}" if op else where
 
 
 def _names(rank: int, stage: int) -> Iterator[Event]:

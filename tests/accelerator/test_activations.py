@@ -16,6 +16,7 @@ from tests.asynchrony.test_swap_waits import SCARCE, run
 from tests.attachment.rank_cases import on_device
 from tests.memory.test_adaptive_run import life
 from tests.memory.test_survive_oom import under_limits
+from tests.memory.test_trace import check_nesting, events_of, spans, traced
 from tests.numerics.test_recompute import policies
 from tests.numerics.test_swap import compare
 from tests.swap_runs import EVERYTHING, again, mismatches, op
@@ -40,6 +41,21 @@ FUSED = {"kind": "dropout", "bias_dropout_fusion": True, "bias_activation_fusion
 )
 def test_swap(lag, model):
     assert on_ranks(1, under, lag, compare, {}, {"layers": 3, **model}, ["everything", "both"], device="cuda") == [[]]
+
+
+@sweep
+def test_a_trace_has_the_devices_times(tmp_path):
+    file = tmp_path / "trace.json"
+    [(figures, differ, _, left)] = on_ranks(
+        1, under, "copies late", traced, EVERYTHING, str(file), (2, 2), number=2, device="cuda"
+    )
+    assert differ == [[]] * 2 and not any(left.values())
+    events = events_of(file)
+    check_nesting(events)
+    for track, counted in (("copy out", "copies_out"), ("copy in", "copies_in")):
+        ends = [one["ts"] + one["dur"] for one in spans(events, track)]
+        assert ends == sorted(ends) and len(ends) == getattr(figures[1], counted) - getattr(figures[0], counted) > 0
+    assert all(one["args"]["allocated"] for one in events if one["name"] == "device bytes")
 
 
 def test_attached_models():

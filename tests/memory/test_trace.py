@@ -115,3 +115,108 @@ def test_nothing_reached_is_said(tmp_path):
     file = tmp_path / "trace.json"
     [(_, _, lines, _)] = on_ranks(1, traced, {"swap_config": {"swap": False}}, str(file), (5, 7), number=1)
     assert len(lines) == 1 and "no effect" in lines[0] and not list(tmp_path.iterdir())
+
+
+def ranges(file: str) -> tuple[list[str], int]:
+    """The names of the ranges that began in the step traced, in order, and how many were open at most."""
+    from mindspeed_mem.device.cpu import CpuBackend
+    from mindspeed_mem.report import trace
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import swap
+
+    class Profiled(CpuBackend):
+        names: list[str] = []
+        open = most = 0
+
+        def begin_range(self, name: str) -> str:
+            self.names.append(name)
+            self.open += 1
+            self.most = max(self.most, self.open)
+            return name
+
+        def end_range(self, begun: str | None) -> None:
+            self.open -= begun is not None
+
+    backend = Profiled()
+    with parallel(), swap({"swap_config": {"swap": False}}, backend=backend):
+        chunks = build_gpt("dense", layers=1)
+        trace.start(Path(file), 1, 1)
+        train_step(chunks, micro_batches=1)
+        train_step(chunks, micro_batches=1)
+        trace.stop()
+    return backend.names, backend.most - backend.open
+
+
+def test_operators_are_ranges_for_the_devices_profiler(tmp_path):
+    file = tmp_path / "trace.json"
+    [(names, most)] = on_ranks(1, ranges, str(file))
+    assert most == 1
+    compute = [one for one in spans(events_of(file), "compute") if "op" in one["args"]]
+    where = {0: "layer 0", 1: "after the layers"}
+    named = [f"{where[one['args']['layer']]} {one['name']}" for one in compute]
+    assert named and [name for name in names if name not in where.values()] == named
+
+
+def gathering(file: str) -> tuple[int, int]:
+    """Gathers in the step traced, and bytes."""
+    from mindspeed_mem.report import trace
+    from mindspeed_mem.zero.buffers import runtime
+    from tests.chunk_runs import Case, built, chunked, passed
+    from tests.swap_runs import swap
+
+    case = Case(model={"layers": 2})
+    with parallel(), swap({"swap_config": {"swap": False}}), chunked(3, chunk=case.chunk):
+        models, _ = built(case)
+        counts = runtime.current().gathering.counts
+        trace.start(Path(file), 2, 2)
+        passed(models, case, 0)
+        before = counts.gathers, counts.gathered_bytes
+        passed(models, case, 1)
+        found = counts.gathers - before[0], counts.gathered_bytes - before[1]
+        passed(models, case, 2)
+        trace.stop()
+    return found
+
+
+def test_gathers_of_chunks_by_rank(tmp_path):
+    file = tmp_path / "trace.json"
+    counted = on_ranks(2, gathering, str(file))
+    merged = trace_file.merged(trace_file.file_of_rank(file, rank) for rank in (0, 1))["traceEvents"]
+    for rank, (number, nbytes) in enumerate(counted):
+        events = [one for one in merged if one["pid"] == rank]
+        begins, ends = ({one["id"]: one for one in events if one["ph"] == phase} for phase in "be")
+        assert len(begins) == number > 0 and begins.keys() == ends.keys()
+        assert all(begins[key]["ts"] <= ends[key]["ts"] for key in begins)
+        assert sum(one["args"]["bytes"] for one in begins.values()) == nbytes
+        assert {one["name"] for one in events if one["ph"] == "X"} >= {"step 2", "forward 0", "backward 0"}
+
+
+def short_of_memory(file: str) -> tuple[int, int]:
+    """Evictions and second attempts in the step traced."""
+    from mindspeed_mem.report import trace
+    from tests.limited_runs import Training, counted, surviving
+
+    with counted() as memory, surviving() as engine, parallel():
+        training = Training(memory, layers=4)
+        trace.start(Path(file), 3, 3)
+        training.step()
+        training.step()
+        before = engine.mover.evictions, engine.survival.guard.retries
+        training.step(above=training.peak // 2)
+        trace.stop()
+        return engine.mover.evictions - before[0], engine.survival.guard.retries - before[1]
+
+
+@pytest.mark.usefixtures("limited_memory")
+def test_what_leaves_for_lack_of_memory(tmp_path):
+    file = tmp_path / "trace.json"
+    [(evictions, retries)] = on_ranks(1, short_of_memory, str(file))
+    events = events_of(file)
+    check_nesting(events)
+    times = collections.Counter()
+    for one in events:
+        if one["ph"] == "i":
+            times[one["name"]] += one["args"]["times"]
+    assert times["evicted"] == evictions > 0
+    assert times["operator ran again for lack of memory"] <= retries  # the rest in the optimizer
+    assert spans(events, "copy out") and any("lack of memory" in one["name"] for one in spans(events, "compute"))
