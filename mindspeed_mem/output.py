@@ -1,15 +1,19 @@
-"""Files that we write: whether that is possible, known before the work; and all of a file or nothing under its name."""
+"""Files that we write: whether that is possible, known before the work; all of a file or nothing under its name. And
+what others print, kept from where a program may read."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["save_figure", "why_not", "write"]
+__all__ = ["save_figure", "silent", "why_not", "write"]
 
 
 def why_not(target: str | os.PathLike[str]) -> str | None:
@@ -69,3 +73,21 @@ def save_figure(figure: Any, target: str | os.PathLike[str]) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format=Path(target).suffix[1:].lower())
     write(target, picture.getvalue())
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Without what HiGHS prints from C++, whatever its options: our output may be read by a program."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    c = ctypes.CDLL(None)
+    c.fflush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        c.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

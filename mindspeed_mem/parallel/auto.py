@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_mem import ranks, requirements
 from mindspeed_mem.parallel import rules
-from mindspeed_mem.parallel.calls import Call, Value, calls_of
-from mindspeed_mem.parallel.options import Asker, Machine, Option, Placed
+from mindspeed_mem.parallel.calls import Calls, Value, calls_of
+from mindspeed_mem.parallel.given import Given
+from mindspeed_mem.parallel.options import Asker, Machine, Placed
 from mindspeed_mem.parallel.plan import Plan, Row, strategies
 from mindspeed_mem.parallel.search import Class, Search, Solution
-from mindspeed_mem.parallel.strategy import StrategyError, placements, strategy_of
+from mindspeed_mem.parallel.strategy import StrategyError, strategy_of
 
 _GIB = 2**30
 
@@ -30,7 +31,10 @@ class Found(Plan):
     seconds: float = 0.0
     """Of a step: what is computed and sent. An estimate for comparing plans."""
     memory_gib: float = 0.0
-    """Of parameters, gradients, optimizer states and what is kept for backward, on a rank."""
+    """The most that a rank holds: parameters, gradients, optimizer states, what is kept for backward, and what lives
+    for a moment beside that."""
+    bytes_sent: Mapping[str, int] = field(default_factory=dict)
+    """By each rank in a step, by mesh axis."""
     search_rows: Callable[[Mapping[str, Row]], Found] | None = field(default=None, repr=False, compare=False)
 
     def explain(self, operator: str, strategy: Any = None) -> str:
@@ -99,14 +103,17 @@ def auto(
         raise StrategyError(problems)
     rules.register()
     rows, costs = Plan.of(given or {}), machine
-    made: list[Search] = []
+    made: list[tuple[Calls, Asker]] = []
+    links = [costs.link(axis) for axis in mesh.mesh_dim_names or ()]
 
     def with_rows(more: Mapping[str, Row]) -> Found:
         if not made:
-            calls = calls_of(model, (example,) if isinstance(example, torch.Tensor) else example)
-            links = [costs.link(axis) for axis in mesh.mesh_dim_names or ()]
-            made.append(Search(model, calls, Asker(mesh, costs), links, optimizer_bytes))
-        return _solved(model, mesh, made[0], Plan({**rows.rows, **more}), device_memory_gib)
+            made.append(
+                (calls_of(model, (example,) if isinstance(example, torch.Tensor) else example), Asker(mesh, costs))
+            )
+        calls, asker = made[0]
+        fixed = Given(model, mesh, calls, Plan({**rows.rows, **more}))
+        return _solved(mesh, Search(calls, asker, links, optimizer_bytes, fixed), device_memory_gib)
 
     found = _by_first_rank(mesh, lambda: with_rows({}))
     found.search_rows = with_rows
@@ -130,105 +137,64 @@ def _by_first_rank(mesh: DeviceMesh, search: Callable[[], Found]) -> Found:
     return answer
 
 
-def _solved(model: nn.Module, mesh: DeviceMesh, search: Search, given: Plan, limit: float | None) -> Found:
-    allowed = _Given(model, mesh, search, given)
-    found = search.solve(None if limit is None else limit * _GIB, allowed)
+def _solved(mesh: DeviceMesh, search: Search, limit: float | None) -> Found:
+    found = search.solve(None if limit is None else limit * _GIB)
     if found is None:
-        least = search.solve(None, allowed, least=True)
+        least = search.solve(None, least=True)
         if least is None:
             raise StrategyError("no layouts go together with the given rows; leave some of them out")
+        assert limit is not None
         up = float(f"{least.memory / _GIB * 1.001:.4g}")
         raise StrategyError(
             f"nothing fits into device_memory_gib={limit:g}: the least is {up:g} GiB a rank, with parameters split and "
             "modules run again as far as they can be; give more memory, ranks, or a smaller batch"
         )
-
-    rows = _rows(model, mesh, search, found)
-    for path, row in given.rows.items():
-        mine = rows.get(path, Row())
-        rows[path] = Row(
-            row.in_strategy or mine.in_strategy,
-            row.out_strategy or mine.out_strategy,
-            {**mine.parameter_plan, **row.parameter_plan},
-            row.recompute or mine.recompute,
-            mine.cost,
-        )
-    return Found(rows, found.seconds, found.memory / _GIB)
+    sent = {axis: round(size) for axis, size in zip(mesh.mesh_dim_names or (), found.sent, strict=True)}
+    return Found(_rows(mesh, search, found), found.seconds, found.memory / _GIB, sent)
 
 
-class _Given:
-    """Which options the user's rows leave."""
-
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, search: Search, given: Plan) -> None:
-        problems: list[str] = []
-        self._wanted: dict[tuple, list[tuple[int, Placed]]] = {}
-        by_path = given.by_path([name for name, _ in model.named_modules()], problems)
-        classes = search.classes.values()
-        inputs = [one for one in classes if one.key[0] == "input"]
-        for path, row in by_path.items():
-            if isinstance(row.in_strategy, Mapping):
-                problems.append(f"{path!r}: auto takes strategies in order, not by name")
-                continue
-            if path == "":
-                pairs = [(one, 0, given) for one, given in zip(inputs, row.in_strategy or (), strict=False)]
-            elif ":" in path:
-                like = [
-                    one for one in classes if one.call and path in (one.call.name, one.call.name.rpartition(".")[0])
-                ]
-                pairs = [(one, place, given) for one in like for place, given in enumerate(row.in_strategy or ())]
-            else:
-                pairs = []
-            for key, strategy in row.parameter_plan.items():
-                name = f"{path}.{key}" if path else key
-                pairs += [(one, 0, strategy) for one in classes if one.key[0] == "parameter" and _name(one) == name]
-            for one, place, strategy in pairs:
-                if strategy is None:
-                    continue
-                tensors = one.member.inputs if isinstance(one.member, Call) else [one.member]
-                if place >= len(tensors):
-                    problems.append(f"{path!r}: {len(tensors)} tensors, but more strategies")
-                    continue
-                target = placements(strategy, mesh, tensors[place].like.shape, f"{path!r}, {place}", problems)
-                self._wanted.setdefault(one.key, []).append((place, target))
-        if problems:
-            raise StrategyError(problems)
-
-    def __call__(self, one: Class, option: Option) -> bool:
-        tensors = option.ins if one.call is not None else option.outs
-        return all(tensors[place] == target for place, target in self._wanted.get(one.key, ()))
-
-
-def _name(one: Class) -> str:
-    return one.member.name
-
-
-def _rows(model: nn.Module, mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, Row]:
+def _rows(mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, Row]:
     """The rows of a solution: what is split, what is brought where, and what it costs."""
+    given = search.given
     inputs = [one for one in search.classes.values() if one.key[0] == "input"]
-    rows = {"": Row(in_strategy=tuple(_strategy(found, one, mesh) for one in inputs))} if inputs else {}
+    own = tuple(_strategy(found, one, mesh) for one in inputs)
+    results = [one for one in search.classes.values() if one.key[0] == "result"]
+    returned = tuple(
+        strategy_of(given.results[n], mesh, one.member.like.dim()) if n in given.results else None
+        for n, one in enumerate(results)
+        if isinstance(one.member, Value)
+    )
+    rows = {"": Row(own or None, returned if given.results else None)} if own or given.results else {}
     split: dict[str, dict[str, Any]] = {}
     for one in search.classes.values():
         value = one.member
-        if isinstance(value, Value) and value.kind == "parameter":
+        if isinstance(value, Value) and value.kind in ("parameter", "buffer") and one.key[0] == value.kind:
             target = found.chosen[one.key].outs[0]
             if any(not placed.is_replicate() for placed in target):
                 split.setdefault(one.path, {})[one.key[2]] = strategy_of(target, mesh, value.like.dim())
     moved = _moved(search, found)
-    for path, plan in split.items():
-        rows[path] = Row(rows[path].in_strategy if path in rows else None, None, plan)
-    for path in found.again:
-        rows[path] = Row(None, None, rows[path].parameter_plan if path in rows else {}, True)
+    for path in dict.fromkeys([*split, *found.again]):
+        for name in given.names(path):
+            before = rows.get(name, Row())
+            rows[name] = Row(before.in_strategy, before.out_strategy, split.get(path, {}), path in found.again)
     for one in search.classes.values():
         call = one.call
+        if call is None or not call.name:
+            continue
+        fixed_ins, fixed_outs = given.inputs.get(call.name), given.outputs.get(call.name)
         summed = any(maker == one.key for maker, _ in found.summed)
-        if call is None or not call.name or not (summed or one.key in moved):
+        if not (summed or one.key in moved or fixed_ins or fixed_outs):
             continue
         cost = {what: float(f"{seconds * 1e6:.4g}") for what, seconds in found.costs[one.key].items()}
         chosen = found.chosen[one.key]
-        wanted = _strategies(chosen.ins, call.inputs, mesh) if one.key in moved else None
-        made = _strategies(chosen.outs, call.outputs, mesh) if summed else None
+        wanted = _strategies(chosen.ins, call.inputs, mesh) if one.key in moved or fixed_ins else None
+        outs = chosen.outs
+        if fixed_outs:
+            outs = tuple(p if w is None else w for w, p in zip(fixed_outs, outs, strict=True))
+        made = _strategies(outs, call.outputs, mesh) if summed or fixed_outs else None
         row = Row(wanted, made, cost={f"{what}_us": value for what, value in cost.items()})
-        rows.setdefault(f"{one.path}:{call.name.partition(':')[2]}", row)
+        for name in given.names(one.path):
+            rows.setdefault(f"{name}:{call.name.partition(':')[2]}", row)
     return rows
 
 

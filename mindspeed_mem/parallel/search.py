@@ -4,7 +4,8 @@
     y[edge, given, wanted] what is brought from one layout to another between a maker and a reader; follows from x.
     h[...]                 what is kept for backward in that layout; r[module]  1: it runs again instead.
 
-Costs in microseconds, memory in parts of what one device would hold. No time limit: the same problem has the same plan.
+Costs in microseconds, memory in parts of what one device would hold. No time limit, and no gap but that of the solver's
+arithmetic: the same problem has the same plan.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
 from torch.distributed.tensor import Replicate
 
+from mindspeed_mem.output import silent
 from mindspeed_mem.parallel.calls import Call, Calls, Value
+from mindspeed_mem.parallel.given import Given
 from mindspeed_mem.parallel.options import Asker, Option, Placed, layouts, moving, parts
+from mindspeed_mem.parallel.strategy import StrategyError
 
-_GAP = 5e-3
+SOLVER = {"mip_rel_gap": 1e-6}
+"""Options of HiGHS."""
+_ROUGHLY = 5e-3
+"""Of the least memory that is needed, which is only told."""
 
 
 @dataclass
@@ -35,6 +41,8 @@ class Class:
     member: Call | Value
     options: list[Option]
     count: int = 1
+    pending: Counter[tuple] = field(default_factory=Counter)
+    """What is made before it and read after it, by maker and place: their gradients wait while its backward runs."""
 
     @property
     def call(self) -> Call | None:
@@ -43,7 +51,7 @@ class Class:
 
 @dataclass
 class Edge:
-    """A reader's input and its maker, None for what the model returns."""
+    """A reader's input and its maker."""
 
     maker: tuple
     place: int
@@ -51,6 +59,23 @@ class Edge:
     number: int
     value: Value
     count: int = 1
+
+
+@dataclass
+class Charge:
+    """Bringing a tensor from one layout to another, or its gradient back, for all readers that share it."""
+
+    variable: int
+    seconds: float
+    backward: bool
+    edge: Edge
+    """Of the first reader."""
+    count: int
+    """How many tensors."""
+    before: Placed
+    after: Placed
+    summed: tuple[bool, ...]
+    readers: list[tuple] = field(default_factory=list)
 
 
 @dataclass
@@ -63,107 +88,137 @@ class Solution:
     """Bytes."""
     costs: dict[tuple, dict[str, float]] = field(default_factory=dict)
     """Seconds by class, of each member."""
+    sent: list[float] = field(default_factory=list)
+    """Bytes of a rank, by mesh axis."""
     summed: set[tuple] = field(default_factory=set)
     """Makers (and which output) whose readers leave sums as gradients."""
-
-
-def pattern(model: nn.Module, path: str) -> str:
-    """`path` with * for each number of a module that has modules of its own: a repeated layer."""
-    found, module = [], model
-    for part in path.split(".") if path else []:
-        module = getattr(module, part)
-        found.append("*" if part.isdigit() and next(module.children(), None) is not None else part)
-    return ".".join(found)
 
 
 class Search:
     """All that is known of a model before a limit is given."""
 
-    def __init__(self, model: nn.Module, calls: Calls, asker: Asker, links: list, optimizer_bytes: float) -> None:
-        self.sizes, self.links, self.optimizer_bytes = asker.sizes, links, optimizer_bytes
+    def __init__(self, calls: Calls, asker: Asker, links: list, optimizer_bytes: float, given: Given) -> None:
+        self.sizes, self.links, self.optimizer_bytes, self.given = asker.sizes, links, optimizer_bytes, given
         self.classes: dict[tuple, Class] = {}
         self.edges: dict[tuple, Edge] = {}
-        self.of: dict[int, tuple] = {}
-        """The class of each call and tensor, by id."""
+        self.of: dict[int, tuple[tuple, int]] = {}
+        """The class of each tensor's maker and its place there, by id."""
         self.whole: Placed = (Replicate(),) * len(self.sizes)
         for value in calls.tensors:
-            self._add_tensor(model, value, asker)
-        for number, call in enumerate(calls.calls):
-            self._add_call(model, number, call, asker)
+            self._add_tensor(value, asker)
+        keys = [self._add_call(number, call, asker) for number, call in enumerate(calls.calls)]
         for number, value in enumerate(calls.results):
             key = ("result", number)
-            self.classes[key] = Class(key, "", value, [Option((self.whole,), (), 0.0, 0.0)])
+            wanted = given.results.get(number, self.whole)
+            self.classes[key] = Class(key, "", value, [Option((wanted,), (), 0.0, 0.0)])
             self._add_edge(value, key, 0)
+        self._note_pending(calls, keys)
+        self._sharing = Counter(
+            one for edge in self.edges.values() for one in {self._shared(edge), self._together(edge)}
+        )
         inside = Counter(one.path for one in self.classes.values() if one.call is not None)
         prefixes = {path.rsplit(".", n)[0] for path in inside for n in range(path.count(".") + 1)} - {""}
-        self.modules = sorted(m for m in prefixes if sum(n for p, n in inside.items() if _within(p, m)) > 1)
+        several = {m for m in prefixes if sum(n for p, n in inside.items() if _within(p, m)) > 1}
+        self.modules = sorted(several | given.again)
         """Those that may run again, as patterns."""
         values = [value for call in calls.calls for value in call.outputs]
         self.unit = sum(one.bytes + one.like.numel() * optimizer_bytes for one in calls.tensors + values)
-        self.instances = {m: sum(pattern(model, name) == m for name, _ in model.named_modules()) for m in self.modules}
 
-    def _add_tensor(self, model: nn.Module, value: Value, asker: Asker) -> None:
+    def _add_tensor(self, value: Value, asker: Asker) -> None:
         key: tuple = ("input", value.name)
         path = ""
         if value.kind != "input":
             owner, _, leaf = value.name.rpartition(".")
-            path = pattern(model, owner)
+            path = self.given.pattern(owner)
             key = (value.kind, path, leaf, tuple(value.like.shape))
-        self.of[id(value)] = key
+        self.of[id(value)] = key, 0
         if key in self.classes:
             self.classes[key].count += 1
             return
         ways = [layouts(value.like.shape, n, False) if value.kind != "buffer" else [Replicate()] for n in self.sizes]
         even = [one for one in itertools.product(*ways) if asker.is_even(value.like.shape, one)]
-        self.classes[key] = Class(key, path, value, [Option((), (one,), 0.0, 0.0) for one in even])
+        wanted = self.given.tensors.get(value.name)
+        found = [Option((), (one,), 0.0, 0.0) for one in ([wanted] if wanted is not None else even)]
+        self.classes[key] = Class(key, path, value, found)
 
-    def _add_call(self, model: nn.Module, number: int, call: Call, asker: Asker) -> None:
-        path = pattern(model, call.path)
+    def _add_call(self, number: int, call: Call, asker: Asker) -> tuple:
+        path = self.given.pattern(call.path)
         shapes = tuple((tuple(one.like.shape), one.kind) for one in call.inputs)
         own = call.name.partition(":")[2] or number  # one that a plan cannot name is like no other
         key = ("call", path, own, shapes)
-        self.of[id(call)] = key
+        wanted, made = self.given.inputs.get(call.name, ()), self.given.outputs.get(call.name, ())
         if key in self.classes:
             self.classes[key].count += 1
         else:
-            self.classes[key] = Class(key, path, call, asker.options(call))
+            options = asker.options(call)
+            fit = [one for one in options if all(w is None or w == p for w, p in zip(wanted, one.ins, strict=False))]
+            if not fit:
+                raise StrategyError(
+                    f"{call.name!r}: with the given in_strategy it would have to redistribute by itself, which auto "
+                    "does not plan; give another, or leave it out"
+                )
+            self.classes[key] = Class(key, path, call, fit)
         for place, value in enumerate(call.inputs):
             self._add_edge(value, key, place)
+        for place, value in enumerate(call.outputs):
+            self.of[id(value)] = key, place
+        for place, (value, target) in enumerate(zip(call.outputs, made, strict=False)):
+            if target is not None:  # readers get it from there
+                between = ("out", key, place)
+                self.classes.setdefault(
+                    between, Class(between, path, value, [Option((target,), (target,), 0.0, 0.0)], 0)
+                )
+                self.classes[between].count += 1
+                self._add_edge(value, between, 0)
+                self.of[id(value)] = between, 0
+        return key
 
     def _add_edge(self, value: Value, reader: tuple, number: int) -> None:
-        if value.call is not None:
-            maker = self.of[id(value.call)]
-        elif id(value) in self.of:
-            maker = self.of[id(value)]
-        else:
-            maker = ("constant",)
-            self.classes.setdefault(maker, Class(maker, "", value, [Option((), (self.whole,), 0.0, 0.0)]))
-        edge = (maker, value.place, reader, number)
+        if id(value) not in self.of:
+            self.of[id(value)] = ("constant",), 0
+            self.classes.setdefault(
+                ("constant",), Class(("constant",), "", value, [Option((), (self.whole,), 0.0, 0.0)])
+            )
+        maker, place = self.of[id(value)]
+        edge = (maker, place, reader, number)
         if edge in self.edges:
             self.edges[edge].count += 1
         else:
             self.edges[edge] = Edge(*edge, value)
 
+    def _note_pending(self, calls: Calls, keys: list[tuple]) -> None:
+        made = {id(value): number for number, call in enumerate(calls.calls) for value in call.outputs}
+        last: dict[int, int] = {id(value): len(keys) for value in calls.results}
+        for number, call in enumerate(calls.calls):
+            for value in call.inputs:
+                last[id(value)] = max(number, last.get(id(value), 0))
+        waiting: list[Counter[tuple]] = [Counter() for _ in keys]
+        for one, begun in made.items():
+            for number in range(begun + 1, last.get(one, 0)):
+                waiting[number][self.of[one]] += 1
+        for key, found in zip(keys, waiting, strict=True):
+            self.classes[key].pending |= found
+
     # ---- the program
 
-    def solve(
-        self, limit: float | None, allowed: Callable[[Class, Option], bool], least: bool = False
-    ) -> Solution | None:
-        """The fastest within `limit` bytes, or that with the least memory; None if nothing fits."""
+    def solve(self, limit: float | None, least: bool = False) -> Solution | None:
+        """The fastest within `limit` bytes, or that with the least memory; None if nothing fits.
+
+        Raises StrategyError if the solver ends without an answer.
+        """
         program = _Program()
         again = {m: program.variable(0.0, whole=True) for m in self.modules}
+        for m in self.given.again:
+            program.low[again[m]] = 1
         x: dict[tuple, list[int]] = {}
         for key, one in self.classes.items():
             cost = [one.count * 3 * option.seconds * 1e6 for option in one.options]
             x[key] = [program.variable(c, whole=True) for c in cost]
             program.row(dict.fromkeys(x[key], 1.0), 1, 1)
-            for v, option in zip(x[key], one.options, strict=True):
-                if not allowed(one, option):
-                    program.high[v] = 0
         memory: dict[int, float] = {}
         held: dict[str, dict[int, float]] = {m: defaultdict(float) for m in self.modules}
-        summing: dict[tuple, int] = {}
-        flows = {edge: self._flows(program, one, x, summing) for edge, one in self.edges.items()}
+        charges: dict[tuple, Charge] = {}
+        flows = {key: self._flows(program, edge, x, charges) for key, edge in self.edges.items()}
         for key, one in self.classes.items():
             value = one.member
             if isinstance(value, Value) and value.kind in ("parameter", "buffer"):
@@ -172,7 +227,8 @@ class Search:
                 for v, option in zip(x[key], one.options, strict=True):
                     memory[v] = one.count * size / parts(option.outs[0], self.sizes) / self.unit
         self._kept(program, x, flows, again, memory, held)
-        self._rerun(program, x, flows, again)
+        self._working(program, x, flows, memory)
+        self._rerun(program, x, charges, again)
         transient = program.variable(0.0, high=math.inf)
         for m, terms in held.items():
             most = sum(terms.values())
@@ -181,15 +237,14 @@ class Search:
         if limit is not None:
             program.row(memory, -math.inf, limit / self.unit)
         for m, other in itertools.combinations(self.modules, 2):
-            if _within(other, m) or _within(m, other):
+            if (_within(other, m) or _within(m, other)) and not {m, other} <= self.given.again:
                 program.row({again[m]: 1.0, again[other]: 1.0}, -math.inf, 1)
         values = program.solve(memory if least else None)
         if values is None:
             return None
-        seconds = sum(c * v for c, v in zip(program.cost, values, strict=True)) / 1e6
         for v in itertools.chain(again.values(), *x.values()):  # what is held is only bounded from below
             program.low[v] = program.high[v] = round(values[v])
-        values = program.solve(memory) or values
+        held_values = program.solve(memory) or values
         chosen = {
             key: one.options[max(range(len(x[key])), key=lambda n: values[x[key][n]])]
             for key, one in self.classes.items()
@@ -197,20 +252,51 @@ class Search:
         found = Solution(
             chosen,
             [m for m in self.modules if values[again[m]] > 0.5],
-            seconds,
-            sum(size * values[v] for v, size in memory.items()) * self.unit,
+            sum(c * v for c, v in zip(program.cost, values, strict=True)) / 1e6,
+            sum(size * held_values[v] for v, size in memory.items()) * self.unit,
+            sent=[0.0] * len(self.sizes),
         )
-        for key, v in summing.items():
-            if values[v] > 0.5:
-                found.summed.add(key[:2])
         for key in self.classes:
             found.costs[key] = {"compute": 3 * chosen[key].seconds, "communication": 0.0}
-        for edge, pairs in flows.items():
-            for v, both in pairs.moves.items():
-                found.costs[edge[2]]["communication"] += values[v] * sum(both) / self.classes[edge[2]].count
+        for charge in charges.values():
+            if values[charge.variable] > 0.5:
+                self._charged(charge, found)
         return found
 
-    def _flows(self, program: _Program, edge: Edge, x: Mapping[tuple, list[int]], summing: dict) -> _Flows:
+    def _charged(self, one: Charge, found: Solution) -> None:
+        """Note what is sent."""
+        if one.backward and one.before == one.after:
+            found.summed.add((one.edge.maker, one.edge.place))
+        first = self.classes[one.edge.reader]
+        found.costs[first.key]["communication"] += one.count * one.seconds / first.count
+        times = one.count * (
+            1 + any(_within(self._path(k), m) for k in one.readers for m in found.again if not one.backward)
+        )
+        for axis in range(len(self.sizes)):
+            per_byte = [(0.0, float(axis == other)) for other in range(len(self.sizes))]
+            both = moving(one.edge.value.bytes, one.before, one.after, one.summed, True, self.sizes, per_byte)
+            found.sent[axis] += times * (both or (0.0, 0.0))[one.backward]
+
+    def _path(self, reader: tuple) -> str:
+        """Of the modules of a call; what the model returns is outside of all."""
+        return self.classes[reader].path if reader[0] != "result" else " "
+
+    def _together(self, edge: Edge) -> tuple:
+        """The same for all readers of one tensor, and last how many such tensors there are.
+
+        In repeated layers those that read as often are taken to read the same.
+        """
+        return edge.maker, edge.place, min(edge.count, self.classes[edge.maker].count)
+
+    def _shared(self, edge: Edge) -> tuple:
+        """The same for readers that share what is moved: not that of a parameter."""
+        if edge.value.kind in ("parameter", "buffer"):
+            return edge.maker, edge.place, edge.reader, edge.number, edge.count
+        return self._together(edge)
+
+    def _flows(
+        self, program: _Program, edge: Edge, x: Mapping[tuple, list[int]], charges: dict[tuple, Charge]
+    ) -> dict[tuple, int]:
         maker, reader = self.classes[edge.maker], self.classes[edge.reader]
         given: dict[Placed, list[int]] = defaultdict(list)
         wanted: dict[tuple, list[int]] = defaultdict(list)
@@ -218,26 +304,34 @@ class Search:
             given[option.outs[edge.place]].append(v)
         for v, option in zip(x[edge.reader], reader.options, strict=True):
             wanted[option.ins[edge.number], _summed(option, edge.number)].append(v)
-        flows = _Flows()
+        flows: dict[tuple, int] = {}
+        least: dict[int, dict[int, float]] = defaultdict(dict)
         grad = edge.value.like.requires_grad
         for p in given:
-            for q in wanted:
-                seconds = moving(edge.value.bytes, p, q[0], q[1], grad, self.sizes, self.links)
-                if seconds is not None:
-                    back = seconds[1]
-                    if p == q[0]:  # gradients of all readers in this layout are added, and then reduced once
-                        seconds = (seconds[0], 0.0)
-                    v = program.variable(edge.count * sum(seconds) * 1e6)
-                    if p == q[0] and back:
-                        key = (edge.maker, edge.place, *q)
-                        if key not in summing:
-                            summing[key] = program.variable(maker.count * back * 1e6)
-                        program.row({summing[key]: 1.0, v: -1.0}, 0)
-                    flows.of[p, q] = v
-                    flows.moves[v] = (edge.count * seconds[0], edge.count * seconds[1])
+            for after, summed in wanted:
+                seconds = moving(edge.value.bytes, p, after, summed, grad, self.sizes, self.links)
+                if seconds is None:
+                    continue
+                v = flows[p, (after, summed)] = program.variable(0.0)
+                for backward, one in enumerate(seconds):
+                    # Gradients of all readers in one layout are added, and then reduced once.
+                    shared = self._shared(edge) if p != after else self._together(edge)
+                    alone, count = self._sharing[shared] < 2, shared[-1]
+                    key = (shared, backward, p, after, summed if backward or alone else None)
+                    if not one:
+                        continue
+                    if key not in charges:
+                        variable = v if alone else program.variable(0.0)
+                        program.cost[variable] += count * one * 1e6
+                        charges[key] = Charge(variable, one, bool(backward), edge, count, p, after, summed)
+                    charges[key].readers.append(edge.reader)
+                    if not alone:
+                        least[charges[key].variable][v] = -1.0
+        for variable, terms in least.items():
+            program.row({variable: 1.0, **terms}, 0)
         rows: dict[tuple, dict[int, float]] = {("from", p): dict.fromkeys(xs, -1.0) for p, xs in given.items()}
         rows |= {("to", q): dict.fromkeys(xs, -1.0) for q, xs in wanted.items()}
-        for (p, q), v in flows.of.items():
+        for (p, q), v in flows.items():
             rows["from", p][v] = rows["to", q][v] = 1.0
         for terms in rows.values():
             program.row(terms, 0, 0)
@@ -247,7 +341,7 @@ class Search:
         self,
         program: _Program,
         x: Mapping[tuple, list[int]],
-        flows: Mapping[tuple, _Flows],
+        flows: Mapping[tuple, Mapping[tuple, int]],
         again: Mapping[str, int],
         memory: dict[int, float],
         held: Mapping[str, dict[int, float]],
@@ -262,27 +356,27 @@ class Search:
             if key not in shared:
                 shared[key] = program.variable(0.0)
                 memory[shared[key]] = count * size / self.unit
-            around = [m for m in self.modules if _within(reader.path, m)] if reader.call is not None else []
+            around = [m for m in self.modules if _within(self._path(reader.key), m)]
             program.row({shared[key]: 1.0, **{v: -n for v, n in source.items()}, **{again[m]: 1.0 for m in around}}, 0)
             for m in around:
                 for v in source:
-                    held[m][v] += max(1, count // max(1, self.instances[m])) * size / self.unit
+                    held[m][v] += max(1, count // max(1, self.given.instances[m])) * size / self.unit
 
         for edge, found in flows.items():
             one, reader = self.edges[edge], self.classes[edge[2]]
             maker = self.classes[edge[0]]
-            if reader.call is not None and one.number in reader.call.keeps_inputs:
+            if reader.key[0] == "result" or reader.call is not None and one.number in reader.call.keeps_inputs:
                 by_layout: dict[tuple, dict[int, float]] = defaultdict(dict)
-                for (p, (q, _)), v in found.of.items():
+                for (p, (q, _)), v in found.items():
                     if p == q and one.value.kind in ("parameter", "buffer"):
                         continue
-                    by_layout[(edge[:2] if p == q else edge, q)][v] = 1.0
+                    by_layout[(edge[:2] if p == q else ("moved", *self._shared(one)), q)][v] = 1.0
                 for key, source in by_layout.items():
                     size = one.value.bytes / parts(key[1], self.sizes)
-                    keep(key, source, reader, size, maker.count if key[0] == edge[:2] else one.count)
+                    keep(key, source, reader, size, maker.count if key[0] == edge[:2] else self._shared(one)[-1])
             for m in self.modules:  # what a module that is run again begins with
-                outside = reader.call is not None and _within(reader.path, m) and not _within(maker.path, m)
-                if outside and one.value.kind in ("made", "input"):
+                outside = one.value.kind == "input" or one.value.kind == "made" and not _within(maker.path, m)
+                if outside and _within(self._path(reader.key), m):
                     for v, option in zip(x[edge[0]], maker.options, strict=True):
                         p = option.outs[one.place]
                         begun = (edge[:2], p)
@@ -303,25 +397,58 @@ class Search:
                     size = taken.call.outputs[place].bytes / parts(p, self.sizes)
                     keep(((key, place), p), source, taken, size, taken.count)
 
-    def _rerun(self, program: _Program, x: Mapping, flows: Mapping[tuple, _Flows], again: Mapping[str, int]) -> None:
+    def _working(
+        self,
+        program: _Program,
+        x: Mapping[tuple, list[int]],
+        flows: Mapping[tuple, Mapping[tuple, int]],
+        memory: dict[int, float],
+    ) -> None:
+        """What lives for a moment while the call that needs most runs backward: gradients, and copies moved for it."""
+        working = program.variable(0.0, high=math.inf)
+        memory[working] = 1.0
+        terms: dict[tuple, dict[int, float]] = {key: defaultdict(float) for key in self.classes}
+        for key, one in self.classes.items():
+            if one.call is None:
+                continue
+            for v, option in zip(x[key], one.options, strict=True):
+                for value, placed in zip(one.call.inputs + one.call.outputs, option.ins + option.outs, strict=True):
+                    terms[key][v] += value.bytes * value.like.requires_grad / parts(placed, self.sizes)
+            for (maker, place), count in one.pending.items():
+                source = self.classes[maker]
+                value = source.member.outputs[place] if isinstance(source.member, Call) else source.member
+                for v, option in zip(x[maker], source.options, strict=True):
+                    terms[key][v] += count * value.bytes / parts(option.outs[place], self.sizes)
+        for edge, found in flows.items():
+            reader = self.classes[edge[2]]
+            keeps = reader.call is not None and self.edges[edge].number in reader.call.keeps_inputs
+            value = self.edges[edge].value
+            for (p, (q, _)), v in found.items():
+                moved = value.bytes * value.like.requires_grad / parts(p, self.sizes) * (p != q)
+                copied = value.bytes / parts(q, self.sizes) * (reader.key[0] == "result" or p != q and not keeps)
+                terms[edge[2]][v] += moved + copied
+        for sizes in terms.values():
+            if sizes:
+                program.row({working: 1.0, **{v: -size / self.unit for v, size in sizes.items()}}, 0)
+
+    def _rerun(self, program: _Program, x: Mapping, charges: Mapping[tuple, Charge], again: Mapping[str, int]) -> None:
         """What a module that is run again costs: its forward, redistributions included."""
         for m in self.modules:
             terms: dict[int, float] = {}
-            most = 0.0
+            most: dict[Any, float] = defaultdict(float)
             for key, one in self.classes.items():
                 if one.call is not None and _within(one.path, m):
-                    terms |= {
-                        v: one.count * option.seconds * 1e6 for v, option in zip(x[key], one.options, strict=True)
-                    }
-                    most += one.count * max(option.seconds for option in one.options) * 1e6
-            for edge, found in flows.items():
-                reader = self.classes[edge[2]]
-                if reader.call is not None and _within(reader.path, m):
-                    costs = {v: seconds[0] * 1e6 for v, seconds in found.moves.items()}
-                    terms |= costs
-                    most += max(costs.values(), default=0.0)
-            cost = program.variable(1.0, high=math.inf)
-            program.row({**terms, cost: -1.0, again[m]: most}, -math.inf, most)
+                    for v, option in zip(x[key], one.options, strict=True):
+                        terms[v] = one.count * option.seconds * 1e6
+                        most[key] = max(most[key], terms[v])
+            for charge in charges.values():
+                for reader in charge.readers:
+                    if not charge.backward and _within(self._path(reader), m):
+                        terms[charge.variable] = charge.count * charge.seconds * 1e6
+                        place = (reader, charge.edge.maker, charge.edge.place)
+                        most[place] = max(most[place], terms[charge.variable])
+            cost, all_of_it = program.variable(1.0, high=math.inf), sum(most.values())
+            program.row({**terms, cost: -1.0, again[m]: all_of_it}, -math.inf, all_of_it)
 
 
 def _summed(option: Option, number: int) -> tuple[bool, ...]:
@@ -340,14 +467,7 @@ def _summed(option: Option, number: int) -> tuple[bool, ...]:
 
 
 def _within(path: str, module: str) -> bool:
-    return path == module or path.startswith(module + ".")
-
-
-@dataclass
-class _Flows:
-    of: dict[tuple, int] = field(default_factory=dict)
-    moves: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Seconds forward and backward."""
+    return path == module or path.startswith(module + ".") or (module == "" and path != " ")
 
 
 class _Program:
@@ -369,7 +489,7 @@ class _Program:
         self._rows.append((dict(terms), low, high))
 
     def solve(self, instead: Mapping[int, float] | None) -> list[float] | None:
-        """The values with the least cost, or with the least of these terms instead."""
+        """The values with the least cost, or with the least of these terms instead; None if there are none."""
         import numpy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -378,14 +498,25 @@ class _Program:
         entries = list(self._entries())
         rows, columns, data = (numpy.array(one) for one in zip(*entries, strict=True))
         matrix = coo_array((data, (rows, columns)), shape=(len(self._rows), len(self.cost))).tocsr()
-        result: Any = milp(
-            numpy.array(cost),
-            constraints=LinearConstraint(matrix, [low for _, low, _ in self._rows], [high for *_, high in self._rows]),
-            integrality=self._whole,
-            bounds=Bounds(self.low, self.high),
-            options={"mip_rel_gap": _GAP},
-        )
-        return None if result.x is None else [float(one) for one in result.x]
+        with silent():
+            result: Any = milp(
+                numpy.array(cost),
+                constraints=LinearConstraint(
+                    matrix, [low for _, low, _ in self._rows], [high for *_, high in self._rows]
+                ),
+                integrality=self._whole,
+                bounds=Bounds(self.low, self.high),
+                options=SOLVER if instead is None else {**SOLVER, "mip_rel_gap": _ROUGHLY},
+            )
+        if result.status == 2:
+            return None
+        if result.status != 0:  # with or without some solution: which one would depend on the machine
+            why = {1: "it reached its limit of time or work"}.get(result.status, "it met numerical trouble")
+            raise StrategyError(
+                f"the solver found no answer: {why} ({result.message}); that says nothing of whether a plan fits. Give "
+                "rows for more operators, or figures of the machine that are less far apart"
+            )
+        return [float(one) for one in result.x]
 
     def _entries(self) -> Iterator[tuple[int, int, float]]:
         for number, (terms, _, _) in enumerate(self._rows):

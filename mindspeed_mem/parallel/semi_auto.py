@@ -69,13 +69,13 @@ def semi_auto(
         raise StrategyError(problems)
     names = {name: module for name, module in model.named_modules()}
     by_path = rows.by_path(list(names), problems)
-    laid_out = _parameters(model, mesh, by_path, problems)
-    _check_names(by_path, mesh, problems)
+    split_ones = laid_out(model, mesh, by_path, problems)
+    check_names(by_path, mesh, problems)
     if problems:
         raise StrategyError(problems)
     rules.register()
     rules.compare_random_states(mesh)
-    _distribute(model, mesh, laid_out)
+    _distribute(model, mesh, split_ones)
     split = Split(mesh, by_path, inputs == "local")
     for name, module in names.items():
         module.forward = Forward(module, name, by_path.get(name), split)
@@ -378,7 +378,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
-def _parameters(
+def laid_out(
     model: nn.Module, mesh: DeviceMesh, rows: Mapping[str, Row], problems: list[str]
 ) -> dict[int, tuple[str, Placements]]:
     """Name and placements of each tensor that the rows split, by its id."""
@@ -404,7 +404,7 @@ def _parameters(
     return found
 
 
-def _check_names(rows: Mapping[str, Row], mesh: DeviceMesh, problems: list[str]) -> None:
+def check_names(rows: Mapping[str, Row], mesh: DeviceMesh, problems: list[str]) -> None:
     """What of the strategies is wrong whatever the shapes are."""
     for path, row in rows.items():
         for field, what in ((row.in_strategy, "input"), (row.out_strategy, "output")):
@@ -414,7 +414,7 @@ def _check_names(rows: Mapping[str, Row], mesh: DeviceMesh, problems: list[str])
                     placements(strategy, mesh, None, f"{path or 'the model'}, {what} {key}", problems)
 
 
-def _distribute(model: nn.Module, mesh: DeviceMesh, laid_out: Mapping[int, tuple[str, Placements]]) -> None:
+def _distribute(model: nn.Module, mesh: DeviceMesh, split: Mapping[int, tuple[str, Placements]]) -> None:
     whole = placements((), mesh, None, "")
     names = {id(one): name for name, one in model.named_parameters()}
     made: dict[int, Any] = {}
@@ -424,7 +424,7 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, laid_out: Mapping[int, tuple
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    _, target = laid_out.get(id(tensor), ("", whole))
+                    _, target = split.get(id(tensor), ("", whole))
                     new: Any = distribute_tensor(tensor.detach(), mesh, target)
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)

@@ -17,16 +17,13 @@ HiGHS returned plans that were 14 % too large.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_mem.adaptive.problem.definition import GB, Block, Problem, blocks
 from mindspeed_mem.adaptive.search.decisions import Count, Counts, key
+from mindspeed_mem.output import silent
 
 GAP = 1e-3
 TIME_LIMIT = 1.0
@@ -88,7 +85,7 @@ class Program:
             data += terms.values()
             starts.append(len(columns))
         matrix = csr_matrix((data, columns, starts), shape=(len(self._rows), len(self.index)))
-        with _silent():
+        with silent():
             result = milp(
                 numpy.array(self._price),
                 constraints=LinearConstraint(matrix, -numpy.inf, [high for _, high in self._rows]),
@@ -97,24 +94,6 @@ class Program:
                 options={"time_limit": time_limit, "mip_rel_gap": gap},
             )
         return None if result.x is None else {name: float(result.x[place]) for name, place in self.index.items()}
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Without what HiGHS prints from C++, whatever its options: our output may be read by a program."""
-    if sys.stdout is not None:
-        sys.stdout.flush()
-    c = ctypes.CDLL(None)
-    c.fflush(None)
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        c.fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def solve(

@@ -1,0 +1,263 @@
+"""What `auto` searches: the cheapest of all combinations, with rows that the user fixes, and in words where it cannot."""
+
+import copy
+import itertools
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mindspeed_mem import parallel
+from mindspeed_mem.device.limited_cpu import LimitedMemory
+from mindspeed_mem.parallel import search
+from mindspeed_mem.parallel.calls import calls_of
+from mindspeed_mem.parallel.given import Given
+from mindspeed_mem.parallel.options import Asker, moving
+from tests.worlds import on_ranks
+
+pytestmark = pytest.mark.distributed
+MACHINE = parallel.Machine(tflops=1e-3, memory_gbps=1, gbps=1e-2, latency_us=3, launch_us=0)
+
+
+class Pair(nn.Module):
+    """Two readers of one tensor, and a sum."""
+
+    def __init__(self, hidden=4, bias=False):
+        super().__init__()
+        self.one, self.two = nn.Linear(hidden, hidden, bias=bias), nn.Linear(hidden, hidden, bias=bias)
+
+    def forward(self, x):
+        return self.one(x) + self.two(x)
+
+
+class Chain(nn.Module):
+    def __init__(self, hidden=4):
+        super().__init__()
+        self.one, self.two = nn.Linear(hidden, 2 * hidden, bias=False), nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)))
+
+
+class Layers(nn.Module):
+    def __init__(self, layers=3, hidden=8):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(hidden) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        return x + self.fc2(F.gelu(self.fc1(x)))
+
+
+def cheapest(built):
+    """Seconds of the cheapest of all combinations of options, counted one by one."""
+    readers = defaultdict(list)
+    for edge in built.edges.values():
+        readers[edge.maker, edge.place].append(edge)
+    least = math.inf
+    keys = list(built.classes)
+    for options in itertools.product(*(one.options for one in built.classes.values())):
+        chosen = dict(zip(keys, options, strict=True))
+        seconds = sum(3 * one.seconds for one in options)
+        for (maker, place), edges in readers.items():
+            given, once = chosen[maker].outs[place], {}
+            for number, edge in enumerate(edges):
+                option = chosen[edge.reader]
+                wanted, summed = option.ins[edge.number], search._summed(option, edge.number)
+                value = edge.value
+                both = moving(value.bytes, given, wanted, summed, value.like.requires_grad, built.sizes, built.links)
+                if both is None:
+                    seconds = math.inf
+                    break
+                own = number if value.kind == "parameter" and given != wanted else 0
+                once["forward", wanted, own] = both[0]
+                once["backward", wanted, summed, own] = both[1]
+            seconds += sum(once.values())
+            if seconds >= least:
+                break
+        least = min(least, seconds)
+    return least
+
+
+def enumerated():
+    mesh, found = parallel.mesh("cpu", tp=2), []
+    for model, batch in ((Chain(), 8), (Chain(), 512), (Pair(), 4), (Pair(), 256)):
+        x = torch.randn(batch, 4)
+        plan = parallel.auto(model, x, mesh, machine=MACHINE)
+        again = parallel.auto(model, x, mesh, machine=MACHINE)
+        assert list(again.rows.items()) == list(plan.rows.items()) and again.seconds == plan.seconds
+        calls = calls_of(model, (x,))
+        given = Given(model, mesh, calls, parallel.Plan({}))
+        links = [MACHINE.link("tp")]
+        built = search.Search(calls, Asker(mesh, MACHINE), links, 8.0, given)
+        found.append((plan.seconds, cheapest(built), math.prod(len(one.options) for one in built.classes.values())))
+    return found
+
+
+def test_a_plan_is_the_cheapest_of_all_combinations():
+    for planned, least, combinations in on_ranks(2, enumerated)[0]:
+        assert combinations > 100
+        assert planned == pytest.approx(least, rel=1e-5)
+
+
+def difference(model, plan, mesh, x):
+    """The largest of outputs and gradients on one device and on the mesh."""
+    many = parallel.semi_auto(copy.deepcopy(model), mesh, plan)
+    outputs = [one(x) for one in (model, many)]
+    for one in outputs:
+        one.square().mean().backward()
+    pairs = zip(model.parameters(), many.parameters(), strict=True)
+    errors = [(outputs[0] - outputs[1]).abs().max()] + [(a.grad - b.grad.full_tensor()).abs().max() for a, b in pairs]
+    return float(max(errors))
+
+
+def fixed():
+    mesh, x = parallel.mesh("cpu", tp=2), torch.randn(64, 8, dtype=torch.float64)
+    torch.manual_seed(1)
+    model = Layers().double()
+    given = {
+        "": {"in_strategy": ((None, None),), "out_strategy": (("tp", None),)},
+        "layers.*.fc2:linear": {"out_strategy": ((None, None),)},
+        "layers.1.fc1": {"parameter_plan": {"weight": (None, "tp")}},
+        "layers.2": {"recompute": True},
+    }
+    free = parallel.auto(model, x, mesh, machine=MACHINE)
+    plan = parallel.auto(model, x, mesh, given=given, machine=MACHINE)
+    split = {path: dict(row.parameter_plan) for path, row in plan.rows.items() if row.parameter_plan}
+    brought = [path for path, row in plan.rows.items() if path.endswith("fc2:linear.0") and row.out_strategy]
+    again = [path for path, row in plan.rows.items() if row.recompute]
+    own, seconds = plan.rows[""], (free.seconds, plan.seconds)
+    many = parallel.semi_auto(copy.deepcopy(model), mesh, plan)
+    made, expected = many(x), model(x)
+    made.full_tensor().square().mean().backward()
+    expected.square().mean().backward()
+    pairs = zip(model.parameters(), many.parameters(), strict=True)
+    error = max(float((a.grad - b.grad.full_tensor()).abs().max()) for a, b in pairs)
+    return split, brought, again, own, seconds, error, tuple(made.placements)
+
+
+def test_given_rows_hold_and_are_paid_for_one_layer_of_several_too():
+    split, brought, again, own, seconds, error, placed = on_ranks(2, fixed)[0]
+    assert split["layers.1.fc1"]["weight"] == (None, "tp")
+    assert split.get("layers.0.fc1", {}).get("weight") != (None, "tp")
+    assert brought == [f"layers.{number}.fc2:linear.0" for number in range(3)]
+    assert again == ["layers.2"]
+    assert own.in_strategy == ((None, None),) and own.out_strategy == (("tp", None),)
+    assert seconds[1] > seconds[0]
+    assert error < 1e-12 and placed[0].is_shard(0)
+
+
+WRONG = {
+    "": {"in_strategy": ((None, None), (None, None)), "out_strategy": ((None, None), (None,))},
+    "layers.1": {"in_strategy": ((None, None),)},
+    "layers.0.fc1:linear.0": {"in_strategy": (("tp", None),)},
+    "layers.0.fc1:matmul": {"in_strategy": ((None, None),)},
+    "layers.0.fc1": {"parameter_plan": {"wait": ("tp", None)}},
+    "layer": {"recompute": True},
+}
+SAID = (
+    "'', in_strategy: 2 strategies for 1 tensors",
+    "'', out_strategy: 2 strategies for 1 tensors",
+    "'layers.1': auto takes strategies of the model itself and of operators",
+    "'layers.1.fc1:linear.0'",
+    "'layers.0.fc1:linear.0', in_strategy: 1 strategies for 3 tensors",
+    "'layers.0.fc1:matmul': layers.0.fc1 calls no matmul; it calls linear.0",
+)
+
+
+def refused(given):
+    with pytest.raises(parallel.StrategyError) as error:
+        parallel.auto(Layers(), torch.randn(64, 8), parallel.mesh("cpu", tp=1), given=given, machine=MACHINE)
+    return error.value.problems
+
+
+def test_given_rows_that_name_nothing_or_do_not_fit_are_refused_together():
+    unknown = on_ranks(1, refused, WRONG)[0]
+    assert any("there is no module 'layer'" in one for one in unknown)
+    assert any("there is no parameter 'wait'" in one for one in unknown)
+    shapes = " ".join(on_ranks(1, refused, dict(list(WRONG.items())[:4]))[0])
+    for one in SAID:
+        assert one in shapes
+
+
+def unsolved():
+    search.SOLVER["time_limit"] = 0.0  # the solver's own limit: there is none otherwise
+    try:
+        return refused({})
+    finally:
+        del search.SOLVER["time_limit"]
+
+
+def test_a_solver_without_an_answer_is_not_called_a_plan_that_does_not_fit():
+    said = on_ranks(1, unsolved)[0]
+    assert "limit of time" in said[0] and "says nothing of whether" in said[0]
+
+
+def outputs():
+    mesh, x = parallel.mesh("cpu", tp=2), torch.randn(4, 4)
+    found = []
+    for size in (4, 4096):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, size, bias=False))
+        given = {
+            "0": {"parameter_plan": {"weight": ("tp", None)}},
+            "0:linear": {"in_strategy": ((None, None), ("tp", None))},
+        }
+        plan = parallel.auto(model, x, mesh, given=given, machine=MACHINE)
+        split = parallel.auto(model, x, mesh, given={**given, "": {"out_strategy": ((None, "tp"),)}}, machine=MACHINE)
+        many = parallel.semi_auto(model, mesh, plan)
+        many(x).sum().backward()
+        report = parallel.report(many)
+        found.append((plan.bytes_sent, report.sent(), plan.memory_gib - split.memory_gib, plan.seconds - split.seconds))
+    return found
+
+
+def test_what_the_model_returns_is_paid_for_where_it_is_made_whole():
+    for size, (predicted, sent, held, seconds) in zip((4, 4096), on_ranks(2, outputs)[0], strict=True):
+        whole = 4 * size * 4
+        assert predicted == {"tp": whole // 2} == sent
+        assert held * 2**30 >= whole / 2
+        assert seconds == pytest.approx(3e-6 + whole / 2 / 1e7)
+
+
+def measured():
+    """Bytes that a step holds at most above what there was before the model, by plans with less and less memory."""
+    mesh, x = parallel.mesh("cpu", tp=2), torch.randn(512, 64)
+    found, limit = [], None
+    for _ in range(3):
+        torch.manual_seed(0)
+        plan = parallel.auto(
+            Layers(4, 64), x, mesh, limit, given={"": {"in_strategy": ((None, None),)}}, machine=MACHINE
+        )
+        with LimitedMemory() as memory:
+            before = memory.allocated
+            model = parallel.semi_auto(Layers(4, 64), mesh, plan)
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(3):
+                memory.reset_peak()
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((limit, plan.memory_gib, (memory.peak - before) / 2**30))
+        del model, optimizer
+        limit = plan.memory_gib * 0.85
+    return found
+
+
+def test_what_a_step_holds_stays_within_the_memory_of_its_plan():
+    for limit, planned, peak in on_ranks(2, measured)[0]:
+        assert limit is None or planned <= limit
+        assert 0.5 * planned < peak <= planned
