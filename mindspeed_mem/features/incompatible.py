@@ -41,7 +41,6 @@ _GRAPH = (
     "transformer_engine with graphs of parts, such as --cuda-graph-scope attn moe_router, can stay: swap follows the "
     "rest)"
 )
-_PARTS = ("--cuda-graph-scope", "--cuda-graph-modules")
 _NOT_YET = "not supported yet"
 _PIECES = (
     "it runs layers piece by piece, a piece forward of one micro-batch and one backward of another in turn, and never "
@@ -65,24 +64,20 @@ def _graphs_of_parts(args: Any) -> bool:
     return (impl == "transformer_engine" or bool(old)) and bool(names) and not names & {"full", "full_iteration"}
 
 
-def _graphs(why: str, unless: Callable[[Any], bool]) -> tuple[Option, ...]:
+def _graphs(why: str, unless: Callable[[Any], bool] | None = None) -> tuple[Option, ...]:
+    asks = () if unless is None else ("--cuda-graph-scope", "--cuda-graph-modules")
     return (
-        of_core("--cuda-graph-impl", why, off="none", unless=unless, asks=_PARTS),
-        of_core("--external-cuda-graph", why, unless=unless, asks=_PARTS),
+        of_core("--cuda-graph-impl", why, off="none", unless=unless, asks=asks),
+        of_core("--external-cuda-graph", why, unless=unless, asks=asks),
     )
 
 
-def _graphs_of_all(args: Any) -> bool:
-    return not _graphs_of_parts(args)
-
-
-MEMORY = (
+_ALWAYS = (
     of_core("--recompute-granularity", f"a layer that runs again keeps nothing to move; {_AS_PLAN}", value="full"),
     of_core("--fine-grained-activation-offloading", f"{_SAME}; {_AS_PLAN}"),
     of_core("--cpu-offloading", _SAME),
     of_core("--cpu-offloading-num-layers", f"{_SAME}; {_AS_PLAN}"),
     of_core("--moe-paged-stash", "it keeps what experts save in pages of its own, and may run a step again"),
-    *_graphs(_GRAPH, _graphs_of_parts),
     of_core("--enable-cuda-graph", _GRAPH),
     of_core("--overlap-moe-expert-parallel-comm", _PIECES),
     of_megatron_lm("--use-megatron-fsdp", _FSDP),
@@ -103,6 +98,7 @@ MEMORY = (
     of_mindspeed("--schedules-method", _OWN_PASSES, value="dualpipev"),
     of_mindspeed("--use-multiparameter-pipeline-model-parallel", _OWN_PASSES),
 )
+MEMORY = (*_ALWAYS, *_graphs(_GRAPH, _graphs_of_parts))
 RECOMPUTE = (
     of_core(
         "--fp8-format",
@@ -116,12 +112,10 @@ RECOMPUTE = (
         asks=("--hidden-dropout", "--attention-dropout"),
     ),
     of_core("--te-rng-tracker", _LIVE, field="use_te_rng_tracker", unless=_draws_nothing),
-    *_graphs("a second run in backward would need a graph that its next micro-batch has", _graphs_of_all),
+    *_graphs("a second run in backward would need a graph that its next micro-batch has"),
 )
-SURVIVE = (
-    *MEMORY,
-    *_graphs("memory cannot be made free while a graph is captured or replayed", _graphs_of_all),
-)
+RECOMPUTING = (*_ALWAYS, *RECOMPUTE)
+SURVIVE = (*_ALWAYS, *_graphs("memory cannot be made free while a graph is captured or replayed"))
 
 
 _TWO_SPLITS = "both say which layers a pipeline stage has"
@@ -168,8 +162,7 @@ INFLIGHT_CAP = (
 
 _FINDS = "it finds out itself what to swap and what to recompute"
 ADAPTIVE = (
-    *(bar for bar in MEMORY if bar.flag != "--recompute-granularity"),
-    *RECOMPUTE,
+    *(bar for bar in RECOMPUTING if bar.flag != "--recompute-granularity"),
     of_core("--recompute-granularity", _FINDS),
     of_ours("--memory-config", _FINDS),
     of_ours("--recompute-layers", _FINDS),

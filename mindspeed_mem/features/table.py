@@ -21,7 +21,6 @@ from mindspeed_mem.zero.core.placement import placement
 
 MEMORY_PATCHES = ("activation_*",)
 RECOMPUTE_PATCHES = ("recompute_*",)
-_RECOMPUTE_BARS = (*incompatible.MEMORY, *incompatible.RECOMPUTE)
 
 FEATURES = (
     Feature(
@@ -62,7 +61,7 @@ FEATURES = (
         "the stacks of a model that has several: encoder:0,decoder:1-3",
         section="recompute",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
-        bars=_RECOMPUTE_BARS,
+        bars=incompatible.RECOMPUTING,
     ),
     Feature(
         flag="--select-recompute",
@@ -73,7 +72,7 @@ FEATURES = (
         r"'mlp=0,3' 'self_attention\.core_attention'",
         section="select_recompute",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
-        bars=_RECOMPUTE_BARS,
+        bars=incompatible.RECOMPUTING,
     ),
     Feature(
         flag="--select-comm-recompute",
@@ -83,7 +82,7 @@ FEATURES = (
         help=r"the same for operators that communicate, and the norms that feed them, such as '.*\.norm'",
         section="select_comm_recompute",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
-        bars=_RECOMPUTE_BARS,
+        bars=incompatible.RECOMPUTING,
     ),
     Feature(
         flag="--swap-host-memory-gib",
