@@ -84,6 +84,6 @@ def test_every_other_word_on_stages_is_refused_at_once():
 
 @pytest.mark.parametrize("pattern", ["--hybrid-override-pattern", "--hybrid-layer-pattern"])
 def test_patterns_of_hybrid_models_are_refused(pattern):
-    """Megatron-LM 0.18 and newer know a hybrid model by its pattern alone, and would complain of a layout nobody gave."""
+    """Newer Megatron-LM knows a hybrid model by its pattern alone, and would complain of a layout that nobody gave."""
     (problem,) = problems_of(scan(["--pipeline-stages", "3,5", "--device=cpu", pattern, "M*-M*-M*"]))
     assert f"--pipeline-stages cannot be combined with {pattern}" in problem
