@@ -38,14 +38,14 @@ COMMON = """--device cpu --transformer-impl local --num-layers 4 --hidden-size 3
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion
 --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion""".split()
 _TOKENS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100".split()
-_HYBRID = [*_TOKENS, *"--spec hybrid_layers stack".split()]
+_HYBRID = [*_TOKENS, *"--spec hybrid_layers stack --num-layers 8".split()]
 _SENTENCES = (
     "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase --data-path text --vocab-file words.txt".split()
 )
 SCRIPTS = {
     "pretrain_gpt.py": (_TOKENS, "0.002"),
-    "pretrain_mamba.py": (_HYBRID, "0.001"),
-    "pretrain_hybrid.py": (_HYBRID, "0.001"),
+    "pretrain_mamba.py": (_HYBRID, "0.0015"),
+    "pretrain_hybrid.py": (_HYBRID, "0.0015"),
     "pretrain_t5.py": ([*_SENTENCES, "--decoder-seq-length", "32", "--vocab-extra-ids", "20"], "0.004"),
     "pretrain_bert.py": (_SENTENCES, "0.002"),
 }
@@ -205,8 +205,8 @@ def _pattern(checkout: Path, script: str, layout: str) -> list[str]:
     if script not in ("pretrain_mamba.py", "pretrain_hybrid.py"):
         return []
     if not (checkout / "megatron" / "core" / "models" / "hybrid").is_dir():
-        return ["--is-hybrid-model", "--hybrid-override-pattern", "M*-M"]
-    return ["--hybrid-layer-pattern", "M*|-M" if layout == "PP2" else "M*-M"]
+        return ["--is-hybrid-model", "--hybrid-override-pattern", "M*-MM*-M"]
+    return ["--hybrid-layer-pattern", "M*-M|M*-M" if layout == "PP2" else "M*-MM*-M"]
 
 
 def started(ranks: int, checkout: Path, command: list[str], folder: Path) -> Ended:

@@ -131,6 +131,8 @@ PIPELINE_STAGES = (
         "--num-layers-per-virtual-pipeline-stage", "the number of virtual stages follows from that of the counts"
     ),
     of_core("--is-hybrid-model", "hybrid models always split their layers evenly"),
+    of_megatron_lm("--hybrid-override-pattern", "hybrid models always split their layers evenly"),
+    of_megatron_lm("--hybrid-layer-pattern", "the bars in the pattern split a hybrid model"),
     of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_mindspeed("--noop-layers", "it finds its layers where an even split has them"),

@@ -15,13 +15,14 @@ from mindspeed_mem.features import FEATURES, FeatureError, check, conflicts, sca
 ROOT = Path(__file__).parents[2]
 OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *feature.bars)]
 
-# Options of Megatron-LM core_v0.16.1 that are no fields of TransformerConfig, and of MindSpeed core_r0.16.0; both are
-# compared with the real parsers where those are there.
+# Options of Megatron-LM core_v0.16.1 (or of a later one) that are no fields of TransformerConfig, and of MindSpeed
+# core_r0.16.0; both are compared with the real parsers where those are there.
 MEGATRON_LM = {
     "--check-weight-hash-across-dp-replicas-interval",
     "--ckpt-format",
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
+    "--hybrid-override-pattern",
     "--log-params-norm",
     "--num-distributed-optimizer-instances",
     "--num-layers-per-virtual-pipeline-stage",
@@ -39,6 +40,7 @@ MEGATRON_LM = {
     "--use-torch-fsdp2",
     "--yaml-cfg",
 }
+LATER_MEGATRON_LM = {"--hybrid-layer-pattern"}
 MINDSPEED = {
     "--automated-pipeline",
     "--compress-dense",
@@ -90,7 +92,8 @@ def test_every_option_named_exists(option):
     elif option.origin == "megatron-core":
         assert option.dest in fields or option.flag in LATER_MEGATRON
     else:
-        assert option.flag in (MEGATRON_LM if option.origin == "megatron-lm" else MINDSPEED | EARLIER_MINDSPEED)
+        known = MEGATRON_LM | LATER_MEGATRON_LM if option.origin == "megatron-lm" else MINDSPEED | EARLIER_MINDSPEED
+        assert option.flag in known
         assert option.dest not in fields
 
 

@@ -80,3 +80,10 @@ def test_every_other_word_on_stages_is_refused_at_once():
         "--account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2"
     )
     assert len(problems_of(scan(["--pipeline-stages", "3,5", "--device=cpu", *others.split()]))) == 4
+
+
+@pytest.mark.parametrize("pattern", ["--hybrid-override-pattern", "--hybrid-layer-pattern"])
+def test_patterns_of_hybrid_models_are_refused(pattern):
+    """Newer Megatron-LM knows a hybrid model by its pattern alone, and would complain of a layout that nobody gave."""
+    (problem,) = problems_of(scan(["--pipeline-stages", "3,5", "--device=cpu", pattern, "M*-M*-M*"]))
+    assert f"--pipeline-stages cannot be combined with {pattern}" in problem
