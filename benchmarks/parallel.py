@@ -2,12 +2,14 @@
 
     python benchmarks/parallel.py                             # CPU: 2 gloo ranks, about two minutes
     python benchmarks/parallel.py --json parallel.json
+    python benchmarks/parallel.py --auto                      # only what auto predicts, and how long it takes
 
 Transformer blocks train on 2 ranks, split over the batch (torch's DDP, `semi_auto`) and over columns and rows (each
 collective placed by hand, `semi_auto`). All variants run interleaved in the same processes; a ratio is the median over
 rounds of those to the variant by hand in the same round. The host's time is that of tiny tensors, of which computing
-and sending count for little: what `semi_auto` adds to a chain of linear layers, by operator. Last, how long `auto`
-takes to find a plan.
+and sending count for little: what `semi_auto` adds to a chain of linear layers, by operator. Last, `auto`: for plans
+found and given, the time and bytes that it predicts (with this machine's figures, taken at the start) beside those
+measured, and how long it takes to find a plan for 2 to 32 layers.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from chunk_zero import on_ranks  # noqa: E402
+from parallel_auto import measured, searching, table  # noqa: E402
 from timing import interleaved, machine, summary  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
@@ -99,8 +102,29 @@ def work(rank: int, ranks: int, meeting: str, given: argparse.Namespace) -> None
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    built = models()
     whole = torch.randn(SHAPE["batch"], SHAPE["length"], SHAPE["hidden"], generator=torch.Generator().manual_seed(1))
+    record: dict[str, Any] = {
+        "benchmark": "parallel",
+        "machine": machine("cpu"),
+        "ranks": ranks,
+        "rounds": given.rounds,
+    }
+    record["shape"] = SHAPE
+    if not given.auto:
+        record |= beside_by_hand(rank, ranks, whole, given)
+    record["auto"] = measured(blocks, whole, given.rounds)
+    record["search"] = searching(lambda: Block(SHAPE["hidden"], SHAPE["heads"]), whole)
+    if rank == 0:
+        print(table(record["auto"], record["search"]))
+        if given.json:
+            given.json.write_text(json.dumps(record, indent=1) + "\n")
+    dist.barrier()
+    os._exit(0)  # gloo ranks that have used DTensor's backward may not end
+
+
+def beside_by_hand(rank: int, ranks: int, whole: torch.Tensor, given: argparse.Namespace) -> dict[str, Any]:
+    """The variants, and what an operator costs the host."""
+    built = models()
     current, losses = [""], {}
 
     @contextlib.contextmanager
@@ -131,21 +155,14 @@ def work(rank: int, ranks: int, meeting: str, given: argparse.Namespace) -> None
         for name in (by_hand, mine):
             rows[name] = found[name] | {"bytes_sent": sent[name], "loss": float(losses[name])}
     added = host(given.rounds)
-    planning = search()
     if rank == 0:
         for name, row in rows.items():
             print(
                 f"{name:28} {row['median_ms']:8.1f} ms  {row['median_of_ratios']:6.3f} of it by hand  "
                 f"{row['bytes_sent']:>9} bytes sent  loss {row['loss']:.6f}"
             )
-        print(f"semi_auto adds {added:.0f} us of the host's time to an operator's forward and backward")
-        print(planning["text"])
-        if given.json:
-            record = {"benchmark": "parallel", "machine": machine("cpu"), "ranks": ranks, "rounds": given.rounds}
-            record |= {"shape": SHAPE, "variants": rows, "host_us_per_operator": added, "auto": planning}
-            given.json.write_text(json.dumps(record, indent=1) + "\n")
-    dist.barrier()
-    os._exit(0)  # gloo ranks that have used DTensor's backward may not end
+        print(f"semi_auto adds {added:.0f} us of the host's time to an operator's forward and backward", flush=True)
+    return {"variants": rows, "host_us_per_operator": added}
 
 
 def host(rounds: int) -> float:
@@ -173,22 +190,10 @@ def host(rounds: int) -> float:
 TINY_BATCH = {"in_strategy": (("dp", None),)}
 
 
-def search() -> dict[str, Any]:
-    """How long `auto` takes for these blocks on 2 ranks."""
-    if not hasattr(parallel, "auto"):
-        return {"text": "there is no auto"}
-    model, begun = blocks(), time.process_time()
-    example = (torch.randn(SHAPE["batch"], SHAPE["length"], SHAPE["hidden"]),)
-    parallel.auto(model, example, parallel.mesh("cpu", dp=1, tp=RANKS), device_memory_gib=16)
-    seconds = time.process_time() - begun
-    nodes = len(list(torch.export.export(model, example, strict=False).run_decompositions().graph.nodes))
-    text = f"auto takes {seconds:.1f} s of CPU for {nodes} nodes: {1e3 * seconds / nodes:.0f} ms each"
-    return {"seconds": seconds, "nodes": nodes, "text": text}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--auto", action="store_true", help="only what auto predicts, and how long it takes")
     parser.add_argument("--json", type=Path, help="write the figures there")
     on_ranks(RANKS, work, parser.parse_args())
 

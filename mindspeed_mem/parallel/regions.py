@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -45,8 +46,8 @@ def local(
     region splits anything along it or uses a collective on it.
 
     Raises StrategyError, on all ranks; in the first call with tensors of these shapes also if ranks return different
-    shapes, or different numbers where `out_strategy` says that they have the same. What `function` itself raises on one
-    rank the others do not know of.
+    shapes, or different numbers where `out_strategy` says that they have the same, or `function` fails on another rank.
+    What it raises on one rank in a later call the others do not know of.
     """
     problems: list[str] = []
     called = name or str(getattr(function, "__name__", type(function).__name__))
@@ -129,6 +130,11 @@ def run_local(
     regions.append(region)
     try:
         made = call(parts)
+    except Exception as error:
+        if check:  # the others compare next, or in a collective of theirs: they hear of it
+            with contextlib.suppress(Exception):
+                agree(mesh, [f"{name} failed on a rank: {type(error).__name__}: {error}"])
+        raise
     finally:
         regions.pop()
     results, tree = tree_flatten(made)

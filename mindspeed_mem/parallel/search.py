@@ -506,7 +506,7 @@ class _Program:
                 ),
                 integrality=self._whole,
                 bounds=Bounds(self.low, self.high),
-                options=SOLVER if instead is None else {**SOLVER, "mip_rel_gap": _ROUGHLY},
+                options={**SOLVER, **({} if instead is None else {"mip_rel_gap": _ROUGHLY})},
             )
         if result.status == 2:
             return None

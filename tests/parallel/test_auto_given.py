@@ -1,8 +1,9 @@
-"""What `auto` searches: the cheapest of all combinations, with rows that the user fixes, and in words where it cannot."""
+"""What `auto` searches: the cheapest of all combinations, with rows that the user fixes; or why there is none."""
 
 import copy
 import itertools
 import math
+import os
 from collections import defaultdict
 
 import pytest
@@ -113,20 +114,9 @@ def test_a_plan_is_the_cheapest_of_all_combinations():
         assert planned == pytest.approx(least, rel=1e-5)
 
 
-def difference(model, plan, mesh, x):
-    """The largest of outputs and gradients on one device and on the mesh."""
-    many = parallel.semi_auto(copy.deepcopy(model), mesh, plan)
-    outputs = [one(x) for one in (model, many)]
-    for one in outputs:
-        one.square().mean().backward()
-    pairs = zip(model.parameters(), many.parameters(), strict=True)
-    errors = [(outputs[0] - outputs[1]).abs().max()] + [(a.grad - b.grad.full_tensor()).abs().max() for a, b in pairs]
-    return float(max(errors))
-
-
 def fixed():
-    mesh, x = parallel.mesh("cpu", tp=2), torch.randn(64, 8, dtype=torch.float64)
     torch.manual_seed(1)
+    mesh, x = parallel.mesh("cpu", tp=2), torch.randn(64, 8, dtype=torch.float64)
     model = Layers().double()
     given = {
         "": {"in_strategy": ((None, None),), "out_strategy": (("tp", None),)},
@@ -206,9 +196,27 @@ def test_a_solver_without_an_answer_is_not_called_a_plan_that_does_not_fit():
     assert "limit of time" in said[0] and "says nothing of whether" in said[0]
 
 
+def chatty(folder):
+    search.SOLVER["disp"] = True
+    kept = os.dup(1)
+    try:
+        with open(f"{folder}/said", "wb") as file:
+            os.dup2(file.fileno(), 1)
+            parallel.auto(Chain(), torch.randn(8, 4), parallel.mesh("cpu", tp=1), machine=MACHINE)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        del search.SOLVER["disp"]
+
+
+def test_what_the_solver_prints_is_not_in_the_output(tmp_path):
+    on_ranks(1, chatty, str(tmp_path))
+    assert (tmp_path / "said").read_bytes() == b""
+
+
 def outputs():
-    mesh, x = parallel.mesh("cpu", tp=2), torch.randn(4, 4)
-    found = []
+    torch.manual_seed(0)
+    mesh, x, found = parallel.mesh("cpu", tp=2), torch.randn(4, 4), []
     for size in (4, 4096):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, size, bias=False))
@@ -235,13 +243,12 @@ def test_what_the_model_returns_is_paid_for_where_it_is_made_whole():
 
 def measured():
     """Bytes that a step holds at most above what there was before the model, by plans with less and less memory."""
+    torch.manual_seed(0)
     mesh, x = parallel.mesh("cpu", tp=2), torch.randn(512, 64)
-    found, limit = [], None
+    found, limit, given = [], None, {"": {"in_strategy": ((None, None),)}}
     for _ in range(3):
         torch.manual_seed(0)
-        plan = parallel.auto(
-            Layers(4, 64), x, mesh, limit, given={"": {"in_strategy": ((None, None),)}}, machine=MACHINE
-        )
+        plan = parallel.auto(Layers(4, 64), x, mesh, limit, given=given, machine=MACHINE)
         with LimitedMemory() as memory:
             before = memory.allocated
             model = parallel.semi_auto(Layers(4, 64), mesh, plan)

@@ -136,10 +136,13 @@ def one_rank_alone():
         with pytest.raises(StrategyError) as caught:
             call()
         found[name] = "\n".join(caught.value.problems)
+    with pytest.raises(ValueError) as caught:
+        parallel.local(lambda x: x if not rank else [].index(3), None, ((None, None),), name="part")(x)
+    raised = str(caught.value)
     given = torch.ones(4, 4, requires_grad=not rank)  # the others hold the place only
     got = parallel.broadcast(given, axis="tp")
     (got.sum() * (1 + rank)).backward()
-    return found, float(given.grad.sum()) if given.grad is not None else None
+    return found, float(given.grad.sum()) if given.grad is not None else None, raised
 
 
 def regions(shape):
@@ -252,7 +255,8 @@ def test_rows_that_ranks_do_not_agree_on_are_refused_on_all_before_they_are_sent
 
 
 def test_what_one_rank_does_alone_is_told_to_all_of_them():
-    (found, gradient), (others, _) = on_ranks(2, one_rank_alone, timeout=30)
+    (found, gradient, told), (others, _, raised) = on_ranks(2, one_rank_alone, timeout=30)
+    assert raised == "3 is not in list" and told == f"part failed on a rank: ValueError: {raised}"
     assert found == others and gradient == 4 * 4 * (1 + 2)
     for name, text in {
         "gather": "rank 1 calls all_gather(dim=0, alike=False) of (4, 6) float32",
