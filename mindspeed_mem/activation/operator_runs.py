@@ -272,9 +272,8 @@ class OperatorRuns:
         stack, micro_batch = position.stack, position.micro_batch
         assert micro_batch is not None
         if position.course is not None and not self._hooked and not self._in_force.recomputes:
-            del stack[
-                depth:
-            ]  # nobody asks which operator runs: there is no hook, and no second run takes what it makes
+            # Nobody asks which operator runs: there is no hook, and no second run takes what it makes.
+            del stack[depth:]
         else:
             if position.rerun is not None:
                 self._second_runs.stop_tape(depth)
