@@ -56,8 +56,11 @@ FILES: dict[str, tuple[int, str, tuple[str, ...]]] = {
 """The number of ranks that a file wants, which of its tests are left out (they take minutes), and the features that
 have to do with it."""
 EXPLAINED: dict[tuple[str, str], str] = {
-    ("distributed/test_param_and_grad_buffer.py::*", "chunk ZeRO"): (
+    ("distributed/*::test_bucket_sizes*", "chunk ZeRO"): (
         "Buffers of no distributed optimizer are refused by name, and chunks decide the sizes of buckets."
+    ),
+    ("distributed/*::test_grad_sync*-False]", "chunk ZeRO"): (
+        "Buffers of no distributed optimizer are refused by name."
     ),
 }
 """By a pattern of "file::test" and a feature: why an outcome is another one."""
@@ -153,7 +156,7 @@ def compared(file: str, feature: str, natively: Mapping[str, str], ours: Mapping
         test: why
         for (pattern, one), why in EXPLAINED.items()
         for test in others
-        if one == feature and fnmatch.fnmatchcase(f"{file}::{test}", pattern)
+        if one == feature and fnmatch.fnmatchcase(f"{file}::{test.rpartition('::')[2]}", pattern)
     }
     defects = [f"{test} ({others[test]})" for test in others if test not in reasons]
     if defects:
@@ -184,7 +187,7 @@ def page(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
         rows = {
             f"`{file}` ({FILES[file][0]} ranks)" if FILES[file][0] > 1 else f"`{file}`": [
                 one["natively"],
-                *(one.get(feature, "") for feature in FEATURES),
+                *(one.get(feature, "not run" if feature in FILES[file][2] else "") for feature in FEATURES),
             ]
             for file, one in ((file, found[version][file]) for file in FILES if file in found[version])
             if not one["natively"].startswith(("0 ", "not"))
