@@ -173,6 +173,7 @@ Files of Megatron-LM's `tests/unit_tests` on CPU ranks (`--device cpu`), without
 their own: how many tests pass without, and whether each passes and fails alike with the feature. What does not pass
 without a feature needs CUDA, TransformerEngine, its kernels or other numbers of ranks; where a test names
 TransformerEngine's layer spec, it gets the local one, and a hybrid stack gets state-space layers of torch operators.
+Survival runs without a memory limit: it watches, and nothing has to leave.
 
 ```console
 $ make peer-suite MEGATRON_LM=../Megatron-LM
