@@ -27,7 +27,7 @@ _LAYOUT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compu
 def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False, *args, **kwargs):
     now = runtime.current()
     if now is not None:
-        now.hidden_size = config.hidden_size
+        now.hidden_size = config.hidden_size or now.hidden_size  # 0: that of no transformer
     ours = now is not None and now.settings.stage >= 2 and ddp_config.use_distributed_optimizer
     # Else upstream would put all buckets of a stage's later chunks into one group, to be reduced together.
     original(self, config, ddp_config, module, disable_bucketing and not ours, *args, **kwargs)

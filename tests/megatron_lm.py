@@ -281,10 +281,10 @@ def page(found: dict[str, Any]) -> str:
     """The page that shows the tables, the newest checkout first."""
     lines = list(_INTRODUCTION)
     for version in sorted(found, key=lambda one: [int(part) for part in one.split(".")], reverse=True):
-        scripts = {one: rows for one, rows in found[version].items() if set(rows.values()) != {"not there"}}
-        names = [case.name for case in CASES if any(case.name in rows for rows in scripts.values())]
-        rows = {name: [one.get(name, "not run") for one in scripts.values()] for name in names}
-        absent = sorted(set(found[version]) - set(scripts))
+        known = {one: found[version][one] for one in SCRIPTS if one in found[version]}
+        scripts = {one: rows for one, rows in known.items() if set(rows.values()) != {"not there"}}
+        rows = {case.name: [one.get(case.name, "not run") for one in scripts.values()] for case in CASES}
+        absent = sorted(set(known) - set(scripts))
         lines += [f"## {version}", "", *table((f"`{one}`" for one in scripts), rows), ""]
         lines += [f"Not in this version: {', '.join(absent)}.", ""] if absent else []
     return "\n".join(lines).rstrip() + "\n"

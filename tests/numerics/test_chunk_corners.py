@@ -9,9 +9,9 @@ import torch
 
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.core.placement import placement
-from tests.chunk_runs import Case, Failure, built, differences, failing_once, passed, stepped
+from tests.chunk_runs import Case, Failure, built, chunked, differences, failing_once, passed, stepped
 from tests.limited_runs import counted
-from tests.models import SEQUENCE
+from tests.models import DEVICE, SEQUENCE
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -109,3 +109,24 @@ def configured(more):
 
 def test_a_second_configuration_that_leaves_chunks_as_they_are():
     assert on_ranks(2, configured, {"device_memory_gib": 2}) == on_ranks(2, configured, {})
+
+
+def gradients_of_no_transformer(stage):
+    """Of two linear layers in Megatron's data parallel wrapper, whose config says nothing of a hidden size."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    with parallel(), contextlib.nullcontext() if stage is None else chunked(stage):
+        torch.manual_seed(1)
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)).to(DEVICE)
+        config = TransformerConfig(num_layers=1, num_attention_heads=1)
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), layers)
+        model(torch.ones(2, 8, device=DEVICE)).sum().backward()
+        model.finish_grad_sync()
+        return [parameter.main_grad.cpu().flatten() for parameter in layers.parameters()]
+
+
+def test_what_is_no_transformer():
+    [expected] = on_ranks(1, gradients_of_no_transformer, None)
+    [found] = on_ranks(1, gradients_of_no_transformer, 2)
+    assert all(map(torch.equal, found, expected)) and len(found) == 4
