@@ -115,9 +115,6 @@ DENSE = (
     ),
     Operator(f"{CORE}.scale_mask_softmax"),  # these two where attention is not fused
     Operator(f"{CORE}.attention_dropout"),
-    Operator(f"{CORE}.flash_attention"),  # TransformerEngine's, of which one runs
-    Operator(f"{CORE}.fused_attention"),
-    Operator(f"{CORE}.unfused_attention"),
     Operator(PROJ, llama=("wo",), elsewhere=("dense",), primitives=("wo.matmul", "linear_proj.matmul")),
     Operator(
         ATTENTION_ADD,
@@ -174,6 +171,9 @@ EXPERTS = (
 OPERATORS = (
     *DENSE,
     *EXPERTS,
+    Operator(f"{CORE}.flash_attention"),  # TransformerEngine's, of which one runs
+    Operator(f"{CORE}.fused_attention"),
+    Operator(f"{CORE}.unfused_attention"),
     Operator("self_attention.output_gate", beside=(ATTENTION,), unless=_LATENT),
     Operator("self_attention.k_layernorm", cells=("k_layernorm",), inside=_NORM),
     Operator("self_attention.linear_q_down_proj", elsewhere=("q2l_proj",)),
