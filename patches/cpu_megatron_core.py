@@ -35,6 +35,8 @@ def _torch_norm(original, cls, config, hidden_size, eps=1e-5):
     """Named by the stacks of hybrid models, and of T5 also with local layers."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    if cls is WrappedTorchNorm:  # MindSpeed up to core_r0.15.3 puts a norm of its own in the place of both
+        return original(cls, config, hidden_size, eps)
     return WrappedTorchNorm(config, hidden_size, eps)
 
 

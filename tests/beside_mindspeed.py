@@ -73,6 +73,7 @@ def main() -> None:
     order, *flags = sys.argv[1:]
     sys.argv[1:] = ["--device", "cpu", *flags]
     sys.path.append(os.environ["MINDSPEED"])
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0")  # torch's way to build kernels asks a GPU otherwise
     sys.meta_path.insert(0, _StandIns())
 
     from mindspeed_mem.device.cpu import CpuBackend
