@@ -37,7 +37,8 @@ DESCRIPTION = """Finds which layers and operators should keep, swap or recompute
 or from a profile, and predicts step time and memory. Nothing is run; neither Megatron nor a device is needed:
 
     python -m mindspeed_mem plan --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 \\
-        --micro-batch-size 1 --global-batch-size 16 --device-memory-gib 80 --link-gbps 50
+        --micro-batch-size 1 --global-batch-size 128 --data-parallel-size 8 --use-distributed-optimizer \\
+        --device-memory-gib 80 --link-gbps 50
 
 Options of the model have Megatron's names and defaults, dropout of 0.1 included; figures are for bf16. The exit status
 is 1 if nothing fits.
