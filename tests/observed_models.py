@@ -128,6 +128,18 @@ def single_plans(problem: Problem) -> dict[tuple[str, str], Plan]:
     return plans
 
 
+def in_early_layers(problem: Problem, distance: int) -> Plan:
+    """The largest group swapped in all layers but the last two."""
+    [stage], [kind] = problem.stages, problem.classes
+    layers = len(stage.parts[0].layers)
+    largest = max((group for group in kind.groups if group.swappable), key=lambda group: group.bytes)
+    rows = []
+    for layer in range(layers):
+        texts = ("-" if one.from_previous and not layer else "S" if one is largest else "K" for one in kind.groups)
+        rows.append("".join(texts) if layer < layers - 2 else "K" * len(kind.groups))
+    return Plan(stages=(StagePlan(parts=(tuple(rows),), distance=distance),))
+
+
 def one_pass(engine: Engine, model: dict[str, Any], layers: int) -> tuple[int, dict[str, torch.Tensor]]:
     """The most bytes of activations held in one forward and backward of a new model, and its gradients."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler

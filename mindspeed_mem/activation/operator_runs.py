@@ -204,6 +204,8 @@ class OperatorRuns:
         node = output.grad_fn if isinstance(output, torch.Tensor) else None
         if node is not None and micro_batch is not None and self._in_force.covered:
             at = micro_batch.count if number is None else number
+            if number is None:  # a layer that has no hook: begin no copy back before it
+                micro_batch.signs(at)
             node.register_prehook(lambda _: micro_batch.unpacks(at))
 
     # ---- marked code

@@ -37,7 +37,7 @@ def simulated_and_executed(model: str) -> tuple[dict, list, list[str], int]:
     from mindspeed_mem.adaptive import Search, simulate
     from mindspeed_mem.adaptive.search.baselines import keep_all
     from mindspeed_mem.adaptive.search.plan_file import memory_config, sections
-    from tests.observed_models import executed, problem_of, random_plan, single_plans, with_head
+    from tests.observed_models import executed, in_early_layers, problem_of, random_plan, single_plans, with_head
     from tests.swap_runs import SDPA, patched
 
     sdpa, fields = MODELS[model]
@@ -48,6 +48,8 @@ def simulated_and_executed(model: str) -> tuple[dict, list, list[str], int]:
         plans = dict(single_plans(problem))
         for number, way in enumerate([(distance, move) for move in (False, True) for distance in (1, 6, 20)] * 2):
             plans[number] = random_plan(problem, chance, *way)
+        # Copies back that are due behind layers without any hook.
+        plans["early layers, far ahead"] = in_early_layers(problem, distance=len(problem.classes[0].operators) + 2)
         kept = keep_all(problem).peaks[0]
         for share in (0.4, 0.7):
             plans[f"searched {share}"] = search.best(int(share * kept)).plan
