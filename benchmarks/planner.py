@@ -16,6 +16,8 @@ from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import GIB
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
+from mindspeed_mem.adaptive.search.search import WITHOUT_SWAP
+from mindspeed_mem.adaptive.search.simulation import Simulated
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "rope": True, "bias": False}
 CASES = {
@@ -63,8 +65,26 @@ CASES = {
         Degrees(tensor=8, pipeline=8, data=8, micro_batches=32, sequence_parallel=True, distributed_optimizer=True),
         Machine(memory_bytes=28 * GIB, link_gbps=25),
     ),
-    "the same, slow link, less memory": None,
-    "the same, 12 groups": None,
+    **{
+        f"7B shape, 16 layers, 105 GB, {tflops} TFLOP/s, {link} GB/s": (
+            Shape(
+                num_layers=16,
+                hidden_size=4096,
+                num_attention_heads=32,
+                seq_length=8192,
+                micro_batch_size=4,
+                ffn_hidden_size=11008,
+                num_query_groups=32,
+                kv_channels=128,
+                **LLAMA,
+            ),
+            Degrees(micro_batches=1),
+            Machine(memory_bytes=105 * 10**9, link_gbps=link, tflops=tflops, memory_gbps=3600),
+        )
+        for tflops, link in ((700, 50), (742, 25))
+    },
+    "175B shape, slow link, less memory": None,
+    "175B shape, slow link, 12 groups": None,
 }
 
 
@@ -72,8 +92,8 @@ def problems() -> dict[str, Problem]:
     found = {name: from_shape.problem(*case) for name, case in CASES.items() if case is not None}
     large = found["175B shape, 96 layers, TP 8, 8 stages"]
     link = dataclasses.replace(large.link, out=12.0, back=12.0)
-    found["the same, slow link, less memory"] = slow = dataclasses.replace(large, link=link, device_limit=26 * GIB)
-    found["the same, 12 groups"] = _twelve(slow)
+    found["175B shape, slow link, less memory"] = slow = dataclasses.replace(large, link=link, device_limit=26 * GIB)
+    found["175B shape, slow link, 12 groups"] = _twelve(slow)
     return found
 
 
@@ -104,11 +124,15 @@ def measure(problem: Problem, repeats: int) -> tuple[list[float], list[float], S
     return walls, cpus, search
 
 
+def _gain(full: float, other: Simulated | None) -> str:
+    return "-" if other is None else f"{100 * (full / other.seconds - 1):+.1f} %"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    head = ("case", "wall s", "CPU s", "step s", "over full", "under keep-all", "peak GiB", "limit GiB")
+    head = ("case", "wall s", "CPU s", "step s", "over full", "without swap", "under keep-all", "peak GiB", "limit GiB")
     print(" | ".join(head))
     for name, problem in problems().items():
         full, kept = full_recompute(problem).seconds, keep_all(problem).seconds
@@ -120,6 +144,7 @@ def main() -> None:
             f"{statistics.median(cpus):.2f}",
             f"{seconds:.3f}",
             f"{100 * (full / seconds - 1):+.1f} %",
+            _gain(full, found.rivals.get(WITHOUT_SWAP)),
             f"{100 * (1 - kept / seconds):.2f} %",
             f"{peak / GIB:.2f}",
             f"{problem.device_limit / GIB:.2f}",

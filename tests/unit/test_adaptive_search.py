@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive import InfeasibleError, Plan, Search, StagePlan, simulate
+from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import GB, blocks
+from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search import milp
+from mindspeed_mem.adaptive.search.baselines import full_recompute
 from mindspeed_mem.adaptive.search.decisions import Count, host_bytes, is_valid, is_valid_stage, key
 from mindspeed_mem.adaptive.search.milp import Rules
+from mindspeed_mem.adaptive.search.search import MEGATRON
 from tests.planning import MB, small_problem, tiny_class
 from tests.planning_costs import cycle_seconds, host_gb, is_allowed, stage_gb
 
@@ -67,7 +71,9 @@ def test_the_program_finds_the_shortest_cycle_of_all_counts(problem, inputs_move
     sizes = [size for size, _ in all_of_them]
     budget = min(sizes) * (1 - share) + max(sizes) * share + 1e-6
     best = min(seconds for size, seconds in all_of_them if size <= budget)
-    counts = milp.solve(problem, 0, budget, rules)
+    counts, seconds, gap = milp.solve(problem, 0, budget, rules)
+    assert gap <= milp.GAP and seconds == pytest.approx(cycle_seconds(problem, counts, 0), rel=1e-3)
+    assert milp.bound(problem, 0, budget, rules) <= best * (1 + 1e-6)
     assert is_allowed(problem, counts, 0, rules)
     assert stage_gb(problem, counts, 0, rules) <= budget * (1 + 1e-6)
     assert cycle_seconds(problem, counts, 0) <= best * GOAL
@@ -75,25 +81,36 @@ def test_the_program_finds_the_shortest_cycle_of_all_counts(problem, inputs_move
 
 
 def every_plan(problem, distances):
-    """All plans of a problem of one stage."""
-    part = problem.stages[0].parts[0]
-    groups = len(problem.class_of[part.layers[0]].groups)
-    texts = ["".join(text) for text in itertools.product("KSR", repeat=groups)]
+    """All plans of a problem of one class; distances: of each stage."""
+    [kind] = problem.classes
+    texts = ["".join(text) for text in itertools.product("KSR", repeat=len(kind.groups))]
     for inputs_move in (False, True):
-        kind = problem.class_of[part.layers[0]]
         fine = [text for text in texts if is_valid(kind, text, inputs_move)]
-        for letters in itertools.product(fine, repeat=len(part.layers)):
-            for distance in distances if any("S" in text for text in letters) else distances[:1]:
-                stage = StagePlan(parts=(letters,), distance=distance)
-                if problem.host_limit is None or host_bytes(problem, 0, stage) <= problem.host_limit:
-                    yield Plan(stages=(stage,), inputs_move=inputs_move)
+        stages = [
+            [one for one in _every_stage(problem, number, fine, far) if _host_has_room(problem, number, one)]
+            for number, far in enumerate(distances)
+        ]
+        for chosen in itertools.product(*stages):
+            yield Plan(stages=chosen, inputs_move=inputs_move)
 
 
-def searched(chance, blocking):
-    """How many times as long as the best of all plans the one takes that is found for a random instance."""
+def _every_stage(problem, number, texts, distances):
+    layers = [len(part.layers) for part in problem.stages[number].parts]
+    for letters in itertools.product(texts, repeat=sum(layers)):
+        rows = iter(letters)
+        parts = tuple(tuple(itertools.islice(rows, count)) for count in layers)
+        for distance in distances if any("S" in text for text in letters) else distances[:1]:
+            yield StagePlan(parts=parts, distance=distance)
+
+
+def _host_has_room(problem, number, stage):
+    return problem.host_limit is None or host_bytes(problem, number, stage) <= problem.host_limit
+
+
+def one_stage(chance, blocking):
     sizes = [chance.randint(20, 400) for _ in range(3)]
     seconds = [chance.choice([0.0, 0.005, 0.02, 0.1, 0.3]) for _ in range(3)]
-    problem = small_problem(
+    return small_problem(
         kind=tiny_class(sizes, seconds, chance.random() < 0.5),
         layers=chance.randint(1, 2),
         micro_batches=chance.randint(1, 2),
@@ -101,26 +118,61 @@ def searched(chance, blocking):
         host=chance.choice([None, 300 * MB]),
         blocking=blocking,
     )
+
+
+def two_stages(chance, blocking, virtual=1):
+    sizes = [chance.randint(20, 400) for _ in range(3)]
+    seconds = [chance.choice([0.0, 0.005, 0.02, 0.1, 0.3]) for _ in range(3)]
+    kind = tiny_class(sizes, seconds, chance.random() < 0.5)
+    return small_problem(
+        kind=dataclasses.replace(kind, groups=kind.groups[: 2 if virtual == 1 else 1]),
+        stages=2,
+        virtual=virtual,
+        layers=1,
+        micro_batches=chance.randint(1, 5) if virtual == 1 else 2 * chance.randint(1, 2),
+        link=chance.choice([0.3, 1.0, 3.0, 30.0]),
+        host=chance.choice([None, 300 * MB]),
+        blocking=blocking,
+    )
+
+
+def two_stages_of_two_parts(chance, blocking):
+    return two_stages(chance, blocking, virtual=2)
+
+
+def searched(problem, chance):
+    """How many times as long as the best of all plans the one takes that is found."""
     searching = Search(problem)
-    distances = searching._stages[0].distances
+    distances = [stage.distances for stage in searching._stages]
     results = [simulate(problem, plan) for plan in every_plan(problem, distances)]
-    peaks = [one.peaks[0] for one in results]
+    peaks = [max(one.peaks) for one in results]
     limit = round(min(peaks) + (max(peaks) - min(peaks)) * chance.random()) + 1
     found = searching.best(limit)
-    assert found.simulated.peaks[0] <= limit
-    assert is_valid_stage(problem, 0, found.plan.stages[0], found.plan.inputs_move)
-    return found.simulated.seconds / min(one.seconds for one in results if one.peaks[0] <= limit)
+    assert max(found.simulated.peaks) <= limit
+    for number, stage in enumerate(found.plan.stages):
+        assert is_valid_stage(problem, number, stage, found.plan.inputs_move)
+    plans = [one for name, one in found.rivals.items() if not name.startswith(MEGATRON)]  # which repeats what we cannot
+    assert all(found.simulated.seconds <= one.seconds for one in plans)
+    return found.simulated.seconds / min(one.seconds for one, peak in zip(results, peaks, strict=True) if peak <= limit)
 
 
-# The search is no proof: of 450 random instances like these 2 were further off, by 0.6 and 5.4 %.
+# The search is no proof: of 390 random instances like these two were off, by 1.7 and 13 %, on the slowest link.
 @pytest.mark.parametrize("blocking", [False, True], ids=["copies beside computation", "copies that block"])
-def test_the_search_finds_the_fastest_of_all_plans(blocking):
+@pytest.mark.parametrize(("make", "count"), [(one_stage, 12), (two_stages, 5), (two_stages_of_two_parts, 3)])
+def test_the_search_finds_the_fastest_of_all_plans(make, count, blocking):
     chance = random.Random(7)
-    ratios = sorted(searched(chance, blocking) for _ in range(40))
-    assert ratios[-2] <= GOAL and ratios[-1] <= 1.06
+    assert max(searched(make(chance, blocking), chance) for _ in range(count)) <= 1.0005
 
 
-@settings(max_examples=10, deadline=None)
+@pytest.mark.sweep
+@pytest.mark.parametrize("make", [one_stage, two_stages, two_stages_of_two_parts])
+def test_the_search_finds_the_fastest_of_all_plans_of_many_problems(make):
+    chance = random.Random(11)
+    ratios = sorted(searched(make(chance, number % 4 == 0), chance) for number in range(80))
+    assert ratios[-1] <= 1.005 and sum(ratios) / len(ratios) <= 1.0005
+
+
+@settings(max_examples=5, deadline=None)
 @given(problems, st.lists(shares, min_size=2, max_size=5))
 def test_more_memory_never_gives_a_slower_plan(problem, several):
     searching = Search(problem)
@@ -212,7 +264,7 @@ def test_what_the_solver_prints_is_not_our_output(monkeypatch, capfd):
     ours = milp.Program()
     ours.variable(("x",), high=3, whole=True, price=-1.0)
     print("before")
-    assert ours.solve(0.0, 1.0) == {("x",): 3.0}
+    assert ours.solve(0.0, 10)[0] == {("x",): 3.0}
     print("after")
     ctypes.CDLL(None).fflush(None)
     assert capfd.readouterr().out == "before\nafter\n"
@@ -229,3 +281,42 @@ def test_a_plan_that_swaps_lets_copies_be_late_where_that_fits():
     assert found[0].seconds >= roomy.simulated.seconds >= found[1].seconds
     blocking = Search(small_problem(layers=6, micro_batches=4, link=0.6, blocking=True))
     assert blocking.best(int(0.9 * most)).plan.window_bytes == 0
+
+
+def headline(tflops, link_gbps):
+    """The 7B shape with 16 layers and long sequences on a device of 105 GB that reaches so much."""
+    shape = Shape(
+        num_layers=16,
+        hidden_size=4096,
+        num_attention_heads=32,
+        seq_length=8192,
+        micro_batch_size=4,
+        ffn_hidden_size=11008,
+        num_query_groups=32,
+        kv_channels=128,
+        swiglu=True,
+        normalization="RMSNorm",
+        rope=True,
+        bias=False,
+    )
+    machine = Machine(memory_bytes=105 * 10**9, link_gbps=link_gbps, tflops=tflops, memory_gbps=3600)
+    return from_shape.problem(shape, Degrees(micro_batches=1), machine)
+
+
+@pytest.mark.parametrize(("tflops", "link", "gain"), [(700, 50, 0.242), (742, 25, 0.207)])
+def test_on_a_large_model_swap_and_recompute_gain_more_than_recompute_alone(tflops, link, gain):
+    problem = headline(tflops, link)
+    found = Search(problem).best()
+    assert full_recompute(problem).seconds / found.simulated.seconds - 1 >= gain
+    assert found.simulated.seconds < 0.98 * min(rival.seconds for rival in found.rivals.values())
+
+
+def test_the_same_problem_gets_the_same_plan_and_a_solve_that_was_cut_short_is_told(monkeypatch):
+    first, again, short = (Search(small_problem(layers=6, micro_batches=4, link=0.6)) for _ in range(3))
+    limit = int(0.8 * max(first.simulated(first.keep_all).peaks))
+    found = first.best(limit)
+    assert again.best(limit).plan == found.plan and found.gap == 0.0
+    monkeypatch.setattr(milp, "GAP", 1e-9)
+    monkeypatch.setitem(milp.solve.__kwdefaults__, "gap", 1e-9)
+    monkeypatch.setitem(milp.solve.__kwdefaults__, "nodes", 1)
+    assert 0 < short.best(limit).gap < 0.1

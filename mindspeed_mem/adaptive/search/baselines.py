@@ -1,14 +1,20 @@
-"""What a plan is compared with: keeping everything, and Megatron's full recomputation of some or all layers."""
+"""What a plan is compared with: keeping everything, Megatron's full recomputation of some or all layers, and plans that
+are set with one line: the same operators recomputed in all layers, or whole layers."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
+from collections.abc import Collection
 
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Part, Problem
-from mindspeed_mem.adaptive.search.decisions import RECOMPUTE, Plan, StagePlan, all_kept, lay_out
+from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, Plan, StagePlan, all_kept, lay_out
 from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
 
 _AGAIN = ", as a whole"
+_SETS = 4096
+"""Sets of groups that are looked at, those of few groups first."""
 
 
 def keep_all(problem: Problem) -> Simulated:
@@ -35,6 +41,90 @@ def full_recompute(problem: Problem, layers: int | None = None) -> Simulated:
         texts = [tuple(text[:1] + RECOMPUTE if name.endswith(_AGAIN) else text for name, text in row) for row in rows]
         of_stages.append(StagePlan(parts=tuple(texts)))
     return simulate(changed, Plan(stages=tuple(of_stages)))
+
+
+def block_recompute(problem: Problem) -> tuple[int, Simulated] | None:
+    """Megatron's recomputation of the fewest layers of each part with which everything fits; None: not even of all."""
+    counts = range(1, _most_layers(problem) + 1)
+    place = bisect.bisect_left(counts, True, key=lambda count: _fits(problem, full_recompute(problem, count)))
+    return (counts[place], full_recompute(problem, counts[place])) if place < len(counts) else None
+
+
+def same_operators(problem: Problem) -> tuple[tuple[str, ...], Plan] | None:
+    """The groups that recompute least of those that, recomputed in all layers, make everything fit; and the plan."""
+    seconds: dict[str, float] = {}
+    for kind in problem.classes:
+        for group in kind.groups:
+            if group.recompute_seconds is not None:
+                seconds[group.name] = seconds.get(group.name, 0.0) + group.recompute_seconds
+    names = sorted(seconds)
+    sets = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(1, len(names) + 1))
+    cheap = sorted(itertools.islice(sets, _SETS), key=lambda chosen: (sum(map(seconds.__getitem__, chosen)), chosen))
+    rows = _saved(problem)
+    for chosen in cheap:
+        if all(sum(saved.get(name, 0) for name in chosen) >= over for over, saved in rows):
+            plan = recomputed(problem, chosen)
+            if _fits(problem, simulate(problem, plan)):
+                return chosen, plan
+    return None
+
+
+def whole_layers(problem: Problem) -> tuple[int, Plan] | None:
+    """The fewest layers of each part that have to be recomputed, operator by operator, until everything fits."""
+    names = {group.name for kind in problem.classes for group in kind.groups}
+    counts = range(1, _most_layers(problem) + 1)
+
+    def fits(count: int) -> bool:
+        return _fits(problem, simulate(problem, recomputed(problem, names, count)))
+
+    place = bisect.bisect_left(counts, True, key=fits)
+    return (counts[place], recomputed(problem, names, counts[place])) if place < len(counts) else None
+
+
+def recomputed(problem: Problem, names: Collection[str], layers: int | None = None) -> Plan:
+    """These groups recomputed in the first layers of each part, None: in all; where that can be done."""
+    stages = []
+    for stage, kept in zip(problem.stages, _kept(problem).stages, strict=True):
+        parts = []
+        for part, texts in zip(stage.parts, kept.parts, strict=True):
+            kinds = [problem.class_of[name] for name in part.layers]
+            again = [_recomputed(kind, text, names) for kind, text in zip(kinds[:layers], texts, strict=False)]
+            parts.append((*again, *texts[len(again) :]))
+        stages.append(StagePlan(parts=tuple(parts)))
+    return Plan(stages=tuple(stages))
+
+
+def _recomputed(kind: LayerClass, text: str, names: Collection[str]) -> str:
+    pairs = zip(kind.groups, text, strict=True)
+    may = (group.name in names and group.recompute_seconds is not None and old != NOTHING for group, old in pairs)
+    return "".join(RECOMPUTE if one else old for one, old in zip(may, text, strict=True))
+
+
+def _fits(problem: Problem, simulated: Simulated) -> bool:
+    return max(simulated.peaks) <= problem.device_limit
+
+
+def _saved(problem: Problem) -> list[tuple[int, dict[str, int]]]:
+    """For each stage, and each way it can hold the most passes: bytes beyond the limit with everything kept, without
+    all that is there for a short time; and what recomputing each group in all layers frees of these."""
+    found = []
+    for number, stage in enumerate(problem.stages):
+        for counts in problem.in_flight[number]:
+            held, saved = stage.static_bytes + stage.temporary_bytes, dict[str, int]()
+            for n, part in zip(counts, stage.parts, strict=True):
+                held += n * (part.before.bytes + part.after.bytes)
+                for layer, kind in enumerate(problem.class_of[name] for name in part.layers):
+                    for group in kind.groups:
+                        if layer or not group.from_previous:
+                            held += n * group.bytes
+                            less = n * (group.bytes - group.recompute_keeps)
+                            saved[group.name] = saved.get(group.name, 0) + less * (group.recompute_seconds is not None)
+            found.append((held - problem.device_limit, saved))
+    return found
+
+
+def _most_layers(problem: Problem) -> int:
+    return max(len(part.layers) for stage in problem.stages for part in stage.parts)
 
 
 def _kept(problem: Problem) -> Plan:

@@ -17,16 +17,19 @@ HiGHS returned plans that were 14 % too large.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import GB, Block, Problem, blocks
 from mindspeed_mem.adaptive.search.decisions import Count, Counts, key
 from mindspeed_mem.output import silent
 
-GAP = 1e-3
-TIME_LIMIT = 1.0
+GAP = 3e-3
+NODES = 1000
+"""Of the search tree at most: unlike a limit in seconds it leads to the same plan on any machine, however busy."""
 _PER_GB = 1e-6
 """Seconds that a swapped GB costs: of equal plans the one that moves less."""
 _OVERFLOW = 1e3
@@ -43,8 +46,26 @@ class Rules:
     """Layers at the end of a part that swap nothing where each backward follows its forward at once."""
     ahead: float = 2.0
     """What a swapped group holds besides, in layers: on the way out and back."""
-    swap: bool = True
+    idle: float = 0.0
+    """Seconds of each pass in which the link cannot be busy: what a plan's simulation waits for copies all the same."""
+    at_work: bool = True
+    """Whether the layer at work and the copies under way count."""
     recompute: bool = True
+
+
+class Solved(NamedTuple):
+    """The counts of one stage."""
+
+    counts: Counts
+    seconds: float
+    """A forward and a backward of each part, by the program."""
+    gap: float
+    """By what share of the cycle they may be slower than the best counts, as far as HiGHS has proven."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the solver came to its limit of nodes before the gap was small."""
+        return self.gap > GAP
 
 
 class Program:
@@ -72,8 +93,9 @@ class Program:
         """The sum of variables times numbers is at most `high`."""
         self._rows.append((terms, high))
 
-    def solve(self, gap: float, time_limit: float) -> dict[tuple, float] | None:
-        """The value of each variable, or None if there is no solution (or none was found in time)."""
+    def solve(self, gap: float, nodes: int, whole: bool = True) -> tuple[dict[tuple, float], float, float] | None:
+        """The value of each variable, the price of all and the gap that is proven, or None if there is no solution (or
+        none was found in so many nodes). Without `whole` any fraction will do."""
         import numpy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
@@ -89,11 +111,14 @@ class Program:
             result = milp(
                 numpy.array(self._price),
                 constraints=LinearConstraint(matrix, -numpy.inf, [high for _, high in self._rows]),
-                integrality=self._whole,
+                integrality=self._whole if whole else None,
                 bounds=Bounds(self._low, self._high),
-                options={"time_limit": time_limit, "mip_rel_gap": gap},
+                options={"node_limit": nodes, "mip_rel_gap": gap},
             )
-        return None if result.x is None else {name: float(result.x[place]) for name, place in self.index.items()}
+        if result.x is None:
+            return None
+        values = {name: float(result.x[place]) for name, place in self.index.items()}
+        return values, float(result.fun), float(result.mip_gap or 0.0)
 
 
 def solve(
@@ -104,8 +129,8 @@ def solve(
     *,
     overflow: bool = False,
     gap: float = GAP,
-    time_limit: float = TIME_LIMIT,
-) -> Counts | None:
+    nodes: int = NODES,
+) -> Solved | None:
     """The counts of one stage with the shortest cycle within these GB, or None if there are none.
 
     Layers stay on their stages, so the stages share nothing but the step time, which grows with every cycle: each
@@ -113,6 +138,25 @@ def solve(
 
     overflow: the budget may be exceeded, at a price above all others: what is found needs as little as possible.
     """
+    program, mine = _program(problem, stage, budget, rules, overflow)
+    solution = program.solve(gap, nodes)
+    if solution is None:
+        return None
+    values, seconds, proven = solution
+    return Solved({key(block): _counts(values, block) for block in mine}, seconds, proven)
+
+
+def bound(problem: Problem, stage: int, budget: float, rules: Rules) -> float:
+    """Seconds that no plan that keeps these rules and the budget of GB is below in a forward and a backward of each
+    part: those of fractions of layers, when nothing but what is kept for backward takes memory."""
+    loose = dataclasses.replace(rules, guard=0, at_work=False)
+    program, _ = _program(problem, stage, budget, loose, False)
+    solution = program.solve(0.0, NODES, whole=False)
+    return math.inf if solution is None else solution[1]
+
+
+def _program(problem: Problem, stage: int, budget: float, rules: Rules, overflow: bool) -> tuple[Program, list[Block]]:
+    """The program of a stage, and the blocks it counts."""
     program = Program()
     over = program.variable(("over",), high=math.inf if overflow else 0.0, price=_OVERFLOW)
     ahead = program.variable(("ahead",))
@@ -122,15 +166,14 @@ def solve(
     mine = [block for block in blocks(problem) if block.stage == stage]
     for block in mine:
         _block(program, problem, block, rules)
-    _stage(program, problem, stage, mine, budget, {ahead: 1.0, over: -1.0})
-    values = program.solve(gap, time_limit)
-    return None if values is None else {key(block): _counts(values, block) for block in mine}
+    _stage(program, problem, stage, mine, budget, rules.idle, {ahead: 1.0, over: -1.0})
+    return program, mine
 
 
 def most_swapped(problem: Problem, block: Block, name: str, rules: Rules) -> int:
     """In how many layers of the block this group may be swapped at most."""
     group = block.kind.groups[block.kind.group_index[name]]
-    if not (rules.swap and group.swappable):
+    if not group.swappable:
         return 0
     movable = block.movable(group)
     part = problem.stages[block.stage].parts[block.part]
@@ -163,7 +206,8 @@ def _block(program: Program, problem: Problem, block: Block, rules: Rules) -> No
         program.at_most({s: 1, r: 1}, most)
         share = group.bytes / GB / max(1, most)
         transient |= {s: (1 + rules.ahead) * share, r: share}
-    program.at_most(transient, 0)
+    if rules.at_work:
+        program.at_most(transient, 0)
     for group in block.kind.groups:
         r, s = ("r", *name, group.name), ("s", *name, group.name)
         for other in group.needs:
@@ -180,7 +224,13 @@ def _block(program: Program, problem: Problem, block: Block, rules: Rules) -> No
 
 
 def _stage(
-    program: Program, problem: Problem, number: int, mine: Sequence[Block], budget: float, beside: dict[tuple, float]
+    program: Program,
+    problem: Problem,
+    number: int,
+    mine: Sequence[Block],
+    budget: float,
+    idle: float,
+    beside: dict[tuple, float],
 ) -> None:
     """The rows that join the blocks of a stage: what of the copies is waited for, and what is held has room."""
     stage, link = problem.stages[number], problem.link
@@ -206,6 +256,8 @@ def _stage(
         program.variable(("compute", place), forward + backward, price=1.0, low=forward + backward)
         if link.blocking:  # nothing hides behind compute
             forward, backward, again = 0.0, 0.0, {}
+        else:
+            forward, backward = max(0.0, forward - idle), max(0.0, backward - idle)
         program.at_most(swapped | {("out", place): -link.out}, link.out * forward)
         program.at_most(swapped | again | {("back", place): -link.back}, link.back * backward)
         kept.append((held, terms))

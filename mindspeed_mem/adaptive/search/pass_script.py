@@ -24,6 +24,14 @@ from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
 OUT, RELEASE, BACK, AHEAD, WAIT = range(5)
 
 
+_TICK = 2.0**36
+
+
+def exact(seconds: float) -> float:
+    """Rounded to whole ticks of 15 ps, of which sums and differences are exact in any order, up to a day."""
+    return round(seconds * _TICK) / _TICK
+
+
 class Script(NamedTuple):
     """A pass in the order in which things happen."""
 
@@ -107,7 +115,7 @@ class PartScripts:
         forward.give[due] += nbytes
         start = needed + distance
         seconds, early = nbytes / GB, max(0, start - self.count - self._tail)
-        self.copies.append(Copy(nbytes, seconds / link.out, seconds / link.back, early))
+        self.copies.append(Copy(nbytes, exact(seconds / link.out), exact(seconds / link.back), early))
         if start <= self.count + self._tail:
             start = min(start, self.count)
             backward.steps.append((start, BACK, number))
@@ -175,7 +183,9 @@ def _script(
 ) -> Script:
     """Events as (place, what, rank, copy, time); memory taken and given operator by operator."""
     gaps, since = [], 0.0
+    whole = exact(whole)
     for _, what, _, copy, moment in sorted(steps):  # at one place: copies out, releases, copies back, waits
+        moment = exact(moment)
         gaps.append((moment - since, what, copy))
         since = moment
     taken = accumulate(take, initial=at_start)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.problem.profile_file import Profile
 from mindspeed_mem.adaptive.search.decisions import Plan, host_bytes
+from mindspeed_mem.adaptive.search.milp import NODES
 from mindspeed_mem.adaptive.search.search import Found
 from mindspeed_mem.adaptive.search.simulation import Simulated
 from mindspeed_mem.reserve import Reserve
@@ -61,7 +62,7 @@ def lines(
     rows = [("policy", "step s", "throughput", "peak GiB", "fits")]
     policies = [("keep all", kept), ("Megatron's full recompute", full)]
     if found is not None:
-        policies.append(("this plan", found.simulated))
+        policies += [*found.rivals.items(), ("this plan", found.simulated)]
     for name, one in policies:
         fits = "yes" if max(one.peaks) <= problem.device_limit else "no"
         gain = f"{100 * (full.seconds / one.seconds - 1):+.1f} %"
@@ -121,7 +122,14 @@ def _remarks(problem: Problem, reserve: Reserve | None, found: Found) -> list[st
     left = problem.device_limit - max(found.simulated.peaks)
     beside = " beside the reserve" if reserve is not None and reserve.bytes else ""
     text = ["solved by HiGHS; sizes in GiB"]
+    if found.gap:
+        text[0] += f"; a solve ended at {NODES} nodes, {100 * found.gap:.2g} % from the best there may be"
     text.append(f"at its fullest, the plan leaves {gib(left)} GiB{beside}")
+    text += [
+        f"faster than this plan is {name} (--recompute-granularity full --recompute-method block)"
+        for name, one in found.rivals.items()
+        if one.seconds < found.simulated.seconds
+    ]
     if found.plan.inputs_move:
         text.append("what recomputed operators start from leaves the device, too (swap_recompute_inputs)")
     return text

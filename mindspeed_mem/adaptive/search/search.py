@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive.problem.definition import Problem
-from mindspeed_mem.adaptive.search.decisions import SWAP, Plan, StagePlan
-from mindspeed_mem.adaptive.search.hill_climb import WORK
+from mindspeed_mem.adaptive.search import baselines
+from mindspeed_mem.adaptive.search.decisions import SWAP, Plan, StagePlan, host_bytes
+from mindspeed_mem.adaptive.search.hill_climb import WORK, Climb, Judged
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
-from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
-from mindspeed_mem.adaptive.search.stage_search import StageSearch
+from mindspeed_mem.adaptive.search.simulation import Simulated, most_played, simulate
+from mindspeed_mem.adaptive.search.stage_search import GOOD, StageSearch
+
+MEGATRON = "Megatron's "
+WITHOUT_SWAP = "the best without swap"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,12 @@ class Found:
     problem: Problem
     plan: Plan
     simulated: Simulated
+    rivals: Mapping[str, Simulated] = field(default_factory=dict)
+    """What else fits, by what it does: simple plans, none of which is faster, and Megatron's own recomputation of
+    layers."""
+    gap: float = 0.0
+    """How far from the best counts a solve may be that came to its limit of nodes, as a share of the step; 0: none
+    did."""
 
 
 class Search:
@@ -30,7 +41,10 @@ class Search:
     limits (`curve`), more memory never gives a slower plan. Without `swap` plans only keep and recompute.
     """
 
-    def __init__(self, problem: Problem, *, swap: bool = True):
+    def __init__(self, problem: Problem, *, swap: bool = True, work: int = WORK):
+        """work: operators simulated for small changes at most."""
+        self._without = Search(problem, swap=False, work=work // 5) if swap else None
+        self._work = work
         self.problem = problem = problem if swap else problem.without_swap()
         needs = any(group.needs for kind in problem.classes for group in kind.groups)
         self._inputs_move = (False, True) if swap and needs else (False,)  # the rules tried, see `Plan.inputs_move`
@@ -45,17 +59,18 @@ class Search:
         """
         limit = self.problem.device_limit if device_limit is None else device_limit
         problem = self.problem.with_limit(limit)
-        good = False
+        rivals = self._rivals(problem)
+        stages: list[StagePlan] = []
         for inputs_move in self._inputs_move:
-            if not good:
-                good = self._try(problem, inputs_move)
+            if self._may_gain(problem, stages, inputs_move):
+                stages = self._try(problem, inputs_move) or stages
         fitting = [plan for plan, simulated in self._seen.items() if max(simulated.peaks) <= limit]
-        # At equal times with a window, where it fits: what is as fast without one may not be, when copies take longer.
-        best = min(fitting, key=lambda plan: (self._seen[plan].seconds, -plan.window_bytes), default=None)
+        best = min(fitting, key=self._order, default=None)
         if best is None:
             least = self.least()
             raise InfeasibleError(problem, least.plan, least.simulated.peaks)
-        return Found(problem=problem, plan=best, simulated=self._seen[best])
+        gap = max(stage.gap for stage in self._stages)
+        return Found(problem=problem, plan=best, simulated=self._seen[best], rivals=rivals, gap=gap)
 
     def curve(self, limits: Sequence[int]) -> list[Found | None]:
         """The best plan for each limit; None where there is none."""
@@ -86,20 +101,89 @@ class Search:
             self._seen[plan] = simulate(self.problem, plan)
         return self._seen[plan]
 
-    def _try(self, problem: Problem, inputs_move: bool) -> bool:
-        """Search with this rule for inputs; whether what was found is as good as keeping everything."""
-        stages = [found for stage in self._stages if (found := stage.best(problem, inputs_move)) is not None]
+    def _order(self, plan: Plan) -> tuple[float, int, int]:
+        """Of plans that are as fast, one that moves less; of the same with and without a window one that has it: when
+        copies take longer than was thought, it waits less."""
+        moved = sum(host_bytes(self.problem, number, stage) for number, stage in enumerate(plan.stages))
+        return self._seen[plan].seconds, moved, -plan.window_bytes
+
+    def _rivals(self, problem: Problem) -> dict[str, Simulated]:
+        """What simpler means achieve. Those that are plans count as found from now on, so that none of them is better
+        than what is."""
+        plans: dict[str, Plan] = {}
+        if (same := baselines.same_operators(problem)) is not None:
+            plans[f"recompute in all layers: {', '.join(same[0])}"] = same[1]
+        if (whole := baselines.whole_layers(problem)) is not None:
+            plans[f"recompute {whole[0]} layers of each part"] = whole[1]
+        if self._without is not None:
+            with contextlib.suppress(InfeasibleError):
+                plans[WITHOUT_SWAP] = self._without.best(problem.device_limit).plan
+        for plan in plans.values():
+            for stage, one in zip(self._stages, plan.stages, strict=True):
+                stage.remember(one)
+        found = {name: self.simulated(plan) for name, plan in plans.items()}
+        if (block := baselines.block_recompute(problem)) is not None:
+            found[f"{MEGATRON}--recompute-num-layers {block[0]}"] = block[1]
+        return found
+
+    def _may_gain(self, problem: Problem, stages: Sequence[StagePlan], inputs_move: bool) -> bool:
+        """Whether anything with this rule for inputs can be faster than these plans."""
+        pairs = list(zip(self._stages, stages, self._enough(problem, inputs_move), strict=False))
+        return not pairs or not all(stage.is_good(problem, plan, inputs_move, enough) for stage, plan, enough in pairs)
+
+    def _enough(self, problem: Problem, inputs_move: bool) -> list[float]:
+        """Seconds that a stage by itself need not be below: those of the stage that sets the pace, as long as what
+        it adds once to the step, when the pipeline fills and empties, is little."""
+        least = [stage.least_seconds(problem, inputs_move) for stage in self._stages]
+        share = GOOD * (problem.pipeline.micro_batches / len(least) + 1)
+        return [min(max(least), one * (1 + share)) for one in least]
+
+    def _try(self, problem: Problem, inputs_move: bool) -> list[StagePlan]:
+        """Search with this rule for inputs; the best plan of each stage by itself, none if one has none."""
+        enough = self._enough(problem, inputs_move)
+        pairs = zip(self._stages, enough, strict=True)
+        stages = [found for stage, one in pairs if (found := stage.best(problem, inputs_move, one)) is not None]
         if len(stages) < len(self._stages):
-            return False
+            return []
+
         self._simulate(problem, stages, inputs_move)
-        if all(map(StageSearch.is_good, self._stages, stages)):
-            return True
-        work = WORK
-        for number in sorted(range(len(stages)), key=lambda number: -self._stages[number].judge(stages[number])[0]):
-            if work > 0 and not self._stages[number].is_good(stages[number]):
-                stages[number], work = self._stages[number].climbed(problem, stages[number], inputs_move, work)
+        work = self._work
+        for number in sorted(
+            range(len(stages)), key=lambda number: -self._stages[number].judge(stages[number]).seconds
+        ):
+            if work > 0:
+                stages[number], work = self._stages[number].climbed(
+                    problem, stages[number], inputs_move, work, enough[number]
+                )
         self._simulate(problem, stages, inputs_move)
-        return all(map(StageSearch.is_good, self._stages, stages))
+        if len(stages) > 1:
+            self._simulate(problem, self._together(problem, stages, inputs_move), inputs_move)
+        return stages
+
+    def _together(self, problem: Problem, stages: Sequence[StagePlan], inputs_move: bool) -> list[StagePlan]:
+        """The stages after small changes, judged by playing all of them: where stages wait for each other, the fastest
+        by itself need not be the best."""
+        changed, work = list(stages), self._work // 2
+        line = problem.pipeline
+        price = sum(
+            len(problem.class_of[n].operators) for one in problem.stages for part in one.parts for n in part.layers
+        )
+        price *= 2 * min(line.micro_batches, most_played(problem))
+        for number in sorted(
+            range(len(stages)), key=lambda number: -self._stages[number].judge(stages[number]).seconds
+        ):
+
+            def judge(one: StagePlan, number: int = number) -> Judged:
+                every = (*changed[:number], one, *changed[number + 1 :])
+                found = self.simulated(Plan(stages=every, inputs_move=inputs_move))
+                return Judged(found.seconds, found.peaks[number], found.stalls[number])
+
+            stage = self._stages[number]
+            climb = Climb(
+                problem, number, inputs_move, judge, stage.distances, work, rounds=line.micro_batches, price=price
+            )
+            changed[number], work = climb.run(changed[number]), climb.work
+        return changed
 
     def _simulate(self, problem: Problem, stages: Sequence[StagePlan], inputs_move: bool) -> None:
         """With copies that may be late, too: that waits less, and holds more."""

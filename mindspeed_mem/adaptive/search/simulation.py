@@ -11,11 +11,14 @@ added to the peak.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT, Copy, PartScripts, Script
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT, PartScripts, Script, exact
 from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 from mindspeed_mem.schedule import Span, Timeline
 from mindspeed_mem.schedule.simulation import play
@@ -43,40 +46,97 @@ class Simulated:
 
 def simulate(problem: Problem, plan: Plan) -> Simulated:
     """Play a step. With very many micro-batches only the first are played, and the pace of the last of them goes on."""
-    tracks = _tracks(problem, plan)
-    memory = {"peaks": tuple(track.peak for track in tracks), "late": tuple(track.late for track in tracks)}
-    micro_batches, send = problem.pipeline.micro_batches, problem.pipeline.send_seconds
-    step = problem.pipeline.group_size or (len(problem.stages) if problem.virtual_stages > 1 else 1)
-    few = -(-max(_FEW, _ROUNDS * len(problem.stages)) // step) * step + micro_batches % step
-    once = max(stage.step_seconds for stage in problem.stages)
-    if micro_batches <= few:
-        timeline = play(tracks, problem.virtual_stages, send)
-        stalls = tuple(track.stall for track in tracks)
-        return Simulated(seconds=timeline.makespan + once, **memory, stalls=stalls, timeline=timeline)
-    less = -(-len(problem.stages) // step) * step
-    played = []
-    for count in (few - less, few):
-        tracks = _tracks(problem.with_micro_batches(count), plan)
-        played.append((play(tracks, problem.virtual_stages, send), [track.stall for track in tracks]))
-    (early, early_stalls), (late, late_stalls) = played
-    more = (micro_batches - few) / less
-    seconds = late.makespan + more * (late.makespan - early.makespan)
-    stalls = tuple(b + more * (b - a) for a, b in zip(early_stalls, late_stalls, strict=True))
-    return Simulated(seconds=seconds + once, **memory, stalls=stalls, timeline=late)
+    micro_batches, send = problem.pipeline.micro_batches, exact(problem.pipeline.send_seconds)
+    few, once = most_played(problem), max(stage.step_seconds for stage in problem.stages)
+    tracks = _tracks(problem.with_micro_batches(min(few, micro_batches)), plan)
+    timeline = play(tracks, problem.virtual_stages, send)
+    seconds, stalls = timeline.makespan, tuple(track.stall for track in tracks)
+    if micro_batches > few:
+        less = -(-len(problem.stages) // _step(problem)) * _step(problem)
+        before = _tracks(problem.with_micro_batches(few - less), plan, tracks)
+        more = (micro_batches - few) / less
+        seconds += more * (seconds - play(before, problem.virtual_stages, send).makespan)
+        stalls = tuple(late + more * (late - track.stall) for late, track in zip(stalls, before, strict=True))
+    return Simulated(
+        seconds=seconds + once,
+        peaks=tuple(track.peak for track in tracks),
+        late=tuple(track.late for track in tracks),
+        stalls=stalls,
+        timeline=timeline,
+    )
 
 
-def _tracks(problem: Problem, plan: Plan) -> list[StageTrack]:
-    return [StageTrack(problem, number, stage, plan.window_bytes) for number, stage in enumerate(plan.stages)]
+def most_played(problem: Problem) -> int:
+    """Micro-batches that are played at most."""
+    step = _step(problem)
+    return -(-max(_FEW, _ROUNDS * len(problem.stages)) // step) * step + problem.pipeline.micro_batches % step
+
+
+def _step(problem: Problem) -> int:
+    """Micro-batches that a schedule takes together."""
+    return problem.pipeline.group_size or (len(problem.stages) if problem.virtual_stages > 1 else 1)
+
+
+def _tracks(problem: Problem, plan: Plan, others: Sequence[StageTrack] = ()) -> list[StageTrack]:
+    """others: of the same plan with more micro-batches."""
+    pairs = itertools.zip_longest(plan.stages, (track.parts for track in others))
+    return [StageTrack(problem, number, stage, plan.window_bytes, parts) for number, (stage, parts) in enumerate(pairs)]
+
+
+class _Streams(NamedTuple):
+    """The copy streams at the moment when a pass ends or begins; all in seconds from then on, 0 for what is done."""
+
+    out: float = 0.0
+    """Until the stream of copies out is free."""
+    back: float = 0.0
+    fetched: tuple[float, ...] = ()
+    """Until each of the next pass's copies back that were started early is done."""
+    due: tuple[tuple[int, int, int, float], ...] = ()
+    """Copies out that may be late: micro-batch, part, copy, and until it is done."""
+
+    def later(self, seconds: float) -> _Streams:
+        if not seconds or self == _IDLE:
+            return self
+        return _Streams(
+            max(0.0, self.out - seconds),
+            max(0.0, self.back - seconds),
+            tuple(max(0.0, one - seconds) for one in self.fetched),
+            tuple((*key, max(0.0, done - seconds)) for *key, done in self.due),  # type: ignore[misc]
+        )
+
+
+_IDLE = _Streams()
+
+
+class _Run(NamedTuple):
+    """What a pass takes, and how it leaves the streams."""
+
+    seconds: float
+    stall: float
+    streams: _Streams
 
 
 class StageTrack:
-    """One stage with its three streams."""
+    """One stage with its three streams.
 
-    def __init__(self, problem: Problem, number: int, plan: StagePlan, window: int = 0):
+    Passes that find the streams alike take the same: as all times are whole ticks (`pass_script.exact`), those of a
+    pipeline in its pace are found alike to the bit, and looked up.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        number: int,
+        plan: StagePlan,
+        window: int = 0,
+        parts: Sequence[PartScripts] | None = None,
+    ):
+        """parts: of the same plan, if they are there."""
         stage = problem.stages[number]
         self._blocking = problem.link.blocking
         self.passes = problem.passes[number]
-        self.parts = [
+        self._coming = [_coming(work, after) for work, after in zip(self.passes, [*self.passes[1:], None], strict=True)]
+        self.parts = parts or [
             PartScripts(problem, part, letters, plan.distance)
             for part, letters in zip(stage.parts, plan.parts, strict=True)
         ]
@@ -85,10 +145,9 @@ class StageTrack:
         self.peak = stage.static_bytes + stage.temporary_bytes + self._most_held() + self.late
         self.spans: list[Span] = []
         self.stall = 0.0
-        self._now = self._out_free = self._back_free = 0.0
-        self._back_done: dict[tuple[int | None, int], list[float]] = {}
-        self._window, self._due_bytes = window, 0
-        self._due: dict[tuple, tuple[float, int]] = {}  # when a copy that is due is done, and its bytes
+        self._now, self._streams = 0.0, _IDLE
+        self._window = window
+        self._runs: dict[tuple[int, _Streams], _Run] = {}
 
     @property
     def next(self) -> Pass | None:
@@ -104,68 +163,72 @@ class StageTrack:
         """Run the next pass, no earlier than what it works on arrives; returns when it ends."""
         place = len(self.spans)
         work, script = self.passes[place], self._scripts[place]
-        now = start = max(self._now, arrival)
+        start = max(self._now, arrival)
         if self._blocking:
             stall = self._copy_seconds(place)
-            return self._end(work, start, start + script.seconds + stall, stall)
-        part = self.parts[work[2]]
-        out_free, back_free, stall = self._out_free, self._back_free, 0.0
-        copies = part.copies
+            done = _Run(script.seconds + stall, stall, _IDLE)
+        else:
+            done = self._run(place, work[1] or 0, script, self._streams.later(start - self._now))
+        self._now, self._streams = start + done.seconds, done.streams
+        self.stall += done.stall
+        self.spans.append(Span(work, start, self._now))
+        return self._now
+
+    def _run(self, place: int, micro_batch: int, script: Script, streams: _Streams) -> _Run:
+        if not script.steps and not streams.due:
+            return _Run(script.seconds, 0.0, streams.later(script.seconds)._replace(fetched=()))
+        if streams.due:
+            streams = streams._replace(due=_from(micro_batch, streams.due))
+        key = id(script), streams
+        if key not in self._runs:
+            self._runs[key] = self._play(place, script, streams)
+        found = self._runs[key]
+        if found.streams.due:
+            due = _from(-micro_batch, found.streams.due)
+            return found._replace(streams=found.streams._replace(due=due))
+        return found
+
+    def _play(self, place: int, script: Script, streams: _Streams) -> _Run:
+        """A pass from moment 0 on, micro-batches counted from its own."""
+        work = self.passes[place]
+        copies, mine = self.parts[work[2]].copies, (0, work[2])
+        out_free, back_free, now, stall = streams.out, streams.back, 0.0, 0.0
         out_done = [0.0] * len(copies) if work[0] == FORWARD else []
-        back_done = self._back_done.pop(work[1:], None) or [0.0] * len(copies)
-        ahead: list[Copy] = []
-        ahead_done: list[float] = []
-        if self._fetches(place):
-            key = self.passes[place + 1][1:]
-            ahead = self.parts[key[1]].copies
-            ahead_done = self._back_done[key] = [0.0] * len(ahead)
+        back_done = list(streams.fetched) or [0.0] * len(copies)
+        late = _Late({key[:3]: key[3] for key in streams.due}, self._window, self.parts)
+        ahead, ahead_done, coming = [], [], mine
+        following = self._coming[place]
+        if following is not None:
+            coming = (following[1] or 0) - (work[1] or 0), following[2]
+            ahead = self.parts[coming[1]].copies
+            ahead_done = [0.0] * len(ahead)
         for seconds, what, copy in script.steps:
             now += seconds
             if what == OUT:
                 out_free = (out_free if out_free > now else now) + copies[copy].out_seconds
                 out_done[copy] = out_free
             elif what == BACK:
-                self._stays(work[1:], copy)
+                late.stays((*mine, copy))
                 back_free = (back_free if back_free > now else now) + copies[copy].back_seconds
                 back_done[copy] = back_free
             elif what == AHEAD:
-                self._stays(key, copy)
+                late.stays((*coming, copy))
                 back_free = (back_free if back_free > now else now) + ahead[copy].back_seconds
                 ahead_done[copy] = back_free
             else:
-                done = back_done[copy] if what == WAIT else self._released(work[1:], copy, out_done[copy])
+                done = back_done[copy] if what == WAIT else late.released((*mine, copy), out_done[copy])
                 if done > now:
                     stall += done - now
                     now = done
-        self._out_free, self._back_free = out_free, back_free
-        return self._end(work, start, now + script.rest, stall)
-
-    def _released(self, key: tuple[int | None, int], copy: int, done: float) -> float:
-        """A copy out is due, and done then; returns when those are that the window has no room for."""
-        nbytes = self.parts[key[1]].copies[copy].nbytes
-        self._due[key, copy] = done, nbytes
-        self._due_bytes += nbytes
-        done = 0.0
-        while self._due_bytes > self._window:
-            done, nbytes = self._due.pop(next(iter(self._due)))
-            self._due_bytes -= nbytes
-        return done
-
-    def _stays(self, key: tuple[int | None, int], copy: int) -> None:
-        """It is needed again: if it is late yet, it does not leave at all (its copy back is counted all the same)."""
-        self._due_bytes -= self._due.pop((key, copy), (0.0, 0))[1]
-
-    def _end(self, work: Pass, start: float, end: float, stall: float) -> float:
-        self._now = end
-        self.stall += stall
-        self.spans.append(Span(work, start, end))
-        return end
+        now += script.rest
+        due = tuple((*key, done) for key, done in late.due.items())
+        return _Run(now, stall, _Streams(out_free, back_free, tuple(ahead_done), due).later(now))
 
     def _copy_seconds(self, place: int) -> float:
         """All copies that start in a pass, one after the other."""
         copies = self.parts[self.passes[place][2]].copies
-        ahead = self.parts[self.passes[place + 1][2]].copies if self._fetches(place) else []
-        total = 0.0
+        following, total = self._coming[place], 0.0
+        ahead = [] if following is None else self.parts[following[2]].copies
         for _, what, copy in self._scripts[place].steps:
             if what == OUT:
                 total += copies[copy].out_seconds
@@ -175,17 +238,11 @@ class StageTrack:
                 total += ahead[copy].back_seconds
         return total
 
-    def _fetches(self, place: int) -> bool:
-        """Whether the pass after this one is the backward of another pass, whose first copies back start here."""
-        if place + 1 >= len(self.passes):
-            return False
-        work, coming = self.passes[place], self.passes[place + 1]
-        return coming[0] == BACKWARD and coming[1:] != work[1:]
-
     def _script(self, place: int) -> Script:
         direction, _, part = self.passes[place]
-        ahead = self.parts[self.passes[place + 1][2]] if self._fetches(place) else None
-        return self.parts[part].script(direction == FORWARD, ahead, place > 0 and self._fetches(place - 1))
+        following = self._coming[place]
+        ahead = None if following is None else self.parts[following[2]]
+        return self.parts[part].script(direction == FORWARD, ahead, place > 0 and self._coming[place - 1] is not None)
 
     def _most_held(self) -> int:
         held = highest = 0
@@ -193,3 +250,47 @@ class StageTrack:
             highest = max(highest, held + script.highest)
             held += script.net
         return highest
+
+
+def _coming(work: Pass, after: Pass | None) -> Pass | None:
+    """The pass after this one, if it is the backward of another pass: its first copies back start here."""
+    return after if after is not None and after[0] == BACKWARD and after[1:] != work[1:] else None
+
+
+_Key = tuple[int, int, int]
+"""Micro-batch, part, copy."""
+
+
+class _Late:
+    """Copies out that are due, in the order in which they became so, as far as the window lets them be late."""
+
+    def __init__(self, due: dict[_Key, float], window: int, parts: Sequence[PartScripts]):
+        self.due, self._window, self._parts = due, window, parts
+        self._bytes = sum(map(self._size, due))
+
+    def released(self, key: _Key, done: float) -> float:
+        """A copy is due, and done then; returns when those are that the window has no room for."""
+        if not self._window:
+            return done
+        self.due[key] = done
+        self._bytes += self._size(key)
+        done = 0.0
+        while self._bytes > self._window:
+            oldest = next(iter(self.due))
+            done = self.due.pop(oldest)
+            self._bytes -= self._size(oldest)
+        return done
+
+    def stays(self, key: _Key) -> None:
+        """It is needed again: if it is late yet, it does not leave at all (its copy back is counted all the same)."""
+        if key in self.due:
+            del self.due[key]
+            self._bytes -= self._size(key)
+
+    def _size(self, key: _Key) -> int:
+        return self._parts[key[1]].copies[key[2]].nbytes
+
+
+def _from(micro_batch: int, due: tuple[tuple[int, int, int, float], ...]) -> tuple[tuple[int, int, int, float], ...]:
+    """The same with micro-batches counted from this one."""
+    return tuple((one - micro_batch, part, copy, done) for one, part, copy, done in due)

@@ -1,29 +1,47 @@
 """The search on one stage by itself: solve for counts, lay them out, play them, move the budget, again; then improve.
 
-The closed form is only a guide: what a plan takes and holds is what its simulation says. The budget is moved by what
-the simulated peak is off the limit, up or down, so that a guide that is too careful costs nothing.
+The closed form is only a guide: what a plan takes and holds is what its simulation says. Counts can be laid out in many
+ways. The budget is moved for each of the best of them by what its own simulated peak is off the limit, up or down, so
+that a guide that is too careful costs nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
-from mindspeed_mem.adaptive.search.decisions import ORDERS, SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
-from mindspeed_mem.adaptive.search.hill_climb import Climb
-from mindspeed_mem.adaptive.search.milp import Rules, at_once, solve
+from mindspeed_mem.adaptive.search.decisions import SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
+from mindspeed_mem.adaptive.search.hill_climb import Climb, Judged
+from mindspeed_mem.adaptive.search.milp import Rules, Solved, at_once, bound, solve
 from mindspeed_mem.adaptive.search.simulation import StageTrack
 
-ROUNDS = 4
+ROUNDS = 3
 _CLOSE = 2e-3
 """A budget that would change by less than this share of the limit is not worth solving again."""
-_GOOD = 5e-4
-"""A stage that is slower than keeping everything by no more than this share is not searched any further."""
-_REACH = (0.25, 1, 2)
-"""Distances tried, in layers."""
+GOOD = 5e-4
+"""A stage that is slower than the fastest there can be by no more than this share is not searched any further."""
+_REACH = (0.25, 1, 2, 4, 8)
+"""Distances that every way is tried with, in layers."""
+_LAST = (1, 3)
+"""Layers at the end of a part that swap last, where swaps are spread."""
+_WAYS = 2
+"""Ways to lay out counts that are looked at more closely."""
+_STEP = 0.01
+"""By what share of the limit memory's price is found."""
+
+
+class Way(NamedTuple):
+    """How counts become a plan."""
+
+    how: str
+    """The order of the layers, see `lay_out`."""
+    last: int
+    """The layers at the end of a part that come last in that order."""
+    distance: int
 
 
 class StageSearch:
@@ -35,59 +53,85 @@ class StageSearch:
         group = line.group_size or stages
         rest = line.micro_batches % group if problem.virtual_stages > 1 else 0
         few = stages + 3 if problem.virtual_stages == 1 else 2 * group + rest
-        self._short = problem.with_micro_batches(min(line.micro_batches, few))
-        distances = {round(len(kind.operators) * reach) for kind in problem.classes for reach in _REACH}
+        self.rounds = min(line.micro_batches, few)
+        self._short = problem.with_micro_batches(self.rounds)
+        distances = {max(1, round(len(kind.operators) * reach)) for kind in problem.classes for reach in _REACH}
         # Over a link that blocks a copy costs the same whenever it starts: the nearest distance holds the least.
         self.distances = [1] if problem.link.blocking else sorted(distances | {1})
         self._ahead = 0.0 if problem.link.blocking else Rules.ahead  # and no copy is ever under way
-        self._known: dict[StagePlan, tuple[float, int]] = {}
+        self._known: dict[StagePlan, Judged] = {}
         self._least: dict[bool, StagePlan] = {}
         self._pool: dict[StagePlan, tuple[bool, bool]] = {}  # whether it is valid with inputs that stay, that move
+        self._solutions: dict[tuple, Solved | None] = {}
+        self._bounds: dict[tuple, float] = {}
         letters = lay_out(problem, all_kept(problem), "first", False)[number]
         self.keep_all = StagePlan(parts=tuple(map(tuple, letters)))
         self._guards = (1, 0) if any(at_once(problem, number, c) for c in range(problem.virtual_stages)) else (1,)
 
-    def judge(self, plan: StagePlan) -> tuple[float, int]:
-        """Seconds and peak, with as few micro-batches as show both."""
+    @property
+    def gap(self) -> float:
+        """The largest gap that a solve has left because it came to its limit of nodes, as a share of the cycle."""
+        return max((one.gap for one in self._solutions.values() if one is not None and one.stopped), default=0.0)
+
+    def judge(self, plan: StagePlan) -> Judged:
+        """With as few micro-batches as show seconds and peak."""
         if plan not in self._known:
             track = StageTrack(self._short, self.number, plan)
-            self._known[plan] = track.alone(), track.peak
+            self._known[plan] = Judged(track.alone(), track.peak, track.stall)
         return self._known[plan]
 
-    def is_good(self, plan: StagePlan) -> bool:
-        """Whether it is as fast as keeping everything."""
-        return self.judge(plan)[0] <= self.judge(self.keep_all)[0] * (1 + _GOOD)
+    def least_seconds(self, problem: Problem, inputs_move: bool) -> float:
+        """What no plan that fits is below, of what `judge` plays."""
+        key = problem.device_limit, inputs_move
+        if key not in self._bounds:
+            rules = Rules(inputs_move=inputs_move)
+            self._bounds[key] = self.rounds * bound(problem, self.number, problem.device_limit / GB, rules)
+        return self._bounds[key]
 
-    def best(self, problem: Problem, inputs_move: bool) -> StagePlan | None:
-        """The fastest that was found to fit the limit; None if none was."""
-        if self.judge(self.keep_all)[1] <= problem.device_limit:
+    def is_good(self, problem: Problem, plan: StagePlan, inputs_move: bool, enough: float) -> bool:
+        """Whether hardly anything can be faster, or it takes no more seconds than are `enough`."""
+        return self.judge(plan).seconds <= max(enough, self.least_seconds(problem, inputs_move) * (1 + GOOD))
+
+    def best(self, problem: Problem, inputs_move: bool, enough: float) -> StagePlan | None:
+        """The fastest that was found to fit the limit; None if none was.
+
+        enough: seconds that nothing is gained below.
+        """
+        if self.judge(self.keep_all).peak <= problem.device_limit:
             return self.keep_all
         found = self._fitting(problem, inputs_move)
         for guard in self._guards:
-            if found is not None and self.is_good(found):
+            if found is not None and self.is_good(problem, found, inputs_move, enough):
                 return found
-            self._refine(problem, Rules(inputs_move=inputs_move, guard=guard, ahead=self._ahead))
+            self._refine(problem, Rules(inputs_move=inputs_move, guard=guard, ahead=self._ahead), enough)
             found = self._fitting(problem, inputs_move)
         if found is None:
             least = self.least(inputs_move)
-            return least if self.judge(least)[1] <= problem.device_limit else None
+            return least if self.judge(least).peak <= problem.device_limit else None
         return found
 
-    def climbed(self, problem: Problem, best: StagePlan, inputs_move: bool, work: int) -> tuple[StagePlan, int]:
-        """The best after small changes to it, and, as long as there is work left, to plans of other kinds."""
+    def climbed(
+        self, problem: Problem, best: StagePlan, inputs_move: bool, work: int, enough: float
+    ) -> tuple[StagePlan, int]:
+        """The best after small changes to it and, as long as there is work left, to plans of other kinds.
+
+        enough: seconds that nothing is gained below.
+        """
         rules = Rules(inputs_move=inputs_move, ahead=self._ahead)
-        kinds = [replace(rules, ahead=0.0), replace(rules, swap=False), replace(rules, recompute=False)]
-        starts: list[Callable[[], StagePlan | None]] = [lambda: best]
-        starts += [partial(self._refine, problem, kind) for kind in kinds]
-        starts.append(lambda: self.least(inputs_move))
-        for start in starts:
-            plan = start() if work > 0 else None
+        kinds = [replace(rules, ahead=0.0), replace(rules, recompute=False)]
+        starts: list[Callable[[], StagePlan | None]] = [lambda: best, lambda: self._without_swap(problem)]
+        starts.append(lambda: self._nearly(problem, best, inputs_move))
+        starts += [lambda kind=kind: self._refine(problem, kind, enough) for kind in kinds]  # type: ignore[misc]
+        starts += [lambda: self.least(inputs_move), lambda: best]
+        for number, start in enumerate(starts, 1):
+            plan = start() if work > 0 and not self.is_good(problem, best, inputs_move, enough) else None
             if plan is not None:
-                climb = Climb(problem, self.number, inputs_move, self.judge, self.distances, work)
-                found, work = climb.run(plan), climb.work
-                seconds, peak = self.judge(found)
-                if peak <= problem.device_limit and seconds < self.judge(best)[0]:
+                climb = Climb(problem, self.number, inputs_move, self.judge, self.distances, work, rounds=self.rounds)
+                found, work = climb.run(plan, deep=number == len(starts)), climb.work
+                judged = self.judge(found)
+                if judged.peak <= problem.device_limit and judged.seconds < self.judge(best).seconds:
                     best = found
+                    self.remember(best)
         return best, work
 
     def least(self, inputs_move: bool) -> StagePlan:
@@ -95,66 +139,128 @@ class StageSearch:
         if inputs_move not in self._least:
             for guard, ahead in itertools.product(self._guards, (0.0, 1.0)):
                 rules = Rules(inputs_move=inputs_move, guard=guard, ahead=ahead)
-                counts = solve(self._short, self.number, 0.0, rules, overflow=True)
-                if counts is not None:
-                    for how in ORDERS:
-                        self._lay_out(counts, rules, how, 0)
+                solved = self._solve(self._short, 0.0, rules, overflow=True)
+                if solved is not None:
+                    for way in itertools.chain.from_iterable(self._ways(solved.counts)):
+                        self._lay_out(solved.counts, rules, way)
             pool = [plan for plan, valid in self._pool.items() if valid[inputs_move]]
-            lowest = min(pool, key=lambda plan: (self.judge(plan)[1], plan.parts), default=self.keep_all)
+            lowest = min(pool, key=lambda plan: (self.judge(plan).peak, plan.parts), default=self.keep_all)
             none = self._short.with_limit(0)
-            lowest = Climb(none, self.number, inputs_move, self.judge, self.distances).run(lowest)
-            self._remember([lowest])
+            lowest = Climb(none, self.number, inputs_move, self.judge, self.distances, rounds=self.rounds).run(lowest)
+            self.remember(lowest)
             self._least[inputs_move] = lowest
         return self._least[inputs_move]
 
-    def _remember(self, plans: Sequence[StagePlan]) -> None:
-        stay, move = (is_valid_stage(self._short, self.number, plans[0], inputs_move) for inputs_move in (False, True))
-        self._pool.update(dict.fromkeys(plans, (stay, move)))
+    def remember(self, plan: StagePlan) -> None:
+        """It counts from now on, wherever it fits."""
+        if plan not in self._pool:
+            valid = [is_valid_stage(self._short, self.number, plan, inputs_move) for inputs_move in (False, True)]
+            self._pool[plan] = valid[0], valid[1]
+
+    def fitting(self, problem: Problem, inputs_move: bool) -> list[StagePlan]:
+        """All that were found to fit the limit, the fastest first; at equal times always in the same order."""
+        pool = (plan for plan, valid in self._pool.items() if valid[inputs_move])
+        found = [plan for plan in pool if self.judge(plan).peak <= problem.device_limit]
+        return sorted(found, key=lambda plan: (self.judge(plan), plan.distance, plan.parts))
 
     def _fitting(self, problem: Problem, inputs_move: bool) -> StagePlan | None:
+        return next(iter(self.fitting(problem, inputs_move)), None)
+
+    def _without_swap(self, problem: Problem) -> StagePlan | None:
+        found = self.fitting(problem, False)
+        return next((plan for plan in found if not any(SWAP in text for part in plan.parts for text in part)), None)
+
+    def _nearly(self, problem: Problem, best: StagePlan, inputs_move: bool) -> StagePlan | None:
+        """What is faster, and misses the limit by least."""
         pool = (plan for plan, valid in self._pool.items() if valid[inputs_move])
-        fitting = [plan for plan in pool if self.judge(plan)[1] <= problem.device_limit]
-        # Ties by what they are made of: the same plan in every run and on every rank.
-        return min(fitting, key=lambda plan: (self.judge(plan), plan.distance, plan.parts), default=None)
+        faster = [plan for plan in pool if self.judge(plan).seconds < self.judge(best).seconds]
+        over = (plan for plan in faster if self.judge(plan).peak > problem.device_limit)
+        return min(over, key=lambda plan: (self.judge(plan).peak, self.judge(plan).seconds, plan.parts), default=None)
 
-    def _refine(self, problem: Problem, rules: Rules) -> StagePlan | None:
-        """Solve, lay out and simulate, moving the budget by what the peak is off the limit; the last plan laid out."""
+    def _refine(self, problem: Problem, rules: Rules, enough: float) -> StagePlan | None:
+        """Solve, lay out and simulate in every way, then solve again for the ways that come out best, each with the
+        budget moved by what its own peak is off the limit; the fastest of their first plans."""
         limit = problem.device_limit
-        budget, tried = limit / GB, set()
-        best: StagePlan | None = None
-        for _ in range(ROUNDS):
-            counts = solve(problem, self.number, budget, rules)
-            counts = counts or solve(problem, self.number, budget, rules, overflow=True)
-            mark = counts and tuple(counts.values())
-            if counts is None or mark in tried:
-                break
-            tried.add(mark)
-            plans = []
-            for how in ORDERS:
-                plans.append(self._lay_out(counts, rules, how, limit))
-                if self.judge(plans[-1])[1] <= limit and self.is_good(plans[-1]):
-                    return plans[-1]
-            best = min(plans, key=lambda plan: self.judge(plan)[1])
-            change = (limit - self.judge(best)[1]) / GB
-            if 0 <= change <= _CLOSE * limit / GB:
-                break
-            budget += change
-        return best
+        solved = self._solve(problem, limit / GB, rules) or self._solve(problem, limit / GB, rules, overflow=True)
+        if solved is None:
+            return None
+        counts, price = solved.counts, self._price(problem, rules)
 
-    def _lay_out(self, counts: Counts, rules: Rules, how: str, limit: int) -> StagePlan:
-        """The counts laid out, with the distance that is fastest within the limit."""
-        one = lay_out(self._short, counts, how, rules.inputs_move, max(1, rules.guard), only=self.number)[self.number]
-        parts = tuple(map(tuple, one))
-        swaps = any(SWAP in text for part in parts for text in part)
-        choices: list[StagePlan] = []
-        for far in self.distances if swaps else (1,):
-            choices.append(StagePlan(parts=parts, distance=far))
-            (seconds, peak), before = self.judge(choices[-1]), choices[-2:-1]
-            # Further ahead holds more; it is no faster once nothing is waited for.
-            if peak > limit or any(seconds >= self.judge(one)[0] * (1 - 1e-4) for one in before):
+        def cost(way: Way) -> float:
+            judged = self.judge(self._lay_out(counts, rules, way))
+            return judged.seconds + price * (judged.peak - limit) / GB
+
+        best: list[tuple[float, Way]] = []
+        for ways in self._ways(counts):
+            tried: list[tuple[float, Way]] = []
+            for way in ways:
+                tried.append((cost(way), way))
+                if not self.judge(self._lay_out(counts, rules, way)).stall:
+                    break  # further ahead holds more, and is no faster
+            best.append(min(tried))
+        plans = []
+        for _, way in sorted(best)[:_WAYS]:
+            way = self._at_its_distance(cost, way)
+            plan = self._lay_out(counts, rules, way)
+            plans.append(plan)
+            judged = self.judge(plan)
+            done = self._fitting(problem, rules.inputs_move)
+            if done is not None and self.is_good(problem, done, rules.inputs_move, enough):
                 break
-        self._remember(choices)
-        fitting = [choice for choice in choices if self.judge(choice)[1] <= limit]
-        if fitting:
-            return min(fitting, key=lambda choice: self.judge(choice)[0])
-        return min(choices, key=lambda choice: self.judge(choice)[1])
+            self._settle(problem, rules, way, plan)
+            if not problem.link.blocking and judged.stall > GOOD * judged.seconds:
+                idle = judged.stall / self.rounds / problem.virtual_stages
+                self._settle(problem, replace(rules, idle=idle), way, plan)
+        return min(plans, key=lambda plan: self.judge(plan))
+
+    def _at_its_distance(self, cost: Callable[[Way], float], way: Way) -> Way:
+        """Between the distances that all ways are tried with, by steps that get smaller."""
+        place, best = self.distances.index(way.distance), (cost(way), way)
+        step = max(abs(other - way.distance) for other in self.distances[max(0, place - 1) : place + 2]) // 2
+        while step:
+            sides = (
+                way._replace(distance=far) for far in (best[1].distance - step, best[1].distance + step) if far > 0
+            )
+            best = min(best, *((cost(side), side) for side in sides))
+            step //= 2
+        return best[1]
+
+    def _settle(self, problem: Problem, rules: Rules, way: Way, plan: StagePlan) -> None:
+        """Move the budget until this way's plan is as near below the limit as it gets."""
+        limit = problem.device_limit / GB
+        budget, tried = limit, {plan}
+        for _ in range(ROUNDS):
+            budget += limit - self.judge(plan).peak / GB
+            solved = self._solve(problem, budget, rules) or self._solve(problem, budget, rules, overflow=True)
+            if solved is None:
+                break
+            plan = self._lay_out(solved.counts, rules, way)
+            if plan in tried or 0 <= limit - self.judge(plan).peak / GB <= _CLOSE * limit:
+                break
+            tried.add(plan)
+
+    def _solve(self, problem: Problem, budget: float, rules: Rules, *, overflow: bool = False) -> Solved | None:
+        key = problem.pipeline.micro_batches, budget, rules, overflow
+        if key not in self._solutions:
+            self._solutions[key] = solve(problem, self.number, budget, rules, overflow=overflow)
+        return self._solutions[key]
+
+    def _price(self, problem: Problem, rules: Rules) -> float:
+        """Seconds of what the judge plays that a GB of device memory is worth, by fractions of layers."""
+        limit = problem.device_limit / GB
+        seconds = [bound(problem, self.number, limit * share, rules) for share in (1 - _STEP, 1)]
+        return (seconds[0] - seconds[1]) * self.rounds / (limit * _STEP) if seconds[0] < math.inf else 0.0
+
+    def _ways(self, counts: Counts) -> list[list[Way]]:
+        """For each order of layers, those with each distance, the nearest first."""
+        swaps = any(one.swap for row in counts.values() for one in row)
+        orders = [("first", 1), *(("spread", last) for last in (_LAST if swaps else (1,)))]
+        return [[Way(*order, far) for far in (self.distances if swaps else (1,))] for order in orders]
+
+    def _lay_out(self, counts: Counts, rules: Rules, way: Way) -> StagePlan:
+        """The counts laid out this way."""
+        last = max(way.last, rules.guard)
+        one = lay_out(self._short, counts, way.how, rules.inputs_move, last, only=self.number)[self.number]
+        plan = StagePlan(parts=tuple(map(tuple, one)), distance=way.distance)
+        self.remember(plan)
+        return plan
