@@ -199,7 +199,7 @@ def changes() -> tuple[list, list[str]]:
 
     with counted() as memory, parallel():
         ample, _ = room_for(memory, "dense", 0.8, layers=3)
-        tight, _ = room_for(memory, "dense", 0.5, layers=3)
+        tight, _ = room_for(memory, "dense", 0.42, layers=3)
         before = settled(memory)
         with adapting() as engine, told() as lines:
             mine = Training(memory, "dense", layers=3)
