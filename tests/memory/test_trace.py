@@ -149,8 +149,9 @@ def test_a_profile_between_traced_steps(tmp_path, number, steps):
     assert ", ".join(map(str, traced)) == steps
 
 
-def ranges(file: str) -> tuple[list[str], int]:
-    """The names of the ranges that began in the step traced, in order, and how many were open at most."""
+def ranges(file: str) -> tuple[list[str], int, bool]:
+    """The names of the ranges that began in the step traced, in order, how many were open at most, and whether
+    nothing is looked at any more."""
     from mindspeed_mem.device.cpu import CpuBackend
     from mindspeed_mem.report import trace
     from tests.models import build_gpt, train_step
@@ -170,19 +171,19 @@ def ranges(file: str) -> tuple[list[str], int]:
             self.open -= begun is not None
 
     backend = Profiled()
-    with parallel(), swap({"swap_config": {"swap": False}}, backend=backend):
+    with parallel(), swap({"swap_config": {"swap": False}}, backend=backend) as engine:
         chunks = build_gpt("dense", layers=1)
         trace.start(Path(file), 1, 1)
         train_step(chunks, micro_batches=1)
         train_step(chunks, micro_batches=1)
         trace.stop()
-    return backend.names, backend.most - backend.open
+    return backend.names, backend.most - backend.open, engine.in_force.idle
 
 
 def test_operators_are_ranges_for_the_devices_profiler(tmp_path):
     file = tmp_path / "trace.json"
-    [(names, most)] = on_ranks(1, ranges, str(file))
-    assert most == 1
+    [(names, most, idle)] = on_ranks(1, ranges, str(file))
+    assert most == 1 and idle
     compute = [one for one in spans(events_of(file), "compute") if "op" in one["args"]]
     where = {0: "layer 0", 1: "after the layers"}
     named = [f"{where[one['args']['layer']]} {one['name']}" for one in compute]
