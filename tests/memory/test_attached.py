@@ -116,6 +116,20 @@ def test_a_step_that_cannot_be_tried_again_says_why():
         assert model.fails == 0
 
 
+class Greedy(torch.nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) + torch.empty(2**29)[0]
+
+
+def test_what_follows_the_layers_is_not_called_a_layer(limited_memory):
+    model = Net(2, 16)
+    model.norm = Greedy(16)
+    with mindspeed_mem.attach(model, None, survive=True, device_memory_gib=0.5) as attached:
+        with pytest.raises(torch.OutOfMemoryError) as caught, attached.step():
+            loss_of(model)
+    assert "(outside the layers)" in str(caught.value)
+
+
 def test_a_step_whose_optimizer_has_begun_is_not_tried_again():
     model = Net(2, 32)
     optimizer, texts, ran = torch.optim.AdamW(model.parameters()), iter([TEXT, TEXT]), []
