@@ -76,7 +76,7 @@ class Bench:
         for name, policy in policies.items():
             around = contextlib.nullcontext if cap is None or name in uncapped else lambda: self._capped(cap)
             found[name] = Variant(policy.plan, policy.full, policy.modules, around, policy.peer)
-        return Settings(self.model, self.backend, found, self.layers)
+        return Settings(self.model, self.backend, found)
 
     @contextlib.contextmanager
     def _capped(self, nbytes: int) -> Iterator[None]:

@@ -117,7 +117,7 @@ def main() -> None:
     backend, model, step, shape = set_up(args, SHAPES, swap(args.prefetch))
     saved = saved_per_layer(model, step)
     chosen = {k: v for k, v in variants(args.prefetch).items() if not args.only or k in ("no pack", *args.only)}
-    setting = Settings(model, backend, chosen, shape["layers"])
+    setting = Settings(model, backend, chosen)
 
     def steps() -> None:
         for _ in range(args.steps):

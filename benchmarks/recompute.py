@@ -91,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     backend, model, step, shape = set_up(args, SHAPES, recompute(recompute=True))
     all_variants = chosen(variants(shape["layers"], args.prefetch), args.only)
-    setting = Settings(model, backend, all_variants, shape["layers"])
+    setting = Settings(model, backend, all_variants)
     clock = time.process_time if backend.is_host else time.perf_counter
     names, minutes = list(all_variants), args.minutes
     seconds = interleaved(names, setting, step, args.rounds, backend.synchronize, clock, minutes=minutes)

@@ -75,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     backend, model, step, shape = set_up(args, SHAPES, entry())
     all_variants = chosen(variants(args.prefetch, shape["layers"], backend), args.only)
-    setting = Settings(model, backend, all_variants, shape["layers"])
+    setting = Settings(model, backend, all_variants)
     names = list(all_variants)
     seconds, found = interleaved(names, setting, step, args.rounds, backend.synchronize, minutes=args.minutes), {}
     rows, rounds = summary(seconds, "no pack"), len(seconds["no pack"])

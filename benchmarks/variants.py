@@ -53,7 +53,7 @@ def megatron_selective(model, modules: tuple[str, ...]) -> None:
 class Settings:
     """Puts variants in place and takes them away."""
 
-    def __init__(self, model, backend, variants: dict[str, Variant], layers: int):
+    def __init__(self, model, backend, variants: dict[str, Variant]):
         self.model, self.backend, self.variants = model, backend, variants
         self.config = model.config
         self.engines, self.stalls = {}, Counter()
@@ -63,7 +63,6 @@ class Settings:
             if variant.plan is not None:
                 config = load_memory_config(variant.plan)
                 self.engines[name] = engines.start(config, backend, watch_only=not variant.plan)
-                self.engines[name].num_layers = layers
         engines.stop()
 
     @contextlib.contextmanager

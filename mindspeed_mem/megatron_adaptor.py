@@ -99,7 +99,7 @@ def report() -> str:
         everyone = ranks.gather(None if running is None else running.report())
         rows: list[Any] = [one for one in everyone if one is not None]
         parts += [formatted(rows)] if rows and ranks.number() == 0 else []
-    text = "\n".join(parts)
+    text = "\n".join(filter(None, parts))
     if text:
         print(text, flush=True)
     return text

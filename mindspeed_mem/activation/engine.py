@@ -154,6 +154,12 @@ class Engine:
             return self.operators.run_fused(call, args, kwargs)
         return self.survival.run_fused(self.operators.run_fused, call, args, kwargs)
 
+    @property
+    def manages(self) -> bool:
+        """It has a plan to execute, or survives; otherwise somebody only looks on."""
+        config = self.in_force.config
+        return self.survival is not None or config.swap.swap or config.recompute.active
+
     # ---- what it did
     def report(self) -> EngineFigures:
         """What this rank did so far."""
@@ -185,6 +191,7 @@ class Engine:
             pinned=self.passes.pinned.rows(),
             swaps=_swaps(self.in_force.config.swap),
             recomputes=self.in_force.recomputes,
+            manages=self.manages,
             adaptive=adaptive,
             since=since,
         )

@@ -67,6 +67,8 @@ class EngineFigures:
     swaps: bool
     """The plan names something to be swapped."""
     recomputes: bool
+    manages: bool = True
+    """There is a plan or survival; otherwise somebody only looks on."""
     adaptive: tuple[str, ...] | None = None
     """Lines about the adaptive plan; None where none is looked for."""
     since: str = ""

@@ -95,7 +95,8 @@ class Attached:
         return {index: tuple(sorted(paths)) for index, paths in regions.tagged_layers().items()}
 
     def report(self) -> str:
-        """What was moved and made again so far, on all ranks; empty on ranks other than 0. Collective."""
+        """What was moved and made again so far, on all ranks; empty on ranks other than 0, and with no plan and no
+        survival. Collective."""
         everyone = ranks.gather(self.engine.report())
         return format_report(everyone) if ranks.number() == 0 else ""
 

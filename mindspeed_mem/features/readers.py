@@ -75,7 +75,7 @@ def step_range(value: Any) -> tuple[int, int]:
     parts = value if isinstance(value, list | tuple) else str(value).split("-")
     try:
         first, last = at_least_one(parts[0]), at_least_one(parts[-1])
-    except ValueError:
+    except (ValueError, IndexError):
         first, last = 1, 0
     if first > last or len(parts) > 2:
         raise ValueError("steps counted from 1, such as 5-7, or one")

@@ -35,7 +35,7 @@ class Scalars:
         counted: dict[str, float] = {}
         levels: dict[str, float] = {}
         engine, chunks = engines.current(), runtime.current()
-        if engine is not None:
+        if engine is not None and engine.manages:
             figures = engine.report()
             counted |= {
                 "swapped_out_mib": figures.bytes_out / MIB,

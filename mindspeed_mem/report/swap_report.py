@@ -33,7 +33,9 @@ _COLUMNS: tuple[Column[EngineFigures], ...] = (
 
 
 def format_report(ranks: Sequence[EngineFigures]) -> str:
-    """The report of all ranks, given in rank order. Sizes are shown in MiB."""
+    """The report of all ranks, given in rank order; empty where nothing is managed. Sizes are shown in MiB."""
+    if not any(row.manages for row in ranks):
+        return ""
     since = f" since {ranks[0].since}" if ranks[0].since else ""
     lines = [
         "activation memory, per rank (MiB; out, in, recomputed, host peak: in the whole run; peak, without: kept for "

@@ -28,6 +28,7 @@ from mindspeed_mem.activation.passes import first_of
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.mover import UNTIMED, Untimed
 from mindspeed_mem.passes import BACKWARD, FORWARD, Listener, Precedence, ScheduleCall
+from mindspeed_mem.plan.layers import as_ranges
 from mindspeed_mem.report import trace_file
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.core.gathering import no_notes
@@ -60,10 +61,12 @@ class Trace(Listener):
 
     def __init__(self, file: Path, first: int, last: int) -> None:
         self._file, self._steps = file, range(first, last + 1)
-        self._call = self._traced = 0
+        self._call = 0
+        self._traced: list[int] = []  # the calls that are in the file
+        self._one_before: float | None = None  # seconds of the last call that was not traced before those
         self._origin: int | None = None  # the beginning of the first step traced, in nanoseconds since 1970
         self._now: _Step | None = None
-        self._took: tuple[list[float], list[float]] = [], []  # seconds from call to call: of others, of those traced
+        self._took: list[float] = []  # seconds from call to call, of those traced
         self._writing = 0.0
         self._events = 0
         self._began: tuple[float, float, bool] | None = None  # of the last training call, and whether it was traced
@@ -77,14 +80,19 @@ class Trace(Listener):
         now = time.perf_counter()
         if self._began is not None:
             began, writing, traced = self._began
-            self._took[traced].append(now - began - (self._writing - writing))
+            took = now - began - (self._writing - writing)
+            if traced:
+                self._took.append(took)
+            elif not self._took:
+                self._one_before = took
         wanted = self._call in self._steps
         if wanted and engine.observation.profiler is not None:
-            self._steps, wanted = range(self._steps.start + 1, self._steps.stop + 1), False
+            begun = self._call > self._steps.start
+            self._steps, wanted = range(self._steps.start + (not begun), self._steps.stop + 1), False
         self._began = now, self._writing, wanted
         if wanted:
             self._now = _Step(engine, call)
-        elif self._call == self._steps.stop:
+        elif self._call == self._steps.stop and self._traced:
             self._tell()
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
@@ -99,7 +107,9 @@ class Trace(Listener):
         try:
             self._write(step)
         except OSError as error:
-            logger.warning("--memory-trace: nothing more is traced: %s: %s", error.filename, error.strerror)
+            logger.warning(
+                "--memory-trace: nothing more is traced: %s: %s", error.filename or self._file, error.strerror
+            )
             passes.LISTENERS.remove(self)
         self._writing += time.perf_counter() - begin
 
@@ -113,18 +123,16 @@ class Trace(Listener):
             file.parent.mkdir(parents=True, exist_ok=True)
             about = {"rank": rank, "stage": step.stage, "device": step.backend.type, "origin_ns": origin}
             trace_file.begin(file, about, [*_names(rank, step.stage), *events])
-        self._traced += 1
+        self._traced.append(self._call)
         self._events += len(events)
 
     def _tell(self) -> None:
         """Once: what there is, and what it cost."""
-        others, traced = self._took
-        took = f"a traced step took {1e3 * mean(traced):.1f} ms" if traced else "the last step was traced"
-        beside = f", the one before {1e3 * others[self._steps.start - 2]:.1f} ms" if self._steps.start > 1 else ""
+        took = f"a traced step took {1e3 * mean(self._took):.1f} ms" if self._took else "the last step was traced"
+        beside = "" if self._one_before is None else f", the one before {1e3 * self._one_before:.1f} ms"
         logger.info(
-            "--memory-trace: steps %d-%d are in %s (%d events); %s%s; writing took %.1f ms in all",
-            self._steps.start,
-            self._steps.start + self._traced - 1,
+            "--memory-trace: steps %s are in %s (%d events); %s%s; writing took %.1f ms in all",
+            as_ranges(self._traced),
             trace_file.file_of_rank(self._file, ranks.number()),
             self._events,
             took,

@@ -307,6 +307,7 @@ def by_checkpoint_functions(mode):
     other, filled = made()
     get_state_dict(other, filled)  # as loading a checkpoint starts
     set_state_dict(other, filled, model_state_dict=weights, optim_state_dict=states)
+    get_state_dict(other, filled)  # at once, before any step
     for one in ((model, optimizer), (other, filled)):
         step(*one)
     return model.weight.detach(), other.weight.detach()

@@ -9,6 +9,7 @@ import torch
 import mindspeed_mem
 from tests.attachment.plain_models import MIXED, TEXT, Net, loss_of, same
 from tests.limited_runs import counted
+from tests.worlds import on_ranks
 
 
 def step(attached, memory, above=None):
@@ -113,3 +114,51 @@ def test_a_step_that_cannot_be_tried_again_says_why():
         with pytest.raises(torch.OutOfMemoryError):
             attached.run_step(step_of, model, iter([TEXT]), optimizer)
         assert model.fails == 0
+
+
+class Greedy(torch.nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x) + torch.empty(2**29)[0]
+
+
+def test_what_follows_the_layers_is_not_called_a_layer(limited_memory):
+    model = Net(2, 16)
+    model.norm = Greedy(16)
+    with mindspeed_mem.attach(model, None, survive=True, device_memory_gib=0.5) as attached:
+        with pytest.raises(torch.OutOfMemoryError) as caught, attached.step():
+            loss_of(model)
+    assert "(outside the layers)" in str(caught.value)
+
+
+def test_a_step_whose_optimizer_has_begun_is_not_tried_again():
+    model = Net(2, 32)
+    optimizer, texts, ran = torch.optim.AdamW(model.parameters()), iter([TEXT, TEXT]), []
+
+    def step():
+        ran.append(step_of(model, texts, optimizer))
+        raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    with mindspeed_mem.attach(model, None, survive=True, host_memory_gib=1) as attached:
+        with pytest.raises(torch.OutOfMemoryError, match="not tried again: an optimizer had begun its step"):
+            attached.run_step(step)
+    assert len(ran) == 1
+
+
+def on_rank_after_a_collective():
+    model, ran = Net(2, 32), []
+
+    def step():
+        ran.append(True)
+        loss = loss_of(model)
+        torch.distributed.all_reduce(loss.detach())
+        raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    with mindspeed_mem.attach(model, None, survive=True, host_memory_gib=1) as attached:
+        with pytest.raises(torch.OutOfMemoryError, match="taken part in a collective"):
+            attached.run_step(step)
+    return len(ran)
+
+
+@pytest.mark.distributed
+def test_a_step_with_a_collective_is_not_tried_again():
+    assert on_ranks(2, on_rank_after_a_collective) == [1, 1]

@@ -105,6 +105,17 @@ def test_what_cannot_be_planned_is_refused(make, arguments, expected):
     assert expected in str(caught.value)
 
 
+def test_a_layer_that_cannot_be_seen_between_others_ends_the_search(caplog):
+    model = Net(3, 16)
+    model.blocks[1].compile(backend="eager")
+    with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
+        mine = Training(model)
+        for _ in range(6):
+            mine.step(attached)
+        assert attached.engine.adaptation.state == "off"
+    assert "layer 1 did not run in a step, or nothing inside could be seen" in caplog.text
+
+
 def test_what_cannot_be_seen_is_left_as_it_is(caplog):
     """A layer that is compiled as a whole, and steps that nobody tells of."""
     model = Net(2, 16)

@@ -117,8 +117,41 @@ def test_nothing_reached_is_said(tmp_path):
     assert len(lines) == 1 and "no effect" in lines[0] and not list(tmp_path.iterdir())
 
 
-def ranges(file: str) -> tuple[list[str], int]:
-    """The names of the ranges that began in the step traced, in order, and how many were open at most."""
+def around_a_profile(file: str, number: int) -> list[str]:
+    """What is logged where a plan is sought from the second of so many steps on."""
+    from mindspeed_mem.activation.observe.profiler import Profiler
+    from mindspeed_mem.report import trace
+    from tests.limited_runs import surviving
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import listening
+
+    with surviving() as engine, parallel(), listening(logging.INFO) as lines:
+        chunks = build_gpt("dense", layers=1)
+        trace.start(Path(file), 1, 2)
+        for step in range(1, number + 1):
+            profiler = Profiler(engine) if step == 2 else None
+            if profiler is not None:
+                profiler.begin_call()
+            train_step(chunks, micro_batches=1)
+            if profiler is not None:
+                profiler.end_call(True)
+                profiler.detach()
+        trace.stop()
+    return [line for line in lines if "trace" in line]
+
+
+@pytest.mark.parametrize(("number", "steps"), [(2, "1"), (4, "1, 3")])
+def test_a_profile_between_traced_steps(tmp_path, number, steps):
+    file = tmp_path / "trace.json"
+    [lines] = on_ranks(1, around_a_profile, str(file), number)
+    assert len(lines) == 1 and f"steps {steps} are in" in lines[0]
+    traced = [one["args"]["step"] for one in spans(events_of(file), "compute") if one["name"].startswith("step ")]
+    assert ", ".join(map(str, traced)) == steps
+
+
+def ranges(file: str) -> tuple[list[str], int, bool]:
+    """The names of the ranges that began in the step traced, in order, how many were open at most, and whether
+    nothing is looked at any more."""
     from mindspeed_mem.device.cpu import CpuBackend
     from mindspeed_mem.report import trace
     from tests.models import build_gpt, train_step
@@ -138,19 +171,19 @@ def ranges(file: str) -> tuple[list[str], int]:
             self.open -= begun is not None
 
     backend = Profiled()
-    with parallel(), swap({"swap_config": {"swap": False}}, backend=backend):
+    with parallel(), swap({"swap_config": {"swap": False}}, backend=backend) as engine:
         chunks = build_gpt("dense", layers=1)
         trace.start(Path(file), 1, 1)
         train_step(chunks, micro_batches=1)
         train_step(chunks, micro_batches=1)
         trace.stop()
-    return backend.names, backend.most - backend.open
+    return backend.names, backend.most - backend.open, engine.in_force.idle
 
 
 def test_operators_are_ranges_for_the_devices_profiler(tmp_path):
     file = tmp_path / "trace.json"
-    [(names, most)] = on_ranks(1, ranges, str(file))
-    assert most == 1
+    [(names, most, idle)] = on_ranks(1, ranges, str(file))
+    assert most == 1 and idle
     compute = [one for one in spans(events_of(file), "compute") if "op" in one["args"]]
     where = {0: "layer 0", 1: "after the layers"}
     named = [f"{where[one['args']['layer']]} {one['name']}" for one in compute]

@@ -151,6 +151,7 @@ CONFIGURE = """
     import mindspeed_mem.megatron_adaptor as mem
     from mindspeed_mem.activation import engine
     from mindspeed_mem.patching import REGISTRY
+    from mindspeed_mem.report.scalars import Scalars
     exec(sys.argv.pop(1))
     file = sys.argv.pop(1)
     applied = lambda: sorted({p.declared_by.rpartition(".")[2] for p in REGISTRY.patches if p.status == "applied"})
@@ -170,6 +171,8 @@ CONFIGURE = """
     except mem.FeatureError as error:
         found.append("--recompute-granularity full" in str(error))
     found.append(engine.current() is not None)
+    mem.configure({"memory_config": None, "memory_trace": "trace.json"})
+    found += [engine.current() is not None, train() == plain, mem.report() == "", Scalars().take(1) == {}]
     mem.configure({"memory_config": None})
     found += [engine.current() is None, applied() == found[1], train() == plain, mem.report() == ""]
     print(json.dumps(found))
@@ -182,7 +185,7 @@ def test_configure_starts_replaces_and_stops_the_engine(swap_file):
     assert found[0] and "activation_passes" not in found[1] and "cpu_torch_rng" in found[1]
     assert found[2:5] == [True, True, True]
     assert {"activation_passes", "pass_events", "first_step"} <= set(found[5])
-    assert found[6:] == [True] * 9
+    assert found[6:] == [True] * 13
 
 
 LISTENING = """

@@ -335,6 +335,7 @@ def test_all_problems_are_reported_at_once(tmp_path, monkeypatch):
         ({"placement_policy": "static:1.5", "chunk_zero_stage": 1}, "the fraction lies between 0 and 1"),
         ({"memory_trace": "t.json", "memory_trace_steps": "7-5"}, "--memory-trace-steps: got '7-5'; allowed: steps"),
         ({"memory_trace": "t.json", "memory_trace_steps": "0"}, "--memory-trace-steps: got '0'; allowed: steps"),
+        ({"memory_trace": "t.json", "memory_trace_steps": []}, "--memory-trace-steps: got []; allowed: steps"),
         ({"memory_trace_steps": "5"}, "--memory-trace-steps needs --memory-trace"),
         ({"recompute_layer": "0"}, "did you mean 'recompute_layers'?"),
     ],

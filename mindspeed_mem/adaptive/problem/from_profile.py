@@ -58,7 +58,7 @@ def _part(view: PartView, classes: LayerClasses) -> Part:
         raise ValueError("a pipeline stage has a part without layers, which cannot be planned: give each at least one")
     first, last = view.layers[0], view.layers[-1]
     if skipped := set(range(first, last)) - set(view.layers):
-        raise ValueError(f"{in_words(sorted(skipped))} did not run in a step, or nothing in them could be seen")
+        raise ValueError(f"{in_words(sorted(skipped))} did not run in a step, or nothing inside could be seen")
     return Part(
         layers=tuple(classes.name_of[layer] for layer in view.layers),
         first_layer=view.layers[0],
