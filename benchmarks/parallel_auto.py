@@ -135,7 +135,6 @@ def _machine(x: torch.Tensor) -> parallel.Machine:
         "all_reduce": (Partial(), Replicate()),
         "all_gather": (Shard(0), Replicate()),
         "reduce_scatter": (Partial(), Shard(0)),
-        "all_to_all": (Shard(0), Shard(1)),
     }
 
     def sends(one: torch.Tensor, name: str) -> float:
@@ -154,7 +153,7 @@ def _machine(x: torch.Tensor) -> parallel.Machine:
     dist.broadcast_object_list(every)
     taken = every[0]
     share = x.nbytes * (mesh.size() - 1) / mesh.size()
-    sent = dict.fromkeys(moves, share) | {"all_reduce": 2 * share, "all_to_all": share / mesh.size()}
+    sent = dict.fromkeys(moves, share) | {"all_reduce": 2 * share}
     per_byte = {name: max(taken[name, False] - taken[name, True], 1e-6) / sent[name] for name in moves}
     return parallel.Machine(
         tflops=6 * rows.numel() * x.shape[-1] / taken["product"] / 1e12,

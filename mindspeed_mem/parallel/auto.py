@@ -106,7 +106,7 @@ def auto(
     rules.register()
     rows, costs = Plan.of(given or {}), machine
     made: list[tuple[Calls, Asker]] = []
-    links = [costs.link(axis) for axis in mesh.mesh_dim_names or ()]
+    links = [costs.link(axis, mesh) for axis in mesh.mesh_dim_names or ()]
 
     def with_rows(more: Mapping[str, Row]) -> Found:
         if not made:

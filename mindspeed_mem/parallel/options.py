@@ -26,7 +26,7 @@ Placed = tuple[Placement, ...]
 """Of one tensor, by mesh axis."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 Link = Mapping[str, tuple[float, float]]
-"""Of an axis, by collective: seconds to begin, and per byte sent."""
+"""Of an axis, by collective: seconds to begin, and per byte sent; without one that the mesh has not."""
 _MOST = 4000
 """Combinations of layouts that are tried for one call; with more (a cat of many), only those that are all alike."""
 
@@ -47,9 +47,10 @@ class Machine:
     slower: Mapping[str, float] = field(default_factory=dict)
     """How many times longer than `gbps` says a collective takes for a byte that it sends, by name; others: 1."""
 
-    def link(self, axis: str) -> Link:
+    def link(self, axis: str, mesh: DeviceMesh) -> Link:
         begin, rate = (one[axis] if isinstance(one, dict) else one for one in (self.latency_us, self.gbps))
-        return {name: (begin / 1e6, self.slower.get(name, 1.0) / (rate * 1e9)) for name in COLLECTIVES}
+        there = COLLECTIVES if mesh.device_type != "cpu" else COLLECTIVES[:-1]  # torch gathers instead
+        return {name: (begin / 1e6, self.slower.get(name, 1.0) / (rate * 1e9)) for name in there}
 
 
 @dataclass(frozen=True)
@@ -287,8 +288,9 @@ def moving(
             backward += _takes(link, "all_gather", sent)
             local /= n
         elif p.is_shard() and q.is_shard() and p != q:
-            forward += _takes(link, "all_to_all", sent)
-            backward += _takes(link, "all_to_all", sent)
+            exchange = _takes(link, *(("all_to_all", sent) if "all_to_all" in link else ("all_gather", sent * n)))
+            forward += exchange
+            backward += exchange
         elif p.is_partial() and q.is_shard():
             forward += _takes(link, "reduce_scatter", sent)
             backward += _takes(link, "all_gather", sent)

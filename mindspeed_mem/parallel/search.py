@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate
 from mindspeed_mem.output import silent
 from mindspeed_mem.parallel.calls import Call, Calls, Value
 from mindspeed_mem.parallel.given import Given
-from mindspeed_mem.parallel.options import COLLECTIVES, Asker, Link, Option, Placed, layouts, moving, parts
+from mindspeed_mem.parallel.options import Asker, Link, Option, Placed, layouts, moving, parts
 from mindspeed_mem.parallel.strategy import StrategyError
 
 SOLVER = {"mip_rel_gap": 1e-6}
@@ -292,7 +292,7 @@ class Search:
             1 + any(_within(self._path(k), m) for k in one.readers for m in found.again if not one.backward)
         )
         for axis in range(len(self.sizes)):
-            per_byte = [dict.fromkeys(COLLECTIVES, (0.0, float(axis == n))) for n in range(len(self.sizes))]
+            per_byte = [dict.fromkeys(link, (0.0, float(axis == n))) for n, link in enumerate(self.links)]
             both = moving(one.edge.value.bytes, one.before, one.after, one.summed, True, self.sizes, per_byte)
             found.sent[axis] += times * (both or (0.0, 0.0))[one.backward]
 

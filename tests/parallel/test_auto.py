@@ -170,7 +170,7 @@ def test_a_language_model_trains_by_a_plan_that_was_saved_and_read(tmp_path):
     assert told.startswith("blocks.*.fc1:linear.0") and "instead of" in told
 
 
-def benchmark():
+def benchmark(machine):
     """The plans of `benchmarks/parallel.py` for small shapes: bytes as predicted and as sent."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     try:
@@ -181,14 +181,15 @@ def benchmark():
     script.SHAPE.update(hidden=32, length=16)
     torch.manual_seed(1)
     x = torch.randn(8, 16, 32)
-    found = []
-    for machine in (MACHINE, parallel.Machine(tflops=0.1, gbps=0.5, latency_us=500, launch_us=200)):
-        *_, rows = planned(script.blocks, x, machine)
-        found += [(name, row["predicted_bytes"], row["bytes"]) for name, row in rows.items()]
-    return found
+    *_, rows = planned(script.blocks, x, machine)
+    return [(name, row["predicted_bytes"], row["bytes"]) for name, row in rows.items()]
 
 
-def test_predicted_bytes_are_those_that_are_sent():
-    found = on_ranks(2, benchmark)[0]
-    assert len(found) == 24 and sum(sent > 0 for *_, sent in found) > 20
+LATE = parallel.Machine(tflops=0.1, gbps=0.5, latency_us=500, launch_us=200)
+
+
+@pytest.mark.parametrize("machine", [MACHINE, pytest.param(LATE, marks=pytest.mark.sweep)], ids=["links", "host"])
+def test_predicted_bytes_are_those_that_are_sent(machine):
+    found = on_ranks(2, benchmark, machine)[0]
+    assert len(found) == 12 and sum(sent > 0 for *_, sent in found) >= 10
     assert [one for one in found if one[1] != one[2]] == []

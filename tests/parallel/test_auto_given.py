@@ -102,7 +102,7 @@ def enumerated():
         assert list(again.rows.items()) == list(plan.rows.items()) and again.seconds == plan.seconds
         calls = calls_of(model, (x,))
         given = Given(model, mesh, calls, parallel.Plan({}))
-        links = [MACHINE.link("tp")]
+        links = [MACHINE.link("tp", mesh)]
         built = search.Search(calls, Asker(mesh, MACHINE), links, 8.0, given)
         found.append((plan.seconds, cheapest(built), math.prod(len(one.options) for one in built.classes.values())))
     return found
