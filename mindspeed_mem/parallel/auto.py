@@ -35,6 +35,8 @@ class Found(Plan):
     for a moment beside that."""
     bytes_sent: Mapping[str, int] = field(default_factory=dict)
     """By each rank in a step, by mesh axis."""
+    gap: float = 0.0
+    """How much faster, as a part of `seconds`, another plan might be: what the solver has not ruled out."""
     search_rows: Callable[[Mapping[str, Row]], Found] | None = field(default=None, repr=False, compare=False)
 
     def explain(self, operator: str, strategy: Any = None) -> str:
@@ -152,7 +154,7 @@ def _solved(mesh: DeviceMesh, search: Search, limit: float | None) -> Found:
             "modules run again as far as they can be; give more memory, ranks, or a smaller batch"
         )
     sent = {axis: round(size) for axis, size in zip(mesh.mesh_dim_names or (), found.sent, strict=True)}
-    return Found(_rows(mesh, search, found), found.seconds, found.memory / _GIB, sent)
+    return Found(_rows(mesh, search, found), found.seconds, found.memory / _GIB, sent, found.gap)
 
 
 def _rows(mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, Row]:

@@ -101,6 +101,8 @@ class Solution:
     """Bytes of a rank, by mesh axis."""
     summed: set[tuple] = field(default_factory=set)
     """Makers (and which output) whose readers leave sums as gradients."""
+    gap: float = 0.0
+    """How much less, as a part of `seconds`, another solution may take: what the solver has not ruled out."""
 
 
 class Search:
@@ -261,6 +263,7 @@ class Search:
         values = program.solve(memory if least else None)
         if values is None:
             return None
+        gap = program.gap
         for v in itertools.chain(again.values(), *x.values()):  # what is held is only bounded from below
             program.low[v] = program.high[v] = round(values[v])
         held_values = program.solve(memory) or values
@@ -274,6 +277,7 @@ class Search:
             sum(c * v for c, v in zip(program.cost, values, strict=True)) / 1e6,
             sum(size * held_values[v] for v, size in memory.items()) * self.unit,
             sent=[0.0] * len(self.sizes),
+            gap=gap,
         )
         for key in self.classes:
             found.costs[key] = {"compute": 3 * chosen[key].seconds, "communication": 0.0}
@@ -485,6 +489,8 @@ def _within(path: str, module: str) -> bool:
 class _Program:
     def __init__(self) -> None:
         self.cost: list[float] = []
+        self.gap = 0.0
+        """Of what was solved last."""
         self.low: list[float] = []
         self.high: list[float] = []
         self._whole: list[int] = []
@@ -528,6 +534,7 @@ class _Program:
                 f"the solver found no answer: {why} ({result.message}); that says nothing of whether a plan fits. Give "
                 "rows for more operators, or figures of the machine that are less far apart"
             )
+        self.gap = float(result.mip_gap)
         return [float(one) for one in result.x]
 
     def _entries(self) -> Iterator[tuple[int, int, float]]:
