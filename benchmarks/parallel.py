@@ -15,7 +15,6 @@ measured, and how long it takes to find a plan for 2 to 32 layers.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -30,7 +29,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from chunk_zero import on_ranks  # noqa: E402
-from parallel_auto import measured, searching, table  # noqa: E402
+from parallel_auto import measured, searching, table, taking_turns  # noqa: E402
 from timing import interleaved, machine, summary  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
@@ -124,22 +123,15 @@ def work(rank: int, ranks: int, meeting: str, given: argparse.Namespace) -> None
 
 def beside_by_hand(rank: int, ranks: int, whole: torch.Tensor, given: argparse.Namespace) -> dict[str, Any]:
     """The variants, and what an operator costs the host."""
-    built = models()
-    current, losses = [""], {}
+    built, losses = models(), {}
 
-    @contextlib.contextmanager
-    def setting(name: str):
-        current[0] = name
-        built[name].zero_grad(set_to_none=True)
-        yield
-
-    def step() -> None:
-        name = current[0]
+    def loss(name: str) -> torch.Tensor:
         part = name == "batch, DDP"
-        loss = built[name](whole.chunk(ranks)[rank] if part else whole).square().mean()
-        loss.backward()
-        losses[name] = loss.detach()
+        made = built[name](whole.chunk(ranks)[rank] if part else whole).square().mean()
+        losses[name] = made.detach()
+        return made
 
+    setting, step = taking_turns(built, loss)
     sent = {}
     for name in built:
         with setting(name), parallel.recording() as report:
@@ -172,16 +164,8 @@ def host(rounds: int) -> float:
         return nn.Sequential(*(nn.Linear(TINY, TINY, bias=False) for _ in range(CHAIN)))
 
     both = {"plain": chain(), "split": parallel.semi_auto(chain(), parallel.mesh("cpu", dp=RANKS), {"": TINY_BATCH})}
-    x, current = torch.randn(TINY, TINY), [""]
-
-    @contextlib.contextmanager
-    def setting(name: str):
-        current[0] = name
-        yield
-
-    def step() -> None:
-        both[current[0]](x).sum().backward()
-
+    x = torch.randn(TINY, TINY)
+    setting, step = taking_turns(both, lambda name: both[name](x).sum())
     seconds = interleaved(list(both), setting, step, rounds, lambda: None, time.process_time)
     pairs = zip(seconds["split"], seconds["plain"], strict=True)
     return 1e6 * statistics.median(one - other for one, other in pairs) / CHAIN

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_mem import ranks, requirements
 from mindspeed_mem.parallel import rules
-from mindspeed_mem.parallel.calls import Calls, Value, calls_of
+from mindspeed_mem.parallel.calls import Call, Calls, Value, calls_of
 from mindspeed_mem.parallel.given import Given
-from mindspeed_mem.parallel.options import Asker, Machine, Placed
+from mindspeed_mem.parallel.options import COLLECTIVES, Asker, Machine, Placed
 from mindspeed_mem.parallel.plan import Plan, Row, strategies
 from mindspeed_mem.parallel.search import Class, Search, Solution
 from mindspeed_mem.parallel.strategy import StrategyError, strategy_of
@@ -35,6 +35,8 @@ class Found(Plan):
     for a moment beside that."""
     bytes_sent: Mapping[str, int] = field(default_factory=dict)
     """By each rank in a step, by mesh axis."""
+    gap: float = 0.0
+    """How much faster, as a part of `seconds`, another plan might be: what the solver has not ruled out."""
     search_rows: Callable[[Mapping[str, Row]], Found] | None = field(default=None, repr=False, compare=False)
 
     def explain(self, operator: str, strategy: Any = None) -> str:
@@ -99,12 +101,14 @@ def auto(
         missing = [axis for axis in mesh.mesh_dim_names or () if isinstance(one, dict) and axis not in one]
         if missing:
             problems.append(f"machine.{name}: nothing for {', '.join(missing)}")
+    if unknown := sorted(machine.slower.keys() - set(COLLECTIVES)):
+        problems.append(f"machine.slower: no collective {', '.join(unknown)}; there are {', '.join(COLLECTIVES)}")
     if problems:
         raise StrategyError(problems)
     rules.register()
     rows, costs = Plan.of(given or {}), machine
     made: list[tuple[Calls, Asker]] = []
-    links = [costs.link(axis) for axis in mesh.mesh_dim_names or ()]
+    links = [costs.link(axis, mesh) for axis in mesh.mesh_dim_names or ()]
 
     def with_rows(more: Mapping[str, Row]) -> Found:
         if not made:
@@ -150,7 +154,7 @@ def _solved(mesh: DeviceMesh, search: Search, limit: float | None) -> Found:
             "modules run again as far as they can be; give more memory, ranks, or a smaller batch"
         )
     sent = {axis: round(size) for axis, size in zip(mesh.mesh_dim_names or (), found.sent, strict=True)}
-    return Found(_rows(mesh, search, found), found.seconds, found.memory / _GIB, sent)
+    return Found(_rows(mesh, search, found), found.seconds, found.memory / _GIB, sent, found.gap)
 
 
 def _rows(mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, Row]:
@@ -165,37 +169,57 @@ def _rows(mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, Row]:
         if isinstance(one.member, Value)
     )
     rows = {"": Row(own or None, returned if given.results else None)} if own or given.results else {}
-    split: dict[str, dict[str, Any]] = {}
-    for one in search.classes.values():
-        value = one.member
-        if isinstance(value, Value) and value.kind in ("parameter", "buffer") and one.key[0] == value.kind:
-            target = found.chosen[one.key].outs[0]
-            if any(not placed.is_replicate() for placed in target):
-                split.setdefault(one.path, {})[one.key[2]] = strategy_of(target, mesh, value.like.dim())
+    split, again = _split(mesh, search, found), [name for path in found.again for name in given.names(path)]
+    for path in dict.fromkeys([*split, *again]):
+        before = rows.get(path, Row())
+        rows[path] = Row(before.in_strategy, before.out_strategy, split.get(path, {}), path in again)
     moved = _moved(search, found)
-    for path in dict.fromkeys([*split, *found.again]):
-        for name in given.names(path):
-            before = rows.get(name, Row())
-            rows[name] = Row(before.in_strategy, before.out_strategy, split.get(path, {}), path in found.again)
+    alike: dict[tuple, list[tuple[Class, Call, tuple, tuple]]] = {}
     for one in search.classes.values():
         call = one.call
         if call is None or not call.name:
             continue
-        fixed_ins, fixed_outs = given.inputs.get(call.name), given.outputs.get(call.name)
-        summed = any(maker == one.key for maker, _ in found.summed)
-        if not (summed or one.key in moved or fixed_ins or fixed_outs):
-            continue
-        cost = {what: float(f"{seconds * 1e6:.4g}") for what, seconds in found.costs[one.key].items()}
-        chosen = found.chosen[one.key]
-        wanted = _strategies(chosen.ins, call.inputs, mesh) if one.key in moved or fixed_ins else None
-        outs = chosen.outs
-        if fixed_outs:
-            outs = tuple(p if w is None else w for w, p in zip(fixed_outs, outs, strict=True))
-        made = _strategies(outs, call.outputs, mesh) if summed or fixed_outs else None
-        row = Row(wanted, made, cost={f"{what}_us": value for what, value in cost.items()})
-        for name in given.names(one.path):
-            rows.setdefault(f"{name}:{call.name.partition(':')[2]}", row)
+        outs = found.chosen[one.key].outs
+        if fixed := given.outputs.get(call.name):
+            outs = tuple(p if w is None else w for w, p in zip(fixed, outs, strict=True))
+        ways = _strategies(found.chosen[one.key].ins, call.inputs, mesh), _strategies(outs, call.outputs, mesh)
+        alike.setdefault(one.key[1:3], []).append((one, call, *ways))
+    for several in alike.values():
+        together = all(one[2:] == several[0][2:] for one in several)  # else each has a row of its own
+        for one, call, ins, outs in several:
+            comes = one.key not in moved and not given.inputs.get(call.name)
+            stays = not given.outputs.get(call.name) and all(maker != one.key for maker, _ in found.summed)
+            if comes and stays:
+                continue
+            cost = {f"{what}_us": float(f"{took * 1e6:.4g}") for what, took in found.costs[one.key].items()}
+            row = Row(None if comes else ins, None if stays else outs, cost=cost)
+            operator = call.name.partition(":")[2]
+            for name in [f"{path}:{operator}" for path in given.names(one.path)] if together else one.names:
+                before = rows.setdefault(name, row)
+                rows[name] = replace(
+                    before,
+                    in_strategy=before.in_strategy or row.in_strategy,
+                    out_strategy=before.out_strategy or row.out_strategy,
+                )
     return rows
+
+
+def _split(mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, dict[str, Any]]:
+    """How parameters are split, by rows' paths: a pattern where its layers are split alike, whatever their shapes."""
+    ways: dict[str, dict[str, list[tuple[Class, Any]]]] = {}
+    for one in search.classes.values():
+        if one.key[0] in ("parameter", "buffer"):
+            ways.setdefault(one.path, {}).setdefault(one.key[2], []).append((one, _strategy(found, one, mesh)))
+    split: dict[str, dict[str, Any]] = {}
+    for path, leaves in ways.items():
+        together = all(way == several[0][1] for several in leaves.values() for _, way in several)
+        for leaf, several in leaves.items():
+            for one, way in several:
+                if any(entry is not None for entry in way):
+                    owners = [name.rpartition(".")[0] for name in one.names]
+                    for name in search.given.names(path) if together else owners:
+                        split.setdefault(name, {})[leaf] = way
+    return split
 
 
 def _strategies(placed: tuple[Placed, ...], values: list[Value], mesh: DeviceMesh) -> tuple:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from mindspeed_mem.parallel.calls import Call
 
 Placed = tuple[Placement, ...]
 """Of one tensor, by mesh axis."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+Link = Mapping[str, tuple[float, float]]
+"""Of an axis, by collective: seconds to begin, and per byte sent; without one that the mesh has not."""
 _MOST = 4000
 """Combinations of layouts that are tried for one call; with more (a cat of many), only those that are all alike."""
 
@@ -41,11 +44,13 @@ class Machine:
     """To begin a collective, by mesh axis or for all."""
     launch_us: float = 4.0
     """To begin an operator."""
+    slower: Mapping[str, float] = field(default_factory=dict)
+    """How many times longer than `gbps` says a collective takes for a byte that it sends, by name; others: 1."""
 
-    def link(self, axis: str) -> tuple[float, float]:
-        """Seconds to begin, and per byte."""
-        of = [one[axis] if isinstance(one, dict) else one for one in (self.latency_us, self.gbps)]
-        return of[0] / 1e6, 1 / (of[1] * 1e9)
+    def link(self, axis: str, mesh: DeviceMesh) -> Link:
+        begin, rate = (one[axis] if isinstance(one, dict) else one for one in (self.latency_us, self.gbps))
+        there = COLLECTIVES if mesh.device_type != "cpu" else COLLECTIVES[:-1]  # torch gathers instead
+        return {name: (begin / 1e6, self.slower.get(name, 1.0) / (rate * 1e9)) for name in there}
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ def moving(
     summed: Sequence[bool],
     grad: bool,
     sizes: Sequence[int],
-    links: Sequence,
+    links: Sequence[Link],
 ) -> tuple[float, float] | None:
     """Seconds forward and backward of bringing a tensor from one layout to another; None: cannot be asked for.
 
@@ -267,33 +272,37 @@ def moving(
         size: bytes of the whole tensor.
         summed: by axis, whether its reader leaves a sum as its gradient there.
         grad: whether there is a gradient at all.
-        links: by axis, seconds to begin and per byte.
+        links: by axis.
     """
     if before != after and any(one.is_partial() for one in after):
         return None
     local = size / parts(before, sizes)
     forward = backward = 0.0
-    for p, q, n, is_sum, (begin, per_byte) in zip(before, after, sizes, summed, links, strict=True):
+    for p, q, n, is_sum, link in zip(before, after, sizes, summed, links, strict=True):
+        sent = local * (n - 1) / n
         if p.is_shard() and q.is_replicate():
-            gather = begin + local * (n - 1) * per_byte
-            forward += gather
-            backward += gather if is_sum else 0.0  # reduce_scatter, or a slice
+            forward += _takes(link, "all_gather", sent * n)
+            backward += _takes(link, "reduce_scatter", sent * n) if is_sum else 0.0  # or a slice
             local *= n
-            continue
-        once = begin + local * (n - 1) / n * per_byte
-        if p.is_replicate() and q.is_shard():
-            backward += once
+        elif p.is_replicate() and q.is_shard():
+            backward += _takes(link, "all_gather", sent)
             local /= n
         elif p.is_shard() and q.is_shard() and p != q:
-            forward += once
-            backward += once
+            exchange = _takes(link, *(("all_to_all", sent) if "all_to_all" in link else ("all_gather", sent * n)))
+            forward += exchange
+            backward += exchange
         elif p.is_partial() and q.is_shard():
-            forward += once
-            backward += once
+            forward += _takes(link, "reduce_scatter", sent)
+            backward += _takes(link, "all_gather", sent)
             local /= n
         elif p.is_partial() and q.is_replicate():
-            forward += 2 * once - begin
-            backward += 2 * once - begin if is_sum else 0.0
+            forward += _takes(link, "all_reduce", 2 * sent)
+            backward += _takes(link, "all_reduce", 2 * sent) if is_sum else 0.0
         elif p.is_replicate() and q.is_replicate() and is_sum:
-            backward += 2 * once - begin
+            backward += _takes(link, "all_reduce", 2 * sent)
     return forward, backward if grad else 0.0
+
+
+def _takes(link: Link, name: str, sent: float) -> float:
+    begin, per_byte = link[name]
+    return begin + sent * per_byte

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate
 from mindspeed_mem.output import silent
 from mindspeed_mem.parallel.calls import Call, Calls, Value
 from mindspeed_mem.parallel.given import Given
-from mindspeed_mem.parallel.options import Asker, Option, Placed, layouts, moving, parts
+from mindspeed_mem.parallel.options import Asker, Link, Option, Placed, layouts, moving, parts
 from mindspeed_mem.parallel.strategy import StrategyError
 
 SOLVER = {"mip_rel_gap": 1e-6}
@@ -41,6 +41,8 @@ class Class:
     member: Call | Value
     options: list[Option]
     count: int = 1
+    names: list[str] = field(default_factory=list)
+    """Of all members, as of `member`."""
     pending: Counter[tuple] = field(default_factory=Counter)
     """What is made before it and read after it, by maker and place: their gradients wait while its backward runs."""
 
@@ -58,7 +60,14 @@ class Edge:
     reader: tuple
     number: int
     value: Value
-    count: int = 1
+    read: Counter[int] = field(default_factory=Counter)
+    """By the id of each tensor of the maker's class, how often."""
+    shares: list[tuple] = field(default_factory=list)
+    """A key for tensors that the same edges read, which share what is moved; the last of it: how many they are."""
+
+    @property
+    def count(self) -> int:
+        return self.read.total()
 
 
 @dataclass
@@ -92,12 +101,14 @@ class Solution:
     """Bytes of a rank, by mesh axis."""
     summed: set[tuple] = field(default_factory=set)
     """Makers (and which output) whose readers leave sums as gradients."""
+    gap: float = 0.0
+    """How much less, as a part of `seconds`, another solution may take: what the solver has not ruled out."""
 
 
 class Search:
     """All that is known of a model before a limit is given."""
 
-    def __init__(self, calls: Calls, asker: Asker, links: list, optimizer_bytes: float, given: Given) -> None:
+    def __init__(self, calls: Calls, asker: Asker, links: list[Link], optimizer_bytes: float, given: Given) -> None:
         self.sizes, self.links, self.optimizer_bytes, self.given = asker.sizes, links, optimizer_bytes, given
         self.classes: dict[tuple, Class] = {}
         self.edges: dict[tuple, Edge] = {}
@@ -113,8 +124,9 @@ class Search:
             self.classes[key] = Class(key, "", value, [Option((wanted,), (), 0.0, 0.0)])
             self._add_edge(value, key, 0)
         self._note_pending(calls, keys)
+        self._note_shares()
         self._sharing = Counter(
-            one for edge in self.edges.values() for one in {self._shared(edge), self._together(edge)}
+            one for edge in self.edges.values() for one in {*edge.shares, *self._moves_of(edge, moved=True)}
         )
         inside = Counter(one.path for one in self.classes.values() if one.call is not None)
         prefixes = {path.rsplit(".", n)[0] for path in inside for n in range(path.count(".") + 1)} - {""}
@@ -134,12 +146,13 @@ class Search:
         self.of[id(value)] = key, 0
         if key in self.classes:
             self.classes[key].count += 1
+            self.classes[key].names.append(value.name)
             return
         ways = [layouts(value.like.shape, n, False) if value.kind != "buffer" else [Replicate()] for n in self.sizes]
         even = [one for one in itertools.product(*ways) if asker.is_even(value.like.shape, one)]
         wanted = self.given.tensors.get(value.name)
         found = [Option((), (one,), 0.0, 0.0) for one in ([wanted] if wanted is not None else even)]
-        self.classes[key] = Class(key, path, value, found)
+        self.classes[key] = Class(key, path, value, found, names=[value.name])
 
     def _add_call(self, number: int, call: Call, asker: Asker) -> tuple:
         path = self.given.pattern(call.path)
@@ -149,6 +162,7 @@ class Search:
         wanted, made = self.given.inputs.get(call.name, ()), self.given.outputs.get(call.name, ())
         if key in self.classes:
             self.classes[key].count += 1
+            self.classes[key].names.append(call.name)
         else:
             options = asker.options(call)
             fit = [one for one in options if all(w is None or w == p for w, p in zip(wanted, one.ins, strict=False))]
@@ -157,7 +171,7 @@ class Search:
                     f"{call.name!r}: with the given in_strategy it would have to redistribute by itself, which auto "
                     "does not plan; give another, or leave it out"
                 )
-            self.classes[key] = Class(key, path, call, fit)
+            self.classes[key] = Class(key, path, call, fit, names=[call.name])
         for place, value in enumerate(call.inputs):
             self._add_edge(value, key, place)
         for place, value in enumerate(call.outputs):
@@ -181,10 +195,17 @@ class Search:
             )
         maker, place = self.of[id(value)]
         edge = (maker, place, reader, number)
-        if edge in self.edges:
-            self.edges[edge].count += 1
-        else:
-            self.edges[edge] = Edge(*edge, value)
+        self.edges.setdefault(edge, Edge(*edge, value)).read[id(value)] += 1
+
+    def _note_shares(self) -> None:
+        readers: dict[tuple, list[tuple]] = defaultdict(list)
+        for key, edge in self.edges.items():
+            for one in edge.read:
+                readers[edge.maker, edge.place, one].append(key)
+        alike = Counter((*one[:2], tuple(keys)) for one, keys in readers.items())
+        for number, ((maker, place, keys), count) in enumerate(alike.items()):
+            for key in keys:
+                self.edges[key].shares.append((maker, place, number, count))
 
     def _note_pending(self, calls: Calls, keys: list[tuple]) -> None:
         made = {id(value): number for number, call in enumerate(calls.calls) for value in call.outputs}
@@ -242,6 +263,7 @@ class Search:
         values = program.solve(memory if least else None)
         if values is None:
             return None
+        gap = program.gap
         for v in itertools.chain(again.values(), *x.values()):  # what is held is only bounded from below
             program.low[v] = program.high[v] = round(values[v])
         held_values = program.solve(memory) or values
@@ -255,6 +277,7 @@ class Search:
             sum(c * v for c, v in zip(program.cost, values, strict=True)) / 1e6,
             sum(size * held_values[v] for v, size in memory.items()) * self.unit,
             sent=[0.0] * len(self.sizes),
+            gap=gap,
         )
         for key in self.classes:
             found.costs[key] = {"compute": 3 * chosen[key].seconds, "communication": 0.0}
@@ -273,7 +296,7 @@ class Search:
             1 + any(_within(self._path(k), m) for k in one.readers for m in found.again if not one.backward)
         )
         for axis in range(len(self.sizes)):
-            per_byte = [(0.0, float(axis == other)) for other in range(len(self.sizes))]
+            per_byte = [dict.fromkeys(link, (0.0, float(axis == n))) for n, link in enumerate(self.links)]
             both = moving(one.edge.value.bytes, one.before, one.after, one.summed, True, self.sizes, per_byte)
             found.sent[axis] += times * (both or (0.0, 0.0))[one.backward]
 
@@ -281,18 +304,11 @@ class Search:
         """Of the modules of a call; what the model returns is outside of all."""
         return self.classes[reader].path if reader[0] != "result" else " "
 
-    def _together(self, edge: Edge) -> tuple:
-        """The same for all readers of one tensor, and last how many such tensors there are.
-
-        In repeated layers those that read as often are taken to read the same.
-        """
-        return edge.maker, edge.place, min(edge.count, self.classes[edge.maker].count)
-
-    def _shared(self, edge: Edge) -> tuple:
-        """The same for readers that share what is moved: not that of a parameter."""
-        if edge.value.kind in ("parameter", "buffer"):
-            return edge.maker, edge.place, edge.reader, edge.number, edge.count
-        return self._together(edge)
+    def _moves_of(self, edge: Edge, moved: bool) -> list[tuple]:
+        """A key for what readers share, and last how many such tensors there are; a parameter moves for each reader."""
+        if moved and edge.value.kind in ("parameter", "buffer"):
+            return [(edge.maker, edge.place, edge.reader, edge.number, edge.count)]
+        return edge.shares
 
     def _flows(
         self, program: _Program, edge: Edge, x: Mapping[tuple, list[int]], charges: dict[tuple, Charge]
@@ -315,18 +331,16 @@ class Search:
                 v = flows[p, (after, summed)] = program.variable(0.0)
                 for backward, one in enumerate(seconds):
                     # Gradients of all readers in one layout are added, and then reduced once.
-                    shared = self._shared(edge) if p != after else self._together(edge)
-                    alone, count = self._sharing[shared] < 2, shared[-1]
-                    key = (shared, backward, p, after, summed if backward or alone else None)
-                    if not one:
-                        continue
-                    if key not in charges:
-                        variable = v if alone else program.variable(0.0)
-                        program.cost[variable] += count * one * 1e6
-                        charges[key] = Charge(variable, one, bool(backward), edge, count, p, after, summed)
-                    charges[key].readers.append(edge.reader)
-                    if not alone:
-                        least[charges[key].variable][v] = -1.0
+                    for shared in self._moves_of(edge, p != after) if one else ():
+                        alone, count = self._sharing[shared] < 2, shared[-1]
+                        key = (shared, backward, p, after, summed if backward or alone else None)
+                        if key not in charges:
+                            variable = v if alone else program.variable(0.0)
+                            program.cost[variable] += count * one * 1e6
+                            charges[key] = Charge(variable, one, bool(backward), edge, count, p, after, summed)
+                        charges[key].readers.append(edge.reader)
+                        if not alone:
+                            least[charges[key].variable][v] = -1.0
         for variable, terms in least.items():
             program.row({variable: 1.0, **terms}, 0)
         rows: dict[tuple, dict[int, float]] = {("from", p): dict.fromkeys(xs, -1.0) for p, xs in given.items()}
@@ -370,10 +384,11 @@ class Search:
                 for (p, (q, _)), v in found.items():
                     if p == q and one.value.kind in ("parameter", "buffer"):
                         continue
-                    by_layout[(edge[:2] if p == q else ("moved", *self._shared(one)), q)][v] = 1.0
+                    for key in [edge[:2]] if p == q else self._moves_of(one, moved=True):
+                        by_layout[key, q][v] = 1.0
                 for key, source in by_layout.items():
                     size = one.value.bytes / parts(key[1], self.sizes)
-                    keep(key, source, reader, size, maker.count if key[0] == edge[:2] else self._shared(one)[-1])
+                    keep(key, source, reader, size, maker.count if key[0] == edge[:2] else key[0][-1])
             for m in self.modules:  # what a module that is run again begins with
                 outside = one.value.kind == "input" or one.value.kind == "made" and not _within(maker.path, m)
                 if outside and _within(self._path(reader.key), m):
@@ -434,19 +449,20 @@ class Search:
     def _rerun(self, program: _Program, x: Mapping, charges: Mapping[tuple, Charge], again: Mapping[str, int]) -> None:
         """What a module that is run again costs: its forward, redistributions included."""
         for m in self.modules:
-            terms: dict[int, float] = {}
+            terms: dict[int, float] = defaultdict(float)
             most: dict[Any, float] = defaultdict(float)
             for key, one in self.classes.items():
                 if one.call is not None and _within(one.path, m):
                     for v, option in zip(x[key], one.options, strict=True):
                         terms[v] = one.count * option.seconds * 1e6
                         most[key] = max(most[key], terms[v])
-            for charge in charges.values():
-                for reader in charge.readers:
-                    if not charge.backward and _within(self._path(reader), m):
-                        terms[charge.variable] = charge.count * charge.seconds * 1e6
-                        place = (reader, charge.edge.maker, charge.edge.place)
-                        most[place] = max(most[place], terms[charge.variable])
+            for (shared, *_), charge in charges.items():
+                inside = [reader for reader in charge.readers if _within(self._path(reader), m)]
+                if inside and not charge.backward:
+                    seconds = charge.count * charge.seconds * 1e6
+                    terms[charge.variable] += seconds
+                    for reader in inside:  # each wants it in one layout
+                        most[shared, reader] = max(most[shared, reader], seconds)
             cost, all_of_it = program.variable(1.0, high=math.inf), sum(most.values())
             program.row({**terms, cost: -1.0, again[m]: all_of_it}, -math.inf, all_of_it)
 
@@ -473,6 +489,8 @@ def _within(path: str, module: str) -> bool:
 class _Program:
     def __init__(self) -> None:
         self.cost: list[float] = []
+        self.gap = 0.0
+        """Of what was solved last."""
         self.low: list[float] = []
         self.high: list[float] = []
         self._whole: list[int] = []
@@ -516,6 +534,7 @@ class _Program:
                 f"the solver found no answer: {why} ({result.message}); that says nothing of whether a plan fits. Give "
                 "rows for more operators, or figures of the machine that are less far apart"
             )
+        self.gap = float(result.mip_gap)
         return [float(one) for one in result.x]
 
     def _entries(self) -> Iterator[tuple[int, int, float]]:

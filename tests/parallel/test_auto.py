@@ -1,6 +1,8 @@
 """Plans that `auto` finds, run on ranks: they train as one device does, as people would split, within memory."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +168,28 @@ def test_a_language_model_trains_by_a_plan_that_was_saved_and_read(tmp_path):
     loss, error, _, told = on_ranks(4, language_model, str(tmp_path))[0]
     assert loss < 1e-12 and error < 1e-12
     assert told.startswith("blocks.*.fc1:linear.0") and "instead of" in told
+
+
+def benchmark(machine):
+    """The plans of `benchmarks/parallel.py` for small shapes: bytes as predicted and as sent."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    try:
+        import parallel as script
+        from parallel_auto import planned
+    finally:
+        del sys.path[0]
+    script.SHAPE.update(hidden=32, length=16)
+    torch.manual_seed(1)
+    x = torch.randn(8, 16, 32)
+    *_, rows = planned(script.blocks, x, machine)
+    return [(name, row["predicted_bytes"], row["bytes"]) for name, row in rows.items()]
+
+
+LATE = parallel.Machine(tflops=0.1, gbps=0.5, latency_us=500, launch_us=200)
+
+
+@pytest.mark.parametrize("machine", [MACHINE, pytest.param(LATE, marks=pytest.mark.sweep)], ids=["links", "host"])
+def test_predicted_bytes_are_those_that_are_sent(machine):
+    found = on_ranks(2, benchmark, machine)[0]
+    assert len(found) == 12 and sum(sent > 0 for *_, sent in found) >= 10
+    assert [one for one in found if one[1] != one[2]] == []
