@@ -191,7 +191,13 @@ class SecondRuns:
         if self._tape_depth != depth + 1:  # it was left without its marker: nobody knows where it ended
             return
         key = position.about_to_run = tape.layer, tape.op
-        alive = tape.finish(self._saved.hold, try_out=key not in self._tried)
+        untried = key not in self._tried
+        try:
+            alive = tape.finish(self._saved.hold, try_out=untried)
+        except torch.OutOfMemoryError:
+            if not untried:
+                raise
+            return  # no room to see what a second run gives: all stays this time
         if tape.why_not or any(storage.nbytes() for storage, _ in alive):  # nothing shows nothing
             self._tried[key] = not tape.why_not
         if tape.why_not:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -267,3 +269,43 @@ def in_place_inside() -> bool:
 
 def test_inline_code_that_works_in_place_on_its_own_tensors_runs_again():
     assert on_ranks(1, in_place_inside) == [True]
+
+
+def no_room_to_try() -> tuple[list[str], bool, list[int]]:
+    """Memory runs out in the first run that is to show whether an activation function repeats itself."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from tests.models import build_gpt
+    from tests.swap_runs import listening, one_forward, swap
+
+    class Full(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Full.calls += func is torch.ops.aten.gelu.default
+            if Full.calls == 2 and func is torch.ops.aten.gelu.default:
+                raise torch.OutOfMemoryError("full")
+            return func(*args, **(kwargs or {}))
+
+    def run(plan: dict, mode: TorchDispatchMode | None) -> tuple[list[str], dict, list[int]]:
+        counted = []
+        with parallel(), listening() as messages, swap(plan) as engine:
+            chunks = build_gpt("dense", layers=2)
+            chunks[0].zero_grad_buffer()
+            for _ in range(2):
+                before = Full.calls
+                with mode or contextlib.nullcontext():
+                    one_forward(engine, chunks).sum().backward()
+                counted.append(Full.calls - before)
+            return messages, collect(chunks), counted
+
+    _, without, _ = run(NATIVE, None)
+    messages, grads, counted = run(again({r"mlp\.activation_func": True}), Full())
+    return messages, all(torch.equal(grads[name], without[name]) for name in without), counted
+
+
+def test_where_there_is_no_room_to_try_inline_code_it_stays_and_is_tried_the_next_time():
+    [(messages, same, counted)] = on_ranks(1, no_room_to_try)
+    assert same and messages == []
+    # First: layer 0, its failing trial, layer 1, its trial, layer 1 again; then: layer 0, its trial, layer 1, both again.
+    assert counted == [5, 5]
