@@ -186,13 +186,13 @@ def _rows(mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, Row]:
         alike.setdefault(one.key[1:3], []).append((one, call, *ways))
     for several in alike.values():
         together = all(one[2:] == several[0][2:] for one in several)  # else each has a row of its own
-        for one, call, ins, outs in several:
+        for one, call, brought, made in several:
             comes = one.key not in moved and not given.inputs.get(call.name)
             stays = not given.outputs.get(call.name) and all(maker != one.key for maker, _ in found.summed)
             if comes and stays:
                 continue
             cost = {f"{what}_us": float(f"{took * 1e6:.4g}") for what, took in found.costs[one.key].items()}
-            row = Row(None if comes else ins, None if stays else outs, cost=cost)
+            row = Row(None if comes else brought, None if stays else made, cost=cost)
             operator = call.name.partition(":")[2]
             for name in [f"{path}:{operator}" for path in given.names(one.path)] if together else one.names:
                 before = rows.setdefault(name, row)
