@@ -19,11 +19,11 @@ from mindspeed_mem.patching import join, replace
 _native: Any = BackwardCFunction.saved_tensors  # of a class, what reads it
 
 
-def _read(self):
-    return own_tensors.read(_native.__get__, self)
-
-
 join("mindspeed_mem.activation.storage.own_tensors:MARKS", "_TE_do_not_offload", declared_by=__name__)
-replace("torch.autograd.function:BackwardCFunction.saved_tensors", property(_read), declared_by=__name__)
+replace(
+    "torch.autograd.function:BackwardCFunction.saved_tensors",
+    property(own_tensors.reader(_native.__get__)),
+    declared_by=__name__,
+)
 if not own_tensors.APPLY_IS_PYTHON:
     replace("torch.autograd.function:Function.apply", classmethod(own_tensors.applied), declared_by=__name__)

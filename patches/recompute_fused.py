@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.patching import around
+from mindspeed_mem.patching import Direct, around
 
 _FUSED = (
     "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
@@ -22,11 +22,17 @@ _FUSED = (
 )
 
 
-def _fused(original, *args, **kwargs):
-    engine = engines.current()
-    if engine is None or torch.compiler.is_compiling():
-        return original(*args, **kwargs)
-    return engine.run_fused(original, args, kwargs)
+@Direct
+def _fused(original):
+    compiling = torch.compiler.is_compiling
+
+    def call(*args, **kwargs):
+        engine = engines.in_use
+        if engine is None or compiling():
+            return original(*args, **kwargs)
+        return engine.run_fused(original, args, kwargs)
+
+    return call
 
 
 for _name in _FUSED:

@@ -39,6 +39,7 @@ from mindspeed_mem.activation.survive.survival import Survival, ask_before_faili
 from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.device import Backend
 from mindspeed_mem.device.slabs import HostSlabs
+from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import MemoryConfig
 from mindspeed_mem.plan.config import SwapConfig
 
@@ -129,6 +130,17 @@ class Engine:
             self.mover.staying.smallest = smallest_worth(self.backend)
         if self.survival is not None:
             self.survival.knows_layers()
+        self._settle()
+
+    def look_everywhere(self, wanted: bool) -> None:
+        """Look at all layers for now, whatever the plan selects, or no more. Not in the middle of a step."""
+        self.in_force.look_everywhere(wanted)
+        self._settle()
+
+    def _settle(self) -> None:
+        """What is wrapped around operators is there only if the plan has a use for it."""
+        if in_use is self:
+            (REGISTRY.rest if self.in_force.idle else REGISTRY.wake)()
 
     def adopt(
         self, config: MemoryConfig, gather: Callable[[Any], list], partners: Collection[int] = (), tell: bool = True
@@ -228,6 +240,8 @@ def use(engine: Engine | None) -> Engine | None:
     """Make ``engine`` this process's engine from now on; return the earlier one. Not in the middle of a step."""
     global in_use
     in_use, earlier = engine, in_use
+    if engine is not None:
+        engine._settle()
     return earlier
 
 

@@ -54,7 +54,7 @@ class _Move(NamedTuple):
 
 class Direct:
     """What goes around a symbol that is called all the time, given as what makes it from the original: that saves a
-    call and the packing of arguments each time."""
+    call and the packing of arguments each time. It rests while it has nothing to do: see `Registry.rest`."""
 
     def __init__(self, make: Callable[[Callable], Callable]):
         self.make, self.__module__ = make, make.__module__
@@ -82,7 +82,8 @@ class Patch:
     before: str = ""
     """The first version of the package that it is not for any more."""
     status: str = "declared"
-    """``declared``, ``waiting`` (module not imported yet), ``applied``, ``absent``, ``undone`` or ``FAILED``."""
+    """``declared``, ``waiting`` (module not imported yet), ``applied``, ``resting``, ``absent``, ``undone`` or
+    ``FAILED``."""
     notes: list[str] = field(default_factory=list)
     declared_by: str = ""
 
@@ -293,6 +294,19 @@ class Registry:
     def put_back(self, lifted: list[Patch]) -> None:
         """Apply again, on top, what `lift` took off."""
         self._apply([p for p in lifted if p.status != "applied"])
+
+    def rest(self) -> None:
+        """Take what is `Direct` off until `wake`, or until it is applied again: it would do nothing. What others have
+        patched on top of stays."""
+        direct = [p for p in self._applied if isinstance(p.function, Direct)]
+        self._undo(direct)
+        for patch in direct:
+            if patch.status == "undone":
+                patch.status = "resting"
+
+    def wake(self) -> None:
+        """Apply again what rests."""
+        self._apply([p for p in self.patches if p.status == "resting"])
 
     def originals(self) -> dict[str, Any]:
         """What the applied patches have found, by target; None for targets that this environment lacks."""

@@ -178,7 +178,7 @@ class _Step(Untimed):
         self._counts = self._counted()
         self._begin = self.backend.timestamp()
         self._name = functools.partial(_name, num_layers=engine.in_force.num_layers)
-        engine.in_force.look_everywhere(True)
+        engine.look_everywhere(True)
         self.watch = engine.observation.stopwatch = Stopwatch(
             self.backend, engine.in_force.num_layers, self._boundary, reads=False
         )
@@ -201,7 +201,7 @@ class _Step(Untimed):
             self._engine.survival.mover.copying = contextlib.nullcontext
         if self._gathering is not None:
             self._gathering.notes = no_notes
-        self._engine.in_force.look_everywhere(False)
+        self._engine.look_everywhere(False)
 
     # ---- what it is told
     def begin_pass(self, direction: str, key: tuple[int | None, int]) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
 OURS = str(ROOT / "mindspeed_mem"), str(ROOT / "patches")
 MOST = {
-    "nothing": (entry(op_swap=[]), 165),
+    "nothing": (entry(op_swap=[]), 105),
     "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 700),
     "everything": (EVERYTHING, 1950),
     "whole layers": (again(recompute=True), 1550),
@@ -50,10 +50,36 @@ def calls_of_a_layer(plan: dict) -> float:
         return found[0] / len(chunks[0].module.decoder.layers)
 
 
-def all_plans() -> dict[str, float]:
-    return {name: calls_of_a_layer(plan) for name, (plan, _) in MOST.items()}
+def all_plans() -> tuple[dict[str, float], list[tuple[bool, int]]]:
+    return {name: calls_of_a_layer(plan) for name, (plan, _) in MOST.items()}, one_plan_after_the_other()
+
+
+def one_plan_after_the_other() -> list[tuple[bool, int]]:
+    """Of plans that select nothing, something, nothing: whether operators are wrapped, and how many copies are made."""
+    from megatron.core.utils import nvtx_range_push
+
+    from mindspeed_mem.plan import load_memory_config
+    from tests.models import build_gpt
+    from tests.swap_runs import one_forward, swap
+
+    found, (nothing, something) = [], (MOST["nothing"][0], MOST["core attention"][0])
+    with parallel(), swap(nothing) as engine:
+        chunks = build_gpt("dense")
+        layer = type(chunks[0].module.decoder.layers[0])
+        for plan in (nothing, something, nothing):
+            engine.adopt(load_memory_config(plan), lambda mine: [mine])
+            before = engine.mover.copies_out
+            engine.passes.begin_schedule(("train",))
+            one_forward(engine, chunks)
+            engine.passes.end_schedule(True)
+            now = sys.modules[nvtx_range_push.__module__].nvtx_range_push
+            wrapped = {hasattr(one, "_declared_by") for one in (layer.forward, now)}
+            found.append((wrapped == {True}, engine.mover.copies_out - before))
+    return found
 
 
 def test_an_operator_of_which_nothing_is_selected_costs_a_few_calls():
-    [found] = on_ranks(1, all_plans)
+    [(found, plans)] = on_ranks(1, all_plans)
     assert {name: n for name, n in found.items() if n > MOST[name][1]} == {}, found
+    (_, none), (there, some), (there_still, none_now) = plans
+    assert there and some > 0 and (none, there_still, none_now) == (0, False, 0), plans

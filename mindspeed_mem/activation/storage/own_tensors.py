@@ -2,8 +2,8 @@
 
 Of what a hook hands back autograd makes a new tensor, at each reading of ``ctx.saved_tensors``: without the ``.grad``
 or ``main_grad`` of a leaf, without attributes and Python class. Torch's own operators read data only. A function in
-Python may read anything, so reading goes through `read` (a patch sees to that): leaves that need gradients are the very
-same tensors, others have their class and the attributes that a program set on them.
+Python may read anything, so reading goes through a `reader` (a patch sees to that): leaves that need gradients are the
+very same tensors, others have their class and the attributes that a program set on them.
 """
 
 from __future__ import annotations
@@ -100,18 +100,22 @@ def unpacked(handle: OfFunction) -> None:
         _reading.handles.append(handle)
 
 
-def read(native: Callable[[Any], tuple], ctx: Any) -> tuple:
-    """``native(ctx)``, which is ``ctx.saved_tensors``, as the function saved them."""
-    outer, _reading.handles = _reading.handles, []
-    try:
-        tensors = native(ctx)
-        handles = _reading.handles
-    finally:
-        _reading.handles = outer
-    if not handles or len(handles) != sum(tensor is not None for tensor in tensors):  # somebody else's hooks
-        return tensors
-    following = iter(handles)
-    return tuple(tensor if tensor is None else _as_saved(tensor, next(following)) for tensor in tensors)
+def reader(native: Callable[[Any], tuple]) -> Callable[[Any], tuple]:
+    """What reads ``ctx.saved_tensors`` as the function saved them; ``native(ctx)``: as autograd makes them."""
+
+    def read(ctx: Any) -> tuple:
+        outer, handles = _reading.handles, []
+        _reading.handles = handles
+        try:
+            tensors = native(ctx)
+        finally:
+            _reading.handles = outer
+        if not handles or len(handles) != sum(tensor is not None for tensor in tensors):  # somebody else's hooks
+            return tensors
+        following = iter(handles)
+        return tuple(tensor if tensor is None else _as_saved(tensor, next(following)) for tensor in tensors)
+
+    return read
 
 
 def _as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
