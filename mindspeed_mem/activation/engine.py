@@ -61,7 +61,7 @@ class Engine:
     Args:
         config: what is swapped and recomputed.
         host_limit_bytes: how much activations may take on the host; None: no limit.
-        watch_only: move nothing; every operator goes through handles, counted by a census.
+        watch_only: move nothing; every operator goes through handles, counted by a census, until forwards repeat it.
         survive: have a `Survival`.
         wording: what settings are called in messages.
     """

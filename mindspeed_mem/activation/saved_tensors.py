@@ -185,14 +185,13 @@ class SavedTensors:
                 census.add((record.layer, record.op, record.number), (*position.stack[-1][:2], number), tensor, storage)
         if rerun is not None:
             rerun.saves(record, tensor)
+        if position.watch is not None:
+            position.watch.saves(number, found.token, record is not None, position.rerun is not None)
         if record is None and self._in_force.watch_only and not by_function and self.may_drop() and saved is tensor:
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version  # nothing moves: nobody waits for it
         handle = Handle(tensor, record, micro_batch, number)
         if census is not None:
             census.holds(storage, handle)
-        watch = position.watch
-        if watch is not None:
-            watch.saves(number, found.token, record is not None, position.rerun is not None)
         if record is None:
             return handle
         self._attach(handle, record, tensor)

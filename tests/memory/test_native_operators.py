@@ -31,6 +31,7 @@ WAYS = (
     "saved by the layer",
     "hooks of others",
     "an exception",
+    "an exception that is caught",
     "an evaluation",
     "evaluated with gradients",
     "a thread",
@@ -64,6 +65,18 @@ def change(way: str, layers) -> contextlib.AbstractContextManager:
     elif way == "saved by the layer":
         saves = layer.self_attention.register_forward_hook(lambda *call: (call[2][0] * call[2][0], *call[2][1:]))
         stack.callback(saves.remove)
+    elif way == "an exception that is caught":
+        forward, fails = layer.mlp.forward, []
+
+        def trying(*args, **kwargs):
+            fails.append(layer.mlp.linear_fc2.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(_Stop)))
+            with contextlib.suppress(_Stop):
+                forward(*args, **kwargs)
+            fails.pop().remove()
+            return forward(*args, **kwargs)
+
+        layer.mlp.forward = trying
+        stack.callback(layer.mlp.__dict__.pop, "forward")
     elif way == "hooks of others":
         forward = layer.mlp.forward
 
@@ -164,9 +177,9 @@ def in_flight(plan: dict) -> list[list[int]]:
 
     text = torch.arange(33).expand(1, -1)
     found = []
-    with parallel(), swap(plan) as engine:
+    with parallel(), swap(plan, watch_only=not plan) as engine:
         chunks = build_gpt("swiglu_gqa_rope")
-        for _ in range(4):
+        for _ in range(5):
             held, losses = [], []
             engine.passes.begin_schedule(("train",))
             for forward, micro_batch in ((1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)):
@@ -184,11 +197,11 @@ def in_flight(plan: dict) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("layers", [True, [0]])
+@pytest.mark.parametrize("layers", [True, [0], None])
 def test_what_runs_natively_is_counted_until_its_backward(layers):
-    plan = entry(op_swap=[op(r"self_attention\.core_attention", 3, layers=layers)])
+    plan = entry(op_swap=[op(r"self_attention\.core_attention", 3, layers=layers)]) if layers else {}
     [[seen, *others]] = on_ranks(1, in_flight, plan)
-    assert others == [seen] * 3 and seen[1] > seen[0] > seen[-1]
+    assert others == [seen] * 4 and seen[1] > seen[0] > seen[-1]
 
 
 def everything(kind: str, ways: tuple[str, ...]) -> dict:

@@ -104,8 +104,8 @@ def reader(native: Callable[[Any], tuple]) -> Callable[[Any], tuple]:
     """What reads ``ctx.saved_tensors`` as the function saved them; ``native(ctx)``: as autograd makes them."""
 
     def read(ctx: Any) -> tuple:
-        outer, handles = _reading.handles, []
-        _reading.handles = handles
+        handles: list[OfFunction] = []
+        outer, _reading.handles = _reading.handles, handles
         try:
             tensors = native(ctx)
         finally:
