@@ -62,7 +62,7 @@ def _facts(engine: Engine, models: Sequence[nn.Module], call: Call) -> dict[str,
     parameters = [(str(one.dtype), one.numel(), one.requires_grad) for model in models for one in model.parameters()]
     limits = {"device_limit": engine.backend.nominal_limit(), "host_limit": engine.mover.slabs.limit_bytes}
     mine = _digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
-    patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status == "applied"})
+    patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status in ("applied", "resting")})
     device = engine.backend.describe()
     return {
         **call._asdict(),

@@ -160,7 +160,7 @@ def applied(*patterns: str) -> Iterator[list[str]]:
     from mindspeed_mem.patching import REGISTRY
 
     modules = patch_modules(*patterns)
-    before = {patch.declared_by for patch in REGISTRY.patches if patch.status in ("waiting", "applied")}
+    before = {patch.declared_by for patch in REGISTRY.patches if patch.status in ("waiting", "applied", "resting")}
     new = [module for module in (*patch_modules("pass_events"), *modules) if module not in before]
     REGISTRY.apply(new)
     try:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from mindspeed_mem.patching import Patch, PatchError, Registry, upstream
+from mindspeed_mem.patching import Direct, Patch, PatchError, Registry, upstream
 
 PUSH = "megatron.core.utils:nvtx_range_push"
 
@@ -173,6 +173,22 @@ def test_applying_twice_is_applying_once(registry, applied, calls):
     assert megatron_utils.nvtx_range_push is ours
     ours(suffix="x")
     assert calls == [PUSH]
+
+
+def test_what_is_direct_rests_until_it_is_woken_or_applied(registry, applied, calls):
+    native, push = mlp.nvtx_range_pop, megatron_utils.nvtx_range_push
+    patch = applied("megatron.core.utils:nvtx_range_pop", Direct(lambda original: lambda msg=None, suffix=None: None))
+    applied(PUSH)
+    ours = megatron_utils.nvtx_range_push
+    for again in (registry.wake, registry.apply):
+        registry.rest()
+        assert patch.status == "resting" and mlp.nvtx_range_pop is native and mlp.nvtx_range_push is ours
+        again()
+        assert patch.status == "applied" and mlp.nvtx_range_pop is not native
+    registry.rest()
+    registry.undo()
+    registry.wake()
+    assert patch.status == "undone" and (mlp.nvtx_range_pop, mlp.nvtx_range_push) == (native, push)
 
 
 def test_the_same_declaration_twice_is_one_patch(registry):
