@@ -174,7 +174,7 @@ def _rows(mesh: DeviceMesh, search: Search, found: Solution) -> dict[str, Row]:
         before = rows.get(path, Row())
         rows[path] = Row(before.in_strategy, before.out_strategy, split.get(path, {}), path in again)
     moved = _moved(search, found)
-    alike: dict[tuple, list[tuple[Class, Call, tuple, tuple]]] = {}
+    alike: dict[tuple, list[tuple[Class, Call, Any, Any]]] = {}
     for one in search.classes.values():
         call = one.call
         if call is None or not call.name:

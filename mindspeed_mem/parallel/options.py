@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from mindspeed_mem.device import is_host_device
 from mindspeed_mem.parallel.calls import Call
 
 Placed = tuple[Placement, ...]
@@ -49,7 +50,7 @@ class Machine:
 
     def link(self, axis: str, mesh: DeviceMesh) -> Link:
         begin, rate = (one[axis] if isinstance(one, dict) else one for one in (self.latency_us, self.gbps))
-        there = COLLECTIVES if mesh.device_type != "cpu" else COLLECTIVES[:-1]  # torch gathers instead
+        there = COLLECTIVES[:-1] if is_host_device(mesh.device_type) else COLLECTIVES  # where torch gathers
         return {name: (begin / 1e6, self.slower.get(name, 1.0) / (rate * 1e9)) for name in there}
 
 
