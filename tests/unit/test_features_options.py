@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from mindspeed_mem.features import FEATURES, FeatureError, check, conflicts, scan
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "beside-megatron.md"
 OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *feature.bars)]
 
 # Options of Megatron-LM core_v0.16.1 (or of a later one) that are no fields of TransformerConfig, and of MindSpeed
@@ -209,3 +210,36 @@ def test_layers_of_multi_token_prediction_count_on():
     for without in (beyond, scan(line)):
         with pytest.raises(FeatureError, match="since the model has 2 layers"):
             check(without)
+
+
+COLUMNS = (
+    ("--memory-config",),
+    ("--select-recompute", "--recompute-layers"),
+    ("--survive-oom", "--adaptive-memory-optimization"),
+    ("--pipeline-stages", "--max-inflight-microbatches"),
+    ("--chunk-zero-stage",),
+    ("--optimizer-parallel",),
+)
+"""Of the page about Megatron's options."""
+OF_A_CELL = {"adaptive refused": 1, "cap refused": 1, "stages refused": 1, "refused": None}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--fine-grained-activation-offloading",
+        "--moe-paged-stash",
+        "--moe-shared-expert-overlap",
+        "--overlap-moe-expert-parallel-comm",
+        "--use-megatron-fsdp",
+        "--use-precision-aware-optimizer",
+        "--use-torch-fsdp2",
+    ],
+)
+def test_what_the_page_calls_refused_is_refused_by_name(option):
+    [row] = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and f"`{option}`" in line]
+    for cell, flags in zip(row.strip("|").split("|")[1:], COLUMNS, strict=True):
+        said = {flag: conflicts(scan([option]), [flag]) for flag in flags}
+        assert all(flag in why and option in why for flag, whys in said.items() for why in whys)
+        refused = OF_A_CELL.get(cell.partition("(")[0].strip(), 0)
+        assert sum(map(bool, said.values())) == (len(flags) if refused is None else refused), (cell, said)
