@@ -12,25 +12,18 @@ import sys
 import torch
 
 from mindspeed_mem.activation import engine as engines
-from mindspeed_mem.activation.rerun.module_rerun import under_way
 from mindspeed_mem.patching import Direct, around, join
 
 
-def _marker(method, prefix=""):
+def _marker(method):
     @Direct
     def make(original):
         compiling, names = torch.compiler.is_compiling, original.__globals__
-        events: dict[str, str] = {}
 
         def marker(msg=None, suffix=None):
             engine = None if compiling() else engines.in_use
             if engine is not None and engine.position.stack and msg is None and suffix is not None:
-                steps = engine.position.steps
-                event = events.get(suffix) or events.setdefault(suffix, prefix + suffix)
-                if steps is None or steps.quiet[steps.at] != event or steps.late.nbytes or under_way:
-                    getattr(engine.operators, method)(suffix)
-                else:
-                    steps.at += 1
+                getattr(engine.operators, method)(suffix)
             if msg is None and names.get("_nvtx_enabled"):
                 # With ranges enabled upstream names a range after its caller, which must not be this file.
                 caller = sys._getframe(1)
@@ -43,7 +36,7 @@ def _marker(method, prefix=""):
 
 
 around("megatron.core.utils:nvtx_range_push", since="0.14")(_marker("mark_start"))
-around("megatron.core.utils:nvtx_range_pop", since="0.14")(_marker("mark_stop", "/"))
+around("megatron.core.utils:nvtx_range_pop", since="0.14")(_marker("mark_stop"))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_mem.activation.storage.late_copies import LateCopies
 from mindspeed_mem.activation.storage.ledger import Token
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.records import HOST, Record
@@ -20,45 +19,10 @@ Signature = tuple[Any, ...]
 that."""
 
 
-Event = tuple[int, str] | str
-"""Something that is heard while a layer runs: the tag of a module that starts, or the name at a marker where inline
-code starts, or that after a slash where it stops."""
-
-
-LAYER_ENDS = "/"
-
-
-class Steps:
-    """The events of a forward in the order in which they come. Those that matter to nobody are only counted: what comes
-    of them is looked up when one comes that does."""
-
-    __slots__ = ("events", "quiet", "before", "at", "told", "late")
-
-    def __init__(
-        self, events: list[Event], quiet: list[Event | None], before: list[tuple[int, tuple]], late: LateCopies
-    ):
-        self.events: list[Event | None] = [*events, None]
-        self.quiet: list[Event | None] = [*quiet, None]
-        """All of them; and None in the place of those that matter. Both have one more, None, at their end."""
-        self.before = before
-        """How many operators have started when they come, and which ones run."""
-        self.at = self.told = 0
-        """How many have come; and how many of them the engine knows of."""
-        self.late = late
-
-    def agree(self, other: Steps | None) -> Steps | None:
-        """What both say; None where that is nothing."""
-        if other is None or self.events != other.events or self.before != other.before:
-            return None
-        self.quiet = [one if one == two else None for one, two in zip(self.quiet, other.quiet, strict=True)]
-        return self
-
-
 class Course:
     """What a forward of one kind does, by the numbers of its operators (from 1)."""
 
     __slots__ = (
-        "steps",
         "operators",
         "hooked",
         "quiet",
@@ -74,8 +38,6 @@ class Course:
     )
 
     def __init__(self) -> None:
-        self.steps: Steps | None = None
-        """None where forwards of this kind do not repeat them."""
         self.operators: list[tuple[int, str]] = [(-1, "")]
         """Layer and path."""
         self.hooked: list[bool] = [False]
@@ -149,20 +111,6 @@ class Watch:
         self._saved: list[tuple[int, bool]] = []
         self._numbers: list[int] = []
         self._entries: list[_Entry] = []
-        self._events: list[tuple[Event, int]] = []  # and the operator that starts or stops there
-        self._before: list[tuple[int, tuple]] = []
-        self._loud: set[int] = set()  # operators at whose ends something leaves
-
-    def comes(self, event: Event, number: int, stack: Sequence[tuple[int, str, bool]]) -> None:
-        """When ``number`` operators have started, and these run."""
-        running = self._open[-1]
-        of = running if event[:1] == "/" or stack[-1][:2] == event else number + 1
-        self._events.append((event, of))
-        self._before.append((number, tuple(stack)))
-
-    def loud(self, depth: int) -> None:
-        """Something leaves when what runs above ``depth`` ends."""
-        self._loud.update(self._open[depth + 1 :])
 
     def starts(self, layer: int, path: str, marker: bool) -> None:
         self._parents.append(self._open[-1])
@@ -229,12 +177,6 @@ class Watch:
         course.signed = {number for number in signed if not course.hooked[number]}
         heard = [hooked or number in course.signed for number, hooked in enumerate(course.hooked)]
         course.quiet = [None if one else running for one, running in zip(heard, self._operators, strict=True)]
-        events = [event for event, _ in self._events]
-        matter = self._loud | {n for n, one in enumerate(course.quiet) if one is None}
-        quiet = [None if n in matter or event == LAYER_ENDS else event for event, n in self._events]
-        end = len(self._operators) - 1, ()
-        if 2 * quiet.count(None) < len(quiet):  # otherwise counting them saves nothing
-            course.steps = Steps(events, quiet, [*self._before, end], micro_batch.mover.late)
         kept: Counter[tuple[int, bool]] = Counter()
         for entry in self._entries:
             if not entry.held and not any(handle and course.hooked[saver] for saver, handle in entry.savers):

@@ -42,7 +42,7 @@ class NativeOperators:
 
     def begin(self) -> None:
         """A forward begins, of which nothing is known yet."""
-        self._position.course = self._position.watch = self._position.steps = self._kind = None
+        self._position.course = self._position.watch = self._kind = None
         self._layers = []
 
     def enter_layer(self, layer: int, signature: Signature, learns: bool) -> None:
@@ -75,8 +75,6 @@ class NativeOperators:
             course.uses += 1
             if course.uses % _LOOK_AGAIN:
                 course.at = 0
-                if course.steps is not None:
-                    course.steps.at = course.steps.told = 0
                 position.course = course if course.natively else None
                 return
         if self._departures[kind] < _DEPARTURES:
@@ -87,7 +85,7 @@ class NativeOperators:
         self._departures[self._kind] += 1
         self._courses.pop(self._kind, None)
         self._candidates.pop(self._kind, None)
-        self._position.course, self._position.steps = UNKNOWN, None
+        self._position.course = UNKNOWN
 
     def finish(self, micro_batch: MicroBatch) -> bool:
         """The forward has ended, and what is due in it has left; whether it went as expected, or nothing was."""
@@ -105,7 +103,6 @@ class NativeOperators:
             known = self._courses.get(kind) or self._candidates.get(kind)
             if known is not None and known.same(seen):
                 seen.uses = 1
-                seen.steps = seen.steps.agree(known.steps) if seen.steps is not None else None
                 _remember(self._courses, kind, seen)
                 self._candidates.pop(kind, None)
             else:

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import regions
-from mindspeed_mem.activation.course import LAYER_ENDS, UNKNOWN, Event, Steps
+from mindspeed_mem.activation.course import UNKNOWN
 from mindspeed_mem.activation.native_operators import NativeOperators
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.passes import Passes, first_of
@@ -60,8 +60,6 @@ class OperatorRuns:
             under_way[-1].enters_again(path, args, kwargs)
             return original(module, *args, **kwargs)
         if stack:
-            if self._position.steps is not None or self._position.watch is not None:
-                self._comes(module.__dict__[regions.TAG])
             depth = len(stack)
             if not self._quietly(layer, path, False):
                 return self._run_module(layer, path, original, module, args, kwargs)
@@ -74,8 +72,6 @@ class OperatorRuns:
             if self._hooked or self._position.rerun is not None:
                 self._stop(depth)
             else:
-                if self._position.steps is not None:
-                    self._catch_up(self._position.steps)
                 micro_batch = self._position.micro_batch
                 if micro_batch is not None and len(stack) > depth:
                     del stack[depth:]
@@ -91,9 +87,6 @@ class OperatorRuns:
             self._resolve()
             layer = module.__dict__[regions.TAG][0]  # it may count on now
         self._enter_layer(layer, module.training, args, kwargs)
-        course, micro_batch = self._position.course, self._position.micro_batch
-        if course is not None and course.steps is not None and micro_batch is not None and micro_batch.ahead is None:
-            self._position.steps = course.steps
         if in_force.covered is not None and layer not in in_force.covered:
             result = self._run_module(layer, path, original, module, args, kwargs)
             self._sign_at(result)
@@ -134,8 +127,6 @@ class OperatorRuns:
             under_way[-1].enters_again(name, args, kwargs)
         if under_way or not self._position.stack:
             return call(*args, **kwargs)
-        if self._position.steps is not None:
-            self._catch_up(self._position.steps)
         layer, parent, _ = self._position.stack[-1]
         rerun = self._position.rerun
         if type(rerun) is ModuleRerun:
@@ -220,11 +211,8 @@ class OperatorRuns:
     # ---- marked code
     def mark_start(self, name: str) -> None:
         """Inline operator ``name`` starts inside the running module."""
-        position = self._position
-        stack = position.stack
+        stack = self._position.stack
         if stack and not under_way:
-            if position.steps is not None or position.watch is not None:
-                self._comes(name)
             layer, parent, _ = stack[-1]
             path = regions.inline_path(parent, name)
             if self._quietly(layer, path, True):
@@ -234,51 +222,11 @@ class OperatorRuns:
                 self._second_runs.start_tape(layer, path)
 
     def mark_stop(self, name: str) -> None:
-        position = self._position
-        stack = position.stack
-        if stack and not under_way:
-            if position.steps is not None or position.watch is not None:
-                self._comes(f"/{name}")
-            if stack[-1][2] and regions.last_of(stack[-1][1]) == regions.inline_path("", name):
-                self._stop(len(stack) - 1)
+        stack = self._position.stack
+        if stack and stack[-1][2] and not under_way and regions.last_of(stack[-1][1]) == regions.inline_path("", name):
+            self._stop(len(stack) - 1)
 
     # ---- where we are
-    def _comes(self, event: Event) -> None:
-        """Inside a layer an event is heard."""
-        position = self._position
-        steps = position.steps
-        if steps is not None:
-            self._catch_up(steps)
-            if steps.events[steps.at] == event:
-                steps.at = steps.told = steps.at + 1
-            else:
-                position.steps = None
-        elif position.watch is not None and position.micro_batch is not None:
-            position.watch.comes(event, position.micro_batch.count, position.stack)
-
-    def _catch_up(self, steps: Steps) -> None:
-        """Events were only counted since an operator of which somebody wants to know."""
-        if steps.at == steps.told:
-            return
-        steps.told = steps.at
-        position = self._position
-        micro_batch, course = position.micro_batch, position.course
-        assert micro_batch is not None and course is not None
-        before, (count, stack) = micro_batch.count, steps.before[steps.at]
-        for number in range(before + 1, count + 1):
-            if number in course.kept:
-                micro_batch.native.add(number, course.kept[number])
-        micro_batch.count = count
-        position.stack[:] = stack
-
-    def left(self, steps: Steps, at: int) -> None:
-        """A module of which nobody wants to know has raised; its start was event ``at``."""
-        position = self._position
-        if position.steps is steps:
-            position.steps = None
-        if position.stack and position.course is not None:
-            position.stack[:] = steps.before[at][1]
-
     def _quietly(self, layer: int, path: str, marker: bool) -> bool:
         """Start an operator if nobody has to know: by the course nothing that it saves matters, and no hook or tape is
         in force. Where it is all of what runs already, that stays as it is."""
@@ -325,15 +273,6 @@ class OperatorRuns:
         position = self._position
         stack, micro_batch = position.stack, position.micro_batch
         assert micro_batch is not None
-        if not depth:
-            self._comes(LAYER_ENDS)
-            position.steps = None
-        elif position.steps is not None:
-            self._catch_up(position.steps)
-        if position.watch is not None and (
-            micro_batch.fresh or (micro_batch.due and micro_batch.due[0][0] <= micro_batch.count)
-        ):
-            position.watch.loud(depth)
         if position.course is not None and not self._hooked and not self._in_force.recomputes:
             # Nobody asks which operator runs: there is no hook, and no second run takes what it makes.
             del stack[depth:]

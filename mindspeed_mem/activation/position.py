@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_mem.activation.course import Course, Steps, Watch
+from mindspeed_mem.activation.course import Course, Watch
 from mindspeed_mem.activation.rerun.second_run import Rerun
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 
@@ -12,7 +12,7 @@ NO_OPERATOR = (-1, "", False)
 class Position:
     """The operators that run now, and of which micro-batch."""
 
-    __slots__ = ("stack", "micro_batch", "rerun", "about_to_run", "course", "watch", "steps")
+    __slots__ = ("stack", "micro_batch", "rerun", "about_to_run", "course", "watch")
 
     def __init__(self) -> None:
         self.stack: list[tuple[int, str, bool]] = []
@@ -24,8 +24,6 @@ class Position:
         """The recomputed operator whose inputs are being held."""
         self.course: Course | None = None
         """By which the forward goes: which operators need no hook. None: all have it."""
-        self.steps: Steps | None = None
-        """Of the course, while a layer runs: `stack` and what counts operators may be behind."""
         self.watch: Watch | None = None
         """What follows the forward, where that is not known yet."""
 
@@ -36,4 +34,4 @@ class Position:
     def leave(self) -> None:
         """Nothing runs any more, however it ended."""
         self.stack.clear()
-        self.micro_batch = self.rerun = self.course = self.watch = self.steps = None
+        self.micro_batch = self.rerun = self.course = self.watch = None

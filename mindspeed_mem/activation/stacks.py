@@ -16,7 +16,6 @@ from torch import nn
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.rerun.arguments import attributes_of
-from mindspeed_mem.activation.rerun.module_rerun import under_way
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.patching import REGISTRY, Direct
@@ -31,16 +30,7 @@ def region_forward(original: Callable) -> Callable:
         # compiled code has no regions inside: a compiled module is one operator
         if engine is None or compiling() or tag not in module.__dict__:
             return original(module, *args, **kwargs)
-        steps = engine.position.steps
-        if steps is None or steps.quiet[steps.at] != module.__dict__[tag] or steps.late.nbytes or under_way:
-            return engine.operators.run(original, module, args, kwargs)
-        at = steps.at
-        steps.at = at + 1
-        try:
-            return original(module, *args, **kwargs)
-        except BaseException:
-            engine.operators.left(steps, at)
-            raise
+        return engine.operators.run(original, module, args, kwargs)
 
     return forward
 

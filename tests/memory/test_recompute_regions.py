@@ -307,5 +307,5 @@ def no_room_to_try() -> tuple[list[str], bool, list[int]]:
 def test_where_there_is_no_room_to_try_inline_code_it_stays_and_is_tried_the_next_time():
     [(messages, same, counted)] = on_ranks(1, no_room_to_try)
     assert same and messages == []
-    # First: layer 0, its failing trial, layer 1, its trial, layer 1 again; then: layer 0, its trial, layer 1, both again.
+    # Layer 0, its trial that fails, layer 1, its trial, layer 1 again; then layer 0, its trial, layer 1, both again.
     assert counted == [5, 5]
