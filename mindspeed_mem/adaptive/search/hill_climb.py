@@ -123,11 +123,11 @@ class Climb:
         cheap = [one for one in singles if one.nbytes > 0 and one.seconds - one.relief < 0]
         small = [one for one in singles if one.nbytes < 0]
         pairs = [
-            (earned, one, other)
+            (earned, (one, other))
             for one, other in itertools.product(cheap, small)
             if one.nbytes + other.nbytes <= room and (earned := gain((one, other))) < 0
         ]
-        yield from (pair for _, *pair in sorted(pairs)[:_PAIRS])  # type: ignore[misc]
+        yield from (pair for _, pair in sorted(pairs)[:_PAIRS])
 
     def _all(
         self, plan: StagePlan, singles: Sequence[_Change], others: Sequence[int], deep: bool

@@ -101,7 +101,7 @@ class _Streams(NamedTuple):
             max(0.0, self.out - seconds),
             max(0.0, self.back - seconds),
             tuple(max(0.0, one - seconds) for one in self.fetched),
-            tuple((*key, max(0.0, done - seconds)) for *key, done in self.due),  # type: ignore[misc]
+            tuple((one, part, copy, max(0.0, done - seconds)) for one, part, copy, done in self.due),
         )
 
 

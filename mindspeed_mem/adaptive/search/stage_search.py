@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
@@ -121,7 +122,7 @@ class StageSearch:
         kinds = [replace(rules, ahead=0.0), replace(rules, recompute=False)]
         starts: list[Callable[[], StagePlan | None]] = [lambda: best, lambda: self._without_swap(problem)]
         starts.append(lambda: self._nearly(problem, best, inputs_move))
-        starts += [lambda kind=kind: self._refine(problem, kind, enough) for kind in kinds]  # type: ignore[misc]
+        starts += [partial(self._refine, problem, kind, enough) for kind in kinds]
         starts += [lambda: self.least(inputs_move), lambda: best]
         for number, start in enumerate(starts, 1):
             plan = start() if work > 0 and not self.is_good(problem, best, inputs_move, enough) else None
