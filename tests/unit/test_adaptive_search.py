@@ -175,12 +175,12 @@ def test_the_search_finds_the_fastest_of_all_plans_of_many_problems(make):
 @settings(max_examples=5, deadline=None)
 @given(problems, st.lists(shares, min_size=2, max_size=5))
 def test_more_memory_never_gives_a_slower_plan(problem, several):
-    searching = Search(problem)
+    searching = Search(problem, work=5000)
     low, high = searching.floor(), max(searching.simulated(searching.keep_all).peaks)
     limits = sorted(round(low * (1 - share) + high * share) + 1 for share in several)
     seconds = [found.simulated.seconds for found in searching.curve(limits)]
     assert seconds == sorted(seconds, reverse=True)
-    alone = [Search(problem).best(limit).simulated.seconds for limit in limits]
+    alone = [Search(problem, work=5000).best(limit).simulated.seconds for limit in limits]
     assert all(later <= earlier * GOAL for earlier, later in itertools.pairwise(alone))
 
 

@@ -59,6 +59,9 @@ class Search:
         """
         limit = self.problem.device_limit if device_limit is None else device_limit
         problem = self.problem.with_limit(limit)
+        kept = self.simulated(self.keep_all)
+        if max(kept.peaks) <= limit:  # nothing is faster
+            return Found(problem=problem, plan=self.keep_all, simulated=kept)
         rivals = self._rivals(problem)
         stages: list[StagePlan] = []
         for inputs_move in self._inputs_move:
