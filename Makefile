@@ -7,6 +7,7 @@
 #                 and some tests in it, and the table of that (VERSIONS="0.14.0 0.19.2" for some, COMPAT=folder)
 # make megatron-lm MEGATRON_LM=PATH  a checkout's own scripts by each feature, bits compared (ONLY=pretrain_gpt.py for one)
 # make peer-suite MEGATRON_LM=PATH   its unit tests beside each feature (needs pytest-mock, too; ONLY=transformer for some)
+#                 and, with MINDSPEED=PATH, MindSpeed's
 # make device     what is to be known of an accelerator, in pieces: installs nothing, PYTHON has to have torch and
 #                 megatron-core (DEVICE=npu, MINUTES=9, ONLY=bits-chunks,swap, RESULTS=folder; goes on where it stopped)
 # make check      ruff, types and the unit tests: the quick loop
@@ -78,7 +79,8 @@ compat: environment
 # A checkout of 0.17 or newer wants Python 3.12, as its megatron-core does.
 megatron-lm peer-suite: environment
 	@test -n "$(MEGATRON_LM)" || { echo "name a checkout of Megatron-LM: make $@ MEGATRON_LM=PATH" >&2; exit 2; }
-	$(ENVIRONMENT) $(RUN) -m tests.$(subst -,_,$@) "$(MEGATRON_LM)" $(if $(ONLY),--only $(ONLY))
+	$(ENVIRONMENT) $(RUN) -m tests.$(subst -,_,$@) "$(MEGATRON_LM)" $(if $(ONLY),--only $(ONLY)) \
+	    $(if $(filter peer-suite,$@),$(if $(MINDSPEED),--mindspeed "$(MINDSPEED)"))
 
 lint: types
 	$(ENVIRONMENT) $(RUN) -m ruff check .

@@ -69,16 +69,21 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             torch.npu = torch.cuda  # type: ignore[attr-defined]  # which is made to be the host
 
 
-def main() -> None:
-    order, *flags = sys.argv[1:]
-    sys.argv[1:] = ["--device", "cpu", *flags]
+def on_host(alone: bool) -> None:
+    """Let the checkout be imported on the host; `alone`: our import is to leave it as it is."""
     sys.path.append(os.environ["MINDSPEED"])
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0")  # torch's way to build kernels asks a GPU otherwise
     sys.meta_path.insert(0, _StandIns())
 
     from mindspeed_mem.device.cpu import CpuBackend
 
-    CpuBackend.runs_mindspeed = order != "alone"
+    CpuBackend.runs_mindspeed = not alone
+
+
+def main() -> None:
+    order, *flags = sys.argv[1:]
+    sys.argv[1:] = ["--device", "cpu", *flags]
+    on_host(order == "alone")
     if order == "theirs":
         from tests.worlds import apply_cpu_patches
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.pages import table
+from tests.worlds import apply_cpu_patches
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "tests" / "peers"
@@ -138,6 +139,7 @@ def version_of(checkout: Path) -> str | None:
 
 def prepare(folder: Path) -> None:
     """Write the plan, and documents of several sentences with the words they consist of."""
+    apply_cpu_patches()  # newer ones cannot be imported without
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path

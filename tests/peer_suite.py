@@ -1,11 +1,12 @@
 """`make peer-suite MEGATRON_LM=PATH`: Megatron-LM's own unit tests beside our features. Writes docs/peer-suite.md.
 
-    python -m tests.peer_suite PATH [--only test_attention.py ...] [--features swap ...]
+    python -m tests.peer_suite PATH [--mindspeed PATH] [--only test_attention.py ...] [--features swap ...]
 
 Each listed file of tests/unit_tests runs on CPU ranks, in processes of its own, with the CPU patches alone and with
 each feature; outcomes are compared test by test. A test that fails without features is none for the CPU, and counts as
 such. Every other difference is a defect, or explained in EXPLAINED. Files that are not run this time stay in the table
-(tests/peers/peer-suite.json).
+(tests/peers/peer-suite.json). With a checkout of MindSpeed (`MINDSPEED=PATH` for make) its unit tests that need no NPU
+run as well, on that Megatron-LM and with stand-ins for what it imports (tests/beside_mindspeed.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import fnmatch
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.megatron_lm import PEERS, ROOT, swap_plan, version_of
 from tests.pages import table
@@ -55,6 +58,22 @@ FILES: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }
 """The number of ranks that a file wants, which of its tests are left out (they take minutes), and the features that
 have to do with it."""
+FILES_OF_MINDSPEED: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "megatron/test_recompute.py": (8, "", _ACTIVATIONS),
+    "megatron/test_dot_product_attention.py": (8, "", _ACTIVATIONS),
+    "megatron/tensor_parallel/test_random.py": (8, "", _ACTIVATIONS),
+    "megatron/tensor_parallel/test_layers.py": (8, "", _ACTIVATIONS),
+    "megatron/tensor_parallel/test_cross_entropy.py": (8, "", _ACTIVATIONS),
+    "megatron/tensor_parallel/test_mappings.py": (8, "", _ACTIVATIONS),
+    "megatron/tensor_parallel/test_data.py": (8, "", _ACTIVATIONS),
+    "megatron/tensor_parallel/test_tensor_parallel_utils.py": (8, "", _ACTIVATIONS),
+    "megatron/test_parallel_state_ep_with_cp.py": (8, "", _CHUNKS),
+    "megatron/test_distrib_optimizer.py": (8, "", _CHUNKS),
+    "megatron/test_overlap_grad_reduce.py": (8, "", _CHUNKS),
+    "megatron/test_overlap_param_gather.py": (8, "", _CHUNKS),
+    "mindspeed/test_register_patches.py": (1, "", _ACTIVATIONS),
+}
+"""Those of its tests_extend/unit_tests that train or patch; the others are of fused operators."""
 EXPLAINED: dict[tuple[str, str], str] = {
     ("distributed/*::test_bucket_sizes*", "chunk ZeRO"): (
         "Buffers of no distributed optimizer are refused by name, and chunks decide the sizes of buckets."
@@ -62,60 +81,98 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("distributed/*::test_grad_sync*-False]", "chunk ZeRO"): (
         "Buffers of no distributed optimizer are refused by name."
     ),
+    ("megatron/test_distrib_optimizer.py::*", "chunk ZeRO"): (
+        "With any feature: MindSpeed's patch then lies above the one that lets fp16 parameters be the host's."
+    ),
 }
 """By a pattern of "file::test" and a feature: why an outcome is another one."""
+
+
+class Suite(NamedTuple):
+    """Files of a checkout, the folder that they are in, and what their runs find in the environment."""
+
+    name: str
+    folder: Path
+    files: Mapping[str, tuple[int, str, tuple[str, ...]]]
+    environment: Mapping[str, str]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path, help="Megatron-LM's")
+    parser.add_argument("--mindspeed", type=Path, metavar="PATH", help="a checkout of MindSpeed: its tests, too")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="files whose path has one of these words")
     parser.add_argument("--features", nargs="+", metavar="WORD", help="features whose name has one of these words")
     parser.add_argument("--logs", type=Path, help="keep what the runs printed in this folder")
     given = parser.parse_args()
-    checkout = given.checkout.resolve()
-    version = version_of(checkout)
-    if version is None or not (checkout / "tests" / "unit_tests").is_dir():
-        print(f"{checkout} is no checkout of Megatron-LM: it has no tests/unit_tests", file=sys.stderr)
+    suites = [of_megatron(given.checkout.resolve())]
+    if given.mindspeed is not None:
+        suites.append(of_mindspeed(given.mindspeed.resolve(), given.checkout.resolve()))
+    if problems := [f"{one.folder} is not there" for one in suites if not one.folder.is_dir()]:
+        print("\n".join(problems), file=sys.stderr)
         return 2
     found = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
-    rows = found.setdefault(version, {})
-    files = [file for file in FILES if not given.only or any(word in file for word in given.only)]
+    for suite in suites:
+        files = [file for file in suite.files if not given.only or any(word in file for word in given.only)]
+        compare(suite, files, given.features, given.logs, found)
+    rows = [row for suite in suites for row in found.get(suite.name, {}).values()]
+    return int(any(text.startswith("differs") for row in rows for text in row.values()))
+
+
+def of_megatron(checkout: Path) -> Suite:
+    """The unit tests of a checkout of Megatron-LM."""
+    # `tests` is the checkout's
+    path = os.pathsep.join([str(PEERS), str(checkout), str(ROOT)])
+    return Suite(version_of(checkout) or "", checkout / "tests" / "unit_tests", FILES, {"PYTHONPATH": path})
+
+
+def of_mindspeed(checkout: Path, megatron: Path) -> Suite:
+    """The unit tests of a checkout of MindSpeed, on one of Megatron-LM."""
+    setup = checkout / "setup.py"
+    version = re.search(r"^__version__ = '(.+)'", setup.read_text(encoding="utf-8") if setup.is_file() else "", re.M)
+    name = f"MindSpeed {version[1] if version else ''} on {version_of(megatron)}"
+    path = os.pathsep.join([str(PEERS), str(ROOT), str(megatron), str(checkout)])
+    environment = {"PYTHONPATH": path, "MINDSPEED": str(checkout)}
+    return Suite(name, checkout / "tests_extend" / "unit_tests", FILES_OF_MINDSPEED, environment)
+
+
+def compare(suite: Suite, files: list[str], features: list[str] | None, logs: Path | None, found: dict) -> None:
+    """Run files of a suite without and with features, and write what becomes of them."""
+    rows = found.setdefault(suite.name, {})
     for file in files:
-        if not (checkout / "tests" / "unit_tests" / file).is_file():
+        if not (suite.folder / file).is_file():
             rows[file] = {"natively": "not there"}
     files = [file for file in files if rows.get(file, {}).get("natively") != "not there"]
-    natively = outcomes(checkout, files, [], given.logs)
+    natively = outcomes(suite, files, [], logs)
     passed = {file: sum(one == "passed" for one in natively[file].values()) for file in files}
     for file in files:
         rows.setdefault(file, {})["natively"] = f"{passed[file]} of {len(natively[file])} passed"
     for feature, flags in FEATURES.items():
-        if given.features and not any(word in feature for word in given.features):
+        if features and not any(word in feature for word in features):
             continue
-        with_it = [file for file in files if feature in FILES[file][2] and passed[file]]
-        ours = outcomes(checkout, with_it, flags, given.logs)
+        with_it = [file for file in files if feature in suite.files[file][2] and passed[file]]
+        ours = outcomes(suite, with_it, flags, logs)
         for file in with_it:
             rows[file][feature] = compared(file, feature, natively[file], ours[file])
-            print(f"{version} {file}, {feature}: {rows[file][feature]}", flush=True)
+            print(f"{suite.name} {file}, {feature}: {rows[file][feature]}", flush=True)
         TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(found), encoding="utf-8")
-    return int(any(text.startswith("differs") for one in rows.values() for text in one.values()))
 
 
-def outcomes(checkout: Path, files: list[str], flags: list[str], logs: Path | None) -> dict[str, dict[str, str]]:
+def outcomes(suite: Suite, files: list[str], flags: list[str], logs: Path | None) -> dict[str, dict[str, str]]:
     """By file and test, "passed", "skipped" or what went wrong, on the first rank where something did."""
     if not files:
         return {}
-    path = [str(PEERS), str(checkout), str(ROOT), os.environ.get("PYTHONPATH", "")]  # `tests` is the checkout's
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [suite.environment["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "MINDSPEED": "", **suite.environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(PEERS / "peer_files.py"), "--device", "cpu", *flags, "--"]
-    command += [f"{FILES[file][0]}:{FILES[file][1]}:{checkout}/tests/unit_tests/{file}" for file in files]
+    command += [f"{suite.files[file][0]}:{suite.files[file][1]}:{suite.folder / file}" for file in files]
     found: dict[str, dict[str, str]] = {}
     with contextlib.ExitStack() as leaving:
         if logs is None:
             folder = Path(leaving.enter_context(tempfile.TemporaryDirectory()))
         else:
-            folder = logs / "_".join(flags or ["natively"]).replace("/", "_")
+            folder = logs / "_".join([suite.name, *(flags or ["natively"])]).replace("/", "_").replace(" ", "_")
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         (folder / "plan.json").write_text(json.dumps(swap_plan()), encoding="utf-8")
@@ -125,7 +182,7 @@ def outcomes(checkout: Path, files: list[str], flags: list[str], logs: Path | No
                 for test, outcome in _read(report).items():
                     if found.setdefault(file, {}).get(test, "passed") in ("passed", "skipped"):
                         found[file][test] = outcome
-            if len(list(folder.glob(f"{number}.*.xml"))) < FILES[file][0]:
+            if len(list(folder.glob(f"{number}.*.xml"))) < suite.files[file][0]:
                 found[file] = {"the file as a whole": f"no report from all ranks, status {status}"}
     return found
 
@@ -173,27 +230,30 @@ Files of Megatron-LM's `tests/unit_tests` on CPU ranks (`--device cpu`), without
 their own: how many tests pass without, and whether each passes and fails alike with the feature. What does not pass
 without a feature needs CUDA, TransformerEngine, its kernels or other numbers of ranks; where a test names
 TransformerEngine's layer spec, it gets the local one, and a hybrid stack gets state-space layers of torch operators.
-Survival runs without a memory limit: it watches, and nothing has to leave.
+Survival runs without a memory limit: it watches, and nothing has to leave. Of MindSpeed's `tests_extend/unit_tests`
+those run that are not of fused operators, with stand-ins for what it imports of an NPU; "natively" is MindSpeed without
+the pack.
 
 ```console
-$ make peer-suite MEGATRON_LM=../Megatron-LM
+$ make peer-suite MEGATRON_LM=../Megatron-LM MINDSPEED=../MindSpeed
 ```
 """.split("\n")
 
 
 def page(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    """The page that shows the tables, the newest checkout first."""
+    """The page that shows the tables, Megatron-LM's newest checkout first."""
     lines = list(_INTRODUCTION)
-    for version in sorted(found, key=lambda one: [int(part) for part in one.split(".")], reverse=True):
+    for name in sorted(found, key=lambda one: (" " not in one, one), reverse=True):
+        known = FILES_OF_MINDSPEED if " " in name else FILES
         rows = {
-            f"`{file}` ({FILES[file][0]} ranks)" if FILES[file][0] > 1 else f"`{file}`": [
+            f"`{file}` ({known[file][0]} ranks)" if known[file][0] > 1 else f"`{file}`": [
                 one["natively"],
-                *(one.get(feature, "not run" if feature in FILES[file][2] else "") for feature in FEATURES),
+                *(one.get(feature, "not run" if feature in known[file][2] else "") for feature in FEATURES),
             ]
-            for file, one in ((file, found[version][file]) for file in FILES if file in found[version])
+            for file, one in ((file, found[name][file]) for file in known if file in found[name])
             if not one["natively"].startswith(("0 ", "not"))
         }
-        lines += [f"## {version}", "", *table(["natively", *FEATURES], rows), ""]
+        lines += [f"## {name}", "", *table(["natively", *FEATURES], rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

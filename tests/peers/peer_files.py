@@ -4,7 +4,8 @@
 
 Before the path stand the number of ranks and the tests to leave out, as for pytest's -k. Processes are forked, one per
 rank, once what all need has been imported; in the working directory each leaves what it printed as NUMBER.RANK.log and
-pytest's report as NUMBER.RANK.xml, by the number of the file.
+pytest's report as NUMBER.RANK.xml, by the number of the file. Files in a checkout that MINDSPEED names find MindSpeed
+imported, with stand-ins for what it needs of an NPU; their conftest, which would start ranks itself, is left out.
 """
 
 import importlib
@@ -22,6 +23,11 @@ from packaging.version import Version
 _apart = sys.argv.index("--")
 _files = [one.split(":", 2) for one in sys.argv[_apart + 1 :]]
 del sys.argv[_apart:]
+_beside = os.environ.get("MINDSPEED")
+if _beside:
+    from tests.beside_mindspeed import on_host
+
+    on_host(alone=len(sys.argv) == 3)  # --device cpu
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402 (it reads sys.argv)
 from mindspeed_mem.activation import engine as engines  # noqa: E402
@@ -51,7 +57,16 @@ def stand_in() -> None:
     def hybrid(specs):
         specs.mamba_stack_spec = specs.hybrid_stack_spec = importlib.import_module("hybrid_layers").stack
 
+    def norm(fused):  # MindSpeed names Apex', whose place its fused operators take on an NPU
+        class Norm(importlib.import_module("torch").nn.LayerNorm):
+            def __init__(self, config, hidden_size, eps=1e-5, **_):
+                super().__init__(hidden_size, eps=eps)
+
+        if _beside:
+            fused.FusedLayerNorm = Norm
+
     wrapt.register_post_import_hook(versions, "megatron.core.utils")
+    wrapt.register_post_import_hook(norm, "megatron.core.fusions.fused_layer_norm")
     wrapt.register_post_import_hook(local, "megatron.core.models.gpt.gpt_layer_specs")
     wrapt.register_post_import_hook(hybrid, "megatron.core.models.mamba.mamba_layer_specs")
     name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
@@ -69,8 +84,11 @@ def rank(number: int, path: str, ranks: int, one: int, port: int, without: str) 
     os.dup2(output, 1)
     os.dup2(output, 2)
     mem.configure({})
-    root = path.partition("/tests/")[0]
+    root = _beside or path.partition("/tests/")[0]
     options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--rootdir", root, f"--junitxml={number}.{one}.xml"]
+    if _beside:
+        importlib.import_module("torch.distributed").init_process_group("gloo", rank=one, world_size=ranks)
+        options += ["--noconftest"]
     status = int(pytest.main([*options, *(["-k", f"not ({without})"] if without else []), path]))
     if (engine := engines.current()) is not None:
         report = engine.report()
@@ -80,7 +98,7 @@ def rank(number: int, path: str, ranks: int, one: int, port: int, without: str) 
 
 def main() -> None:
     stand_in()
-    for name in SHARED:
+    for name in [*SHARED, *(["mindspeed.megatron_adaptor"] if _beside else [])]:
         importlib.import_module(name)
     for number, (ranks, without, path) in enumerate(_files):
         with socket.socket() as listening:
