@@ -30,6 +30,7 @@ COLOURS = {
     "keep": "#9aa5b1",
 }
 """Which can be told apart on white, on black and, for the most part, without colours."""
+_EDGE = "rgba(255,255,255,0.6)"
 _GRID = "rgba(128,128,128,0.3)"
 
 
@@ -68,7 +69,7 @@ def memory(run: Run) -> Chart | None:
                 name=name,
                 legendgroup=name,
                 showlegend=row == 1,
-                line={"shape": "hv", "width": 2, "color": colour, "dash": "dot" if "nothing" in name else "solid"},
+                line={"shape": "hv", "width": 2, "color": colour, "dash": "dot" if "without" in name else "solid"},
                 row=row,
                 col=1,
             )
@@ -76,7 +77,7 @@ def memory(run: Run) -> Chart | None:
             rows.append([str(step.rank), name, f"{highest[1]:.2f}", f"{highest[0]:.1f}"])
         figure.update_yaxes(title_text="MiB", rangemode="tozero", row=row, col=1)
     figure.update_xaxes(title_text="ms since the first rank began the step", row=len(steps), col=1)
-    words = f"Activations of {_of(run, steps)} over one step: on the device, on the host, and had nothing been moved."
+    words = f"Activations of {_of(run, steps)} over one step: on the device, on the host, and without the plan."
     return _chart(figure, 130 + 190 * len(steps), words, ("rank", "what", "highest, MiB", "at, ms"), rows)
 
 
@@ -108,7 +109,7 @@ def memory_of_both(runs: Sequence[Run]) -> Chart | None:
 def _series(step: Step) -> list[tuple[str, str, str]]:
     wanted = (
         ("device bytes, activations", "on the device", COLOURS["device"]),
-        ("device bytes, had nothing been moved, activations", "had nothing been moved", COLOURS["without"]),
+        ("device bytes without the plan, activations", "without the plan", COLOURS["without"]),
         ("host bytes, activations", "on the host", COLOURS["host"]),
         ("device bytes, gathered chunks", "gathered chunks", COLOURS[AGAIN]),
         ("device bytes, allocated", "allocated in all", COLOURS["keep"]),
@@ -353,7 +354,10 @@ def _bars(bars: Sequence[tuple[str, Span, str]], names: Sequence[str]) -> Figure
             textangle=0,
             constraintext="none",
             cliponaxis=True,
-            marker={"color": COLOURS[kind], "line": {"width": 0.5, "color": "rgba(255,255,255,0.6)"}},
+            marker={
+                "color": COLOURS[kind],
+                "line": {"width": 0.5 if kind in (FORWARD, BACKWARD) else 0, "color": _EDGE},
+            },
             customdata=[[one.name, one.begin, one.end] for _, one in mine],
             hovertemplate="%{y}: %{customdata[0]}, %{customdata[1]:.2f} to %{customdata[2]:.2f} ms<extra></extra>",
         )
@@ -370,8 +374,8 @@ def _chart(figure: Figure, height: int, words: str, columns: Sequence[str], rows
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": "system-ui, sans-serif", "size": 12},
-        margin={"l": 60, "r": 20, "t": 40, "b": 50},
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        margin={"l": 60, "r": 20, "t": 60, "b": 50},
+        legend={"orientation": "h", "yref": "container", "y": 1.0, "yanchor": "top", "x": 0},
     )
     figure.update_xaxes(gridcolor=_GRID, zerolinecolor=_GRID, automargin=True)
     figure.update_yaxes(gridcolor=_GRID, zerolinecolor=_GRID, automargin=True)

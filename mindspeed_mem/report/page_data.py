@@ -109,7 +109,8 @@ class Run:
     about: dict[str, Any] | None = None
     steps: list[Step] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    profile: dict[str, Any] | None = None
+    kept: dict[tuple[int, str], float] = field(default_factory=dict)
+    """MiB that backwards keep of each operator of each layer, by a profile."""
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
@@ -125,7 +126,6 @@ class Run:
     def grid(self) -> dict[tuple[int, str], Cell]:
         """What becomes of each operator of each layer, by (layer, operator); operators in the order they run."""
         cells: dict[tuple[int, str], Cell] = {}
-        kept = _kept(self.profile)
         for step in self.stages():
             forwards: dict[tuple[int, str], list[float]] = defaultdict(list)
             inside = [one for one in step.passes() if one.name.startswith("forward")]
@@ -146,17 +146,16 @@ class Run:
             for where in dict.fromkeys([*forwards, *moved, *again]):
                 what = ", ".join(["swap"] * (where in moved) + ["recompute"] * (where in again)) or "keep"
                 took = mean(forwards[where]) if forwards.get(where) else None
-                cells.setdefault(where, Cell(what, moved.get(where, 0.0) / count, kept.get(where), took))
+                cells.setdefault(where, Cell(what, moved.get(where, 0.0) / count, self.kept.get(where), took))
         return cells
 
 
 def read(files: Sequence[Path], name: str | None = None) -> Run:
     """One run's files: folders of --memory-report, traces, metrics (lines of JSON), profiles. Raises PageError."""
     run, wrong = Run(name or _name(files)), []
-    found = list(itertools.chain.from_iterable(_inside(file) for file in files))
-    if not found:
-        wrong += [f"{file} has none of a run's files (run.json, traces)" for file in files if file.is_dir()]
-    for file in found:
+    inside = {file: list(_inside(file)) for file in files}
+    wrong += [f"{file} has none of a run's files (run.json, traces)" for file, found in inside.items() if not found]
+    for file in itertools.chain.from_iterable(inside.values()):
         try:
             _take(run, file)
         except OSError as error:
@@ -208,7 +207,7 @@ def _take(run: Run, file: Path) -> None:
     elif "traceEvents" in content:
         run.steps.append(_last_step(content))
     elif "problem" in content and "format" in content:
-        run.profile = content
+        run.kept |= _kept(content["problem"])
     elif content["version"] == VERSION and isinstance(content["ranks"], list):
         run.about = content
     else:
@@ -249,14 +248,12 @@ def _last_step(trace: dict[str, Any]) -> Step:
     return step
 
 
-def _kept(profile: dict[str, Any] | None) -> dict[tuple[int, str], float]:
-    """MiB that backwards keep of each operator of each layer, by a profile."""
-    if profile is None:
-        return {}
+def _kept(problem: dict[str, Any]) -> dict[tuple[int, str], float]:
+    """Of a profile's problem (`adaptive.problem.profile_file`, whose version 1 calls parts chunks)."""
     found: dict[tuple[int, str], float] = {}
-    classes = {one["name"]: one for one in profile["problem"]["classes"]}
-    for chunk in itertools.chain.from_iterable(stage["chunks"] for stage in profile["problem"]["stages"]):
-        for layer, name in enumerate(chunk["layers"], chunk["first_layer"]):
+    classes = {one["name"]: one for one in problem["classes"]}
+    for part in itertools.chain.from_iterable(stage.get("parts") or stage["chunks"] for stage in problem["stages"]):
+        for layer, name in enumerate(part["layers"], part["first_layer"]):
             for group in classes[name]["groups"]:
                 found[layer, group["name"]] = group["bytes"] / MIB
     return found

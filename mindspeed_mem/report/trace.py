@@ -269,7 +269,7 @@ class _Step(Untimed):
         if allocated is not None:
             device["allocated"] = allocated
         found = {"device bytes": device, "host bytes": {"activations": self._mover.slabs.bytes_in_use}}
-        found["device bytes, had nothing been moved"] = {"activations": LEDGER.without.now}
+        found["device bytes without the plan"] = {"activations": LEDGER.without.now}
         if not self._samples or self._samples[-1][1] != found:
             self._samples.append((now, found))
 
