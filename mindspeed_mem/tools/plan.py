@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
+import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -11,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_mem import output, requirements
-from mindspeed_mem.adaptive.problem import from_shape, profile_file
+from mindspeed_mem.adaptive.problem import devices, from_shape, profile_file
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
-from mindspeed_mem.adaptive.problem.devices import ASSUMED, DEVICES, assumptions, reached
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search import plan_picture, plan_table
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
@@ -76,7 +77,11 @@ _SPEEDS = {
     "memory_gbps": (Machine.memory_gbps, "GB/s that device memory reaches"),
     "tensor_gbps": (Machine.tensor_gbps, "GB/s of collectives between tensor-parallel ranks"),
 }
-_OF_A_SHAPE = ("model", "device_name", *_NUMBERS, *_SWITCHES, *_CHOICES, *_DROPOUTS, *_SPEEDS)
+_RANKS = (
+    *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"),
+)
+"""With any of these above 1, other devices of the node copy as well."""
+_OF_A_SHAPE = ("model", "device_name", "devices", *_NUMBERS, *_SWITCHES, *_CHOICES, *_DROPOUTS, *_SPEEDS)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -87,9 +92,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     for name, text in _DROPOUTS.items():
         model.add_argument(flag(name), metavar="X", help=text)
     machine = command.add_argument_group("the machine")
-    share = ASSUMED.replace("%", "%%")
-    what = f"memory and speeds (assumed: {share}), whatever other options say instead: {', '.join(DEVICES)}"
+    what = f"memory and speeds, whatever other options say instead: {', '.join(devices.table())}"
     machine.add_argument("--device-name", metavar="NAME", help=what)
+    what = "more devices: JSON or YAML as --measure prints it and docs/planner.md describes it"
+    machine.add_argument("--devices", metavar="FILE", help=what)
+    what = (
+        "no plan: measure the device at hand, for --devices; under torchrun copies to the host are by all at once, too"
+    )
+    machine.add_argument("--measure", action="store_true", help=what)
     what = "device memory of a rank (default with --trace: the limit the profile was made under, without a reserve)"
     machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
     what = (
@@ -111,6 +121,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
+    if given.measure:
+        return _measured(given)
     if given.from_megatron is not None:
         return _translated(given)
     request = _read(given)
@@ -129,6 +141,32 @@ def main(given: argparse.Namespace) -> int:
     if given.write_trace:
         profile_file.write(profile, given.write_trace)
     return _plan(given, profile, kept)
+
+
+def _measured(given: argparse.Namespace) -> int:
+    """An entry for a table of devices."""
+    wrong: list[str] = []
+    instead_of("--measure", given, (*_OF_A_SHAPE, "trace", "from_megatron"), wrong)
+    check_file("--output", given.output, wrong)
+    if wrong:
+        print("mindspeed_mem plan --measure:", *(f"  {reason}" for reason in wrong), sep="\n", file=sys.stderr)
+        return 2
+    from mindspeed_mem.device import get_backend, speeds  # torch: only this needs it
+
+    backend = get_backend()
+    found = {name: float(f"{value:.4g}") for name, value in speeds.measure(backend).items()}
+    if "link_alone_gbps" not in found:  # not the first process of its host
+        return 0
+    memory = {name: found.pop(name) for name in ("memory_gib",) if name in found}
+    name = str(backend.describe().get("device", backend.type))
+    sources = [{"of": f"all, on {name}", "url": "plan --measure", "read": datetime.date.today().isoformat()}]
+    text = json.dumps({"here": {**memory, "measured": found, "sources": sources}}, indent=1) + "\n"
+    if given.output is None:
+        print(text, end="")
+    else:
+        output.write(given.output, text)
+        print(f"written to {given.output}: plan with --devices {given.output} --device-name here")
+    return 0
 
 
 def _translated(given: argparse.Namespace) -> int:
@@ -173,7 +211,7 @@ def _plan(given: argparse.Namespace, profile: profile_file.Profile, reserve: Res
             floor = search.floor()
             asked = plan_picture.limits(floor, max(kept.peaks), problem.device_limit)
             curve = list(zip(asked, search.curve(asked), strict=True))
-            title = " ".join(plan_table.head(profile, reserve)[:1])
+            title = plan_table.subject(profile, reserve)
             plan_picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
         found = search.best()
     except InfeasibleError as shortage:
@@ -266,22 +304,34 @@ def _estimated(shape: Shape, split: Degrees, machine: Machine, assumed: str | No
 
 
 def _by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
-    """Fill in what names of a model and of a device stand for, where nothing else is said; says what of the device."""
+    """Fill in what names of a model and of a device stand for, where nothing else is said; says what of the device, and
+    what is assumed of it."""
     values: dict[str, object] = {}
-    assumed = None
-    for option, name, known in (("--model", given.model, PUBLISHED), ("--device-name", given.device_name, DEVICES)):
-        if name is not None and name not in known:
-            wrong.append(f"{option} takes {', '.join(known)}, not {name!r}")
+    assumed = []
+    try:
+        known = devices.table(given.devices)
+    except devices.DeviceFileError as error:
+        wrong += [f"--devices {line}" for line in error.problems]
+        known = devices.table()
+    for option, name, names in (("--model", given.model, PUBLISHED), ("--device-name", given.device_name, known)):
+        if name is not None and name not in names:
+            wrong.append(f"{option} takes {', '.join(names)}, not {name!r}")
     if given.model in PUBLISHED:
         values |= PUBLISHED[given.model].options()
-    if given.device_name in DEVICES:
-        device = DEVICES[given.device_name]
-        assumed = assumptions(given.device_name, vars(given))
-        values |= {"device_memory_gib": device.memory_gib, **reached(device)}
+    alone = all(getattr(given, name) in (None, "1") for name in _RANKS)
+    if given.device_name in known:
+        device = devices.device(given.device_name, known[given.device_name], alone, vars(given))
+        assumed += [device.said] if device.said else []
+        values |= {"device_memory_gib": device.memory_gib, **device.speeds}
+    relevant = [name for name in _SPEEDS if name != "tensor_gbps" or not alone]
+    silent = [name for name in relevant if getattr(given, name) is None and name not in values]
+    if silent and given.trace is None:
+        taken = ", ".join(f"{flag(name)} {_SPEEDS[name][0]:g}" for name in silent)
+        assumed.append(f"Nothing says what the device is: assumed {taken} (--device-name knows some, --measure yours).")
     for name, value in values.items():
-        if getattr(given, name) in (None, False):
+        if getattr(given, name) in (None, False) and value is not None:
             setattr(given, name, value if isinstance(value, bool) else str(value))
-    return assumed
+    return " ".join(assumed) or None
 
 
 def _described(given: argparse.Namespace, request: Request) -> tuple[Shape, Degrees, Machine] | None:

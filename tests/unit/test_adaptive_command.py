@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from mindspeed_mem.__main__ import main
-from mindspeed_mem.adaptive.problem import profile_file
+from mindspeed_mem.adaptive.problem import devices, profile_file
 from mindspeed_mem.adaptive.problem.definition import GIB
+from mindspeed_mem.adaptive.problem.shape import Machine
 from mindspeed_mem.command_line import NO_MATPLOTLIB
 from mindspeed_mem.plan import load_memory_config
 
@@ -250,19 +251,83 @@ def test_models_and_devices_go_by_name(plan):
         "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --vocab-size 128256 "
         "--seq-length 8192 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
         "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --num-layers 4 "
-        "--device-memory-gib 79.1 --tflops 642.85 --memory-gbps 2680 --link-gbps 51.2 --tensor-gbps 360 "
+        "--device-memory-gib 79.1 --tflops 635.6 --memory-gbps 2680 --link-gbps 35.4 --tensor-gbps 360 "
     )
     assumed = (
-        "Taken for h100: 989 TFLOP/s in bf16, 3350 GB/s device memory, 64 GB/s to the host, 450 GB/s to its "
-        "neighbours; assumed to be reached: 65 % of the sheet's TFLOP/s and 80 % of its GB/s.\n"
+        "Taken for h100: 635.6 TFLOP/s (80 % of 794.5 measured), 2680 GB/s device memory (80 % of 3350 on its sheet), "
+        "35.4 GB/s to the host with all devices of a node copying (measured), 360 GB/s to its neighbours (80 % of 450 "
+        "on its sheet).\n"
     )
-    assert assumed in named and "51.2 GB/s to the host, 360 GB/s between tensor-parallel ranks" in named
+    assert named.startswith(assumed) and "35.4 GB/s to the host, 360 GB/s between tensor-parallel ranks" in named
     assert plan(words + spelt + "--data-parallel-size 2") == (0, named.replace(assumed, ""), "")
     _, smaller, _ = plan(words + "--model gpt2 --tensor-model-parallel-size 2 --device-name h100 --device-memory-gib 4")
-    assert smaller.startswith("12 layers, 1 pipeline stage, 8 micro-batches; limit ") and "(4.00 less" in smaller
+    assert "\n12 layers, 1 pipeline stage, 8 micro-batches; limit " in smaller and "(4.00 less" in smaller
     _, partly, _ = plan(words + "--model gpt2 --device-name h100 --tensor-model-parallel-size 2 --link-gbps 30")
-    assert "50 GB/s device memory, 450 GB/s to its neighbours" in partly and "30 GB/s to the host" in partly
+    assert "35.4" not in partly and "30 GB/s to the host" in partly
     status, _, err = plan(words + "--model gpt5 --device-name z80")
-    assert status == 2 and "  --model takes gpt2, gpt2-medium, " in err and "  --device-name takes a100-40gb, " in err
+    assert status == 2 and "  --model takes gpt2, gpt2-medium, " in err and "  --device-name takes a100-40g, " in err
     _, _, err = plan("--trace no/such.json --device-name h100")
     assert "  --trace says what --device-name would; give either" in err
+
+
+def test_what_is_assumed_of_a_device_stands_in_the_first_line(plan):
+    _, out, _ = plan(SHAPE + "--device-memory-gib 60")
+    assert out.startswith(
+        "Nothing says what the device is: assumed --tflops 400, --memory-gbps 2500, --tensor-gbps 200 (--device-name"
+    )
+    _, out, _ = plan(SHAPE + "--device-memory-gib 60 --tflops 300 --memory-gbps 2000 --tensor-gbps 100")
+    assert out.startswith("8 layers, 2 pipeline stages")
+
+
+def test_alone_on_its_node_a_device_copies_faster(plan):
+    words = "--model gpt2 --micro-batch-size 1 --global-batch-size 8 --device-name h100 "
+    assert "55.7 GB/s to the host (measured)" in plan(words)[1]
+    assert "35.4 GB/s to the host with all devices" in plan(words + "--data-parallel-size 2")[1]
+
+
+def test_devices_come_from_a_file_too(plan, tmp_path):
+    words = "--model gpt2 --micro-batch-size 1 --global-batch-size 8 --device-name mine --devices "
+    table = tmp_path / "devices.yaml"
+    table.write_text("mine: {memory_gib: 10, measured: {tflops: 100, link_alone_gbps: 20}, sheet: {memory_gbps: 500}}")
+    status, out, _ = plan(words + str(table))
+    assert status == 0 and "(10.00 less a reserve of " in out
+    assert out.startswith(
+        "Taken for mine: 80 TFLOP/s (80 % of 100 measured), 400 GB/s device memory (80 % of 500 on its sheet), 20 GB/s "
+        "to the host (measured).\n"
+    )
+    _, out, _ = plan(words + str(table) + " --tensor-model-parallel-size 2")  # of its links it says nothing then
+    assert "assumed --link-gbps 50, --tensor-gbps 200 (" in out.splitlines()[0]
+    table.write_text("mine: {memory: 10, measured: {tflops: fast, flops: 1}}")
+    status, _, err = plan(words + str(table))
+    assert status == 2
+    for line in ("mine.memory: unknown", "mine.measured.flops: unknown", "mine.measured.tflops: got 'fast'"):
+        assert f"  --devices {table}: {line}" in err
+    for text in ("[1]", "{", "a: ["):
+        table.write_text(text)
+        assert plan(words + str(table))[0] == 2
+
+
+def test_every_device_has_dated_sources():
+    for name, row in devices.table().items():
+        assert row["sources"] and all(set(one) == {"of", "url", "read"} for one in row["sources"]), name
+        for alone in (True, False):
+            found = devices.device(name, row, alone, {})
+            assert found.memory_gib and set(found.speeds) == set(dataclasses.asdict(Machine(memory_bytes=1))) - {
+                "memory_bytes",
+                "host_bytes",
+            }
+            assert all(speed > 0 for speed in found.speeds.values())
+
+
+def test_this_device_is_measured(plan, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_MEM_DEVICE", "cpu")
+    monkeypatch.setattr("mindspeed_mem.device.speeds._SIDES", (64,))
+    monkeypatch.setattr("mindspeed_mem.device.speeds._MOVED", 2**20)
+    table = tmp_path / "here.json"
+    assert plan(f"--measure --output {table}")[0] == 0
+    words = (
+        "--model gpt2 --micro-batch-size 1 --global-batch-size 8 --device-memory-gib 10 --device-name here --devices "
+    )
+    status, out, _ = plan(words + str(table))
+    assert status == 0 and out.startswith("Taken for here: ") and out.splitlines()[0].count("measured") == 3
+    assert "--measure says what --model would; give either" in plan("--measure --model gpt2")[2]
