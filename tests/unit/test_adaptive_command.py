@@ -43,7 +43,7 @@ def test_it_compares_the_plan_with_the_alternatives_and_writes_it(plan, tmp_path
     target = tmp_path / "plan.yaml"
     status, out, err = plan(f"{SHAPE} --device-memory-gib 24 --output {target}")
     assert (status, err) == (0, "")
-    assert out.startswith("8 layers, 2 pipeline stages, 4 micro-batches; limit 24.00 GiB on each rank\n")
+    assert "\n8 layers, 2 pipeline stages, 4 micro-batches; limit 24.00 GiB on each rank\n" in out
     assert "estimates from FLOPs" in out and "400 TFLOP/s" in out and "20 GB/s to the host" in out
     kept, full, found = (row(out, name) for name in ("keep all", "Megatron's full recompute", "this plan"))
     assert kept[-1] == "no" and found[-1] == "yes" and float(found[-2]) <= 24 < float(kept[-2])
