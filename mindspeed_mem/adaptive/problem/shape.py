@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 ELEMENT = 2  # bytes: bf16
@@ -157,6 +158,8 @@ class Degrees:
     """and of the optimizer's states of a parameter with its master copy."""
     chunk_zero_stage: int = 0
     """What chunks split over data-parallel ranks: from 1 on states, from 2 gradients, from 3 parameters."""
+    reduce_each: bool = False
+    """Gradients are reduced after each micro-batch; else they are whole until the last one, if there are several."""
     on_device: float = 1.0
     """Of what chunks split, the share that rests on the device."""
 
@@ -184,6 +187,8 @@ class Degrees:
         stage = self.chunk_zero_stage
         if not stage:
             return ELEMENT + self.grad_bytes + self.state_bytes / (ranks if self.distributed_optimizer else 1)
+        if stage >= 2 and self.micro_batches > 1 and not self.reduce_each:
+            return self.grad_bytes + dataclasses.replace(self, grad_bytes=0, reduce_each=True).bytes_on(ranks)
         sizes = {1: self.state_bytes, 2: self.grad_bytes, 3: ELEMENT}
         parts = [self.on_device * size / ranks if number <= stage else size for number, size in sizes.items()]
         return sum(parts)
