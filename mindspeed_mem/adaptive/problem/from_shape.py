@@ -29,6 +29,8 @@ from mindspeed_mem.adaptive.problem.layer_bytes import (
     EXPERT_ACTIVATION,
     EXPERT_FC1,
     EXPERTS,
+    K_NORM,
+    Q_NORM,
     ROUTER,
     SHARED_ACTIVATION,
     SHARED_FC1,
@@ -65,6 +67,8 @@ class Times:
             op.ATTENTION_ADD: 3 * stream,
             op.MLP_NORM: 2 * stream,
             op.MLP_ADD: 3 * stream,
+            Q_NORM: 2 * query * shape.qk_layernorm,
+            K_NORM: 2 * key * shape.qk_layernorm,
         }
         self.forward = {name: self.move(size) for name, size in moved.items()}
         self.backward = {name: 2 * seconds for name, seconds in self.forward.items()}

@@ -10,6 +10,7 @@ parallelism dividing what stands between the blocks:
 | input_layernorm, pre_mlp_layernorm | t h E + statistics | itself, the next linear |
 | self_attention.linear_qkv | t (q + 2 k) E: one storage, whatever views of it are saved | core attention |
 | self_attention.rotary_pos_emb | t (q + k) E + 4 tables s d E | core attention, itself |
+| self_attention.q_layernorm, k_layernorm | as a norm; not rotated also its output | itself, core attention |
 | self_attention.core_attention | t q E + 4 t heads (flash) | itself, linear_proj |
 | the same, unfused | t q E + t s heads E; with dropout another E and a mask of 1 | itself, linear_proj |
 | self_attn_bda | t h E; with dropout a mask of t h | the second norm, itself |
@@ -35,6 +36,7 @@ ROUTER, DISPATCH, SHARED = "mlp.router", "mlp.dispatch.postprocess", "mlp.shared
 EXPERT_FC1, EXPERT_ACTIVATION = "expert_fc1", "moe_act"
 """These two in Megatron's names for such modules: of all experts, whichever way they are computed."""
 EXPERTS = "mlp.experts"
+Q_NORM, K_NORM = "self_attention.q_layernorm", "self_attention.k_layernorm"
 SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = (
     f"{SHARED}.{name}" for name in ("linear_fc1", "activation_func", "linear_fc2")
 )
@@ -56,6 +58,11 @@ def layer_bytes(shape: Shape, split: Degrees, experts: bool = False) -> dict[str
             op.ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
             op.CORE: _core_bytes(shape, tensor),
         }
+        if shape.qk_layernorm:
+            for name, heads in ((Q_NORM, shape.num_attention_heads), (K_NORM, shape.num_query_groups)):
+                made = norm_of(shape, tokens * heads // tensor, shape.kv_channels)
+                returned = tokens * heads * shape.kv_channels * ELEMENT // tensor
+                attention[name] = made - returned * shape.rope  # nobody keeps what is rotated
     inner = tokens * shape.ffn_hidden_size * ELEMENT // tensor
     sizes = {
         op.INPUT: handed,

@@ -8,6 +8,8 @@ from mindspeed_mem.adaptive.problem.layer_bytes import (
     EXPERT_ACTIVATION,
     EXPERT_FC1,
     EXPERTS,
+    K_NORM,
+    Q_NORM,
     ROUTER,
     SHARED_ACTIVATION,
     SHARED_FC1,
@@ -56,6 +58,16 @@ def operators(shape: Shape, experts: bool) -> tuple[Operator, ...]:
             continue
         elif shape.flash and op.within(one.path, op.CORE):
             continue
+        elif one.path == op.QKV and shape.qk_layernorm:
+            after = (op.CORE,) * (not shape.rope)
+            found += [
+                one,
+                *(Operator(name, used_by=(name, *after), starts_from=(op.QKV,)) for name in (Q_NORM, K_NORM)),
+            ]
+        elif one.path == op.ROTARY and shape.qk_layernorm:
+            found.append(one._replace(with_it=(*one.with_it, Q_NORM, K_NORM)))
+        elif one.path == op.CORE and shape.qk_layernorm and not shape.rope:
+            found.append(one._replace(starts_from=(op.QKV, Q_NORM, K_NORM)))
         elif one.path == op.MLP_NORM and experts:
             users = (op.MLP_NORM, ROUTER, *(SHARED_FC1,) * bool(shape.shared_expert_size))
             found += [one._replace(used_by=users, fused_into=())]
