@@ -243,6 +243,7 @@ def _experts(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int]
         return shape
     imbalance = number("--expert-imbalance", given.expert_imbalance, wrong, least=1)
     which = megatron_line.with_experts(given.moe_layer_freq, shape.num_layers, wrong)
+    which = which * shape.num_layers if given.moe_layer_freq in (None, "1") else which
     shape = dataclasses.replace(
         shape,
         num_experts=count,
