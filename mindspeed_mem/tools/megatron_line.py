@@ -13,9 +13,8 @@ from mindspeed_mem.command_line import flag
 _UNCOUNTED = (
     *("moe_latent_size", "moe_expert_capacity_factor", "heterogeneous_layers_config_path", "hybrid_override_pattern"),
     *("experimental_attention_variant", "fp4_format", "fp8_param_gather", "optimizer_cpu_offload", "squared_relu"),
-    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_stages"),
-    *("use_megatron_fsdp", "use_torch_fsdp2", "attention_output_gate"),
+    *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "use_megatron_fsdp", "use_torch_fsdp2", "attention_output_gate"),
 )
 """Options that change what a rank holds in ways that nobody here has counted."""
 _VALUES = {
@@ -23,6 +22,7 @@ _VALUES = {
     "position_embedding_type": {"yarn": "rope"},
 }
 """Values that mean for memory what others do."""
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,6 +55,8 @@ def options(
     parser = Parser()
     parser.add_argument("--num-virtual-stages-per-pipeline-rank")
     parser.add_argument("--optimizer")
+    for name in _ENDS:
+        parser.add_argument(flag(name))
     for name in (*numbers, *choices, *texts):
         parser.add_argument(flag(name))
     for name in switches:
@@ -75,10 +77,20 @@ def options(
         if name in found:
             found[name] = values.get(found[name], found[name])
     virtual = found.pop("num_virtual_stages_per_pipeline_rank", None)
+    ends = [found.pop(name, None) for name in _ENDS]
     sizes = [str(found.get(name, "")) for name in ("num_layers", "pipeline_model_parallel_size")]
     if virtual is not None and all(size.isdigit() for size in (virtual, *sizes)):
         found["num_layers_per_virtual_pipeline_stage"] = int(sizes[0]) // (int(sizes[1]) * int(virtual))
+    if any(ends) and all(size.isdigit() for size in (*filter(None, ends), *sizes)):
+        found["pipeline_stages"] = _between(*map(int, sizes), *(int(end) if end else None for end in ends))
     return {"transformer_impl": "transformer_engine", **found}
+
+
+def _between(layers: int, stages: int, first: int | None, last: int | None) -> str:
+    """Layers of each stage, where the first or the last has its own number of them."""
+    inner = stages - (first is not None) - (last is not None)
+    each = (layers - (first or 0) - (last or 0)) // max(inner, 1)
+    return ",".join(map(str, [*[first] * (first is not None), *[each] * inner, *[last] * (last is not None)]))
 
 
 def with_experts(text: str | None, layers: int | None, wrong: list[str]) -> list[bool]:

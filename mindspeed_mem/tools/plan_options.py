@@ -19,6 +19,7 @@ from mindspeed_mem.model_sizes import (
     model_sizes,
     read_options,
 )
+from mindspeed_mem.schedule import ScheduleError, stages
 from mindspeed_mem.schedule import problems as schedule_problems
 from mindspeed_mem.tools import hugging_face, megatron_line
 
@@ -79,6 +80,7 @@ CHOICES = MODEL_CHOICES | {
     "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
 TEXTS = {
+    "pipeline_stages": "layers of each stage, or of each chunk, such as 3,5,5,3 (equal); ours",
     "moe_layer_freq": "which layers have experts: every so manieth, or a list such as [0]*3+[1]*58 (1)",
     "window_size": "tokens before and after that each one attends to, such as 4096,0 (all before)",
     "placement_policy": "where chunks rest: device, host, static:0.5 (device)",
@@ -197,7 +199,8 @@ def described(
         normalization=given.normalization or "LayerNorm",
         rope=given.position_embedding_type == "rope",
         flash=given.attention_backend != "unfused",
-        **{name: bool(share) for name, share in dropouts.items()},
+        attention_dropout=bool(dropouts["attention_dropout"]),
+        hidden_dropout=bool(dropouts["hidden_dropout"]),
         context=numbers.get("context_parallel_size", 1),
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
         te=given.transformer_impl == "transformer_engine",
@@ -273,17 +276,26 @@ def _latent(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int],
         wrong.append("--multi-latent-attention with --attention-backend unfused is not known; flash")
     if shape.num_query_groups != shape.num_attention_heads:
         wrong.append("--multi-latent-attention makes keys for every head; --num-query-groups says otherwise")
-    defaults = {name: int(text) for name, text in _LATENT.items() if text.isdigit()}
+    sizes = {name: numbers.get(name, int(text) if text.isdigit() else 0) for name, text in _LATENT.items()}
     return dataclasses.replace(
-        shape, **{"q_lora_rank": 0, **defaults, **{name: numbers[name] for name in _LATENT if name in numbers}}
+        shape,
+        q_lora_rank=sizes["q_lora_rank"],
+        kv_lora_rank=sizes["kv_lora_rank"],
+        qk_head_dim=sizes["qk_head_dim"],
+        qk_pos_emb_head_dim=sizes["qk_pos_emb_head_dim"],
+        v_head_dim=sizes["v_head_dim"],
     )
 
 
 def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], wrong: list[str]) -> Degrees:
     tensor, pipeline = numbers.get("tensor_model_parallel_size", 1), numbers.get("pipeline_model_parallel_size", 1)
     data, per_part = numbers.get("data_parallel_size", 1), numbers.get("num_layers_per_virtual_pipeline_stage")
-    virtual, micro_batches = 1, 1
-    if per_part is not None and (shape.num_layers % (pipeline * per_part) or pipeline == 1):
+    virtual, micro_batches, counts = 1, 1, ""
+    if given.pipeline_stages is not None:
+        virtual, counts = _uneven(given.pipeline_stages, shape.num_layers, pipeline, wrong)
+        if per_part is not None:
+            wrong.append("--pipeline-stages says what --num-layers-per-virtual-pipeline-stage would; give either")
+    elif per_part is not None and (shape.num_layers % (pipeline * per_part) or pipeline == 1):
         wrong.append(
             f"--num-layers-per-virtual-pipeline-stage {per_part} needs --pipeline-model-parallel-size above 1 and "
             f"layers that are a multiple of both: {shape.num_layers} layers, {pipeline} stages"
@@ -291,7 +303,10 @@ def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], 
     elif per_part is not None:
         virtual = shape.num_layers // pipeline // per_part
     elif shape.num_layers % pipeline:
-        wrong.append(f"--num-layers {shape.num_layers} is no multiple of --pipeline-model-parallel-size {pipeline}")
+        wrong.append(
+            f"--num-layers {shape.num_layers} is no multiple of --pipeline-model-parallel-size {pipeline}: "
+            "--pipeline-stages says how many each has"
+        )
     batch, each = numbers["global_batch_size"], shape.micro_batch_size * data
     if batch % each:
         wrong.append(
@@ -304,6 +319,7 @@ def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], 
         tensor=tensor,
         pipeline=pipeline,
         virtual=virtual,
+        stage_layers=counts,
         data=data,
         context=shape.context,
         micro_batches=micro_batches,
@@ -312,8 +328,8 @@ def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], 
         expert=numbers.get("expert_model_parallel_size", 1),
         expert_tensor=numbers.get("expert_tensor_parallel_size", 0),
         reduce_each=given.chunk_reduce_each_microbatch,
-        **_states(given, numbers, wrong),
     )
+    split = _states(given, split, numbers.get("chunk_zero_stage", 0), wrong)
     over, ranks = split.expert * split.experts_split, tensor * data * shape.context
     if shape.num_experts and ranks % over:
         wrong.append(
@@ -323,33 +339,51 @@ def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], 
     return split
 
 
-def _states(given: argparse.Namespace, numbers: Mapping[str, int], wrong: list[str]) -> dict[str, float]:
-    """What gradients and states of a parameter take, and what chunks do with them."""
+def _uneven(text: str, layers: int, pipeline: int, wrong: list[str]) -> tuple[int, str]:
+    """Virtual stages, and the layers of each part."""
+    entries = [int(one) if one.strip().isdigit() else -1 for one in text.split(",")]
+    try:
+        found = stages.split(entries, layers, pipeline)
+    except ScheduleError as error:
+        wrong.append(str(error))
+        return 1, ""
+    if min(found.counts) < 1:
+        wrong.append(f"--pipeline-stages {text}: a stage without layers cannot be planned; give each at least one")
+        return 1, ""
+    return found.virtual_stages, ",".join(map(str, found.counts))
+
+
+def _states(given: argparse.Namespace, split: Degrees, stage: int, wrong: list[str]) -> Degrees:
+    """With what gradients and states of a parameter take, and what chunks do with them."""
     names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     said = [name for name in (*names, "main_grads_dtype") if getattr(given, name) not in (None, "fp32")]
     if said and not given.use_precision_aware_optimizer:
         wrong.append(f"{', '.join(map(flag, said))}: only heard with --use-precision-aware-optimizer")
-    small = given.grad_reduce_in_bf16 or given.main_grads_dtype == "bf16"
-    found: dict[str, float] = {
-        "grad_bytes": 2 if small else 4,
-        "state_bytes": sum(_PRECISIONS[getattr(given, name) or "fp32"] for name in names),
-    }
-    stage = numbers.get("chunk_zero_stage", 0)
     if stage > 3:
         wrong.append(f"--chunk-zero-stage takes 1, 2, 3, not {stage}")
     if stage and not given.use_distributed_optimizer:
         wrong.append("--chunk-zero-stage needs --use-distributed-optimizer")
-    if given.placement_policy is not None:
-        from mindspeed_mem.zero.core.placement import placement
+    small = given.grad_reduce_in_bf16 or given.main_grads_dtype == "bf16"
+    return dataclasses.replace(
+        split,
+        grad_bytes=2 if small else 4,
+        state_bytes=sum(_PRECISIONS[getattr(given, name) or "fp32"] for name in names),
+        chunk_zero_stage=stage,
+        on_device=1.0 if given.placement_policy is None else _on_device(given.placement_policy, stage, wrong),
+    )
 
-        if not stage:
-            wrong.append("--placement-policy needs --chunk-zero-stage")
-        try:
-            asked = placement(given.placement_policy)
-        except ValueError as error:
-            wrong.append(f"--placement-policy takes {error}, not {given.placement_policy!r}")
-            return found
-        if asked.policy == "auto":
-            wrong.append("--placement-policy auto is decided in the job, by what it measures; host needs the least")
-        found["on_device"] = 1 - (asked.policy != "device") * asked.fraction
-    return found | {"chunk_zero_stage": stage}
+
+def _on_device(text: str, stage: int, wrong: list[str]) -> float:
+    """The share of what chunks split that rests on the device."""
+    from mindspeed_mem.zero.core.placement import placement
+
+    if not stage:
+        wrong.append("--placement-policy needs --chunk-zero-stage")
+    try:
+        asked = placement(text)
+    except ValueError as error:
+        wrong.append(f"--placement-policy takes {error}, not {text!r}")
+        return 1.0
+    if asked.policy == "auto":
+        wrong.append("--placement-policy auto is decided in the job, by what it measures; host needs the least")
+    return 1 - (asked.policy != "device") * asked.fraction

@@ -134,6 +134,9 @@ def test_a_command_line_of_megatron_describes_the_model(planned):
     assert "pre_mlp_layernorm" in {group.name for group in local.problem.classes[0].groups}
     _, virtual, _ = planned([*ours, "--megatron", f"{LINE} --num-virtual-stages-per-pipeline-rank 2"])
     assert virtual.problem.virtual_stages == 2
+    _, uneven, _ = planned([*ours, "--megatron", f"{LINE} --decoder-first-pipeline-num-layers 3"])
+    assert [len(stage.parts[0].layers) for stage in uneven.problem.stages] == [3, 5]
+    assert uneven == planned([*ours, "--pipeline-stages", "3,5", "--megatron", LINE])[1]
     status, _, printed = planned([*ours, "--megatron", f"{LINE} --fp8-param-gather --optimizer muon"])
     assert status == 2 and "--megatron --fp8-param-gather: what that changes in memory is not known" in printed
     assert "--megatron --optimizer muon: only the states of adam are known" in printed
@@ -184,6 +187,8 @@ def test_states_take_what_their_types_and_chunks_say(planned):
         ("--chunk-zero-stage 1 --placement-policy auto", "--placement-policy auto is decided in the job"),
         ("--chunk-zero-stage 1 --placement-policy disk", "--placement-policy takes device, host or auto"),
         ("--fp8-format hybrid", "--fp8-format needs --transformer-impl transformer_engine"),
+        ("--pipeline-stages 4,4", "--pipeline-stages: got 4,4 for 12 layers on 1 pipeline stage"),
+        ("--pipeline-model-parallel-size 3 --pipeline-stages 8,0,4", "a stage without layers cannot be planned"),
         ("--window-size wide", "--window-size takes two numbers such as 4096,0, not 'wide'"),
         ("--multi-latent-attention --attention-backend unfused", "with --attention-backend unfused is not known"),
     ],

@@ -1,5 +1,8 @@
 """A planning problem from a model's shape alone: bytes by formula, seconds from FLOPs and bytes moved.
 
+What tokens travel to experts and back takes is that of collectives; a latent attention is one operator, as nobody can
+name its parts without each other.
+
 Seconds are estimates. A matrix product takes its FLOPs at `Machine.tflops`, a flash attention its causal FLOPs at 0.7
 of that forward and 2.5 times as many at 0.6 backward (what flash attention reaches on an H200 against 700 TFLOP/s of
 matrix products), other operators what they read and write at `Machine.memory_gbps`, collectives what each rank
@@ -238,7 +241,7 @@ def _without(group: Group, name: str) -> Group:
 
 
 def problem(shape: Shape, split: Degrees, machine: Machine) -> Problem:
-    """The whole model: equal numbers of layers in all parts, the embedding in the first, head and loss in the last."""
+    """The whole model: the embedding in the first part, head and loss in the last."""
     times = Times(shape, split, machine)
     kinds = [shape.has_experts(layer) for layer in range(shape.num_layers + shape.mtp_num_layers)]
     of_kind = {experts: layer_class(shape, split, machine, experts) for experts in sorted(set(kinds))}
@@ -263,8 +266,6 @@ def _stage(
     ahead: Sequence[LayerClass],
 ) -> Stage:
     first, last = number == 0, number == split.pipeline - 1
-    parts = split.pipeline * split.virtual
-    each = shape.num_layers // parts
     logits = shape.tokens * shape.vocab_size // split.tensor
     stream = stream_bytes(shape, split)
     product = times.product(shape.hidden_size, shape.vocab_size)
@@ -277,16 +278,16 @@ def _stage(
         backward_seconds=heads * (2 * product + pointwise),
         bytes=heads * (4 + ELEMENT) * logits + norm_bytes(shape, split) + handed + len(ahead) * stream,
     )
-    starts = [(part * split.pipeline + number) * each for part in range(split.virtual)]
-    mine = [number for start in starts for number in range(start, start + each)]
+    of_parts = split.parts(shape.num_layers)[number :: split.pipeline]
+    mine = [layer for part in of_parts for layer in part]
     made = []
-    for part, start in enumerate(starts):
+    for part, those in enumerate(of_parts):
         ends = last and part == split.virtual - 1
-        names = [one.name for one in (*layers[start : start + each], *ahead * ends)]
+        names = [one.name for one in (*layers[those.start : those.stop], *(ahead if ends else ()))]
         made.append(
             Part(
                 layers=tuple(names),
-                first_layer=start,
+                first_layer=those.start,
                 before=Outside(bytes=stream + mask * (first and part == 0)),
                 after=head if ends else Outside(bytes=mask),
             )
@@ -303,10 +304,13 @@ def _stage(
     if shape.kv_lora_rank:
         keys = shape.latent_query_width + shape.num_attention_heads * shape.v_head_dim
     travelling = 2 * shape.tokens * keys * ELEMENT // split.tensor * (shape.context > 1)  # keys and values
+    # With parameters in chunks those of a layer are whole, and the next ones meanwhile.
+    largest = max(sum(shape.parameters(split, shape.has_experts(layer))) for layer in mine)
+    gathered = 2 * largest * ELEMENT * (split.chunk_zero_stage == 3)
     return Stage(
         parts=tuple(made),
         static_bytes=round(state + copies),
-        temporary_bytes=max(gradients, travelling, ELEMENT * logits if last else 0),
+        temporary_bytes=max(gradients, travelling, ELEMENT * logits if last else 0) + gathered,
         step_seconds=times.move(state + (parameters + routed) * split.state_bytes),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 ELEMENT = 2  # bytes: bf16
@@ -148,6 +149,8 @@ class Degrees:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
 
+    stage_layers: str = ""
+    """Layers of each part, such as 3,5,5,3; empty: as many of each."""
     expert: int = 1
     """Ranks that experts are spread over,"""
     expert_tensor: int = 0
@@ -162,6 +165,15 @@ class Degrees:
     """Gradients are reduced after each micro-batch; else they are whole until the last one, if there are several."""
     on_device: float = 1.0
     """Of what chunks split, the share that rests on the device."""
+
+    def parts(self, layers: int) -> list[range]:
+        """The layers of each part in the model's order: the first of all stages, then the second of all."""
+        parts = self.pipeline * self.virtual
+        counts = (
+            [int(count) for count in self.stage_layers.split(",")] if self.stage_layers else [layers // parts] * parts
+        )
+        ends = list(itertools.accumulate(counts))
+        return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
     @property
     def experts_split(self) -> int:
