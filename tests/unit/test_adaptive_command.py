@@ -175,7 +175,8 @@ def test_many_virtual_stages_leave_the_table_readable(plan):
             "--num-query-groups 2 --device-memory-gib 1",
             [
                 "--hidden-size 100 is no multiple of --num-attention-heads 3; give --kv-channels",
-                "--num-layers 7 is no multiple of --pipeline-model-parallel-size 2: --pipeline-stages says how many each has",
+                "--num-layers 7 is no multiple of --pipeline-model-parallel-size 2: --pipeline-stages says how many each "
+                "has",
                 "--global-batch-size 5 is no multiple of --micro-batch-size times data-parallel ranks, 2",
                 "--num-attention-heads 3 is no multiple of --num-query-groups 2",
                 "--num-attention-heads 3 is no multiple of --tensor-model-parallel-size 2",
