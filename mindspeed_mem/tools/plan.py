@@ -21,7 +21,7 @@ from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.command_line import check_file, check_picture, instead_of, number
 from mindspeed_mem.reserve import Reserve, of_device
-from mindspeed_mem.tools import from_megatron, plan_options
+from mindspeed_mem.tools import from_megatron, plan_options, plan_worth
 
 DESCRIPTION = """Finds which layers and operators should keep, swap or recompute their activations, from a model's shape
 or from a profile, and predicts step time and memory. Nothing is run; neither Megatron nor a device is needed:
@@ -52,6 +52,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     machine.add_argument("--reserve-gib", metavar="GIB", help=what)
     machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
+    what = "say what the best plan takes with a GiB more and with one less: two more searches"
+    machine.add_argument("--next-gib", action="store_true", help=what)
     files = command.add_argument_group("files")
     files.add_argument("--trace", metavar="FILE", help="plan from this profile instead of from a shape")
     what = "no search: the plan that does what these flags of Megatron do, all in one argument; printed, or --output"
@@ -160,6 +162,9 @@ def _plan(given: argparse.Namespace, profile: profile_file.Profile, reserve: Res
         status, error = 1, shortage
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
     print("\n".join(plan_table.lines(profile, reserve, kept, full, found, width)))
+    if found is not None:
+        for line in (*plan_worth.lines(found), *(plan_worth.next_gib(search, found) if given.next_gib else ())):
+            print(line)
     if error is not None:
         states_are_split = bool(profile.shapes.get("distributed_optimizer"))
         print(f"mindspeed_mem plan: {error.text(states_are_split)}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -175,8 +176,8 @@ def test_many_virtual_stages_leave_the_table_readable(plan):
             "--num-query-groups 2 --device-memory-gib 1",
             [
                 "--hidden-size 100 is no multiple of --num-attention-heads 3; give --kv-channels",
-                "--num-layers 7 is no multiple of --pipeline-model-parallel-size 2: --pipeline-stages says how many each "
-                "has",
+                "--num-layers 7 is no multiple of --pipeline-model-parallel-size 2: --pipeline-stages says how many "
+                "each has",
                 "--global-batch-size 5 is no multiple of --micro-batch-size times data-parallel ranks, 2",
                 "--num-attention-heads 3 is no multiple of --num-query-groups 2",
                 "--num-attention-heads 3 is no multiple of --tensor-model-parallel-size 2",
@@ -325,3 +326,22 @@ def test_this_device_is_measured(plan, tmp_path, monkeypatch):
     status, out, _ = plan(words + str(table))
     assert status == 0 and out.startswith("Taken for here: ") and out.splitlines()[0].count("measured") == 3
     assert "--measure says what --model would; give either" in plan("--measure --model gpt2")[2]
+
+
+def test_each_decision_says_what_it_saves_and_costs(plan):
+    words = f"{SHAPE} --swap-host-memory-gib 0 --device-memory-gib"
+    _, out, _ = plan(f"{words} 24 --next-gib")
+    table = out[out.index("\ndecision ") :].splitlines()[2:]
+    rows = [line.rsplit(maxsplit=5) for line in table[: table.index(next(one for one in table if one[0] == "("))]]
+    assert rows and all(name.startswith("recompute ") for name, *_ in rows)  # nothing may leave for the host
+    each = [[float(number) for number in numbers] for _, *numbers in rows]
+    assert each == sorted(each, key=lambda numbers: numbers[-1])
+    for _, saved, work, step, ratio in each:
+        assert saved > 0 and 0 <= step <= 2.1 * work  # at most what both stages do again
+        assert ratio == pytest.approx(step / saved, rel=0.1, abs=0.3)
+    more, less = (
+        float(re.search(rf"with 1 GiB {what} a step takes .*\((.*) ms\)", out)[1]) for what in ("more", "less")
+    )
+    assert more <= 0 <= less and more < less
+    _, kept, _ = plan(f"{words} 200")
+    assert "decision" not in kept and "with 1 GiB" not in kept
