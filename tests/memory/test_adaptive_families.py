@@ -133,18 +133,23 @@ def test_bytes_and_parameters_are_those_of_the_model(case):
             assert not inside or size == pytest.approx(sum(inside), rel=0.001), name
 
 
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
-    "experts over ranks": ({"ep": 2}, {}, {"data": 2, "expert": 2}),
-    "experts split": ({"tp": 2}, SHARED, {"tensor": 2, "sequence_parallel": True}),
+SEQUENCE_PARALLEL = {"tensor": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "experts over ranks": ("experts", {"ep": 2}, {}, {"data": 2, "expert": 2}),
+    "experts split": ("experts and a shared one", {"tp": 2}, {}, SEQUENCE_PARALLEL),
     "experts over tensor-parallel ranks": (
+        "experts",
         {"tp": 2, "ep": 2, "expert_tensor_parallel_size": 1},
         {"expert_tensor_parallel_size": 1},
-        {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1},
+        SEQUENCE_PARALLEL | {"expert": 2, "expert_tensor": 1},
     ),
+    "latent attention split": ("latent attention, norms", {"tp": 2}, {}, SEQUENCE_PARALLEL),
+    "latent attention split alone": ("latent attention", {"tp": 2}, {"sequence_parallel": False}, {"tensor": 2}),
 }
+"""Cases from above, and how two ranks share them."""
 
 
-def routed(layout: dict[str, int], more: dict[str, Any]) -> tuple[list[dict], int]:
+def shared(kind: str, layout: dict[str, int], more: dict[str, Any]) -> tuple[list[dict], int]:
     """The census of one forward and backward on each of two ranks, and the number of its parameters."""
     import torch
 
@@ -153,7 +158,7 @@ def routed(layout: dict[str, int], more: dict[str, Any]) -> tuple[list[dict], in
 
     more = {"position_embedding_type": "rope", "sequence_parallel": "tp" in layout, **more}
     with patched(SDPA), parallel(**layout), swap({}, watch_only=True) as engine:
-        chunks = build_gpt("moe", layers=3, dtype=torch.bfloat16, bias_activation_fusion=True, **more)
+        chunks = build_gpt(kind, layers=3, dtype=torch.bfloat16, bias_activation_fusion=True, **more)
         loss = one_forward(engine, chunks)
         engine.passes.begin_backward(loss)
         loss.mean().backward()
@@ -164,14 +169,14 @@ def routed(layout: dict[str, int], more: dict[str, Any]) -> tuple[list[dict], in
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", but(LAYOUTS, *list(LAYOUTS)[1:]))
-def test_ranks_share_experts_and_tokens(case):
+def test_ranks_share_what_they_keep_and_their_parameters(case):
     from mindspeed_mem.adaptive.problem import from_shape
     from mindspeed_mem.adaptive.problem.shape import Degrees, Machine
 
-    layout, more, degrees = LAYOUTS[case]
-    shape = shape_of(EXPERTS | ({"shared_expert_size": 96} if more == SHARED else {}))
-    problem = from_shape.problem(shape, Degrees(**degrees), Machine(memory_bytes=1))
-    ranks = on_ranks(2, routed, layout, more)
+    of, layout, more, degrees = LAYOUTS[case]
+    kind, fields, of_shape = CASES[of]
+    problem = from_shape.problem(shape_of(of_shape), Degrees(**degrees), Machine(memory_bytes=1))
+    ranks = on_ranks(2, shared, kind, layout, {**fields, **more})
     assert {18 * parameters for _, parameters in ranks} == {problem.stages[0].static_bytes}
     kept = [one["bytes"] for storages, _ in ranks for one in storages if one["layer"] == 1]  # which has more is chance
     assert sum(kept) == 2 * sum(group.bytes for group in problem.classes[0].groups)

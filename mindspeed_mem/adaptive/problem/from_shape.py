@@ -125,10 +125,11 @@ class Times:
         shape, heads, ranks = self.shape, self.shape.num_attention_heads, self.split.tensor
         positions, latent = shape.qk_pos_emb_head_dim, shape.kv_lora_rank
         values, query = heads * shape.v_head_dim, shape.latent_query_width
-        whole = shape.hidden_size * (latent + positions + shape.q_lora_rank)  # all ranks compute these
+        whole = shape.hidden_size * (latent + positions + shape.q_lora_rank)
+        alike = ranks if shape.te and not self.split.sequence_parallel else 1  # all compute the same
         divided = (shape.q_lora_rank or shape.hidden_size) * query + latent * (heads * shape.qk_head_dim + values)
         moved = 2 * shape.tokens * (2 * query + values) * ELEMENT / ranks
-        seconds = self.product(whole, ranks) + self.product(divided, 1) + self.move(moved)
+        seconds = self.product(whole, alike) + self.product(divided, 1) + self.move(moved)
         self.forward[op.ATTENTION] = seconds + self.ahead
         self.backward[op.ATTENTION] = 2 * seconds + self.after + self.ahead
         self._linear(op.PROJ, values, shape.hidden_size)

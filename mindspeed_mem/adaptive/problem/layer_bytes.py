@@ -94,13 +94,14 @@ def received(shape: Shape, split: Degrees) -> int:
 def _latent_bytes(shape: Shape, split: Degrees) -> dict[str, int]:
     """Of latent attention; who makes queries, keys and values of the latents keeps them for the core attention."""
     tokens, positions = shape.tokens, shape.qk_pos_emb_head_dim
-    of_queries = tokens * shape.q_lora_rank * ELEMENT
+    rows = tokens // _between(split)
+    of_queries = rows * shape.q_lora_rank * ELEMENT
     latents = {"self_attention.linear_q_down_proj": of_queries} if of_queries else {}
-    latents["self_attention.linear_kv_down_proj"] = tokens * (shape.kv_lora_rank + positions) * ELEMENT
+    latents["self_attention.linear_kv_down_proj"] = rows * (shape.kv_lora_rank + positions) * ELEMENT
     if shape.qk_layernorm:
         for letter, width in (("q", shape.q_lora_rank), ("kv", shape.kv_lora_rank)):
             if width:
-                latents[f"self_attention.{letter}_layernorm"] = norm_of(shape, tokens, width)
+                latents[f"self_attention.{letter}_layernorm"] = norm_of(shape, rows, width)
         if _decomposed(shape):
             latents |= {name: 0 for name in latents if name.endswith("down_proj")}
     query = tokens * shape.latent_query_width * ELEMENT // split.tensor

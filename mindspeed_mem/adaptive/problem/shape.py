@@ -106,7 +106,9 @@ class Shape:
         divided, whole = 0, 2 * hidden * norm
         if self.kv_lora_rank:
             narrow, of_values = self.kv_lora_rank, self.num_attention_heads * self.v_head_dim
-            whole += hidden * (narrow + self.qk_pos_emb_head_dim + self.q_lora_rank) + linear * hidden
+            down = hidden * (narrow + self.qk_pos_emb_head_dim + self.q_lora_rank)
+            whole += down * self.te + linear * hidden  # TransformerEngine's layers have all of these on each rank
+            divided += down * (not self.te)
             divided += narrow * (self.num_attention_heads * self.qk_head_dim + of_values) + of_values * hidden
             divided += (self.q_lora_rank or hidden) * self.latent_query_width
             if self.qk_layernorm:
