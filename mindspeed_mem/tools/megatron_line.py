@@ -59,7 +59,7 @@ def options(
         parser.add_argument(flag(name))
     for name in (*numbers, *choices, *texts):
         parser.add_argument(flag(name))
-    for name in switches:
+    for name in (*switches, "bf16", "fp16"):
         parser.add_argument(flag(name), action="store_true", default=None)
     for name in _UNCOUNTED:
         parser.add_argument(flag(name), nargs="?", const=True)
@@ -71,6 +71,11 @@ def options(
     found = {name: value for name, value in given.items() if value is not None}
     uncounted = [flag(name) for name in _UNCOUNTED if found.pop(name, None) is not None]
     wrong += [f"--megatron {name}: what that changes in memory is not known here" for name in uncounted]
+    types = [name for name in ("bf16", "fp16") if found.pop(name, None)]
+    if not types:
+        wrong.append("--megatron: without --bf16 or --fp16 it trains in fp32, and figures here are for 2 bytes")
+    elif types == ["fp16"]:
+        found["grad_reduce_in_bf16"] = True  # as small as those
     if found.pop("optimizer", "adam") != "adam":
         wrong.append(f"--megatron --optimizer {given['optimizer']}: only the states of adam are known")
     for name, values in _VALUES.items():

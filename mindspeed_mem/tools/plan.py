@@ -48,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
     what = (
         "of it, what is not planned with: for contexts (1, at most a 16th of the device), communicators (0.67 for each "
-        "of tensor, pipeline, data and context parallel groups, at most a 64th) and fragmentation (2 %%)"
+        "of tensor, pipeline, data, context and expert parallel groups, at most a 64th) and fragmentation (2 %%)"
     )
     machine.add_argument("--reserve-gib", metavar="GIB", help=what)
     machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
@@ -139,7 +139,7 @@ def _reserve(request: Request, profile: profile_file.Profile, device_bytes: int)
     if request.reserve_bytes is not None:
         return Reserve(asked=request.reserve_bytes)
     sizes: dict[str, Any] = {"pipeline": len(profile.problem.stages)} | {
-        name: profile.shapes.get(name) for name in ("tensor", "data", "context")
+        name: profile.shapes.get(name) for name in ("tensor", "data", "context", "expert")
     }
     sizes = {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
     return of_device(device_bytes, Degrees(**sizes).groups)

@@ -66,7 +66,7 @@ SWITCHES = MODEL_SWITCHES | {
     "multi_latent_attention": "keys and values from latents, as in DeepSeek's models",
     "qk_layernorm": "norms of queries and keys, or of latents",
     "grad_reduce_in_bf16": "gradients of 2 bytes",
-    "use_precision_aware_optimizer": "the next four are heard",
+    "use_precision_aware_optimizer": "what follows with -dtype counts",
     "chunk_reduce_each_microbatch": "fewer whole gradients at a time",
 }
 _PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -148,6 +148,8 @@ def by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
         _fill(given, hugging_face.options(given.hf_config, wrong))
     elif given.model in PUBLISHED:
         _fill(given, PUBLISHED[given.model].options())
+    if given.megatron is not None and given.vocab_size is None:
+        wrong.append("--vocab-size: missing; where --megatron's line does not say it, Megatron asks the tokenizer")
     alone = all(getattr(given, name) in (None, "1") for name in _RANKS)
     assumed = []
     if given.device_name in known:

@@ -115,7 +115,7 @@ def test_a_config_that_is_not_known_is_refused_by_name(planned, config, content,
 
 
 LINE = (
-    "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 "
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 --vocab-size 32000 "
     "--global-batch-size 8 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
     "--swiglu --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-layer-freq ([0]*2+[1]*6) "
     "--expert-model-parallel-size 2 --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights "
@@ -125,21 +125,25 @@ LINE = (
 
 def test_a_command_line_of_megatron_describes_the_model(planned):
     ours = ["--data-parallel-size", "2", "--device-memory-gib", "1000"]
-    others = "pretrain_gpt.py --train-iters 10 --lr 1e-4 --bf16 --recompute-granularity full --attention-backend auto "
-    status, from_line, _ = planned([*ours, "--megatron", others + LINE])
+    others = "pretrain_gpt.py --train-iters 10 --lr 1e-4 --recompute-granularity full --attention-backend auto "
+    status, from_line, _ = planned([*ours, "--megatron", f"{others} {LINE} --bf16"])
     assert status == 0
     _, spelt, _ = planned([*ours, *LINE.split(), "--transformer-impl", "transformer_engine"])
     assert from_line == spelt
-    _, local, _ = planned([*ours, "--megatron", f"{LINE} --transformer-impl local"])
+    _, local, _ = planned([*ours, "--megatron", f"{LINE} --bf16 --transformer-impl local"])
     assert "pre_mlp_layernorm" in {group.name for group in local.problem.classes[0].groups}
-    _, virtual, _ = planned([*ours, "--megatron", f"{LINE} --num-virtual-stages-per-pipeline-rank 2"])
+    _, virtual, _ = planned([*ours, "--megatron", f"{LINE} --bf16 --num-virtual-stages-per-pipeline-rank 2"])
     assert virtual.problem.virtual_stages == 2
-    _, uneven, _ = planned([*ours, "--megatron", f"{LINE} --decoder-first-pipeline-num-layers 3"])
+    _, uneven, _ = planned([*ours, "--megatron", f"{LINE} --bf16 --decoder-first-pipeline-num-layers 3"])
     assert [len(stage.parts[0].layers) for stage in uneven.problem.stages] == [3, 5]
-    assert uneven == planned([*ours, "--pipeline-stages", "3,5", "--megatron", LINE])[1]
+    assert uneven == planned([*ours, "--pipeline-stages", "3,5", "--megatron", f"{LINE} --bf16"])[1]
     status, _, printed = planned([*ours, "--megatron", f"{LINE} --fp8-param-gather --optimizer muon"])
     assert status == 2 and "--megatron --fp8-param-gather: what that changes in memory is not known" in printed
     assert "--megatron --optimizer muon: only the states of adam are known" in printed
+    _, half, _ = planned([*ours, "--megatron", f"{LINE} --fp16"])
+    assert half.shapes["grad_bytes"] == 2
+    status, _, printed = planned([*ours, "--megatron", LINE.replace("--vocab-size 32000", "")])
+    assert status == 2 and "it trains in fp32" in printed and "--vocab-size: missing" in printed
     assert planned([*ours, "--megatron", "'"])[0] == 2
 
 
