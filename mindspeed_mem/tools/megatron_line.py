@@ -12,7 +12,7 @@ from mindspeed_mem.command_line import flag
 
 _UNCOUNTED = (
     *("moe_latent_size", "moe_expert_capacity_factor", "heterogeneous_layers_config_path", "hybrid_override_pattern"),
-    *("experimental_attention_variant", "fp4_format", "fp8_param_gather", "optimizer_cpu_offload", "squared_relu"),
+    *("experimental_attention_variant", "fp4_format", "optimizer_cpu_offload", "squared_relu"),
     *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
     *("account_for_loss_in_pipeline_split", "use_megatron_fsdp", "use_torch_fsdp2", "attention_output_gate"),
 )

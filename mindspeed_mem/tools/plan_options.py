@@ -66,6 +66,7 @@ SWITCHES = MODEL_SWITCHES | {
     "multi_latent_attention": "keys and values from latents, as in DeepSeek's models",
     "qk_layernorm": "norms of queries and keys, or of latents",
     "grad_reduce_in_bf16": "gradients of 2 bytes",
+    "fp8_param_gather": "weights in fp8 only",
     "use_precision_aware_optimizer": "what follows with -dtype counts",
     "chunk_reduce_each_microbatch": "fewer whole gradients at a time",
 }
@@ -207,6 +208,7 @@ def described(
         fused=not (given.no_bias_swiglu_fusion if given.swiglu else given.no_bias_gelu_fusion),
         te=given.transformer_impl == "transformer_engine",
         fp8=given.fp8_format not in (None, "none"),
+        fp8_params=given.fp8_param_gather,
         qk_layernorm=given.qk_layernorm,
         mtp_num_layers=numbers.get("mtp_num_layers", 0),
         window=_window(given.window_size, wrong),
@@ -220,6 +222,8 @@ def described(
     if shape.seq_length % (2 * shape.context) and shape.context > 1:
         twice = f"twice --context-parallel-size {shape.context}"
         wrong.append(f"--seq-length {shape.seq_length} is no multiple of {twice}: each rank takes two pieces")
+    if shape.fp8_params and not shape.fp8:
+        wrong.append("--fp8-param-gather needs --fp8-format")
     if shape.fp8 and not shape.te:
         wrong.append("--fp8-format needs --transformer-impl transformer_engine")
     wrong += sizes.indivisible(split.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})

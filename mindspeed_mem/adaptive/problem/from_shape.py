@@ -296,7 +296,7 @@ def _stage(
     mine += [*range(shape.num_layers, shape.num_layers + len(ahead))] * last
     parameters, routed = _parameters(mine, shape, split, first, last)
     state = parameters * split.bytes_per_parameter + routed * split.bytes_on(split.expert_data)
-    copies = 2 * (parameters + routed) * shape.fp8  # of weights, for products forward and backward
+    copies = 2 * (parameters + routed) * (shape.fp8 and not shape.fp8_params)  # for products forward and backward
     rows, width = shape.tokens // split.tensor, shape.fc1_width
     if any(map(shape.has_experts, mine)):
         rows, width = received(shape, split) // split.experts_split, shape.moe_ffn_hidden_size * shape.gates

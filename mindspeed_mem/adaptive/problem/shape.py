@@ -43,6 +43,8 @@ class Shape:
     """TransformerEngine's layers: their norms are part of the linears after them."""
     fp8: bool = False
     """Of them linears keep what they are given, and copies of their weights, in fp8."""
+    fp8_params: bool = False
+    """These copies are the weights, which have no bf16 ones."""
     num_experts: int = 0
     """0: every layer has an MLP."""
     moe_router_topk: int = 2
