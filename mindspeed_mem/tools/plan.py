@@ -15,13 +15,14 @@ from mindspeed_mem import output, requirements
 from mindspeed_mem.adaptive.problem import from_shape, profile_file
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
+from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.search import plan_picture, plan_table
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.command_line import check_file, check_picture, instead_of, number
 from mindspeed_mem.reserve import Reserve, of_device
-from mindspeed_mem.tools import from_megatron, plan_options, plan_worth
+from mindspeed_mem.tools import from_megatron, plan_options
 
 DESCRIPTION = """Finds which layers and operators should keep, swap or recompute their activations, from a model's shape
 or from a profile, and predicts step time and memory. Nothing is run; neither Megatron nor a device is needed:
@@ -163,7 +164,7 @@ def _plan(given: argparse.Namespace, profile: profile_file.Profile, reserve: Res
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
     print("\n".join(plan_table.lines(profile, reserve, kept, full, found, width)))
     if found is not None:
-        for line in (*plan_worth.lines(found), *(plan_worth.next_gib(search, found) if given.next_gib else ())):
+        for line in (*worth.lines(found), *(worth.next_gib(search, found) if given.next_gib else ())):
             print(line)
     if error is not None:
         states_are_split = bool(profile.shapes.get("distributed_optimizer"))

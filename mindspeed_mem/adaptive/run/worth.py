@@ -8,12 +8,12 @@ from dataclasses import replace
 from mindspeed_mem.adaptive.problem.definition import GB, GIB, Group, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, SWAP, Plan
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
-from mindspeed_mem.adaptive.search.plan_table import aligned, gib
+from mindspeed_mem.adaptive.search.plan_table import aligned
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.adaptive.search.simulation import simulate
 
 _VERBS = {RECOMPUTE: "recompute", SWAP: "swap"}
-_HEAD = ("decision", "layers", "saves GiB", "work ms", "step ms", "ms for 1 GiB")
+_HEAD = ("decision", "layers", "saves MiB", "work ms", "step ms", "ms for 1 GiB")
 
 
 def lines(found: Found) -> list[str]:
@@ -37,7 +37,7 @@ def lines(found: Found) -> list[str]:
             each = costs / max(saved[most] / GIB, 1e-9)
             rows.append((each, (f"{verb} {name}", layers, saved[most], work[most], costs, each)))
     shown = [
-        (name, str(layers), gib(saved), *(f"{1e3 * one:.1f}" for one in seconds))
+        (name, str(layers), f"{saved / 2**20:.1f}", *(f"{1e3 * one:.1f}" for one in seconds))
         for _, (name, layers, saved, *seconds) in sorted(rows, key=lambda row: row[0])
     ]
     return [
