@@ -20,6 +20,12 @@ AHEAD = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("moe", {}, EXPERTS),
     "experts and a shared one": ("moe", SHARED, EXPERTS | {"shared_expert_size": 96}),
+    "experts, GELU, not fused": (
+        "moe",
+        {"gated_linear_unit": False, "bias_activation_fusion": False},
+        EXPERTS | {"swiglu": False, "fused": False},
+    ),
+    "experts, not fused": ("moe", {"bias_activation_fusion": False}, EXPERTS | {"fused": False}),
     "latent attention": ("mla", {}, GATED | LATENT),
     "latent attention, norms": ("mla", {"qk_layernorm": True}, GATED | LATENT | {"qk_layernorm": True}),
     "latent attention, one query linear": (
@@ -73,7 +79,7 @@ def counted(
     from tests.swap_runs import SDPA, one_forward, patched, swap
 
     def held(engine: Any) -> int:
-        chunks = build_gpt(kind, layers=3, dtype=torch.bfloat16, bias_activation_fusion=True, **more)
+        chunks = build_gpt(kind, layers=3, dtype=torch.bfloat16, **more)
         sizes.append(sum(one.numel() for one in chunks[0].parameters()))
         gc.collect()
         before = LEDGER.held.now
@@ -86,7 +92,9 @@ def counted(
         forget_routing(chunks)
         return found
 
-    more, sizes, freed = {"position_embedding_type": "rope", **more}, [], {}
+    more, sizes, freed = {"position_embedding_type": "rope", "bias_activation_fusion": True, **more}, [], {}
+    if not more.get("gated_linear_unit", True):
+        more["activation_func"] = torch.nn.functional.gelu
     with patched(SDPA), parallel():
         with swap({}, watch_only=True) as engine:
             without = held(engine)
@@ -182,7 +190,12 @@ def test_ranks_share_what_they_keep_and_their_parameters(case):
     assert sum(kept) == 2 * sum(group.bytes for group in problem.classes[0].groups)
 
 
-SOME = ("latent attention with experts", "experts and a shared one", "latent attention, one query linear")
+SOME = (
+    "latent attention with experts",
+    "experts and a shared one",
+    "latent attention, one query linear",
+    "experts, GELU, not fused",
+)
 
 
 @pytest.mark.distributed

@@ -1,6 +1,9 @@
 """`plan` knows real models: by a config.json of Hugging Face, by a command line of Megatron, by its own options."""
 
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +83,32 @@ def test_a_config_of_hugging_face_has_the_parameters_of_the_model(planned, confi
     assert status == 0
     # Of position embeddings, biases of queries and keys and the router's corrections nobody takes note.
     assert profile.problem.stages[0].static_bytes == pytest.approx(18 * parameters, rel=0.007)
+
+
+@pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="MEGATRON_LM names no checkout of Megatron-LM")
+@pytest.mark.parametrize("content", [LLAMA2_7B, MIXTRAL, DEEPSEEK_V3, {**DEEPSEEK_V3, "num_nextn_predict_layers": 1}])
+def test_static_memory_is_that_of_megatrons_own_formula(planned, config, content):
+    file = Path(os.environ["MEGATRON_LM"]) / "megatron/training/theoretical_memory_usage.py"
+    theory = {"print_rank_0": print}
+    exec(file.read_text().replace("from .utils import print_rank_0", ""), theory)
+    status, profile, _ = planned([*BATCH.split(), "--hf-config", config(content)])
+    assert status == 0
+    shape = profile.model
+    arguments = dict(shape) | {
+        "group_query_attention": shape["num_query_groups"] != shape["num_attention_heads"],
+        "num_experts": shape["num_experts"] or None,
+        "moe_shared_expert_intermediate_size": shape["shared_expert_size"] or None,
+        "moe_layer_freq": [int(one) for one in shape["with_experts"]] or 1,
+        "mtp_num_layers": shape["mtp_num_layers"] or None,
+        "multi_latent_attention": bool(shape["kv_lora_rank"]),
+        "q_lora_rank": shape["q_lora_rank"] or None,
+        "padded_vocab_size": shape["vocab_size"],
+        "untie_embeddings_and_output_weights": shape["untied"],
+        "use_distributed_optimizer": False,
+        **{"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 1, "data_parallel_size": 1},
+    }
+    expected = theory["compute_weight_and_optimizer_memory"](SimpleNamespace(**arguments))
+    assert profile.problem.stages[0].static_bytes == pytest.approx(expected, rel=1e-3)  # without routers, MTP's own
 
 
 def test_a_config_says_more_than_sizes(planned, config):

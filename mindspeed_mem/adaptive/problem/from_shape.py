@@ -50,6 +50,12 @@ from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Machine, Shap
 from mindspeed_mem.plan import operators as op
 
 FLASH_FORWARD, FLASH_BACKWARD = 0.7, 0.6
+_STARTS = {
+    op.ACTIVATION: (op.FC1, op.MLP_NORM),
+    EXPERT_ACTIVATION: (EXPERT_FC1, DISPATCH),
+    SHARED_ACTIVATION: (SHARED_FC1, op.MLP_NORM),
+}
+"""The linear before each activation function, and what that starts from."""
 LAYER = "layer"
 PREDICTION = "mtp"
 """What a layer of multi-token prediction has around a decoder's."""
@@ -193,8 +199,11 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
             continue
         also, keeps = one.with_it, 0
         needs = tuple(other for other in one.starts_from if sizes.get(other))
-        if one.path == op.ACTIVATION and not sizes[op.FC1]:  # nothing keeps what the activation function starts from
-            also, needs = (op.FC1,), (op.MLP_NORM,)
+        if (
+            one.path in _STARTS and shape.bias and not (shape.fused or shape.swiglu)
+        ):  # nothing keeps what it starts from
+            linear, before = _STARTS[one.path]
+            also, needs = (linear,), (before if before in paths else op.ATTENTION_ADD,)
         elif one.path in (op.INPUT_NORM, op.MLP_NORM) and not needs:
             keeps = stream
         again = sum(times.forward.get(other, 0.0) for other in (*also, one.path))

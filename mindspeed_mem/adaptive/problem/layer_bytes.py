@@ -23,7 +23,7 @@ parallelism dividing what stands between the blocks:
 | mlp.dispatch.postprocess | t topk (h + 1) E, what this rank's experts are given | expert_fc1, moe_act |
 | expert_fc1, moe_act | as linear_fc1 and activation_func, of t topk tokens | moe_act, the second linear |
 
-Without fusion of bias and activation the activation function keeps its own intermediates instead of fc1's output (GELU)
+Without fusion of bias and activation the activation function keeps its own intermediates instead of fc1's output (GELU, a bias)
 or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two fp32 tensors, but not its input.
 """
 
@@ -127,6 +127,7 @@ def _expert_bytes(shape: Shape, split: Degrees) -> dict[str, int]:
     }
     of_all = _mlp_bytes(shape, inner)
     found |= {EXPERT_FC1: of_all[op.FC1], EXPERT_ACTIVATION: of_all[op.ACTIVATION]}
+    found[EXPERT_ACTIVATION] += inner * (not shape.fused)  # before it is weighed
     if shape.shared_expert_size:
         shared = _mlp_bytes(shape, shape.tokens * shape.shared_expert_size * ELEMENT // split.tensor)
         found |= {SHARED_FC1: shared[op.FC1], SHARED_ACTIVATION: shared[op.ACTIVATION]}
@@ -196,4 +197,6 @@ def _core_bytes(shape: Shape, tensor: int) -> int:
 def _mlp_bytes(shape: Shape, hidden: int) -> dict[str, int]:
     if shape.swiglu:
         return {op.FC1: 2 * hidden, op.ACTIVATION: hidden if shape.fused else 3 * hidden}
-    return {op.FC1: hidden if shape.fused else 0, op.ACTIVATION: hidden if shape.fused else 2 * hidden}
+    if shape.fused or not shape.bias:
+        return {op.FC1: hidden, op.ACTIVATION: hidden}
+    return {op.FC1: 0, op.ACTIVATION: 2 * hidden}  # what the bias was added to
