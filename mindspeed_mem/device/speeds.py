@@ -24,7 +24,7 @@ def measure(backend: Backend[Stream, Event]) -> dict[str, float]:
     backend.use_device_of_rank()
     found = {"tflops": _products(backend), "memory_gbps": _moves(backend)}
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks > 1:
+    if ranks > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     alone = None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:

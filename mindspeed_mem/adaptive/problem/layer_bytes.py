@@ -23,8 +23,9 @@ parallelism dividing what stands between the blocks:
 | mlp.dispatch.postprocess | t topk (h + 1) E, what this rank's experts are given | expert_fc1, moe_act |
 | expert_fc1, moe_act | as linear_fc1 and activation_func, of t topk tokens | moe_act, the second linear |
 
-Without fusion of bias and activation the activation function keeps its own intermediates instead of fc1's output (GELU, a bias)
-or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two fp32 tensors, but not its input.
+Without fusion of bias and activation the activation function keeps its own intermediates instead of fc1's output (GELU
+with a bias) or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two fp32 tensors, but not its
+input.
 """
 
 from __future__ import annotations
