@@ -105,12 +105,8 @@ def options(path: str, wrong: list[str]) -> dict[str, object]:
     found["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", family == "gpt2")
     if family == "qwen3" or family == "qwen3_moe":
         found["qk_layernorm"] = True
-    window = config.get("sliding_window")
-    if (
-        window
-        and config.get("use_sliding_window", True)
-        and "sliding_attention" in config.get("layer_types", ["sliding_attention"])
-    ):
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or ["sliding_attention"]
+    if window and config.get("use_sliding_window", True) and set(kinds) == {"sliding_attention"}:
         found["window_size"] = f"{window - 1},0"
     if family.startswith("deepseek"):
         found |= _of_deepseek(config)

@@ -71,6 +71,8 @@ def options(
     found = {name: value for name, value in given.items() if value is not None}
     uncounted = [flag(name) for name in _UNCOUNTED if found.pop(name, None) is not None]
     wrong += [f"--megatron {name}: what that changes in memory is not known here" for name in uncounted]
+    if not found.get("group_query_attention"):
+        found.pop("num_query_groups", None)  # Megatron does not hear it either
     types = [name for name in ("bf16", "fp16") if found.pop(name, None)]
     if not types:
         wrong.append("--megatron: without --bf16 or --fp16 it trains in fp32, and figures here are for 2 bytes")

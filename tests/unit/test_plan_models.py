@@ -121,6 +121,8 @@ def test_a_config_says_more_than_sizes(planned, config):
     windows = {"model_type": "mistral", "sliding_window": 32}
     _, profile, _ = planned([*BATCH.split(), "--hf-config", config({**LLAMA2_7B, **windows})])
     assert profile.model["window"] == 32
+    some = windows | {"layer_types": ["sliding_attention", "full_attention"]}
+    assert planned([*BATCH.split(), "--hf-config", config({**LLAMA2_7B, **some})])[1].model["window"] == 0
     _, _, printed = planned([*BATCH.split(), "--hf-config", config(LLAMA2_7B), "--num-layers", "4"])
     assert "\n4 layers, " in printed  # what is said counts
 
@@ -169,6 +171,9 @@ def test_a_command_line_of_megatron_describes_the_model(planned):
     status, _, printed = planned([*ours, "--megatron", f"{LINE} --optimizer-cpu-offload --optimizer muon"])
     assert status == 2 and "--megatron --optimizer-cpu-offload: what that changes in memory is not known" in printed
     assert "--megatron --optimizer muon: only the states of adam are known" in printed
+    for more, groups in (("", 8), ("--group-query-attention ", 2)):
+        _, grouped, _ = planned([*ours, "--megatron", f"{LINE} --bf16 {more}--num-query-groups 2"])
+        assert grouped.model["num_query_groups"] == groups
     _, half, _ = planned([*ours, "--megatron", f"{LINE} --fp16"])
     assert half.shapes["grad_bytes"] == 2
     status, _, printed = planned([*ours, "--megatron", LINE.replace("--vocab-size 32000", "")])
