@@ -329,12 +329,12 @@ def _start_engine(settings: Settings) -> None:
 
 
 def _trace(settings: Settings) -> None:
+    if settings.trace == _State.trace:
+        return
     if settings.report_folder is not None:
         from mindspeed_mem.report import run_file
 
-        run_file.listen()
-    if settings.trace == _State.trace:
-        return
+        run_file.begin(settings.report_folder)
     from mindspeed_mem.report import trace
 
     trace.stop()

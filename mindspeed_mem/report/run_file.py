@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -12,13 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mem import __version__, output
+from mindspeed_mem import __version__, output, ranks
 from mindspeed_mem.activation.figures import EngineFigures
 from mindspeed_mem.report import page_data
 from mindspeed_mem.zero.buffers.figures import ChunkFigures
 
 logger = logging.getLogger(__name__)
 
+PAGE = "index.html"
 _PACKAGES = ("torch", "megatron-core", "mindspeed", "torch_npu")
 
 
@@ -36,9 +38,14 @@ class Warned(logging.Handler):
 WARNED = Warned()
 
 
-def listen() -> None:
-    """Keep warnings from now on. Idempotent."""
+def begin(folder: Path) -> None:
+    """Keep warnings from now on; rank 0 takes away what an earlier run has left in the folder."""
     logging.getLogger("mindspeed_mem").addHandler(WARNED)
+    if ranks.number() == 0:
+        for pattern in (page_data.RUN, PAGE, "trace.rank*.json"):
+            for file in folder.glob(pattern):
+                with contextlib.suppress(OSError):
+                    file.unlink()
 
 
 def write(
@@ -72,7 +79,7 @@ def _page(folder: Path) -> str:
 
     if missing := page.missing():
         return f"what is known is in {folder}; {missing}, then python -m mindspeed_mem report {folder}"
-    target = folder / "index.html"
+    target = folder / PAGE
     try:
         output.write(target, page.page([page_data.read([folder])]))
     except page_data.PageError as error:  # files of somebody else
