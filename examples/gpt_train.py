@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from functools import partial
+from pathlib import Path
 
 import gpt_checkpoint
 import torch
@@ -32,7 +33,8 @@ class Trainer:
         """Train from iteration `start` + 1 on, `consumed` samples having been seen; returns the last iteration."""
         args = self.args
         self.consumed = consumed
-        metrics = Metrics(args.metrics_file, start)
+        beside = args.memory_report and Path(args.memory_report) / "metrics.jsonl"
+        metrics = Metrics(args.metrics_file or beside, start)
         board = Board(args.tensorboard_dir if torch.distributed.get_rank() == 0 else None, start)
         iteration = start
         skipped = 0

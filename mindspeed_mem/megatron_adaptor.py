@@ -19,6 +19,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -84,24 +85,36 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
     _start_engine(settings)
 
 
-def report() -> str:
+def report(page: str | os.PathLike | None = None) -> str:
     """Print, on rank 0, what was moved so far on all ranks; returns that text, "" where there is none.
 
     Collective: every rank of the default process group must call it.
+
+    Args:
+        page: a folder where rank 0 puts what is known of the run, and a page that shows it (default: that of
+            --memory-report). What cannot be written there is told.
     """
     from mindspeed_mem.activation import engine as engines
     from mindspeed_mem.report.chunk_report import format_chunks
     from mindspeed_mem.report.swap_report import format_report
     from mindspeed_mem.zero.buffers import runtime
 
-    parts = []
+    parts: list[str] = []
+    found: list[list[Any]] = []
     for running, formatted in ((engines.current(), format_report), (runtime.current(), format_chunks)):
         everyone = ranks.gather(None if running is None else running.report())
         rows: list[Any] = [one for one in everyone if one is not None]
         parts += [formatted(rows)] if rows and ranks.number() == 0 else []
+        found.append(rows)
     text = "\n".join(filter(None, parts))
     if text:
         print(text, flush=True)
+    folder = _State.settings.report_folder if page is None else Path(page)
+    if folder is not None and ranks.number() == 0:
+        from mindspeed_mem.report import run_file
+
+        of_engines, of_chunks = found
+        run_file.write(folder, of_engines, of_chunks, _State.settings.values)
     return text
 
 
@@ -318,6 +331,10 @@ def _start_engine(settings: Settings) -> None:
 def _trace(settings: Settings) -> None:
     if settings.trace == _State.trace:
         return
+    if settings.report_folder is not None:
+        from mindspeed_mem.report import run_file
+
+        run_file.begin(settings.report_folder)
     from mindspeed_mem.report import trace
 
     trace.stop()

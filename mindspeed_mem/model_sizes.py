@@ -133,8 +133,10 @@ def add_options(
     numbers: Mapping[str, str | None],
     switches: Mapping[str, str],
     choices: Mapping[str, tuple[str, ...]],
+    texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Options with Megatron's names; numbers stay text, so that all that is wrong is said at once."""
+    """Options with Megatron's names; numbers stay text, so that all that is wrong is said at once. `texts`: others that
+    are more than a number."""
     for name, text in numbers.items():
         flags = [flag(name)] + ["--layers"] * (name == "num_layers")
         group.add_argument(*flags, dest=name, metavar="N", action=AsGiven, help=text)
@@ -142,24 +144,27 @@ def add_options(
         group.add_argument(flag(name), action="store_true", help=text)
     for name, allowed in choices.items():
         group.add_argument(flag(name), metavar="NAME", help=f"{', '.join(allowed)} ({allowed[0]})")
-    for name in _UNKNOWN:  # only there to be refused with a reason
-        group.add_argument(flag(name), nargs="*", help=argparse.SUPPRESS)
+    for name, text in (texts or {}).items():
+        group.add_argument(flag(name), metavar="X", help=text)
+    if texts is None:
+        for name in _UNKNOWN:  # only there to be refused with a reason
+            group.add_argument(flag(name), nargs="*", help=argparse.SUPPRESS)
 
 
 def read_options(
     given: argparse.Namespace,
     numbers: Iterable[str],
     choices: Mapping[str, tuple[str, ...]],
-    unknown: str,
+    unknown: str | None,
     wrong: list[str],
 ) -> dict[str, int | None]:
     """The whole numbers by name, None where one is not given; what is wrong with them, and with choices, in `wrong`.
 
-    unknown: why options that make other layers are refused.
+    unknown: why options that make other layers are refused; None: they are known.
     """
     kinds: dict[str, list[str]] = {}
     for name, kind in _UNKNOWN.items():
-        if getattr(given, name) is not None:
+        if unknown is not None and getattr(given, name) is not None:
             kinds.setdefault(kind, []).append(flag(name))
     wrong += [f"{', '.join(names)} ({kind}): {unknown}" for kind, names in kinds.items()]
     sizes = {name: whole(as_given(given, flag(name)), getattr(given, name), wrong) for name in numbers}

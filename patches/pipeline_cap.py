@@ -8,7 +8,8 @@ The groups for what stages send are made in ``initialize_model_parallel``: every
 it; a training step may be that of a few.
 
 On each chunk micro-batches keep their order: gradients are added up as in Megatron's loop, and are bit-identical.
-Dropout draws other masks only where a cap makes the groups of virtual stages smaller: chunks take turns earlier then.
+Dropout draws other masks only where a cap makes the groups of virtual stages smaller, or gives them up: chunks take
+turns earlier then.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ import torch.distributed as dist
 from mindspeed_mem import features
 from mindspeed_mem.passes import BACKWARD, Listener, Pass, Precedence, Run, ScheduleCall
 from mindspeed_mem.patching import around, join, upstream
-from mindspeed_mem.schedule import ScheduleError, executor, order, peak, problems, wires
+from mindspeed_mem.schedule import (
+    ScheduleError,
+    executor,
+    order,
+    peak,
+    problems,
+    simulate,
+    wires,
+    without_virtual_stages,
+)
 from mindspeed_mem.schedule.reductions import GradientReductions, ParameterGathers
 
 logger = logging.getLogger(__name__)
@@ -39,7 +49,8 @@ _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
 _GIVEN_GROUPS = "pg_collection" if upstream.within("megatron", since="0.15") else "grad_finalize_pgs"
 _FINALIZES_WITH = ("force_all_reduce",) if upstream.within("megatron", since="0.16") else ()
 _TYPES_MODELS = upstream.within("megatron", before="0.17")
-_said: set[int] = set()  # the caps of which it was said that they change nothing
+# The caps of which it was said that they change nothing; with the chunks: it was seen whether fewer are better.
+_said: set[int | tuple[int, int]] = set()
 
 
 @around("megatron.core.parallel_state:initialize_model_parallel")
@@ -81,6 +92,8 @@ class CappedLoop(Listener):
         sizes = (call.stages, len(call.models), call.micro_batches)
         orders = _capped(*sizes, group_size, call.cap)
         if orders is not None:
+            if len(call.models) > 1:
+                _say_slower(orders, *sizes, call.cap)
             return _run(orders, call)
         if not problems(*sizes, group_size=group_size):
             most = max(peak(*sizes, group_size=group_size))
@@ -237,6 +250,20 @@ def _say_idle(cap: int, why: str) -> None:
     if cap not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning("%s %d has no effect: %s", _FLAG, cap, why)
     _said.add(cap)
+
+
+def _say_slower(orders: Sequence[Sequence[Pass]], stages: int, chunks: int, micro_batches: int, cap: int) -> None:
+    """Once for each cap, on rank 0, if the same memory would carry a faster pipeline without virtual stages."""
+    if (cap, chunks) in _said or dist.get_rank() != 0:
+        return
+    _said.add((cap, chunks))
+    ours, plain = simulate(orders, chunks), without_virtual_stages(stages, chunks, micro_batches, cap)
+    if plain.makespan < ours.makespan:
+        logger.warning(
+            "%s %d over %d virtual stages idles %.1f%%, but %.1f%% without virtual stages and a cap of %d, which holds "
+            "no more (equal stages, a backward as long as two forwards)",
+            *(_FLAG, cap, chunks, 100 * ours.idle_share(), 100 * plain.idle_share(), cap // chunks),
+        )
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ class Settings:
     """How the optimizer is split over data-parallel ranks: grouping or sharding."""
     trace: tuple[Path, int, int] | None = None
     """The file, and the first and last training step to be traced."""
+    report_folder: Path | None = None
     patches: tuple[str, ...] = ()
     """Shell patterns of patch modules, in the order of application."""
     notices: tuple[str, ...] = ()
@@ -119,7 +120,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         if values["--memory-config"] is not None:
             name = _name(values["--memory-config"])
             notices += (f"{name}: nothing is swapped (swap_config.swap) or recomputed",)
-        others = ("--survive-oom", "--adaptive-memory-optimization", "--memory-trace")
+        others = ("--survive-oom", "--adaptive-memory-optimization", "--memory-trace", "--memory-report")
         on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or f.flag in others]
         memory = None
     problems += [why for f in on if (why := too_old(f))]
@@ -143,6 +144,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     patches += RECOMPUTE_PATCHES if recomputes else ()
     notices += tuple(requirements.untested({"megatron-core": upstream.version_of("megatron")}) if patches else ())
     limit = _bytes(values["--swap-host-memory-gib"]) if swaps or survives else None
+    folder = values["--memory-report"]
+    trace = values["--memory-trace"] or (None if folder is None else folder / "trace.json")
     return Settings(
         on=tuple(f.flag for f in on),
         backend=backend,
@@ -156,9 +159,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         pipeline_stages=values["--pipeline-stages"],
         chunk=_chunk(values, backend),
         optimizer_parallel=values["--optimizer-parallel"],
-        trace=(values["--memory-trace"], *(values["--memory-trace-steps"] or _TRACED))
-        if values["--memory-trace"]
-        else None,
+        trace=None if trace is None else (trace, *(values["--memory-trace-steps"] or _TRACED)),
+        report_folder=folder,
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
         values={f.flag: values[f.flag] for f in on},

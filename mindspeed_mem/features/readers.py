@@ -70,6 +70,17 @@ def new_file(value: Any) -> Path:
     return path
 
 
+def new_folder(value: Any) -> Path:
+    """A folder that files can be written to, or that can be made."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError("the name of a folder")
+    path = Path(value)
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"a folder that can be written to; {there} cannot")
+    return path
+
+
 def step_range(value: Any) -> tuple[int, int]:
     """Training steps from 1 on: ``5-7``, or one; the first and the last."""
     parts = value if isinstance(value, list | tuple) else str(value).split("-")

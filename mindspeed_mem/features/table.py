@@ -10,6 +10,7 @@ from mindspeed_mem.features.readers import (
     gib,
     layer_list,
     new_file,
+    new_folder,
     source,
     step_range,
     whole_numbers,
@@ -209,7 +210,17 @@ FEATURES = (
         read=step_range,
         metavar="STEPS",
         help="training steps of this run to trace, counted from 1: 5-7 (default), or one",
-        needs_features=("--memory-trace",),
+        needs_features=("--memory-trace", "--memory-report"),
+        same_plan="looking on changes nothing",
+    ),
+    Feature(
+        flag="--memory-report",
+        read=new_folder,
+        metavar="DIR",
+        help="make one page of the run, DIR/index.html: memory over a step, the plan, copies, the pipeline, figures "
+        "and settings; a few steps are traced for it",
+        patches=MEMORY_PATCHES,
+        bars=incompatible.MEMORY,
         same_plan="looking on changes nothing",
     ),
     Feature(

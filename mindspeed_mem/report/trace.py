@@ -122,6 +122,7 @@ class Trace(Listener):
             self._origin = origin
             file.parent.mkdir(parents=True, exist_ok=True)
             about = {"rank": rank, "stage": step.stage, "device": step.backend.type, "origin_ns": origin}
+            about["copies_block"] = step.backend.copies_block
             trace_file.begin(file, about, [*_names(rank, step.stage), *events])
         self._traced.append(self._call)
         self._events += len(events)
@@ -268,6 +269,7 @@ class _Step(Untimed):
         if allocated is not None:
             device["allocated"] = allocated
         found = {"device bytes": device, "host bytes": {"activations": self._mover.slabs.bytes_in_use}}
+        found["device bytes without the plan"] = {"activations": LEDGER.without.now}
         if not self._samples or self._samples[-1][1] != found:
             self._samples.append((now, found))
 

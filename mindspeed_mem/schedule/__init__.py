@@ -1,7 +1,7 @@
 """The pipeline schedule as data: the order of passes on each stage, its peak in closed form, its course over time."""
 
 from mindspeed_mem.schedule.checks import ScheduleError, problems
-from mindspeed_mem.schedule.order import order, warm_up
+from mindspeed_mem.schedule.order import order, warm_up, without_virtual_stages
 from mindspeed_mem.schedule.peak import in_flight, peak
 from mindspeed_mem.schedule.simulation import DeadlockError, Span, Timeline, simulate
 
@@ -16,4 +16,5 @@ __all__ = [
     "problems",
     "simulate",
     "warm_up",
+    "without_virtual_stages",
 ]

@@ -18,9 +18,11 @@ it is more than half of it.
 2 (P - p - 1), which counts: the forwards of all chunks but the last, for a whole group; one forward for each later
 stage, so that the stages follow each other; and one more for each, which only hides communication. A cap takes away
 the last first, which costs equal stages nothing down to a cap of V * P, then makes the group smaller, and in the end
-brings the stages together. Megatron's loop cannot do the first: it receives for the next forward and the next
-backward at once, and the first and the last stage would wait for each other for ever. It can only have a smaller
-group, of no fewer micro-batches than stages, which is an option of Megatron's (`megatron_loop`).
+brings the stages together. Groups of fewer micro-batches than stages idle long: there an order found by simulation
+(`listed`) takes their place wherever it is faster on equal stages whose backward takes two forwards. Megatron's loop
+cannot take the first away: it receives for the next forward and the next backward at once, and the first and the last
+stage would wait for each other for ever. It can only have a smaller group, of no fewer micro-batches than stages,
+which is an option of Megatron's (`megatron_loop`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.schedule import listed
 from mindspeed_mem.schedule.checks import Limits, check, fits
+from mindspeed_mem.schedule.simulation import Timeline, simulate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,12 +59,43 @@ def order(
     sizes = (stages, virtual_stages, micro_batches)
     check(*sizes, **limits)
     cap = limits["cap"] = None if forward_only else limits.get("cap")
-    forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
     if forward_only:
+        forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
         return [[(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards] for _ in range(stages)]
     if virtual_stages == 1 and cap is not None and not limits.get("megatron_loop"):
         return waves(stages, micro_batches, min(cap, stages))
-    return [_in_turns(forwards, virtual_stages, count) for count in warm_up(*sizes, **limits)]
+    return found_by_simulation(*sizes, **limits) or _in_groups(*sizes, **limits)
+
+
+def found_by_simulation(
+    stages: int, virtual_stages: int, micro_batches: int, **limits: Unpack[Limits]
+) -> list[list[Pass]] | None:
+    """The order that `order` takes because it is faster than groups under the cap; None where groups are no slower.
+
+    Every rank finds the same.
+    """
+    sizes, cap = (stages, virtual_stages, micro_batches), limits.get("cap")
+    if cap is None or virtual_stages == 1 or limits.get("megatron_loop"):
+        return None
+    grouped = _in_groups(*sizes, **limits)
+    time = round(simulate(grouped, virtual_stages, forward=listed.FORWARD_TIME, backward=listed.BACKWARD_TIME).makespan)
+    found = listed.faster(*sizes, cap, time) if time > listed.shortest(*sizes) else None
+    return found and [list(of_stage) for of_stage in found]
+
+
+def without_virtual_stages(
+    stages: int,
+    virtual_stages: int,
+    micro_batches: int,
+    cap: int,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    send: float = 0.0,
+) -> Timeline:
+    """How the same stages run without virtual ones and hold no more; the times are those of a pass of one chunk."""
+    passes = order(stages, 1, micro_batches, cap=cap // virtual_stages)
+    return simulate(passes, forward=forward * virtual_stages, backward=backward * virtual_stages, send=send)
 
 
 def waves(stages: int, micro_batches: int, size: int) -> list[list[Pass]]:
@@ -82,7 +117,8 @@ def waves(stages: int, micro_batches: int, size: int) -> list[list[Pass]]:
 
 
 def warm_up(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpack[Limits]) -> list[int]:
-    """How many forwards each stage runs before it turns to one forward and one backward, where it does (not waves)."""
+    """How many forwards each stage runs before it turns to one forward and one backward, where it does: neither in
+    waves nor in an order found by simulation."""
     check(stages, virtual_stages, micro_batches, **limits)
     cap = limits.get("cap")
     whole = virtual_stages * micro_batches
@@ -120,6 +156,13 @@ def _table(virtual_stages: int, micro_batches: int, group: int) -> list[tuple[in
     firsts = range(0, micro_batches, group)
     groups = [range(first, min(first + group, micro_batches)) for first in firsts]
     return [(micro_batch, chunk) for members in groups for chunk in range(virtual_stages) for micro_batch in members]
+
+
+def _in_groups(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpack[Limits]) -> list[list[Pass]]:
+    """The order of each stage as Megatron has it, with the warm-ups and the groups that the limits leave."""
+    sizes = (stages, virtual_stages, micro_batches)
+    forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
+    return [_in_turns(forwards, virtual_stages, count) for count in warm_up(*sizes, **limits)]
 
 
 def _in_turns(forwards: list[tuple[int, int]], virtual_stages: int, count: int) -> list[Pass]:

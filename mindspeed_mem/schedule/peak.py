@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule.checks import Limits, check
-from mindspeed_mem.schedule.order import warm_up
+from mindspeed_mem.schedule.order import found_by_simulation, warm_up
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,8 +21,8 @@ def peak(
     For stage p of P and M micro-batches that is min(P - p, M, cap); in Megatron's loop the cap scales the whole,
     min(ceil((P - p) * cap / P), M). With V virtual stages it is min((V - 1) * group + 2 (P - p - 1) + 1, M V) passes,
     each of which keeps one chunk's activations, about 1 / V of the stage's; a cap takes from the warm-up, and there
-    is always one pass more than that. Forward-only passes keep nothing. (Derived in order.py, from Megatron-core's
-    warm-up.) Raises ScheduleError, as `order`.
+    is always one pass more than that. An order found by simulation is counted. Forward-only passes keep nothing.
+    (Derived in order.py, from Megatron-core's warm-up.) Raises ScheduleError, as `order`.
     """
     check(stages, virtual_stages, micro_batches, **limits)
     if forward_only:
@@ -31,6 +31,9 @@ def peak(
         cap = limits.get("cap")
         most = micro_batches if cap is None else min(cap, micro_batches)
         return [min(stages - stage, most) for stage in range(stages)]
+    found = found_by_simulation(stages, virtual_stages, micro_batches, **limits)
+    if found is not None:
+        return [max(in_flight(of_stage)) for of_stage in found]
     warm_ups = warm_up(stages, virtual_stages, micro_batches, **limits)
     return [min(count + 1, virtual_stages * micro_batches) for count in warm_ups]
 

@@ -7,12 +7,11 @@ names of ours (`MEGATRON_MODULES`), but for those of experts, which it tells fro
 from __future__ import annotations
 
 import argparse
-import ast
-import shlex
-from typing import Any, NoReturn
+from typing import Any
 
 from mindspeed_mem.command_line import flag, number, whole
 from mindspeed_mem.plan.operators import MEGATRON_MODULES
+from mindspeed_mem.tools.megatron_line import Parser, with_experts
 
 _RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
 _OFFLOADED = (
@@ -44,11 +43,6 @@ _LAYOUTS = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def read(text: str, wrong: list[str]) -> dict[str, dict[str, Any]]:
     """The sections of the file for ``--memory-config`` that is equal to these flags of Megatron.
 
@@ -56,7 +50,7 @@ def read(text: str, wrong: list[str]) -> dict[str, dict[str, Any]]:
         text: a Megatron command line, or a part of one; what is about neither layers nor activations is skipped.
         wrong: gets a line for each flag that no plan is equal to, or that cannot be read.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser()
     for name in (*_SIZES, *_TEXTS, *_AMOUNTS):
         parser.add_argument(flag(name))
     for name in _SWITCHES:
@@ -66,7 +60,7 @@ def read(text: str, wrong: list[str]) -> dict[str, dict[str, Any]]:
     for name in ("recompute_modules", "offload_modules"):
         parser.add_argument(flag(name), nargs="*")
     try:
-        given, _ = parser.parse_known_args(shlex.split(text))
+        given = parser.read(text)
     except ValueError as error:
         wrong.append(str(error))
         return {}
@@ -143,30 +137,7 @@ def _with_experts(given: argparse.Namespace, sizes: dict[str, int | None], wrong
     """For each layer whether it has experts; for one layer where all are alike."""
     if sizes["num_experts"] is None:
         return [False]
-    try:
-        pattern = _value(ast.parse(given.moe_layer_freq or "1", mode="eval").body)
-    except (SyntaxError, TypeError):
-        wrong.append(f"--moe-layer-freq takes a number or a list such as '[0]*3+[1]*5', not {given.moe_layer_freq!r}")
-        return [True, False]
-    if isinstance(pattern, list):
-        return [bool(experts) for experts in pattern]
-    if pattern > 1 and sizes["num_layers"] is None:
-        wrong.append("--num-layers: missing; which layers have experts depends on it")
-    return [layer % pattern == 0 for layer in range((sizes["num_layers"] or 2) if pattern > 1 else 1)]
-
-
-def _value(node: ast.expr) -> Any:
-    """What an expression of numbers and lists is, as in ``([1]*3+[0])*2``."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.List(elts=items):
-            return [_value(item) for item in items]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _value(left) + _value(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _value(left) * _value(right)
-    raise TypeError(node)
+    return with_experts(given.moe_layer_freq, sizes["num_layers"], wrong)
 
 
 def _swap(

@@ -11,7 +11,7 @@ import os
 import sys
 
 from mindspeed_mem import __version__, interruption
-from mindspeed_mem.tools import build_allocator, chunks, demo, doctor, ops, plan, run, schedule, trace
+from mindspeed_mem.tools import build_allocator, chunks, demo, doctor, ops, plan, report, run, schedule, trace
 
 COMMANDS = (
     ("run", "run a training script with this package switched on by its flags", run),
@@ -20,6 +20,7 @@ COMMANDS = (
     ("schedule", "show a pipeline schedule", schedule),
     ("chunks", "find a size of chunks", chunks),
     ("trace", "put the traces of all ranks into one file", trace),
+    ("report", "make one page of what a run has left", report),
     ("demo", "train a small GPT without and with this package", demo),
     ("doctor", "check versions, devices and patches", doctor),
     ("build-allocator", "build the delegating allocator", build_allocator),

@@ -11,7 +11,7 @@ from mindspeed_mem.command_line import AsGiven, as_given, check_picture, number,
 from mindspeed_mem.schedule import picture
 from mindspeed_mem.schedule.chart import chart
 from mindspeed_mem.schedule.checks import Limits, problems
-from mindspeed_mem.schedule.order import group_under, order
+from mindspeed_mem.schedule.order import found_by_simulation, group_under, order, without_virtual_stages
 from mindspeed_mem.schedule.peak import peak
 from mindspeed_mem.schedule.simulation import Timeline, names, simulate
 
@@ -106,7 +106,7 @@ def _text(
 
 
 def _beside(sizes: list[int], limits: Limits, timeline: Timeline, backward: float, send: float) -> list[str]:
-    """What the same takes without the cap, and in Megatron's own loop."""
+    """What the same takes without the cap, in Megatron's own loop and without virtual stages."""
     if limits["cap"] is None:
         return []
     others: dict[str, Limits] = {"without the cap": {**limits, "cap": None, "megatron_loop": False}}
@@ -121,6 +121,14 @@ def _beside(sizes: list[int], limits: Limits, timeline: Timeline, backward: floa
         most = max(peak(*sizes, **changed))
         ratio = other.makespan / timeline.makespan - 1
         lines.append(f"{what}: at most {most} in flight, idle {other.idle_share():.1%}, time {ratio:+.1%}")
+    stages, virtual_stages, micro_batches = sizes
+    if virtual_stages > 1 and not limits["megatron_loop"]:
+        plain = without_virtual_stages(
+            stages, virtual_stages, micro_batches, limits["cap"], backward=backward, send=send
+        )
+        ratio = plain.makespan / timeline.makespan - 1
+        what = "without virtual stages, holding no more"
+        lines.append(f"{what}: idle {plain.idle_share():.1%}, time {ratio:+.1%}{', faster' * (ratio < 0)}")
     return lines
 
 
@@ -129,7 +137,8 @@ def _title(sizes: list[int], limits: Limits, forward_only: bool) -> str:
     words = [f"{stages} stage{'s' * (stages > 1)}", f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"]
     if virtual_stages > 1:
         words.insert(1, f"{virtual_stages} virtual stages")
-        words.append(f"in groups of {group_under(*sizes, **limits)}")
+        found = not forward_only and found_by_simulation(*sizes, **limits)
+        words.append("in an order found by simulation" if found else f"in groups of {group_under(*sizes, **limits)}")
     if forward_only:
         words.append("forward only")
     elif limits["cap"] is not None:

@@ -110,14 +110,13 @@ def test_chunks_on_the_host_train_alike_and_are_reported(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_swap_on_uneven_pipeline_stages_changes_no_loss(tmp_path):
-    kept, moved = tmp_path / "kept", tmp_path / "moved"
-    stages = ["--num-layers", 8, "--micro-batch-size", 2, "--pipeline-stages", "2,3,2,1"]
-    script("pretrain_gpt.sh", *stages, *SHORT, kept, NPROC=4, PP=4, TRAIN_ITERS=3).succeeded()
-    job = script("pretrain_gpt_pipeline.sh", *SHORT, moved, TRAIN_ITERS=3).succeeded()
-    assert len(numbers(moved)) == 12 and numbers(moved) == numbers(kept)
-    assert {row["rank"] for row in rows(moved) if row["swapped_bytes"]} == {0, 1}
+def test_swap_on_uneven_pipeline_stages(tmp_path):
+    """That it changes no bit, numerics/test_pipeline_stages.py shows."""
+    path = tmp_path / "metrics"
+    job = script("pretrain_gpt_pipeline.sh", *SHORT, path, TRAIN_ITERS=3).succeeded()
+    assert len(numbers(path)) == 12
+    assert {row["rank"] for row in rows(path) if row["swapped_bytes"]} == {0, 1}
     log = [f"Set layer swap at layer {layer} and value is: 2" in job.output for layer in range(8)]
     assert log == [True] * 5 + [False] * 3  # the layers of these stages
-    highest = [max(row["peak_activation_bytes"] for row in rows(path)) for path in (kept, moved)]
-    assert highest[1] < highest[0] / 2
+    saved = {int(rank): int(share) for rank, share in re.findall(r"^ +(\d)( +[\d.]+){5} +(\d+) %", job.output, re.M)}
+    assert min(saved[rank] for rank in (0, 1)) > 50

@@ -12,7 +12,7 @@ import pytest
 
 from tests.worlds import on_ranks
 
-FEW = {1: 16, 2: 4}
+FEW = {1: 8, 2: 3}
 
 
 def search(examples: int, seed: int | None, pipeline: bool) -> None:

@@ -37,7 +37,7 @@ def differing(*case, **more) -> list[str]:
             {},
             id="pp2-vpp2-groups-of-3",
         ),
-        pytest.param(4, "dense", {"pp": 4, "vpp": 2}, {"layers": 8}, [(2, 8), (6, 8), (9, 8)], {}, id="pp4-vpp2"),
+        pytest.param(4, "dense", {"pp": 4, "vpp": 2}, {"layers": 8}, [(4, 8), (6, 8), (9, 8)], {}, id="pp4-vpp2"),
         pytest.param(3, "dense", {"pp": 3, "vpp": 2}, {"layers": 6}, [(2, 3), (4, 6)], {}, marks=sweep, id="pp3-vpp2"),
         pytest.param(
             2, "swiglu_gqa_rope", {"pp": 2, "vpp": 3}, {"layers": 6, "tied": False}, [(3, 4), (5, 4)], {}, id="vpp3"

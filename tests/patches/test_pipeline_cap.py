@@ -11,16 +11,16 @@ from tests.worlds import on_ranks, parallel
 pytestmark = pytest.mark.distributed
 
 
-def said(layout: dict, cap: int, steps: int = 2) -> list[str]:
+def said(layout: dict, cap: int, steps: int = 2, micro_batches: int = 4, **model) -> list[str]:
     """The warnings of some training steps and an evaluation."""
     from tests.capped_runs import capped
     from tests.models import build_gpt, train_step
     from tests.swap_runs import listening
 
     with parallel(**layout), capped(cap), listening() as messages:
-        chunks = build_gpt("dense")
+        chunks = build_gpt("dense", **model)
         for step in range(steps):
-            train_step(chunks, step=step, forward_only=step == 1)
+            train_step(chunks, step=step, micro_batches=micro_batches, forward_only=step == 1)
     return messages
 
 
@@ -39,6 +39,16 @@ def test_a_cap_without_effect_is_said_once(layout, cap, why):
 
 def test_a_cap_with_effect_says_nothing():
     assert on_ranks(2, said, {"pp": 2}, 1) == [[], []]
+
+
+@pytest.mark.sweep
+def test_a_cap_that_is_better_had_without_virtual_stages_is_said_once():
+    message, *others = on_ranks(3, said, {"pp": 3, "vpp": 2}, 4, steps=3, micro_batches=12, layers=6)
+    assert others == [[], []]
+    assert message == [
+        "--max-inflight-microbatches 4 over 2 virtual stages idles 38.5%, but 36.8% without virtual stages and a cap "
+        "of 2, which holds no more (equal stages, a backward as long as two forwards)"
+    ]
 
 
 def refused(layout: dict, cap: int, model: dict, **call) -> str:

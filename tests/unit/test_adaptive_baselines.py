@@ -1,12 +1,13 @@
 """What plans are compared with: keeping everything, and Megatron's recomputation of whole layers."""
 
+import dataclasses
 import itertools
 
 import pytest
 
 from mindspeed_mem.adaptive import Search
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
-from tests.planning import LAYER, small_problem
+from tests.planning import LAYER, small_problem, tiny_class
 
 LAYERS, MICRO_BATCHES = 4, 3
 KEPT = sum(group.bytes for group in LAYER.groups)
@@ -39,3 +40,19 @@ def test_a_plan_within_the_same_memory_is_faster(layers):
     block = full_recompute(problem, layers)
     found = Search(problem, swap=False).best(max(block.peaks))
     assert found.simulated.seconds < block.seconds
+
+
+def test_layers_of_several_kinds():
+    """As in hybrid models: what a layer gets is another operator's each time."""
+    problem = small_problem(layers=LAYERS, micro_batches=MICRO_BATCHES)
+    tiny = tiny_class([80, 60, 40], [0.1, 0.1, 0.1])
+    given = dataclasses.replace(LAYER.groups[0], operators=("end",))
+    above = dataclasses.replace(LAYER, name="above", groups=(given, *LAYER.groups[1:]))
+    parts = [dataclasses.replace(problem.stages[0].parts[0], layers=("tiny", "above", "layer", "tiny"))]
+    stages = (dataclasses.replace(problem.stages[0], parts=tuple(parts)),)
+    mixed = dataclasses.replace(problem, classes=(tiny, above, LAYER), stages=stages)
+    kept, full = keep_all(mixed), full_recompute(mixed)
+    again = 2 * tiny.forward_seconds + 2 * LAYER.forward_seconds
+    assert full.seconds - kept.seconds == pytest.approx(MICRO_BATCHES * again)
+    found = Search(mixed.with_limit(round(0.9 * kept.peaks[0]))).best()
+    assert max(found.simulated.peaks) <= 0.9 * kept.peaks[0] and kept.seconds <= found.simulated.seconds <= full.seconds

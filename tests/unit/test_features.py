@@ -33,6 +33,7 @@ WITH_VALUES = {
     "--chunk-zero-stage": "3",
     "--optimizer-parallel": "sharding",
     "--memory-trace": "trace.json",
+    "--memory-report": "pages",
 }
 
 

@@ -123,3 +123,26 @@ def test_a_gpu_copies_beside_its_computation():
     speed = measure_link(backend)
     assert not speed.blocking and min(speed[:4]) > 0
     assert backend.seconds_between(begin, backend.timestamp()) > 0
+
+
+def speeds_of_two():
+    import os
+    from unittest import mock
+
+    import torch
+
+    from mindspeed_mem.device import get_backend, speeds
+
+    environment = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(torch.distributed.get_rank())}
+    with mock.patch.dict(os.environ, environment), mock.patch.multiple(speeds, _SIDES=(64,), _MOVED=2**20):
+        return speeds.measure(get_backend("cpu"))
+
+
+@pytest.mark.distributed
+def test_devices_of_a_node_copy_alone_and_all_at_once():
+    from tests.worlds import on_ranks
+
+    first, second = on_ranks(2, speeds_of_two)
+    assert all(speed > 0 for one in (first, second) for speed in one.values())
+    assert set(first) - set(second) == {"link_alone_gbps"}
+    assert first["link_all_gbps"] == second["link_all_gbps"]

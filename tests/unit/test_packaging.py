@@ -99,6 +99,7 @@ def test_wheel_holds_all_modules_and_nothing_else(wheel):
     sources = [path for path in (ROOT / "mindspeed_mem").rglob("*") if path.suffix in (".cpp", ".h")]
     expected |= {path.relative_to(ROOT).as_posix() for path in sources}
     expected |= {"mindspeed_mem/py.typed", "mindspeed_mem/compat.json", "mindspeed_mem/patching/upstream.json"}
+    expected |= {"mindspeed_mem/report/page.html", "mindspeed_mem/adaptive/problem/devices.json"}
     examples = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh", ".yaml")]
     expected |= {f"mindspeed_mem/{path.relative_to(ROOT).as_posix()}" for path in examples}
     assert {name for name in names if ".dist-info/" not in name} == expected

@@ -55,6 +55,15 @@ def test_it_compares_a_cap_with_none_and_with_megatrons_loop(schedule):
     assert "F0.0 F1.0" in out and "not possible: the cap of passes in flight is 8" in out
 
 
+def test_it_compares_a_cap_with_the_same_memory_without_virtual_stages(schedule):
+    _, out, _ = schedule("--pp 8 --vpp 2 --microbatches 32 --max-inflight 8")
+    assert out.startswith("8 stages, 2 virtual stages, 32 micro-batches, in an order found by simulation, capped to 8")
+    assert "all stages idle 48.1%" in out and "without virtual stages, holding no more: idle 52.2%, time +8.6%\n" in out
+    _, out, _ = schedule("--pp 3 --vpp 2 --microbatches 12 --max-inflight 4")
+    assert "without virtual stages, holding no more: idle 36.8%, time -2.6%, faster\n" in out
+    assert "holding no more" not in schedule("--pp 4 --microbatches 8 --max-inflight 3")[1]
+
+
 def test_megatrons_names_say_the_same(schedule):
     short = "--pp 4 --vpp 2 --group-size 4 --max-inflight 9"
     long = "--pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 2 --max-inflight-microbatches 9"

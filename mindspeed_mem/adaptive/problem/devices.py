@@ -1,77 +1,124 @@
-"""What devices can do, by their vendors' data sheets, and how much of that a training job reaches."""
+"""What devices can do: a table of data sheets and measurements, and how much of these a training job reaches.
+
+    {"h100": {"memory_gib": 79.1,
+              "sheet": {"tflops": 989, "memory_gbps": 3350, "link_gbps": 64, "neighbour_gbps": 450},
+              "measured": {"tflops": 794.5, "link_alone_gbps": 55.7, "link_all_gbps": 35.4},
+              "sources": [{"of": "sheet", "url": "...", "read": "2026-11-23"}]}}
+
+`memory_gib` is what torch reports, the least that was found. `tflops` are those of bf16 matrix products, dense (half of
+what sheets give "with sparsity"); GB/s are of one direction, half of what sheets give for both. Measured `tflops` and
+`memory_gbps` are those of the best single operator, `link_alone_gbps` of copies to the host while no other device of
+the node copies, `link_all_gbps` while all do. Either of `sheet` and `measured` may lack what the other one says.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_SHEET = ("tflops", "memory_gbps", "link_gbps", "neighbour_gbps")
+_MEASURED = ("tflops", "memory_gbps", "link_alone_gbps", "link_all_gbps", "neighbour_gbps")
+_KEYS = ("memory_gib", "sheet", "measured", "note", "sources")
+_OF_MEASURED = {"tflops": 0.8}
+"""Layers reach less than the best shape does. Copies and moves are taken as measured."""
+_OF_SHEET = {"tflops": 0.65, "memory_gbps": 0.8, "link_alone_gbps": 0.8, "link_all_gbps": 0.55, "neighbour_gbps": 0.8}
+"""Where nobody measured. Eight H100 that copy at once reach 0.55 of their sheet (openxla/xla#21708), NCCL some 350 of
+450 GB/s on H100 (NVIDIA/nccl#986), a single kernel 0.9 of its memory's speed; the rest is assumed."""
+
+
+class DeviceFileError(ValueError):
+    """A table of devices cannot be used; `problems` holds one line for each reason."""
+
+    def __init__(self, source: str, problems: list[str]):
+        self.problems = [f"{source}: {one}" for one in problems]
+        super().__init__("\n  ".join(self.problems))
 
 
 class Device(NamedTuple):
-    """Figures of a data sheet; GB/s are of one direction, half of what sheets give for both."""
+    """Its memory, the speeds that are reached as `Machine` has them, and a sentence on where they come from."""
 
-    memory_gib: float
-    """As torch reports it, rounded down from the least that was found: drivers differ by 0.1 or 0.2 GiB."""
-    tflops: float
-    """bf16 matrix products, dense: half of what sheets give "with sparsity"."""
-    memory_gbps: float
-    link_gbps: float
-    """To the host."""
-    tensor_gbps: float
-    """To the other devices of its node."""
+    memory_gib: float | None
+    speeds: dict[str, float]
+    said: str
 
 
-_PCIE4, _PCIE5 = 32.0, 64.0  # 16 lanes; the sheets' 64 and 128 GB/s are of both directions
-# NVIDIA's sheets were read in copies by others (glennklockwood.com, hpctech.co.jp, aggregated tables); the dense peaks
-# agree with torchtitan's get_peak_flops, which lacks GH200. "Reports" is the total capacity (GiB) in torch's messages
-# of memory that ran out; "in public logs" where several agree and none is named.
-DEVICES = {
-    # Sheet nvidia-a100-us (SXM): 312, 1,555 GB/s, NVLink 600, PCIe 4. Reports 39.38 to 39.56 in public logs.
-    "a100-40gb": Device(39.3, 312, 1555, _PCIE4, 300),
-    # The same sheet (SXM): 312, 2,039 GB/s, NVLink 600, PCIe 4. Reports 79.14 to 79.25 in public logs.
-    "a100-80gb": Device(79.1, 312, 2039, _PCIE4, 300),
-    # Sheet H100 (SXM): 1,979 sparse, 3.35 TB/s, NVLink 900, PCIe 5 128. Reports 79.11 (vllm-project/vllm#27508).
-    "h100": Device(79.1, 989, 3350, _PCIE5, 450),
-    # Sheet H100 (PCIe): 1,513 sparse, 2 TB/s, NVLink 600 (bridges of pairs; else PCIe), PCIe 5 128. No report found:
-    # taken from the SXM's, which has as many GB.
-    "h100-pcie": Device(79.1, 756, 2000, _PCIE5, 300),
-    # Sheet H200 (SXM): 1,979 sparse, 4.8 TB/s, NVLink 900, PCIe 5 128. Reports 139.72 to 139.81 in public logs.
-    "h200": Device(139.7, 989, 4800, _PCIE5, 450),
-    # Sheet GH200 (96 GB HBM3; there is one of 144 GB): 1,979 sparse, 4 TB/s, NVLink-C2C 900. To its neighbours as H100,
-    # not confirmed. Reports 94.50 (vllm-project/vllm#9630) or 94.88 (Lightning-AI/litgpt#1892).
-    "gh200": Device(94.5, 989, 4000, 450, 450),
-    # Sheet HGX B200 (180 GB): 4,500 sparse, 7.7 TB/s (8 in older ones), NVLink 1,800, PCIe 5 128. Reports 178.35 or
-    # 178.36 in public logs.
-    "b200": Device(178.3, 2250, 7700, _PCIE5, 900),
-    # Sheet L40S: 362.05, 864 GB/s, no NVLink, PCIe 4 64. Reports 44.42 (stepfun-ai/Step-Video-T2V#8), 44.3 with others
-    # of the same 48 GB.
-    "l40s": Device(44.3, 362, 864, _PCIE4, _PCIE4),
-    # The 910B3 of 64 GB (a 910B1 has more cores). No data sheet could be read, so by others: 313 and 1.6 TB/s in
-    # public benchmarks, HCCS 7 links of 56 GB/s both ways (arthurchiao.art, gpu-data-sheets), of which two devices use
-    # one. The link is not confirmed: PCIe 4, to which the 25.6 GB/s of MindSpeed's smart_swap fit (80 %). Reports 60.96
-    # (vllm-project/vllm-ascend#1670).
-    "ascend-910b": Device(60.9, 313, 1600, _PCIE4, 196),
-}
-_MATRICES, _REST = 0.65, 0.8
-"""The share that is assumed to be reached: of matrix products in large layers, and of memories and links. Single
-kernels reach more (of H100's memory 92 %), NCCL some 350 of 450 GB/s on H100 (NVIDIA/nccl#986), one H100 alone 55.7 of
-64 GB/s to its host, but eight that copy at once 35 (openxla/xla#21708): a job that knows should say."""
-ASSUMED = f"{100 * _MATRICES:g} % of the sheet's TFLOP/s and {100 * _REST:g} % of its GB/s"
+def table(more: str | None = None) -> dict[str, dict[str, Any]]:
+    """All devices by name; those in the file `more`, which is JSON or YAML, add to ours or replace them.
+
+    Raises:
+        DeviceFileError: the file cannot be read, or says something else than above.
+    """
+    found = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
+    return found if more is None else found | _read(more)
 
 
-def reached(device: Device) -> dict[str, float]:
-    """The speeds of `Machine` on such a device."""
-    moved = {name: _REST * getattr(device, name) for name in ("memory_gbps", "link_gbps", "tensor_gbps")}
-    return {"tflops": _MATRICES * device.tflops, **moved}
+def device(name: str, row: Mapping[str, Any], alone: bool, said: Mapping[str, object]) -> Device:
+    """What a rank on such a device can count on.
 
-
-def assumptions(name: str, said: Mapping[str, object]) -> str | None:
-    """Which figures of this device's sheet the speeds come from that were not said, as a sentence."""
-    device = DEVICES[name]
-    figures = {
-        "tflops": f"{device.tflops:g} TFLOP/s in bf16",
-        "memory_gbps": f"{device.memory_gbps:g} GB/s device memory",
-        "link_gbps": f"{device.link_gbps:g} GB/s to the host",
-        "tensor_gbps": f"{device.tensor_gbps:g} GB/s to its neighbours",
+    Args:
+        name: what messages call it.
+        row: its entry in a table.
+        alone: no other device of its node copies to the host.
+        said: speeds of `Machine` that the user gave, which need no words.
+    """
+    sheet, measured = row.get("sheet", {}), row.get("measured", {})
+    speeds, words = {}, []
+    link = "link_alone_gbps" if alone else "link_all_gbps"
+    names = {"tflops": "tflops", "memory_gbps": "memory_gbps", "link_gbps": link, "tensor_gbps": "neighbour_gbps"}
+    texts = {
+        "tflops": "{:g} TFLOP/s",
+        "memory_gbps": "{:g} GB/s device memory",
+        "link_gbps": f"{{:g}} GB/s to the host{'' if alone else ' with all devices of a node copying'}",
+        "tensor_gbps": "{:g} GB/s to its neighbours",
     }
-    taken = [text for figure, text in figures.items() if said.get(figure) is None]
-    return f"Taken for {name}: {', '.join(taken)}; assumed to be reached: {ASSUMED}." if taken else None
+    for speed, figure in names.items():
+        if figure in measured:
+            share, most, origin = _OF_MEASURED.get(figure, 1.0), measured[figure], "measured"
+        elif (listed := "link_gbps" if speed == "link_gbps" else figure) in sheet:
+            share, most, origin = _OF_SHEET[figure], sheet[listed], "on its sheet"
+        else:
+            continue
+        speeds[speed] = share * most
+        if said.get(speed) is None:
+            part = f"{100 * share:g} % of {most:g} " if share != 1 else ""
+            words.append(f"{texts[speed].format(round(speeds[speed], 1))} ({part}{origin})")
+    return Device(row.get("memory_gib"), speeds, f"Taken for {name}: {', '.join(words)}." if words else "")
+
+
+def _read(source: str) -> dict[str, dict[str, Any]]:
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):
+            found = json.loads(text)
+        else:
+            import yaml  # only such a file needs it
+
+            found = yaml.safe_load(text)
+    except OSError as error:
+        raise DeviceFileError(source, [f"cannot be read ({error.strerror})"]) from error
+    except ImportError as error:
+        raise DeviceFileError(source, ["is not JSON, and PyYAML is not installed"]) from error
+    except Exception as error:  # of either parser
+        raise DeviceFileError(source, [f"is neither JSON nor YAML ({error})"]) from error
+    wrong: list[str] = []
+    if not isinstance(found, dict) or not all(isinstance(row, dict) for row in found.values()):
+        raise DeviceFileError(source, ["takes devices by name, each with memory_gib, sheet or measured"])
+    for name, row in found.items():
+        wrong += [f"{name}.{key}: unknown; allowed: {', '.join(_KEYS)}" for key in row if key not in _KEYS]
+        numbers: list[tuple[str, Any]] = [("memory_gib", row["memory_gib"])] if "memory_gib" in row else []
+        for part, allowed in (("sheet", _SHEET), ("measured", _MEASURED)):
+            figures = row.get(part, {})
+            if not isinstance(figures, dict):
+                wrong.append(f"{name}.{part}: allowed: numbers by name")
+                continue
+            unknown = [key for key in figures if key not in allowed]
+            wrong += [f"{name}.{part}.{key}: unknown; allowed: {', '.join(allowed)}" for key in unknown]
+            numbers += [(f"{part}.{key}", value) for key, value in figures.items() if key in allowed]
+        for key, value in numbers:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                wrong.append(f"{name}.{key}: got {value!r}; allowed: a number above 0")
+    if wrong:
+        raise DeviceFileError(source, wrong)
+    return found

@@ -10,6 +10,7 @@ parallelism dividing what stands between the blocks:
 | input_layernorm, pre_mlp_layernorm | t h E + statistics | itself, the next linear |
 | self_attention.linear_qkv | t (q + 2 k) E: one storage, whatever views of it are saved | core attention |
 | self_attention.rotary_pos_emb | t (q + k) E + 4 tables s d E | core attention, itself |
+| self_attention.q_layernorm, k_layernorm | as a norm; not rotated also its output | itself, core attention |
 | self_attention.core_attention | t q E + 4 t heads (flash) | itself, linear_proj |
 | the same, unfused | t q E + t s heads E; with dropout another E and a mask of 1 | itself, linear_proj |
 | self_attn_bda | t h E; with dropout a mask of t h | the second norm, itself |
@@ -17,8 +18,14 @@ parallelism dividing what stands between the blocks:
 | mlp.linear_fc1 | t f E, twice with a gate | the activation function |
 | mlp.activation_func | t ffn E | linear_fc2 |
 
-Without fusion of bias and activation the activation function keeps its own intermediates instead of fc1's output (GELU)
-or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two fp32 tensors, but not its input.
+| self_attention, latent, in all | t (latents + positions) E, t (2 q + 2 v) E, 4 t heads | itself, linear_proj |
+| mlp.router, mlp.dispatch.preprocess | t experts (4 + 4 + 1), t topk (4 + 4 + 8) | themselves |
+| mlp.dispatch.postprocess | t topk (h + 1) E, what this rank's experts are given | expert_fc1, moe_act |
+| expert_fc1, moe_act | as linear_fc1 and activation_func, of t topk tokens | moe_act, the second linear |
+
+Without fusion of bias and activation the activation function keeps its own intermediates instead of fc1's output (GELU
+with a bias) or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two fp32 tensors, but not its
+input.
 """
 
 from __future__ import annotations
@@ -26,24 +33,114 @@ from __future__ import annotations
 from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Shape
 from mindspeed_mem.plan import operators as op
 
+ROUTER, DISPATCH, SHARED = "mlp.router", "mlp.dispatch.postprocess", "mlp.shared_experts"
+EXPERT_FC1, EXPERT_ACTIVATION = "expert_fc1", "moe_act"
+"""These two in Megatron's names for such modules: of all experts, whichever way they are computed."""
+EXPERTS = "mlp.experts"
+Q_NORM, K_NORM = "self_attention.q_layernorm", "self_attention.k_layernorm"
+SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = (
+    f"{SHARED}.{name}" for name in ("linear_fc1", "activation_func", "linear_fc2")
+)
 
-def layer_bytes(shape: Shape, split: Degrees) -> dict[str, int]:
+
+def layer_bytes(shape: Shape, split: Degrees, experts: bool = False) -> dict[str, int]:
     """The bytes that each operator produces for backward, for one micro-batch on one rank; 0 for those that keep
-    nothing. `INPUT` is what the layer before leaves: its output where backward keeps that, and its last mask."""
+    nothing. `INPUT` is what the layer before leaves: its output where backward keeps that, and its last mask.
+
+    experts: of a layer that has some.
+    """
     tokens, tensor, norm = shape.tokens, split.tensor, norm_bytes(shape, split)
     handed = stream_bytes(shape, split) * (not _decomposed(shape)) + mask_bytes(shape, split)
-    return {
+    if shape.kv_lora_rank:
+        attention = _latent_bytes(shape, split)
+    else:
+        attention = {
+            op.QKV: tokens * (shape.query_width + 2 * shape.key_width) * ELEMENT // tensor,
+            op.ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
+            op.CORE: _core_bytes(shape, tensor),
+        }
+        if shape.qk_layernorm:
+            for name, heads in ((Q_NORM, shape.num_attention_heads), (K_NORM, shape.num_query_groups)):
+                made = norm_of(shape, tokens * heads // tensor, shape.kv_channels)
+                returned = tokens * heads * shape.kv_channels * ELEMENT // tensor
+                attention[name] = made - returned * shape.rope  # nobody keeps what is rotated
+    inner = tokens * shape.ffn_hidden_size * ELEMENT // tensor
+    sizes = {
         op.INPUT: handed,
         op.INPUT_NORM: norm,
-        op.QKV: tokens * (shape.query_width + 2 * shape.key_width) * ELEMENT // tensor,
-        op.ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
-        op.CORE: _core_bytes(shape, tensor),
+        **attention,
         op.PROJ: 0,
         op.ATTENTION_ADD: handed,
         op.MLP_NORM: norm,
-        **_mlp_bytes(shape, tokens * shape.ffn_hidden_size * ELEMENT // tensor),
-        op.FC2: 0,
+        **(_expert_bytes(shape, split) if experts else _mlp_bytes(shape, inner) | {op.FC2: 0}),
     }
+    if shape.fp8:
+        for name in (op.INPUT_NORM, op.MLP_NORM, op.ACTIVATION, SHARED_ACTIVATION, EXPERT_ACTIVATION):
+            if name in sizes:
+                sizes[name] //= 2
+        sizes[op.PROJ] = tokens * _output_width(shape) // tensor
+    if shape.te:
+        for name, after in ((op.INPUT_NORM, op.QKV), (op.MLP_NORM, op.FC1)):
+            if after in sizes:
+                sizes[after] += sizes[name]
+                sizes[name] = 0
+    return sizes
+
+
+def received(shape: Shape, split: Degrees) -> int:
+    """Tokens that experts of one rank are given, each as often as it is routed to one of them."""
+    return round(shape.tokens // _between(split) * split.experts_split * shape.moe_router_topk * shape.imbalance)
+
+
+def _latent_bytes(shape: Shape, split: Degrees) -> dict[str, int]:
+    """Of latent attention; who makes queries, keys and values of the latents keeps them for the core attention."""
+    tokens, positions = shape.tokens, shape.qk_pos_emb_head_dim
+    rows = tokens // _between(split)
+    of_queries = rows * shape.q_lora_rank * ELEMENT
+    latents = {"self_attention.linear_q_down_proj": of_queries} if of_queries else {}
+    latents["self_attention.linear_kv_down_proj"] = rows * (shape.kv_lora_rank + positions) * ELEMENT
+    if shape.qk_layernorm:
+        for letter, width in (("q", shape.q_lora_rank), ("kv", shape.kv_lora_rank)):
+            if width:
+                latents[f"self_attention.{letter}_layernorm"] = norm_of(shape, rows, width)
+        if _decomposed(shape):
+            latents |= {name: 0 for name in latents if name.endswith("down_proj")}
+    query = tokens * shape.latent_query_width * ELEMENT // split.tensor
+    value = tokens * _output_width(shape) * ELEMENT // split.tensor
+    statistics = tokens * shape.num_attention_heads * 4 // split.tensor
+    tables = 4 * shape.seq_length // shape.context * positions * ELEMENT
+    # torch's attention on a CPU copies what it is given, and makes values as wide as queries.
+    whole = 4 * query + value if shape.cpu and query != value else 2 * query + 2 * value
+    return latents | {op.ATTENTION: tables, op.CORE: whole + statistics}
+
+
+def _output_width(shape: Shape) -> int:
+    return shape.num_attention_heads * shape.v_head_dim if shape.kv_lora_rank else shape.query_width
+
+
+def _expert_bytes(shape: Shape, split: Degrees) -> dict[str, int]:
+    tokens, rows = shape.tokens // _between(split), received(shape, split)
+    routed = tokens * shape.moe_router_topk
+    inner = rows * shape.moe_ffn_hidden_size * ELEMENT // split.experts_split
+    found = {
+        ROUTER: tokens * shape.num_experts * 9 + routed * (4 + 4 + 8) + shape.num_experts * 8 + 4,
+        DISPATCH: rows * (shape.hidden_size + 1) * ELEMENT,
+    }
+    of_all = _mlp_bytes(shape, inner)
+    found |= {EXPERT_FC1: of_all[op.FC1], EXPERT_ACTIVATION: of_all[op.ACTIVATION]}
+    found[EXPERT_ACTIVATION] += inner * (not shape.fused)  # before it is weighed
+    if shape.shared_expert_size:
+        shared = _mlp_bytes(shape, shape.tokens * shape.shared_expert_size * ELEMENT // split.tensor)
+        found |= {SHARED_FC1: shared[op.FC1], SHARED_ACTIVATION: shared[op.ACTIVATION]}
+    return found
+
+
+def mtp_bytes(shape: Shape, split: Degrees) -> int:
+    """What a layer of multi-token prediction keeps beside a decoder layer's operators, of which it has no `INPUT`: what
+    its first norms are given, and together return, the projection, and what the last norm is given."""
+    stream, rows = stream_bytes(shape, split), shape.tokens // _between(split)
+    statistics = 3 * (norm_bytes(shape, split) - stream)
+    return (2 if _decomposed(shape) else 6) * stream + statistics + rows * 8
 
 
 def stream_bytes(shape: Shape, split: Degrees) -> int:
@@ -57,11 +154,16 @@ def mask_bytes(shape: Shape, split: Degrees) -> int:
 
 
 def norm_bytes(shape: Shape, split: Degrees) -> int:
+    """What a norm of what stands between the blocks produces for backward."""
+    return norm_of(shape, shape.tokens // _between(split), shape.hidden_size)
+
+
+def norm_of(shape: Shape, rows: int, width: int) -> int:
     """What a norm produces for backward: its output, statistics per token, and where no kernel does it in one, fp32
     tensors."""
-    rows, output = shape.tokens // _between(split), stream_bytes(shape, split)
+    output = rows * width * ELEMENT
     if _decomposed(shape):
-        return output + rows * (2 * shape.hidden_size + 1) * 4
+        return output + rows * (2 * width + 1) * 4
     statistics = 2 if shape.normalization == "LayerNorm" else 1
     return output + rows * statistics * (ELEMENT if shape.cpu else 4)
 
@@ -96,4 +198,6 @@ def _core_bytes(shape: Shape, tensor: int) -> int:
 def _mlp_bytes(shape: Shape, hidden: int) -> dict[str, int]:
     if shape.swiglu:
         return {op.FC1: 2 * hidden, op.ACTIVATION: hidden if shape.fused else 3 * hidden}
-    return {op.FC1: hidden if shape.fused else 0, op.ACTIVATION: hidden if shape.fused else 2 * hidden}
+    if shape.fused or not shape.bias:
+        return {op.FC1: hidden, op.ACTIVATION: hidden}
+    return {op.FC1: 0, op.ACTIVATION: 2 * hidden}  # what the bias was added to

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
+from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
@@ -106,12 +107,13 @@ class Planner:
         return self.start()
 
     def report(self, width: int = 100) -> list[str]:
-        """The plan in force, with its figures and the grid of its layers."""
+        """The plan in force: its figures, the grid of its layers and, once settled, what each decision is worth."""
         if not self.tries:
             return []
         now = self.kept or self.tries[-1]
         kind = "settled" if self.kept else "not settled yet"
-        return [f"adaptive memory plan ({kind}): " + now.line(), *grid(now.problem, now.found.plan, width)]
+        of_each = worth.lines(now.found) if self.kept else []
+        return [f"adaptive memory plan ({kind}): " + now.line(), *grid(now.problem, now.found.plan, width), *of_each]
 
     def _searched(self) -> tuple[Found, str]:
         """The best plan; where none fits, the one that needs least, with the reason."""

@@ -28,7 +28,8 @@ def full_recompute(problem: Problem, layers: int | None = None) -> Simulated:
 
     layers: of only so many layers, the first of each part (``--recompute-method block --recompute-num-layers``).
     """
-    again = tuple(_checkpointed(kind) for kind in problem.classes)
+    ends = tuple(dict.fromkeys(kind.operators[-1].name for kind in problem.classes))
+    again = tuple(_checkpointed(kind, ends) for kind in problem.classes)
     stages = tuple(
         dataclasses.replace(stage, parts=tuple(_of_part(part, layers) for part in stage.parts))
         for stage in problem.stages
@@ -137,12 +138,13 @@ def _of_part(part: Part, layers: int | None) -> Part:
     return dataclasses.replace(part, layers=(*names, *(() if layers is None else part.layers[layers:])))
 
 
-def _checkpointed(kind: LayerClass) -> LayerClass:
+def _checkpointed(kind: LayerClass, ends: tuple[str, ...]) -> LayerClass:
     """The layer with two groups: its input, which stays, and all it makes, which is made again when its backward begins
-    and is there until that ends."""
+    and is there until that ends. `ends`: the last operators of all layers that there are, one of which made the input.
+    """
     first, last = kind.operators[0].name, kind.operators[-1].name
     inputs = Group(
-        name="input", bytes=kind.input_bytes, operators=(last,), used_by=(first,), swappable=False, from_previous=True
+        name="input", bytes=kind.input_bytes, operators=ends, used_by=(first,), swappable=False, from_previous=True
     )
     made = Group(
         name="made",

@@ -222,7 +222,7 @@ def _lives(kind: LayerClass, previous: LayerClass | None, letters: str) -> tuple
         if letter == NOTHING:
             continue
         maker = previous if previous is not None and group.from_previous else kind
-        produced = max(maker.index[name] for name in group.operators)
+        produced = max(maker.index[name] for name in group.operators if name in maker.index)
         first, last = min(uses[group.name]), max(uses[group.name])
         found.append(_Life(letter, group, produced, first, last, needed[group.name]))
     return tuple(found)

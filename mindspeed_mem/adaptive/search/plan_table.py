@@ -17,8 +17,8 @@ _ESTIMATED = (
     "Seconds, and with them which plan is best, are estimates from FLOPs and bytes moved: {tflops:g} TFLOP/s, "
     "{memory_gbps:g} GB/s device memory, {link_gbps:g} GB/s to the host, {tensor_gbps:g} GB/s between tensor-parallel "
     "ranks.",
-    "Bytes of activations follow Megatron's local layers with flash attention or, if asked, unfused attention; static "
-    "memory and temporaries are estimates.",
+    "Bytes of activations follow Megatron's layers; of TransformerEngine's, and in fp8, they are assumed, and nobody "
+    "has counted them. Static memory and temporaries are estimates.",
 )
 
 LEGEND = "K keep, S swap, R recompute, - given from outside, . no such group"
@@ -29,8 +29,8 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f}"
 
 
-def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
-    """What was planned for, and how far the figures can be trusted."""
+def subject(profile: Profile, reserve: Reserve | None = None) -> str:
+    """What was planned for."""
     problem = profile.problem
     stages, line = len(problem.stages), problem.pipeline
     words = [f"{problem.num_layers} layers", f"{stages} pipeline stage{'s' * (stages > 1)}"]
@@ -41,10 +41,15 @@ def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
     if reserve is not None and reserve.bytes:
         limits += f" ({gib(problem.device_limit + reserve.bytes)} less a reserve of {gib(reserve.bytes)})"
     limits += f", host {gib(problem.host_limit)} GiB" if problem.host_limit is not None else ""
-    first = f"{', '.join(words)}; {limits} on each rank"
+    return f"{', '.join(words)}; {limits} on each rank"
+
+
+def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
+    """What was assumed, what was planned for, and how far the figures can be trusted."""
+    first, problem = subject(profile, reserve), profile.problem
     if profile.origin == "estimated":
         assumed = [str(profile.machine["assumed"])] if "assumed" in profile.machine else []
-        return [first, *assumed, *(text.format(**profile.machine) for text in _ESTIMATED)]
+        return [*assumed, first, *(text.format(**profile.machine) for text in _ESTIMATED)]
     facts = ", ".join(f"{name} {value}" for name, value in profile.machine.items())
     blocking = ["Computation stands still while anything is copied to or from the host."] * problem.link.blocking
     return [

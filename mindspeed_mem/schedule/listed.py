@@ -1,0 +1,126 @@
+"""Orders with virtual stages under a tight cap, found by simulation: what can run runs, as some simple rules say.
+
+[Note: the rules] Time passes in whole units, a forward taking 1 and a backward 2, on equal stages. A stage that is free
+takes a backward, or if the rule says so a forward, of the latest chunk that has one to run, and idles where nothing
+can. A forward leaves room under the cap for the chunks after it, so that some micro-batch can always come to its end;
+a rule may also bound how many micro-batches have begun on a stage. There is no best rule: all are tried and the
+fastest order is taken, the first of equals. On every chunk micro-batches keep their order. Nothing but the sizes
+decides, and only whole numbers are compared: all ranks find the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Iterator, Sequence
+
+from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+
+FORWARD_TIME, BACKWARD_TIME = 1, 2
+_TIMES = {FORWARD: FORWARD_TIME, BACKWARD: BACKWARD_TIME}
+_BOUNDS = 12  # so many equal bounds are tried at most: more of them find little
+_PASSES = 200_000  # and no more rules than come to so many passes, in well under ten seconds
+
+
+@functools.lru_cache(maxsize=64)
+def faster(stages: int, virtual_stages: int, micro_batches: int, cap: int, time: int) -> list[list[Pass]] | None:
+    """The fastest order found that takes less than `time`, by these rules' own times; None: there is none.
+
+    Args:
+        cap: bounds how many passes of a stage are in flight.
+    """
+    best = None
+    for bounds in _bounds(stages, virtual_stages, micro_batches, cap):
+        for first in (BACKWARD, FORWARD):
+            found = _Play(stages, virtual_stages, micro_batches, cap, bounds, first).run(time)
+            if found is not None:
+                time, best = found
+    return best
+
+
+def shortest(stages: int, virtual_stages: int, micro_batches: int) -> int:
+    """A time below which no order is: the last stage waits for the first forward, the first for the last backward."""
+    return (virtual_stages * micro_batches + stages - 1) * sum(_TIMES.values())
+
+
+def _bounds(stages: int, virtual_stages: int, micro_batches: int, cap: int) -> Iterator[Sequence[int]]:
+    """For each rule, how many micro-batches may have begun on each stage."""
+    most = min(micro_batches, cap - virtual_stages + 1)  # what the room for later chunks leaves
+    yield [most] * stages
+    for slope in (1, 2):
+        yield [max(1, slope * (stages - stage)) for stage in range(stages)]
+    passes = len(_TIMES) * stages * virtual_stages * micro_batches
+    step = -(-most // max(1, min(_BOUNDS, _PASSES // passes)))
+    for bound in range(most - step, 0, -step):
+        yield [bound] * stages
+
+
+class _Play:
+    """One simulation, with one rule."""
+
+    def __init__(
+        self, stages: int, virtual_stages: int, micro_batches: int, cap: int, bounds: Sequence[int], first: str
+    ) -> None:
+        self._stages, self._virtual, self._number, self._cap = stages, virtual_stages, micro_batches, cap
+        self._bounds, self._first = bounds, first
+        parts = stages * virtual_stages
+        # For each part of the model and direction, when each of its passes ended; passes are taken in order.
+        self._ended: dict[str, list[list[int]]] = {way: [[] for _ in range(parts)] for way in _TIMES}
+        self._held, self._free = [0] * stages, [0] * stages
+        self._orders: list[list[Pass]] = [[] for _ in range(stages)]
+
+    def run(self, limit: int) -> tuple[int, list[list[Pass]]] | None:
+        """The time and the order; None if that is no less than `limit`, or the rule comes to no end."""
+        events = [(0, stage) for stage in range(self._stages)]
+        left = self._stages * self._virtual * self._number * len(_TIMES)
+        while events:
+            now = events[0][0]
+            touched = set()
+            while events and events[0][0] == now:
+                _, stage = heapq.heappop(events)
+                touched |= {stage, (stage + 1) % self._stages, (stage - 1) % self._stages}
+            for stage in touched:  # each looks at what ended by now, so their sequence does not matter
+                choice = self._choice(stage, now) if self._free[stage] <= now else None
+                if choice is not None:
+                    end = self._take(stage, *choice, now)
+                    if end >= limit:
+                        return None
+                    heapq.heappush(events, (end, stage))
+                    left -= 1
+        return None if left else (max(self._free), self._orders)
+
+    def _choice(self, stage: int, now: int) -> tuple[str, int] | None:
+        ways = (FORWARD, BACKWARD) if self._first == FORWARD else (BACKWARD, FORWARD)
+        for way in ways:
+            for chunk in range(self._virtual - 1, -1, -1):
+                if self._can_run(way, stage, chunk, now):
+                    return way, chunk
+        return None
+
+    def _can_run(self, way: str, stage: int, chunk: int, now: int) -> bool:
+        part = chunk * self._stages + stage
+        forwards, backwards = self._ended[FORWARD], self._ended[BACKWARD]
+        number = len(self._ended[way][part])
+        if number == self._number:
+            return False
+        if way == BACKWARD:
+            last = part == len(forwards) - 1
+            return _by(forwards[part], number, now) and (last or _by(backwards[part + 1], number, now))
+        if self._held[stage] + self._virtual - chunk > self._cap:
+            return False
+        if not chunk and number - len(backwards[part]) >= self._bounds[stage]:
+            return False
+        return part == 0 or _by(forwards[part - 1], number, now)
+
+    def _take(self, stage: int, way: str, chunk: int, now: int) -> int:
+        ended = self._ended[way][chunk * self._stages + stage]
+        self._orders[stage].append((way, len(ended), chunk))
+        ended.append(now + _TIMES[way])
+        self._free[stage] = ended[-1]
+        self._held[stage] += 1 if way == FORWARD else -1  # a stage looks at it again when the backward has ended
+        return ended[-1]
+
+
+def _by(ended: list[int], number: int, now: int) -> bool:
+    """Whether the pass of this micro-batch has ended."""
+    return number < len(ended) and ended[number] <= now

@@ -1,0 +1,130 @@
+"""A Megatron command line, or a part of one: its options by name, as text."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import shlex
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from mindspeed_mem.command_line import flag
+
+_UNCOUNTED = (
+    *("moe_latent_size", "moe_expert_capacity_factor", "heterogeneous_layers_config_path", "hybrid_override_pattern"),
+    *("experimental_attention_variant", "fp4_format", "optimizer_cpu_offload", "squared_relu"),
+    *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "use_megatron_fsdp", "use_torch_fsdp2", "attention_output_gate"),
+)
+"""Options that change what a rank holds in ways that nobody here has counted."""
+_VALUES = {
+    "attention_backend": {"auto": "flash", "fused": "flash", "local": "unfused"},
+    "position_embedding_type": {"yarn": "rope"},
+}
+"""Values that mean for memory what others do."""
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are ValueErrors."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+    def read(self, text: str) -> argparse.Namespace:
+        """What of a command line is known; raises ValueError where it cannot be read."""
+        return self.parse_known_args(shlex.split(text))[0]
+
+
+def options(
+    text: str,
+    tables: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
+    wrong: list[str],
+) -> dict[str, object]:
+    """Those of `plan`'s own options that stand in it, with Megatron's default where that is another than ours.
+
+    Args:
+        text: the command line; what is about no memory, or about recomputing and offloading, is skipped.
+        tables: `plan`'s options that are numbers, switches, choices and texts.
+        wrong: gets a line for each option that changes memory in a way that is not known.
+    """
+    numbers, switches, choices, texts = tables
+    parser = Parser()
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank")
+    parser.add_argument("--optimizer")
+    for name in _ENDS:
+        parser.add_argument(flag(name))
+    for name in (*numbers, *choices, *texts):
+        parser.add_argument(flag(name))
+    for name in (*switches, "bf16", "fp16"):
+        parser.add_argument(flag(name), action="store_true", default=None)
+    for name in _UNCOUNTED:
+        parser.add_argument(flag(name), nargs="?", const=True)
+    try:
+        given = vars(parser.read(text))
+    except ValueError as error:
+        wrong.append(f"--megatron: {error}")
+        return {}
+    found = {name: value for name, value in given.items() if value is not None}
+    uncounted = [flag(name) for name in _UNCOUNTED if found.pop(name, None) is not None]
+    wrong += [f"--megatron {name}: what that changes in memory is not known here" for name in uncounted]
+    if not found.get("group_query_attention"):
+        found.pop("num_query_groups", None)  # Megatron does not hear it either
+    types = [name for name in ("bf16", "fp16") if found.pop(name, None)]
+    if not types:
+        wrong.append("--megatron: without --bf16 or --fp16 it trains in fp32, and figures here are for 2 bytes")
+    elif types == ["fp16"]:
+        found["grad_reduce_in_bf16"] = True  # as small as those
+    if found.pop("optimizer", "adam") != "adam":
+        wrong.append(f"--megatron --optimizer {given['optimizer']}: only the states of adam are known")
+    for name, values in _VALUES.items():
+        if name in found:
+            found[name] = values.get(found[name], found[name])
+    virtual = found.pop("num_virtual_stages_per_pipeline_rank", None)
+    ends = [found.pop(name, None) for name in _ENDS]
+    sizes = [str(found.get(name, "")) for name in ("num_layers", "pipeline_model_parallel_size")]
+    if virtual is not None and all(size.isdigit() for size in (virtual, *sizes)):
+        found["num_layers_per_virtual_pipeline_stage"] = int(sizes[0]) // (int(sizes[1]) * int(virtual))
+    if any(ends) and all(size.isdigit() for size in (*filter(None, ends), *sizes)):
+        found["pipeline_stages"] = _between(*map(int, sizes), *(int(end) if end else None for end in ends))
+    return {"transformer_impl": "transformer_engine", **found}
+
+
+def _between(layers: int, stages: int, first: int | None, last: int | None) -> str:
+    """Layers of each stage, where the first or the last has its own number of them."""
+    inner = stages - (first is not None) - (last is not None)
+    each = (layers - (first or 0) - (last or 0)) // max(inner, 1)
+    return ",".join(map(str, [*[first] * (first is not None), *[each] * inner, *[last] * (last is not None)]))
+
+
+def with_experts(text: str | None, layers: int | None, wrong: list[str]) -> list[bool]:
+    """For each layer whether ``--moe-layer-freq`` gives it experts; for one layer where all are alike."""
+    try:
+        pattern = _value(ast.parse(text or "1", mode="eval").body)
+    except (SyntaxError, TypeError):
+        wrong.append(f"--moe-layer-freq takes a number or a list such as '[0]*3+[1]*5', not {text!r}")
+        return [True, False]
+    if isinstance(pattern, list):
+        if layers is not None and len(pattern) != layers:
+            wrong.append(f"--moe-layer-freq {text} is about {len(pattern)} layers, and --num-layers {layers}")
+        return [bool(experts) for experts in pattern]
+    if pattern > 1 and layers is None:
+        wrong.append("--num-layers: missing; which layers have experts depends on it")
+    return [layer % pattern == 0 for layer in range((layers or 2) if pattern > 1 else 1)]
+
+
+def _value(node: ast.expr) -> Any:
+    """What an expression of numbers and lists is, as in ``([1]*3+[0])*2``."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.List(elts=items):
+            return [_value(item) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _value(left) * _value(right)
+    raise TypeError(node)

@@ -1,0 +1,48 @@
+"""``python -m mindspeed_mem report``: one page of a run, or of two beside each other."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mindspeed_mem import output
+from mindspeed_mem.command_line import check_file
+
+DESCRIPTION = """\
+Makes one HTML page of what a run has left: the folder of --memory-report, or files: traces of --memory-trace,
+a metrics file (--metrics-file of examples/pretrain_gpt.py), the profile beside a plan. The page needs no network.
+What of these is missing is left out, and the page says how to get it.
+"""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", nargs="+", metavar="RUN", help="a folder, or files of one run")
+    command.add_argument("--with", dest="other", nargs="+", metavar="RUN", help="of another run, to compare with")
+    command.add_argument("--names", nargs="+", metavar="NAME", help="what to call the run, or both (default: by file)")
+    command.add_argument("--output", default="report.html", metavar="FILE", help="default: %(default)s")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from mindspeed_mem.report import page, page_data
+
+    wrong: list[str] = []
+    check_file("--output", given.output, wrong)
+    if missing := page.missing():
+        wrong.append(missing)
+    sources = [one for one in (given.run, given.other) if one]
+    names = given.names or [None] * len(sources)
+    if len(names) != len(sources):
+        wrong.append(f"--names takes a name for each run: {len(sources)}, not {len(names)}")
+        names = [None] * len(sources)
+    runs = []
+    for files, name in zip(sources, names, strict=True):
+        try:
+            runs.append(page_data.read([Path(file) for file in files], name))
+        except page_data.PageError as error:
+            wrong.append(str(error))
+    if wrong:
+        given.refuse("\n  ".join(wrong))
+    output.write(given.output, page.page(runs))
+    print(f"{given.output}: open it in a browser")
+    return 0

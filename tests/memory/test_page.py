@@ -1,0 +1,139 @@
+"""The page of a run: what it says is what the run's files say."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_mem.report import page_data
+from tests.memory.test_trace import traced
+from tests.worlds import on_ranks
+
+pytest.importorskip("plotly")
+ROOT = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+pytestmark = pytest.mark.distributed
+
+
+def traced_and_told(file: str, folder: str) -> tuple:
+    """Trains four steps of which the last two are traced, and writes the run's files with the figures of the last."""
+    from mindspeed_mem.report import run_file
+    from tests.swap_runs import EVERYTHING
+
+    figures, *_ = traced(EVERYTHING, file, (2, 3))
+    run_file.write(Path(folder), [figures[-1]], [], {"--memory-config": "plan.yaml"})
+    return figures
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder as --memory-report leaves it, and the engine's figures after each step."""
+    folder = tmp_path_factory.mktemp("pages") / "swap"
+    [figures] = on_ranks(1, traced_and_told, str(folder / "trace.json"), str(folder))
+    rows = [
+        {"iteration": number, "rank": 0, "loss": 4.5 - number, "step_ms": 20.0 + number, "swapped_bytes": 1 << 20}
+        for number in (1, 2, 3)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder, figures
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "mindspeed_mem", "report", *map(str, arguments)]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def cells(page: str) -> list[list[str]]:
+    """The rows of all tables."""
+    rows = re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)
+    return [[html.unescape(cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)] for row in rows]
+
+
+def test_what_is_read_is_what_happened(run):
+    folder, figures = run
+    found = page_data.read([folder])
+    [step] = found.steps
+    assert step.number == 3 and len(found.metrics) == 3 and not step.marks
+    moved = figures[2].bytes_out - figures[1].bytes_out
+    assert sum(one.more["bytes"] for one in step.spans if one.track == "copy out") == moved > 0
+    forwards = sum(one.name.startswith("forward") for one in step.passes())
+    grid = found.grid()
+    assert sum(cell.moved for cell in grid.values()) * forwards == pytest.approx(moved / 2**20)
+    assert {cell.what for cell in grid.values()} == {"swap", "keep"}
+    assert step.copies_block and step.hidden() == 0 < step.copying() < step.length
+    series = step.counters["device bytes without the plan, activations"]
+    assert max(value for _, value in series) == figures[3].peak_bytes_without / 2**20
+
+
+def test_the_page_is_there_when_the_run_ends_and_needs_no_network(run):
+    folder, figures = run
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    mine = [row for row in cells(page) if row[:1] == ["0"] and len(row) == 11]
+    last = figures[-1]
+    wanted = [last.peak_bytes, last.peak_bytes_without, last.bytes_out, last.bytes_in]
+    assert [row[1:5] for row in mine] == [[f"{one / 2**20:.2f}" for one in wanted]]
+    assert ["--memory-config", "plan.yaml"] in cells(page)
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(?!data:)", page)
+    for heading in ("Memory over a step", "The plan, by layer and operator", "Copies and second runs"):
+        assert re.search(rf"<h3>{heading}</h3>\s*<p class=\"words\">", page)
+    assert "There is one pipeline stage." in page and "No chunks were gathered" in page
+
+
+def test_the_command_compares_two_runs_and_names_what_is_missing(run, tmp_path):
+    folder, _ = run
+    alone = tmp_path / "metrics.jsonl"
+    alone.write_text('{"iteration": 1, "rank": 0, "loss": 1.5, "step_ms": 40.0}\n')
+    done = command(folder, "--with", alone, "--names", "swapped", "kept <b>", "--output", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert ["longest step, last half of the iterations", "23.00 ms", "40.00 ms", "1.739"] in cells(page)
+    assert "There is no trace: run with --memory-report DIR" in page and "There is no run.json" in page
+    assert "kept &lt;b&gt;" in page and "<b>" not in page.replace(_plotly(page), "")
+
+
+def _plotly(page: str) -> str:
+    return max(re.findall(r"<script>.*?</script>", page, re.DOTALL), key=len)
+
+
+def test_all_that_is_wrong_is_said_at_once(run, tmp_path):
+    folder, _ = run
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plan.yaml").write_text("swap_config: {}\n")
+    [trace] = folder.glob("trace.*")
+    files = [trace, folder, tmp_path / "empty", tmp_path / "plan.yaml", tmp_path / "none.json"]
+    done = command(*files, "--output", tmp_path / "no" / "page.html", "--names", "a", "b")
+    assert done.returncode == 2
+    for text in (
+        "--output",
+        "--names takes a name for each run: 1, not 2",
+        "empty has none of a run's files",
+        "plan.yaml is nothing that a page shows",
+        "none.json: No such file",
+        "two traces of rank 0",
+    ):
+        assert text in done.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_a_browser_draws_it(run, tmp_path):
+    folder, _ = run
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-quic"
+    line = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--v=0"]
+    line += ["--virtual-time-budget=8000", "--dump-dom", (folder / "index.html").as_uri()]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "CONSOLE" not in done.stderr, done.stderr
+    drawn = done.stdout.count('class="main-svg"')
+    assert drawn >= 2 * 4  # memory, plan, copies, iterations
+    assert "stroke" in done.stdout and "copy out" in done.stdout
