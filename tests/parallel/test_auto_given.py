@@ -226,6 +226,18 @@ def test_given_rows_that_name_nothing_or_do_not_fit_are_refused_together():
         assert one in shapes
 
 
+def on_an_older_torch():
+    kept, torch.__version__ = torch.__version__, "2.12.1"
+    try:
+        return refused({})
+    finally:
+        torch.__version__ = kept
+
+
+def test_an_older_torch_is_refused_by_name():
+    assert on_ranks(1, on_an_older_torch)[0] == ("auto needs torch 2.13 or newer, this is 2.12.1",)
+
+
 def unsolved():
     search.SOLVER["time_limit"] = 0.0  # the solver's own limit: there is none otherwise
     try:
