@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mindspeed_mem
-from mindspeed_mem import requirements
+from mindspeed_mem import output, requirements
 from mindspeed_mem.command_line import whole
+from mindspeed_mem.report import page, page_data
 from mindspeed_mem.report.units import mib
 
 DESCRIPTION = """\
 Trains a small GPT for some steps (on the source text of Python's standard library; nothing is downloaded):
 without this package, with Megatron's full recompute, with activation swap, and on the CPU also with less
 memory than the model wants, left to the planner. Prints what each takes and whether the numbers are the
-same; metrics and logs stay in --folder. About a minute on two cores.
+same; metrics, logs and a page of the runs with the package stay in --folder. About a minute on two cores.
 """
 MODEL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.06
@@ -36,6 +37,8 @@ SHARE = 0.6
 """Of the device memory that the run without the package takes: what the planner is given."""
 BYTES = 16
 """Of a parameter in fp32 with its gradient and Adam's two moments."""
+_SHOWN = ("swap", "adaptive")
+"""The runs that the page shows."""
 FEWEST = 12
 """Steps that a plan takes to settle, and some after it."""
 
@@ -111,6 +114,8 @@ def _train(examples: Path, folder: Path, device: str, on_host: bool, steps: int)
         began = time.perf_counter()
         metrics, log = folder / f"{name}.jsonl", folder / f"{name}.log"
         length = ["--train-iters", str(steps), "--device", device, "--metrics-file", str(metrics)]
+        if name in _SHOWN:
+            flags = [*flags, "--memory-report", str(folder / name)]
         status = _run([sys.executable, str(examples / "pretrain_gpt.py"), *MODEL, *length, *flags], log)
         print(f"{time.perf_counter() - began:.0f} s" if status == 0 else "failed", flush=True)
         if status:
@@ -122,7 +127,17 @@ def _train(examples: Path, folder: Path, device: str, on_host: bool, steps: int)
     if solver is not None:
         print(f"not shown is the planner: {solver}")
     print(f"metrics and logs: {folder}/    the scripts to start from: {examples}/")
+    print(_page(folder, {one.name: one.title for one in variants if one.name in _SHOWN}))
     return 0 if same else 1
+
+
+def _page(folder: Path, titles: dict[str, str]) -> str:
+    """Make the page, and say where it is."""
+    if missing := page.missing():
+        return f"no page: {missing}"
+    runs = [page_data.read([folder / name, folder / f"{name}.jsonl"], title) for name, title in titles.items()]
+    output.write(folder / "page.html", page.page(runs))
+    return f"memory over a step, the plan, copies: open {folder}/page.html in a browser"
 
 
 def _optimizer_bytes(folder: Path) -> int:

@@ -14,6 +14,7 @@ BESIDE = {"PYTHONPATH": ROOT}
 @pytest.mark.slow
 def test_it_shows_what_is_saved_and_that_no_bit_changes(tmp_path):
     pytest.importorskip("scipy")
+    pytest.importorskip("plotly")
     job = start([*DEMO, "--device", "cpu", "--steps", 12, "--folder", tmp_path / "demo"], BESIDE).succeeded()
     found = re.findall(r"^(\S.*?)  +([\d.]+)  +([\d.]+)  +(\d+)  +([\d.]+)  ?(yes|NO|)$", job.output, re.MULTILINE)
     assert [(row[0], row[5]) for row in found] == [
@@ -27,6 +28,12 @@ def test_it_shows_what_is_saved_and_that_no_bit_changes(tmp_path):
     assert [float(row[2]) > 0 for row in found] == [False, False, True, True]
     assert [len(rows(tmp_path / "demo" / f"{name}.jsonl")) for name in ("without", "adaptive")] == [12, 12]
     assert f"metrics and logs: {tmp_path}/demo/" in job.output and f"{ROOT}/examples/" in job.output
+    page = (tmp_path / "demo" / "page.html").read_text(encoding="utf-8")
+    assert (
+        "<h2>Compared</h2>" in page
+        and page.count("Memory over a step</h3>") == 2
+        and 'class="none">There is no ' not in page
+    )
 
 
 def test_wrong_usage_is_refused_before_anything_runs(tmp_path):
