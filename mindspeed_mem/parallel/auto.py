@@ -91,6 +91,8 @@ def auto(
     Raises StrategyError if nothing fits, with the least that does.
     """
     problems = [said for said in (requirements.without_solver(),) if said]
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        problems.append(f"auto needs torch 2.13 or newer, this is {torch.__version__}")
     if not mesh.mesh_dim_names:
         problems.append("the mesh has no axis names; make it with parallel.mesh(dp=2, tp=4)")
     if device_memory_gib is not None and not (math.isfinite(device_memory_gib) and device_memory_gib > 0):

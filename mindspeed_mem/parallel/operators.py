@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,14 +21,15 @@ from mindspeed_mem.parallel.strategy import StrategyError, placements
 
 _OTHER_LAYOUT = "the parts do not fall together with the new dimensions: give it its input in another layout"
 _ADVICE = {
-    "does not have a sharding strategy": "give it whole inputs (strategies of Nones), or let it compute on each rank's "
-    "parts in parallel.local(...)",
+    "does not have a sharding strategy": "torch has no rule for it, however its inputs lie: let it compute in "
+    "parallel.local(...)",
     "mixed torch.Tensor and DTensor": "a plain tensor meets a split one outside a split model: make it with "
     "parallel.shard, or compute inside the model",
     "unevenly sharded": _OTHER_LAYOUT,
     "is invalid for input of size": _OTHER_LAYOUT,
     "view size is not compatible": "redistribution changes how a tensor lies in memory: use reshape",
     "in-place operations that require placement changes": "use the operator that is not in place",
+    "to P(sum) not supported yet": "use the operator that is not in place",
     "Sharding propagation failed": "give it inputs in another layout",
     "from one partial type": "give it inputs in another layout",
 }
@@ -42,6 +44,8 @@ class Operators(TorchFunctionMode):
         self.mesh = mesh
         self.rows = {path: row for path, row in rows.items() if ":" in path}
         self.problems: list[str] = []
+        self.begun = 0
+        """How many forwards have."""
         self.called: set[str] = set()
         """The rows of operators that were."""
         self._with_rows = {path.partition(":")[0] for path in self.rows}
@@ -69,8 +73,11 @@ class Operators(TorchFunctionMode):
             calls[name] += 1
         if kinds & _PLAIN:
             args, kwargs = self._all_split((args, kwargs))
+        given = args[0] if args else None
         if row is not None and row.in_strategy is not None:
             args, kwargs = bring((args, kwargs), row.in_strategy, self.mesh, where, self.problems)
+        if name.endswith("_") or name == "setitem" or kwargs.get("inplace"):
+            self._refuse_lost(given, args, where)
         before = running.where
         running.where = where
         try:
@@ -83,9 +90,26 @@ class Operators(TorchFunctionMode):
         result = rules.settled(result, where)
         if row is not None and row.out_strategy is not None:
             result = bring(result, row.out_strategy, self.mesh, f"{where}, output", self.problems)
-        if report.is_recording():
+        if self.begun <= _MARKED or report.is_recording():
             report.mark(result, where)
         return result
+
+    @staticmethod
+    def _refuse_lost(given: Any, args: tuple, where: str) -> None:
+        """Raise where a change in place would not reach the tensor that is changed on one device."""
+        if not args or not isinstance(given, DTensor):
+            return
+        what = f"{where}: {tuple(given.shape)} {text(given.placements, given.device_mesh)}"
+        if rules.is_copy(given):
+            raise StrategyError(
+                f"{what} is a view of a tensor that is split otherwise, so a copy, and a change of it in place "
+                "would be lost: assign to the tensor itself (x[index] = ...), or use the operator that is not in place"
+            )
+        if given.placements != args[0].placements:
+            raise StrategyError(
+                f"{what} would be changed in place in the copy that in_strategy asks for, and that would be lost: use "
+                "the operator that is not in place, or give it no in_strategy"
+            )
 
     def _row(self, where: str, call: int) -> Row | None:
         for key in (f"{where}.{call}", where):
@@ -99,6 +123,27 @@ class Operators(TorchFunctionMode):
         return tree_unflatten([whole(one, self.mesh) if _is_plain(one) else one for one in leaves], tree)
 
 
+def name_backward() -> None:
+    """From now on errors of DTensor in backward, too, say of which operator they are, and what to do."""
+    dispatcher = DTensor._op_dispatcher
+    for step in ("_propagate_op_sharding_dispatch_slow_path", "_dispatch_get_local_results_slow_path"):
+        original = getattr(dispatcher, step, None)
+        if original is not None and not isinstance(original, functools.partial):
+            setattr(dispatcher, step, functools.partial(_in_backward, original))
+
+
+def _in_backward(step: Callable, operator: Any, args: tuple, *rest: Any) -> Any:
+    try:
+        return step(operator, args, *rest)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        where = None if running.where else report.of_backward()
+        if where is None:
+            raise
+        raise explained(error, f"{where or 'an operator'}, backward ({operator})", args) from error
+
+
+_MARKED = 10
+"""In how many forwards backward learns the operators' names: marking takes 5 us each, and what fails does so early."""
 _SPLIT, _PLAIN = 1, 2
 
 

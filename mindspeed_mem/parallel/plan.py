@@ -94,7 +94,8 @@ class Plan:
             paths = [name for name in modules if pattern.fullmatch(name)]
             if not paths:
                 near = difflib.get_close_matches(path, modules, 3) or [name for name in modules if name][:8]
-                problems.append(f"{given!r}: there is no module {path!r}; there are {', '.join(near)}, ...")
+                one = " (* stands for one part of a path)" if "*" in path else ""
+                problems.append(f"{given!r}: there is no module {path!r}{one}; there are {', '.join(near)}, ...")
             if colon and (row.parameter_plan or row.recompute):
                 problems.append(f"{given!r}: an operator has in_strategy and out_strategy only")
             for name in paths:

@@ -169,7 +169,7 @@ def _has_node(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
-def _of_backward() -> str | None:
+def of_backward() -> str | None:
     """The operator whose backward runs; None: none does."""
     if torch._C._current_graph_task_id() == -1:
         return None
@@ -195,7 +195,7 @@ def _hand_written(name: str, axis: str, sent: int) -> None:
 
 
 def _note(shape: tuple[int, ...], source: str, target: str, found: list[Collective], asked: bool) -> None:
-    backward = _of_backward()
+    backward = of_backward()
     where = running.where or backward or ""
     for report in _open:
         report.moves[Move(backward is not None, where, shape, source, target, tuple(found), asked)] += 1

@@ -58,6 +58,14 @@ def _all_whole(values: tuple | dict, where: str) -> Any:
     return tree_unflatten([of(leaf) for leaf in leaves], tree)
 
 
+def _no_sums(values: Any, where: str) -> Any:
+    def of(value: Any) -> Any:
+        return moved(value, gradient_like(value), where) if isinstance(value, DTensor) else value
+
+    leaves, tree = tree_flatten(values)
+    return tree_unflatten([of(leaf) for leaf in leaves], tree)
+
+
 def _convolution(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Split along the batch only: torch's handler of other splits computes on the parts and calls the result whole
     (pytorch 186129, 191926), and refuses a batch split over two axes."""
@@ -79,8 +87,26 @@ def _of_rows(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
 
 
 def _whole(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
-    """Backward has no rule; what it sees is as large as a parameter."""
+    """Backward has no rule, or makes plain tensors."""
     return _on_parts(function, args, kwargs, where, ())
+
+
+def _element_by_element(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """On parts, however they are split: torch has no rule for backward."""
+    x, in_place = args[0] if args else kwargs["input"], kwargs.get("inplace", any(one is True for one in args))
+    if in_place:
+        _refuse_sum(x)
+    args, kwargs = tuple(one for one in args if not isinstance(one, bool)), {**kwargs, "inplace": False}
+    if function is F.logsigmoid:
+        del kwargs["inplace"]
+    result = _on_parts(function, args, kwargs, where, range(x.dim()))
+    return x.copy_(result) if in_place else result
+
+
+def _instance_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Row by row, but for running statistics: torch takes a rank's own rows for the batch."""
+    kept = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    return _on_parts(function, args, kwargs, where, {0} if kept is None else ())
 
 
 def _unfold(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -141,9 +167,64 @@ def _normalize(function: Callable, args: tuple, kwargs: dict, where: str) -> Any
 
 
 def _pinned(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
-    """Its gradient lies as it does, and is no sum."""
-    result = settled(function(*args, **kwargs), where)
+    """Of no sum, and its gradient lies as it does, and is none: torch changes both in place in backward."""
+    result = settled(function(*_no_sums(args, where), **_no_sums(kwargs, where)), where)
     return moved(result, gradient_like(result), where)
+
+
+# ---- what is read, and what is changed in place
+
+
+def _read(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Of the whole tensor: torch reads this rank's part, and of a sum only this rank's summand."""
+    (x,) = _all_whole(args[:1], where)
+    return function(x.to_local(), *args[1:], **kwargs)
+
+
+def is_copy(x: Any) -> bool:
+    """Whether it is a view for autograd, but had to be redistributed: what changes it does not reach what it is of."""
+    base = x._base if isinstance(x, DTensor) and x._is_view() else None
+    return hasattr(x, _COPY) or isinstance(base, DTensor) and _memory(base) != _memory(x)
+
+
+_COPY = "_mindspeed_mem_copy"
+"""Attribute of a tensor that would be a view on one device, which autograd does not know."""
+
+
+def _memory(x: DTensor) -> int:
+    return x._local_tensor.untyped_storage()._cdata
+
+
+def _refuse_sum(x: DTensor) -> None:
+    if any(one.is_partial() for one in x.placements):
+        raise RuntimeError("in-place operations that require placement changes are not supported: it is a sum")
+
+
+def _filled(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """No sum: torch fills each summand."""
+    _refuse_sum(args[0])
+    return function(*args, **kwargs)
+
+
+def _assigned(function: Callable, args: tuple, kwargs: dict, where: str) -> None:
+    """To a copy in which what is indexed is whole, and back: a view of split dimensions would be changed instead."""
+    x, index, value = args
+    _refuse_sum(x)
+    at = index if isinstance(index, tuple) else (index,)
+    plain = all(isinstance(one, (int, slice)) and not isinstance(one, bool) for one in at)
+    before = next((n for n, one in enumerate(at) if one != slice(None)), len(at)) if plain else 0
+    if isinstance(value, torch.Tensor) and value.dim():
+        like = torch.empty(x.shape, device="meta")
+        if not plain or value.dim() != like[index].dim() or value.shape[:before] != x.shape[:before]:
+            before = 0
+
+    def changed(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+        x = x.clone()
+        x[index] = value
+        return x
+
+    result = _on_parts(changed, args, kwargs, where, range(before), alike=2)
+    x.copy_(moved(result, x.placements, where))
 
 
 # ---- backwards that make plain tensors
@@ -157,7 +238,11 @@ def _pieces(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
 
 def _unbound(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    return _pieces(function, (moved(x, _kept(x, set(range(x.dim())) - {dim % x.dim()}), where), dim), {}, where)
+    near = moved(x, _kept(x, set(range(x.dim())) - {dim % x.dim()}), where)
+    pieces = _pieces(function, (near, dim), {}, where)
+    for piece in pieces if near is not x else ():
+        setattr(piece, _COPY, True)
+    return pieces
 
 
 class _Pieces(torch.autograd.Function):
@@ -276,6 +361,39 @@ def _warn_of_randomness(mesh: DeviceMesh) -> None:
             )
 
 
+def _random(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Drawn for the whole tensor on all ranks, of which each takes its part."""
+    x, (rest, more) = _first(args, kwargs)
+    if _draws_together(x.device_mesh) or not _trains(function, args, kwargs):
+        return function(*args, **kwargs)
+    _warn_of_randomness(x.device_mesh)
+    if function not in _BY_SHAPE:
+        result = _on_parts(function, args, kwargs, where, ())
+        return moved(result, gradient_like(x), where) if result.shape == x.shape else result
+    like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    drawn = whole(function(like, *rest, **more), x.device_mesh)
+    if function.__name__.endswith("_"):
+        _refuse_sum(x)
+        return x.copy_(moved(drawn, x.placements, where))
+    return moved(drawn, gradient_like(x), where)
+
+
+def _trains(function: Callable, args: tuple, kwargs: dict) -> bool:
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs)
+    except ValueError:  # C functions have none, and always draw
+        return True
+    given.apply_defaults()
+    return given.arguments.get("training", True)
+
+
+_BY_SHAPE = (
+    *(torch.rand_like, torch.randn_like, torch.randint_like),
+    *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_, torch.Tensor.random_),
+)
+"""What draws whatever numbers the tensor has. (``bernoulli_`` may take a tensor.)"""
+
+
 def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """With dropout, as torch composes it where no kernel does: so the masks are those of one device."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -316,8 +434,14 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, torch.convolution), _convolution),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
     **dict.fromkeys((F.group_norm, torch.group_norm, F.unfold, F.fold), _of_rows),
+    **dict.fromkeys((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), _of_rows),
+    **dict.fromkeys((F.max_pool3d, F.adaptive_avg_pool3d), _of_rows),
+    **dict.fromkeys((F.logsigmoid, F.hardsigmoid, F.hardswish, F.hardtanh, F.relu6), _element_by_element),
     torch.Tensor.unfold: _unfold,
     torch._weight_norm: _whole,
+    **dict.fromkeys((torch.trace, torch.Tensor.trace, torch.cumprod, torch.Tensor.cumprod, torch.quantile), _whole),
+    F.cosine_embedding_loss: _whole,  # torch takes square roots of sums not yet made
+    **dict.fromkeys((torch.cummax, torch.Tensor.cummax, torch.cummin, torch.Tensor.cummin), _whole),
     **dict.fromkeys((torch.reshape, torch.Tensor.reshape, torch.flatten, torch.Tensor.flatten), _reshaped),
     torch.Tensor.__getitem__: _indexed,
     **dict.fromkeys((torch.prod, torch.Tensor.prod), _product),
@@ -332,7 +456,16 @@ INSTEAD: dict[Callable, Callable] = {
     F.rms_norm: _rms_norm,
     F.normalize: _normalize,
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _pinned),
+    **dict.fromkeys((torch.dist, torch.Tensor.dist, F.cosine_similarity), _pinned),
     F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+    torch.Tensor.__setitem__: _assigned,
+    torch.Tensor.fill_: _filled,
+    **dict.fromkeys((torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__), _read),
+    **dict.fromkeys((torch.Tensor.__int__, torch.Tensor.__bool__, torch.Tensor.__index__), _read),
+    **dict.fromkeys((*_BY_SHAPE, torch.bernoulli, torch.Tensor.bernoulli, torch.multinomial, torch.normal), _random),
+    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), _random),
+    **dict.fromkeys((F.rrelu, F.gumbel_softmax), _random),
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _scaled_dot_product,
 }

@@ -236,6 +236,7 @@ class Search:
             cost = [one.count * 3 * option.seconds * 1e6 for option in one.options]
             x[key] = [program.variable(c, whole=True) for c in cost]
             program.row(dict.fromkeys(x[key], 1.0), 1, 1)
+        self._tie(program, x)
         memory: dict[int, float] = {}
         held: dict[str, dict[int, float]] = {m: defaultdict(float) for m in self.modules}
         charges: dict[tuple, Charge] = {}
@@ -285,6 +286,21 @@ class Search:
             if values[charge.variable] > 0.5:
                 self._charged(charge, found)
         return found
+
+    def _tie(self, program: _Program, x: Mapping[tuple, list[int]]) -> None:
+        """A module that is called with tensors of several kinds has one row: its calls take the same layouts."""
+        named: dict[str, tuple] = {}
+        for key, one in self.classes.items():
+            for name in one.names if one.call is not None and one.call.name else ():
+                other = named.setdefault(name, key)
+                if other == key:
+                    continue
+                mine, its = (
+                    {option.ins: v for v, option in zip(x[k], self.classes[k].options, strict=True)}
+                    for k in (key, other)
+                )
+                for ins in mine.keys() | its.keys():
+                    program.row({of[ins]: sign for of, sign in ((mine, 1.0), (its, -1.0)) if ins in of}, 0, 0)
 
     def _charged(self, one: Charge, found: Solution) -> None:
         """Note what is sent."""

@@ -22,7 +22,7 @@ from mindspeed_mem.activation import asked
 from mindspeed_mem.parallel import rules
 from mindspeed_mem.parallel.meshes import agree, everywhere, mesh_in_use
 from mindspeed_mem.parallel.moves import Placements, moved
-from mindspeed_mem.parallel.operators import Operators, bring
+from mindspeed_mem.parallel.operators import Operators, bring, name_backward
 from mindspeed_mem.parallel.plan import Plan, Row, Strategies
 from mindspeed_mem.parallel.recompute import Recomputed, run_again
 from mindspeed_mem.parallel.report import Report, is_recording, start, stop
@@ -74,6 +74,7 @@ def semi_auto(
     if problems:
         raise StrategyError(problems)
     rules.register()
+    name_backward()
     rules.compare_random_states(mesh)
     _distribute(model, mesh, split_ones)
     split = Split(mesh, by_path, inputs == "local")
@@ -125,6 +126,7 @@ def shard(
         raise StrategyError("parameter_plan is for modules; a function has in_strategy for all its tensors")
     called = name or str(getattr(target, "__name__", type(target).__name__))
     rules.register()
+    name_backward()
     made: dict[DeviceMesh, Forward] = {}
 
     @functools.wraps(target)
@@ -174,6 +176,7 @@ class Split:
     def begin(self) -> None:
         """The outermost forward starts."""
         self.operators.problems.clear()
+        self.operators.begun += 1
         if self._waits and torch.is_grad_enabled():
             self._waits = False
             start(self.report)

@@ -226,6 +226,18 @@ def test_given_rows_that_name_nothing_or_do_not_fit_are_refused_together():
         assert one in shapes
 
 
+def on_an_older_torch():
+    kept, torch.__version__ = torch.__version__, "2.12.1"
+    try:
+        return refused({})
+    finally:
+        torch.__version__ = kept
+
+
+def test_an_older_torch_is_refused_by_name():
+    assert on_ranks(1, on_an_older_torch)[0] == ("auto needs torch 2.13 or newer, this is 2.12.1",)
+
+
 def unsolved():
     search.SOLVER["time_limit"] = 0.0  # the solver's own limit: there is none otherwise
     try:
@@ -282,6 +294,35 @@ def test_what_the_model_returns_is_paid_for_where_it_is_made_whole():
         assert predicted == {"tp": whole // 2} == sent
         assert held * 2**30 >= whole / 2
         assert seconds == pytest.approx(3e-6 + whole / 2 / 1e7)
+
+
+class Again(nn.Module):
+    """One module, called with an input of the model and with what was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(*size, bias=False) for size in ((8, 8), (8, 512), (512, 8)))
+
+    def forward(self, x, y):
+        made = self.three(torch.relu(self.two(self.one(x)))).repeat(8, 1)
+        return self.one(made).sum() + self.one(y).square().sum()
+
+
+def called_again():
+    torch.manual_seed(0)
+    mesh, model = parallel.mesh("cpu", tp=2), Again()
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+    machine = parallel.Machine(tflops=1e-3, memory_gbps=1, gbps=0.1, latency_us=0, launch_us=0)
+    given = {"": {"in_strategy": ((None, None), ("tp", None))}}
+    plan = parallel.auto(model, (x, y), mesh, machine=machine, given=given)
+    many = parallel.semi_auto(model, mesh, plan)
+    many(x, y).backward()
+    return plan.bytes_sent, parallel.report(many).sent()
+
+
+def test_calls_of_one_module_are_planned_alike_as_they_have_one_row():
+    planned, sent = on_ranks(2, called_again)[0]
+    assert planned["tp"] > 0 and abs(sent["tp"] - planned["tp"]) <= 2 * 8  # single numbers are not planned
 
 
 def measured():

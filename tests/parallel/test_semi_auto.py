@@ -341,6 +341,7 @@ def refusals():
         lambda: split(
             {
                 "fc3": {},
+                "*.fc2": {"out_strategy": (None,)},
                 "fc1": {"parameter_plan": {"wieght": ("tp", None), "weight": ("dp", "dp"), "bias": (3,)}},
                 "fc2": {"parameter_plan": {"weight": ("tp",), "bias": ("mp",)}, "in_strategy": ((2, 1),)},
                 "fc*": {"out_strategy": ((("tp", "dp"), None),), "in_strategy": (None,)},
@@ -383,6 +384,7 @@ def test_what_is_refused():
         text = "\n".join(found["all together"])
         for part in (
             "there is no module 'fc3'; there are fc",
+            "there is no module '*.fc2' (* stands for one part of a path); there are fc",
             "'fc2': two rows say in_strategy",
             "write ('dp', 'tp')",
             "there is no parameter 'wieght'; there are weight, bias",
