@@ -18,6 +18,8 @@ MOST = 8
 """Ranks that a chart shows."""
 NAMED = 400
 """Bars: more of them have no room for their names."""
+FINEST = 2000
+"""Points of a line, bars of a row, rows of a table: with more, neighbours are shown as one, and rows left out."""
 COLOURS = {
     "device": "#2f7ed8",
     "without": "#e07b39",
@@ -61,7 +63,7 @@ def memory(run: Run) -> Chart | None:
     rows = []
     for row, step in enumerate(steps, 1):
         for series, name, colour in _series(step):
-            points = step.counters[series]
+            points = _thinned(step.counters[series])
             figure.add_scatter(
                 x=[at for at, _ in points],
                 y=[value for _, value in points],
@@ -91,7 +93,7 @@ def memory_of_both(runs: Sequence[Run]) -> Chart | None:
     for run, dash in zip(runs, ("solid", "dash"), strict=False):
         step = run.steps[0]
         for series, name, colour in _series(step)[:1]:
-            points = step.counters[series]
+            points = _thinned(step.counters[series])
             figure.add_scatter(
                 x=[at for at, _ in points],
                 y=[value for _, value in points],
@@ -333,11 +335,43 @@ def iterations(run: Run) -> Chart | None:
 _OF_RANKS = ("#2f7ed8", "#e07b39", "#3a9d5d", "#9a62b3", "#b8a03a", "#c2577a", "#4aa3a3", "#7d8a97")
 
 
+def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """The lowest and the highest of neighbours, where there are many."""
+    if len(points) <= FINEST:
+        return points
+    size = 2 * -(-len(points) // FINEST)
+    found: list[tuple[float, float]] = []
+    for begin in range(0, len(points), size):
+        some = points[begin : begin + size]
+        found += sorted({min(some, key=lambda one: one[1]), max(some, key=lambda one: one[1])})
+    return found
+
+
+def _joined(bars: Sequence[tuple[str, Span, str]]) -> list[tuple[str, Span, str]]:
+    """Bars of a row that lie so near each other that no eye parts them as one, where there are many."""
+    rows: dict[tuple[str, str], list[Span]] = {}
+    for name, one, kind in bars:
+        rows.setdefault((name, kind), []).append(one)
+    near = max((one.end for _, one, _ in bars), default=0.0) / FINEST
+    found = []
+    for (name, kind), spans in rows.items():
+        if len(spans) > FINEST:
+            some: list[tuple[float, float, int]] = []
+            for one in sorted(spans, key=lambda span: span.begin):
+                if some and one.begin - some[-1][1] < near:
+                    some[-1] = some[-1][0], max(some[-1][1], one.end), some[-1][2] + 1
+                else:
+                    some.append((one.begin, one.end, 1))
+            spans = [Span(kind, f"{count} of them", begin, end - begin, {}) for begin, end, count in some]
+        found += [(name, one, kind) for one in spans]
+    return found
+
+
 def _bars(bars: Sequence[tuple[str, Span, str]], names: Sequence[str]) -> Figure:
     """Spans in rows, those of a kind in one colour."""
     import plotly.graph_objects as go
 
-    figure = go.Figure()
+    figure, bars = go.Figure(), _joined(bars)
     for kind in dict.fromkeys(kind for _, _, kind in bars):
         mine = [(name, one) for name, one, of in bars if of == kind]
         figure.add_bar(
@@ -380,6 +414,8 @@ def _chart(figure: Figure, height: int, words: str, columns: Sequence[str], rows
     figure.update_xaxes(gridcolor=_GRID, zerolinecolor=_GRID, automargin=True)
     figure.update_yaxes(gridcolor=_GRID, zerolinecolor=_GRID, automargin=True)
     html = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    if len(rows) > FINEST:
+        rows = [*rows[:FINEST], [f"... and {len(rows) - FINEST} more rows", *[""] * (len(columns) - 1)]]
     return Chart(html, words, columns, rows)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,13 +80,11 @@ class Step:
             return 0.0
         busy = _union((one.begin, one.end) for one in self.operators())
         copies = _union((one.begin, one.end) for one in self.copies())
-        return sum(
-            max(0.0, min(end, other_end) - max(begin, other)) for begin, end in copies for other, other_end in busy
-        )
+        return _length(busy) + _length(copies) - _length(_union([*busy, *copies]))
 
     def copying(self) -> float:
         """The ms in which something was copied."""
-        return sum(end - begin for begin, end in _union((one.begin, one.end) for one in self.copies()))
+        return _length(_union((one.begin, one.end) for one in self.copies()))
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,10 @@ class Run:
         cells: dict[tuple[int, str], Cell] = {}
         for step in self.stages():
             forwards: dict[tuple[int, str], list[float]] = defaultdict(list)
-            inside = [one for one in step.passes() if one.name.startswith("forward")]
+            inside = sorted((one.begin, one.end) for one in step.passes() if one.name.startswith("forward"))
             for one in step.operators():
-                if any(run.begin <= one.begin and one.end <= run.end + 1e-6 for run in inside):
+                place = bisect.bisect_right(inside, (one.begin, math.inf)) - 1
+                if place >= 0 and one.end <= inside[place][1] + 1e-6:
                     forwards[one.more["layer"], one.more["op"]].append(one.length)
             moved: dict[tuple[int, str], float] = defaultdict(float)
             again: set[tuple[int, str]] = set()
@@ -267,3 +268,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             found.append((begin, end))
     return found
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mem.report import page_data
+from mindspeed_mem.report.page import page as page_of
 from tests.memory.test_trace import traced
 from tests.worlds import on_ranks
 
@@ -137,3 +138,20 @@ def test_a_browser_draws_it(run, tmp_path):
     drawn = done.stdout.count('class="main-svg"')
     assert drawn >= 2 * 4  # memory, plan, copies, iterations
     assert "stroke" in done.stdout and "copy out" in done.stdout
+
+
+def test_a_long_step_stays_readable(tmp_path):
+    """Neighbours are drawn as one; the highest is still there."""
+    place = {"pid": 0, "cat": "copy out", "tid": 1}
+    more = {"layer": 0, "op": "mlp", "bytes": 1 << 20}
+    events = [{"name": "step 5", "ph": "X", **place, "cat": "compute", "ts": 0, "dur": 9e6, "args": {"step": 5}}]
+    for number in range(9000):
+        at = {"ts": 1000 * number, "pid": 0}
+        events.append({"name": "mlp", "ph": "X", **place, **at, "dur": 900, "args": more})
+        events.append({"name": "device bytes", "ph": "C", **at, "args": {"activations": (number % 4501) << 20}})
+    about = {"rank": 0, "stage": 0, "origin_ns": 0, "version": 1}
+    (tmp_path / "trace.json").write_text(json.dumps({"otherData": about, "traceEvents": events}))
+    page = page_of([page_data.read([tmp_path / "trace.json"])])
+    assert len(page) - len(_plotly(page)) < 500_000
+    assert ["0", "on the device", "4500.00", "4500.0"] in cells(page)
+    assert ["0", "copy out", "9000", "9000.00", "8100.0"] in cells(page)
