@@ -85,7 +85,7 @@ def outcomes():
     mesh, found = parallel.mesh("cpu", x=2), {}
     torch.manual_seed(3)
     x = torch.randn(4, 4, dtype=torch.float64)
-    for name, function in SAME.items() | {name: function for name, (function, _) in REFUSED.items()}.items():
+    for name, function in (SAME | {name: function for name, (function, _) in REFUSED.items()}).items():
         for way, plan in PLANS.items():
             torch.manual_seed(3)
             wanted = stepped(With(function).double(), x)
