@@ -387,8 +387,8 @@ def _trains(function: Callable, args: tuple, kwargs: dict) -> bool:
     return given.arguments.get("training", True)
 
 
-_BY_SHAPE = (
-    *(torch.rand_like, torch.randn_like, torch.randint_like),
+_BY_SHAPE: tuple[Callable, ...] = (
+    *(inspect.unwrap(one) for one in (torch.rand_like, torch.randn_like, torch.randint_like)),  # the pack may wrap them
     *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_, torch.Tensor.random_),
 )
 """What draws whatever numbers the tensor has. (``bernoulli_`` may take a tensor.)"""

@@ -81,12 +81,12 @@ def stepped(model, x):
     return [full(one).double() for one in (loss, *grads, *model.buffers())]
 
 
-def outcomes():
+def outcomes(ways):
     mesh, found = parallel.mesh("cpu", x=2), {}
     torch.manual_seed(3)
     x = torch.randn(4, 4, dtype=torch.float64)
-    for name, function in SAME.items() | {name: function for name, (function, _) in REFUSED.items()}.items():
-        for way, plan in PLANS.items():
+    for name, function in (SAME | {name: function for name, (function, _) in REFUSED.items()}).items():
+        for way, plan in ((way, PLANS[way]) for way in ways):
             torch.manual_seed(3)
             wanted = stepped(With(function).double(), x)
             torch.manual_seed(3)
@@ -99,8 +99,9 @@ def outcomes():
     return found
 
 
-def test_one_devices_numbers_or_the_operators_name():
-    for found in on_ranks(2, outcomes):
+@pytest.mark.parametrize("ways", [["rows"], pytest.param(["columns", "sums"], marks=pytest.mark.sweep)])
+def test_one_devices_numbers_or_the_operators_name(ways):
+    for found in on_ranks(2, outcomes, ways):
         for (name, way), outcome in found.items():
             if isinstance(outcome, str):
                 wanted = REFUSED[name][1] if name in REFUSED else "it is a sum; use the operator that is not in place"
