@@ -137,9 +137,9 @@ def _in_backward(step: Callable, operator: Any, args: tuple, *rest: Any) -> Any:
         return step(operator, args, *rest)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         where = None if running.where else report.of_backward()
-        if where is None:
+        if not where:  # of a tensor that no split model made
             raise
-        raise explained(error, f"{where or 'an operator'}, backward ({operator})", args) from error
+        raise explained(error, f"{where}, backward ({operator})", args) from error
 
 
 _MARKED = 10
