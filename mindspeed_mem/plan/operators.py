@@ -25,7 +25,12 @@ QKV, ROTARY, CORE = "self_attention.linear_qkv", "self_attention.rotary_pos_emb"
 PROJ = "self_attention.linear_proj"
 ATTENTION_ADD, MLP_NORM, MLP, FC1 = "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp.linear_fc1"
 ACTIVATION, FC2, MLP_ADD = "mlp.activation_func", "mlp.linear_fc2", "mlp_bda"
-_LATENT, _ROUTER = "self_attention.linear_kv_down_proj", "mlp.router"
+LATENT, Q_LATENT = "self_attention.linear_kv_down_proj", "self_attention.linear_q_down_proj"
+Q_NORM, K_NORM, LATENT_NORM = (f"self_attention.{name}_layernorm" for name in ("q", "k", "kv"))
+ROUTER, DISPATCH, ROUTED, SHARED = "mlp.router", "mlp.dispatch.postprocess", "mlp.experts", "mlp.shared_experts"
+SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = (f"{SHARED}.{one.rpartition('.')[2]}" for one in (FC1, ACTIVATION, FC2))
+EXPERT_FC1, EXPERT_ACTIVATION = "expert_fc1", "moe_act"
+"""These two in Megatron's names for such modules: of all experts, whichever way they are computed."""
 
 
 class Operator(NamedTuple):
@@ -80,7 +85,7 @@ DENSE = (
         fused_into=(QKV,),
     ),
     Operator(ATTENTION, llama=("attention",)),
-    Operator(SPLIT, primitives=("split_qkv",), beside=(ATTENTION,), unless=_LATENT),
+    Operator(SPLIT, primitives=("split_qkv",), beside=(ATTENTION,), unless=LATENT),
     Operator(
         QKV,
         llama=("wq", "wk", "wv", "w_qkv", "w"),  # w_qkv, w: one matrix for all three (qkv_concat)
@@ -97,7 +102,7 @@ DENSE = (
         cells=("apply_rotary_emb", "apply_rotary_pos_emb"),
         inside=_ROTARY,
         beside=(ATTENTION,),
-        unless=_LATENT,
+        unless=LATENT,
         used_by=(ROTARY, CORE),
         starts_from=(QKV,),
         with_it=(SPLIT,),
@@ -159,11 +164,11 @@ DENSE = (
 )
 """The operators of a dense layer in the order in which they start."""
 EXPERTS = (
-    Operator(_ROUTER),
+    Operator(ROUTER),
     Operator("mlp.dispatch"),  # the token dispatcher, which is no module, and its steps
-    Operator("mlp.dispatch.preprocess", beside=(_ROUTER,)),
-    Operator("mlp.dispatch.communicate", beside=(_ROUTER,)),
-    Operator("mlp.dispatch.postprocess", beside=(_ROUTER,)),
+    Operator("mlp.dispatch.preprocess", beside=(ROUTER,)),
+    Operator("mlp.dispatch.communicate", beside=(ROUTER,)),
+    Operator("mlp.dispatch.postprocess", beside=(ROUTER,)),
     Operator("mlp.experts"),
     Operator("mlp.experts.local_experts"),
 )
@@ -174,7 +179,7 @@ OPERATORS = (
     Operator(f"{CORE}.flash_attention"),  # TransformerEngine's, of which one runs
     Operator(f"{CORE}.fused_attention"),
     Operator(f"{CORE}.unfused_attention"),
-    Operator("self_attention.output_gate", beside=(ATTENTION,), unless=_LATENT),
+    Operator("self_attention.output_gate", beside=(ATTENTION,), unless=LATENT),
     Operator("self_attention.k_layernorm", cells=("k_layernorm",), inside=_NORM),
     Operator("self_attention.linear_q_down_proj", elsewhere=("q2l_proj",)),
     Operator(
@@ -185,7 +190,7 @@ OPERATORS = (
         fused_into=("self_attention.linear_q_up_proj",),
     ),
     Operator("self_attention.linear_q_up_proj", elsewhere=("l2q_nope_proj", "l2q_pe_proj")),
-    Operator(_LATENT, elsewhere=("kv2l_k_pe", "kv2l_latent_kv")),
+    Operator(LATENT, elsewhere=("kv2l_k_pe", "kv2l_latent_kv")),
     Operator(
         "self_attention.kv_layernorm",
         elsewhere=("lkv_norm",),

@@ -28,16 +28,6 @@ from mindspeed_mem.adaptive.problem.definition import (
     Stage,
 )
 from mindspeed_mem.adaptive.problem.layer_bytes import (
-    DISPATCH,
-    EXPERT_ACTIVATION,
-    EXPERT_FC1,
-    EXPERTS,
-    K_NORM,
-    Q_NORM,
-    ROUTER,
-    SHARED_ACTIVATION,
-    SHARED_FC1,
-    SHARED_FC2,
     layer_bytes,
     mask_bytes,
     mtp_bytes,
@@ -52,8 +42,8 @@ from mindspeed_mem.plan import operators as op
 FLASH_FORWARD, FLASH_BACKWARD = 0.7, 0.6
 _STARTS = {
     op.ACTIVATION: (op.FC1, op.MLP_NORM),
-    EXPERT_ACTIVATION: (EXPERT_FC1, DISPATCH),
-    SHARED_ACTIVATION: (SHARED_FC1, op.MLP_NORM),
+    op.EXPERT_ACTIVATION: (op.EXPERT_FC1, op.DISPATCH),
+    op.SHARED_ACTIVATION: (op.SHARED_FC1, op.MLP_NORM),
 }
 """The linear before each activation function, and what that starts from."""
 LAYER = "layer"
@@ -76,8 +66,8 @@ class Times:
             op.ATTENTION_ADD: 3 * stream,
             op.MLP_NORM: 2 * stream,
             op.MLP_ADD: 3 * stream,
-            Q_NORM: 2 * query * shape.qk_layernorm,
-            K_NORM: 2 * key * shape.qk_layernorm,
+            op.Q_NORM: 2 * query * shape.qk_layernorm,
+            op.K_NORM: 2 * key * shape.qk_layernorm,
         }
         self.forward = {name: self.move(size) for name, size in moved.items()}
         self.backward = {name: 2 * seconds for name, seconds in self.forward.items()}
@@ -159,16 +149,16 @@ class Times:
         over = sent * (1 - 1 / (self.split.expert * ranks)) / (self.machine.tensor_gbps * GB)
         each = 2 * rows * shape.moe_ffn_hidden_size * shape.hidden_size / ranks / (self.machine.tflops * 1e12)
         times = {
-            ROUTER: self.product(shape.hidden_size, shape.num_experts),
-            DISPATCH: self.move(4 * sent) + over,
-            EXPERT_FC1: each * shape.gates,
-            EXPERTS: each + self.move(4 * sent) + over,
+            op.ROUTER: self.product(shape.hidden_size, shape.num_experts),
+            op.DISPATCH: self.move(4 * sent) + over,
+            op.EXPERT_FC1: each * shape.gates,
+            op.ROUTED: each + self.move(4 * sent) + over,
         }
         self.forward |= times
-        self.backward |= {name: seconds * (1 if name == DISPATCH else 2) for name, seconds in times.items()}
-        self._pointwise(EXPERT_ACTIVATION, rows * shape.moe_ffn_hidden_size / ranks)
+        self.backward |= {name: seconds * (1 if name == op.DISPATCH else 2) for name, seconds in times.items()}
+        self._pointwise(op.EXPERT_ACTIVATION, rows * shape.moe_ffn_hidden_size / ranks)
         if shape.shared_expert_size:
-            self._mlp(SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2, shape.shared_expert_size)
+            self._mlp(op.SHARED_FC1, op.SHARED_ACTIVATION, op.SHARED_FC2, shape.shared_expert_size)
 
     def product(self, inner: int, width: int) -> float:
         """A matrix product of all tokens, its weight split over the tensor-parallel ranks."""

@@ -33,15 +33,6 @@ from __future__ import annotations
 from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Shape
 from mindspeed_mem.plan import operators as op
 
-ROUTER, DISPATCH, SHARED = "mlp.router", "mlp.dispatch.postprocess", "mlp.shared_experts"
-EXPERT_FC1, EXPERT_ACTIVATION = "expert_fc1", "moe_act"
-"""These two in Megatron's names for such modules: of all experts, whichever way they are computed."""
-EXPERTS = "mlp.experts"
-Q_NORM, K_NORM = "self_attention.q_layernorm", "self_attention.k_layernorm"
-SHARED_FC1, SHARED_ACTIVATION, SHARED_FC2 = (
-    f"{SHARED}.{name}" for name in ("linear_fc1", "activation_func", "linear_fc2")
-)
-
 
 def layer_bytes(shape: Shape, split: Degrees, experts: bool = False) -> dict[str, int]:
     """The bytes that each operator produces for backward, for one micro-batch on one rank; 0 for those that keep
@@ -60,7 +51,7 @@ def layer_bytes(shape: Shape, split: Degrees, experts: bool = False) -> dict[str
             op.CORE: _core_bytes(shape, tensor),
         }
         if shape.qk_layernorm:
-            for name, heads in ((Q_NORM, shape.num_attention_heads), (K_NORM, shape.num_query_groups)):
+            for name, heads in ((op.Q_NORM, shape.num_attention_heads), (op.K_NORM, shape.num_query_groups)):
                 made = norm_of(shape, tokens * heads // tensor, shape.kv_channels)
                 returned = tokens * heads * shape.kv_channels * ELEMENT // tensor
                 attention[name] = made - returned * shape.rope  # nobody keeps what is rotated
@@ -75,7 +66,7 @@ def layer_bytes(shape: Shape, split: Degrees, experts: bool = False) -> dict[str
         **(_expert_bytes(shape, split) if experts else _mlp_bytes(shape, inner) | {op.FC2: 0}),
     }
     if shape.fp8:
-        for name in (op.INPUT_NORM, op.MLP_NORM, op.ACTIVATION, SHARED_ACTIVATION, EXPERT_ACTIVATION):
+        for name in (op.INPUT_NORM, op.MLP_NORM, op.ACTIVATION, op.SHARED_ACTIVATION, op.EXPERT_ACTIVATION):
             if name in sizes:
                 sizes[name] //= 2
         sizes[op.PROJ] = tokens * _output_width(shape) // tensor
@@ -97,12 +88,12 @@ def _latent_bytes(shape: Shape, split: Degrees) -> dict[str, int]:
     tokens, positions = shape.tokens, shape.qk_pos_emb_head_dim
     rows = tokens // _between(split)
     of_queries = rows * shape.q_lora_rank * ELEMENT
-    latents = {"self_attention.linear_q_down_proj": of_queries} if of_queries else {}
-    latents["self_attention.linear_kv_down_proj"] = rows * (shape.kv_lora_rank + positions) * ELEMENT
+    latents = {op.Q_LATENT: of_queries} if of_queries else {}
+    latents[op.LATENT] = rows * (shape.kv_lora_rank + positions) * ELEMENT
     if shape.qk_layernorm:
-        for letter, width in (("q", shape.q_lora_rank), ("kv", shape.kv_lora_rank)):
+        for name, width in ((op.Q_NORM, shape.q_lora_rank), (op.LATENT_NORM, shape.kv_lora_rank)):
             if width:
-                latents[f"self_attention.{letter}_layernorm"] = norm_of(shape, rows, width)
+                latents[name] = norm_of(shape, rows, width)
         if _decomposed(shape):
             latents |= {name: 0 for name in latents if name.endswith("down_proj")}
     query = tokens * shape.latent_query_width * ELEMENT // split.tensor
@@ -123,15 +114,15 @@ def _expert_bytes(shape: Shape, split: Degrees) -> dict[str, int]:
     routed = tokens * shape.moe_router_topk
     inner = rows * shape.moe_ffn_hidden_size * ELEMENT // split.experts_split
     found = {
-        ROUTER: tokens * shape.num_experts * 9 + routed * (4 + 4 + 8) + shape.num_experts * 8 + 4,
-        DISPATCH: rows * (shape.hidden_size + 1) * ELEMENT,
+        op.ROUTER: tokens * shape.num_experts * 9 + routed * (4 + 4 + 8) + shape.num_experts * 8 + 4,
+        op.DISPATCH: rows * (shape.hidden_size + 1) * ELEMENT,
     }
     of_all = _mlp_bytes(shape, inner)
-    found |= {EXPERT_FC1: of_all[op.FC1], EXPERT_ACTIVATION: of_all[op.ACTIVATION]}
-    found[EXPERT_ACTIVATION] += inner * (not shape.fused)  # before it is weighed
+    found |= {op.EXPERT_FC1: of_all[op.FC1], op.EXPERT_ACTIVATION: of_all[op.ACTIVATION]}
+    found[op.EXPERT_ACTIVATION] += inner * (not shape.fused)  # before it is weighed
     if shape.shared_expert_size:
         shared = _mlp_bytes(shape, shape.tokens * shape.shared_expert_size * ELEMENT // split.tensor)
-        found |= {SHARED_FC1: shared[op.FC1], SHARED_ACTIVATION: shared[op.ACTIVATION]}
+        found |= {op.SHARED_FC1: shared[op.FC1], op.SHARED_ACTIVATION: shared[op.ACTIVATION]}
     return found
 
 

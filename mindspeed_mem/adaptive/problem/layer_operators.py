@@ -3,25 +3,13 @@ run starts from. Those of a dense layer are in `plan.operators`; what is not lis
 
 from __future__ import annotations
 
-from mindspeed_mem.adaptive.problem.layer_bytes import (
-    DISPATCH,
-    EXPERT_ACTIVATION,
-    EXPERT_FC1,
-    EXPERTS,
-    K_NORM,
-    Q_NORM,
-    ROUTER,
-    SHARED_ACTIVATION,
-    SHARED_FC1,
-    SHARED_FC2,
-)
 from mindspeed_mem.adaptive.problem.shape import Shape
 from mindspeed_mem.plan import operators as op
 from mindspeed_mem.plan.operators import Operator
 
-KEPT = (ROUTER,)
+KEPT = (op.ROUTER,)
 """Those with too little to decide about."""
-SENT = (DISPATCH,)
+SENT = (op.DISPATCH,)
 """Those that hold what other ranks sent: not made again."""
 _AFTER_LATENT = (
     Operator(op.PROJ),
@@ -33,16 +21,16 @@ _AFTER_LATENT = (
     ),
 )
 _EXPERTS = (
-    Operator(ROUTER, used_by=(ROUTER,)),
-    Operator(DISPATCH, used_by=(EXPERT_FC1, EXPERT_ACTIVATION)),
-    Operator(EXPERT_FC1, used_by=(EXPERT_ACTIVATION,), starts_from=(DISPATCH,)),
-    Operator(EXPERT_ACTIVATION, used_by=(EXPERT_ACTIVATION,), starts_from=(EXPERT_FC1,)),
-    Operator(EXPERTS),
+    Operator(op.ROUTER, used_by=(op.ROUTER,)),
+    Operator(op.DISPATCH, used_by=(op.EXPERT_FC1, op.EXPERT_ACTIVATION)),
+    Operator(op.EXPERT_FC1, used_by=(op.EXPERT_ACTIVATION,), starts_from=(op.DISPATCH,)),
+    Operator(op.EXPERT_ACTIVATION, used_by=(op.EXPERT_ACTIVATION,), starts_from=(op.EXPERT_FC1,)),
+    Operator(op.ROUTED),
 )
 _SHARED = (
-    Operator(SHARED_FC1, used_by=(SHARED_ACTIVATION,), starts_from=(op.MLP_NORM,)),
-    Operator(SHARED_ACTIVATION, used_by=(SHARED_ACTIVATION,), starts_from=(SHARED_FC1,)),
-    Operator(SHARED_FC2),
+    Operator(op.SHARED_FC1, used_by=(op.SHARED_ACTIVATION,), starts_from=(op.MLP_NORM,)),
+    Operator(op.SHARED_ACTIVATION, used_by=(op.SHARED_ACTIVATION,), starts_from=(op.SHARED_FC1,)),
+    Operator(op.SHARED_FC2),
 )
 
 
@@ -62,14 +50,14 @@ def operators(shape: Shape, experts: bool) -> tuple[Operator, ...]:
             after = (op.CORE,) * (not shape.rope)
             found += [
                 one,
-                *(Operator(name, used_by=(name, *after), starts_from=(op.QKV,)) for name in (Q_NORM, K_NORM)),
+                *(Operator(name, used_by=(name, *after), starts_from=(op.QKV,)) for name in (op.Q_NORM, op.K_NORM)),
             ]
         elif one.path == op.ROTARY and shape.qk_layernorm:
-            found.append(one._replace(with_it=(*one.with_it, Q_NORM, K_NORM)))
+            found.append(one._replace(with_it=(*one.with_it, op.Q_NORM, op.K_NORM)))
         elif one.path == op.CORE and shape.qk_layernorm and not shape.rope:
-            found.append(one._replace(starts_from=(op.QKV, Q_NORM, K_NORM)))
+            found.append(one._replace(starts_from=(op.QKV, op.Q_NORM, op.K_NORM)))
         elif one.path == op.MLP_NORM and experts:
-            users = (op.MLP_NORM, ROUTER, *(SHARED_FC1,) * bool(shape.shared_expert_size))
+            users = (op.MLP_NORM, op.ROUTER, *(op.SHARED_FC1,) * bool(shape.shared_expert_size))
             found += [one._replace(used_by=users, fused_into=())]
         elif one.path == op.MLP and experts:
             found += [one, *_SHARED * bool(shape.shared_expert_size), *_EXPERTS]
