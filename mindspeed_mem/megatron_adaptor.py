@@ -197,7 +197,8 @@ def _apply(settings: Settings) -> None:
         return
     patterns = list(settings.patches)
     on_host = settings.backend is not None and settings.backend.is_host  # gloo has to be ended in any case
-    if on_host or settings.memory is not None or settings.survive_oom or settings.chunk.stage:
+    reports = settings.memory is not None or settings.survive_oom or settings.report_folder is not None
+    if on_host or reports or settings.chunk.stage:
         patterns += ["megatron_pretrain", "megatron_logging"]
     if any(feature.bars for feature in features.FEATURES if feature.flag in settings.on):
         patterns.append("own_configs")

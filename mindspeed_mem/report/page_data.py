@@ -128,11 +128,13 @@ class Run:
         cells: dict[tuple[int, str], Cell] = {}
         for step in self.stages():
             forwards: dict[tuple[int, str], list[float]] = defaultdict(list)
+            ran: dict[int, set[int]] = defaultdict(set)  # by layer: in virtual stages not in all of them
             inside = sorted((one.begin, one.end) for one in step.passes() if one.name.startswith("forward"))
             for one in step.operators():
                 place = bisect.bisect_right(inside, (one.begin, math.inf)) - 1
                 if place >= 0 and one.end <= inside[place][1] + 1e-6:
                     forwards[one.more["layer"], one.more["op"]].append(one.length)
+                    ran[one.more["layer"]].add(place)
             moved: dict[tuple[int, str], float] = defaultdict(float)
             again: set[tuple[int, str]] = set()
             for one in step.spans:
@@ -143,10 +145,10 @@ class Run:
                     moved[where] += one.more["bytes"] / MIB
                 elif one.track == AGAIN:
                     again.add(where)
-            count = max(1, len(inside))
             for where in dict.fromkeys([*forwards, *moved, *again]):
                 what = ", ".join(["swap"] * (where in moved) + ["recompute"] * (where in again)) or "keep"
                 took = mean(forwards[where]) if forwards.get(where) else None
+                count = len(ran[where[0]]) or max(1, len(inside))
                 cells.setdefault(where, Cell(what, moved.get(where, 0.0) / count, self.kept.get(where), took))
         return cells
 

@@ -82,7 +82,9 @@ def _page(folder: Path) -> str:
     target = folder / PAGE
     try:
         output.write(target, page.page([page_data.read([folder])]))
-    except page_data.PageError as error:  # files of somebody else
+    except OSError:
+        raise
+    except Exception as error:  # files of somebody else; and training has ended well, whatever it is
         return f"what is known is in {folder}, and no page of it: {error}"
     return str(target)
 

@@ -118,5 +118,5 @@ def test_swap_on_uneven_pipeline_stages(tmp_path):
     assert {row["rank"] for row in rows(path) if row["swapped_bytes"]} == {0, 1}
     log = [f"Set layer swap at layer {layer} and value is: 2" in job.output for layer in range(8)]
     assert log == [True] * 5 + [False] * 3  # the layers of these stages
-    saved = {int(rank): int(share) for rank, share in re.findall(r"^ +(\d)( +[\d.]+){5} +(\d+) %", job.output, re.M)}
+    saved = {int(rank): int(share) for rank, _, share in re.findall(r"^ +(\d)( +[\d.]+){5} +(\d+) %", job.output, re.M)}
     assert min(saved[rank] for rank in (0, 1)) > 50
