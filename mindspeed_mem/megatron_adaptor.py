@@ -114,7 +114,7 @@ def report(page: str | os.PathLike | None = None) -> str:
         from mindspeed_mem.report import run_file
 
         of_engines, of_chunks = found
-        run_file.write(folder, of_engines, of_chunks, _State.settings.values)
+        run_file.write(folder, of_engines, of_chunks, _State.settings.values, _State.settings.notices)
     return text
 
 

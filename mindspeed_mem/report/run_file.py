@@ -49,20 +49,25 @@ def begin(folder: Path) -> None:
 
 
 def write(
-    folder: Path, engines: Sequence[EngineFigures], chunks: Sequence[ChunkFigures], settings: Mapping[str, Any]
+    folder: Path,
+    engines: Sequence[EngineFigures],
+    chunks: Sequence[ChunkFigures],
+    settings: Mapping[str, Any],
+    notices: Sequence[str] = (),
 ) -> None:
     """Write `run.json`, and the page where what draws it is installed. What cannot be written is told.
 
     Args:
         engines, chunks: of all ranks.
         settings: flags with their values.
+        notices: what was said of them at start.
     """
     about = {
         "version": page_data.VERSION,
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": _versions(),
         "settings": {flag: str(value) for flag, value in settings.items()},
-        "notices": WARNED.lines,
+        "notices": list(dict.fromkeys([*notices, *WARNED.lines])),
         "ranks": [dataclasses.asdict(one) for one in engines],
         "chunks": [dataclasses.asdict(one) for one in chunks],
     }
