@@ -116,6 +116,12 @@ def test_without_room_for_matrices_copies_are_measured_alone():
     assert (speed.out, speed.back) == (speed.out_alone, speed.back_alone) and min(speed[:4]) > 0
 
 
+def test_nothing_is_multiplied_where_only_copies_are_asked_for():
+    backend = Full()
+    speed = measure_link(backend, nbytes=2**20, rounds=1, beside=False)
+    assert backend.asked == [2**20] and speed.out == speed.out_alone
+
+
 @pytest.mark.gpu
 def test_a_gpu_copies_beside_its_computation():
     backend = get_backend("cuda")

@@ -72,7 +72,7 @@ def smallest_worth(backend: Backend) -> int:
     if backend.copies_block:
         return 0
     if backend not in _found:
-        small, large = (measure_link(backend, nbytes, seconds=_SECONDS) for nbytes in (_SMALL, _LARGE))
+        small, large = (measure_link(backend, nbytes, seconds=_SECONDS, beside=False) for nbytes in (_SMALL, _LARGE))
         start = _SMALL / min(small.out_alone, small.back_alone)  # nanoseconds, as speeds are in bytes for each
         worth = start * max(large.out_alone, large.back_alone)
         _found[backend] = min(max(1 << (int(worth).bit_length() - 1), _LEAST), _MOST)
