@@ -45,9 +45,15 @@ def test_pipeline_stages_that_do_not_fit():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'"),
+        pytest.param(
+            ["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'", marks=pytest.mark.sweep
+        ),
         (["--num-layer", "4"], "unrecognized arguments: --num-layer 4"),
-        (["--hidden-dropout", "1"], "--hidden-dropout: got 1.0, must be from 0 to less than 1"),
+        pytest.param(
+            ["--hidden-dropout", "1"],
+            "--hidden-dropout: got 1.0, must be from 0 to less than 1",
+            marks=pytest.mark.sweep,
+        ),
         (["--recompute-granularity", "full"], "needs --recompute-method and --recompute-num-layers"),
         (["--split", "all"], "--split: got 'all'"),
         pytest.param(
@@ -83,7 +89,7 @@ def test_text_that_cannot_be_used(tmp_path):
     train("--data-path", tmp_path / "set").refused("give its --tokenizer-model FILE or --vocab-size N")
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # test_failing_rank.py
 @pytest.mark.distributed
 def test_a_failing_rank_takes_the_job_down(tmp_path):
     """Tokens that the vocabulary does not have: the first pipeline stage fails, the second would wait for ever."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.examples.jobs import EXAMPLES, SHORT, numbers, rows, script
 
-STEPS = 12
+STEPS = 6
 SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernorm, "
 
 
@@ -15,11 +15,12 @@ SELECTIVE = "Set select recompute at layer {}: input_layernorm, pre_mlp_layernor
 @pytest.mark.parametrize(
     ("name", "arguments", "log", "again"),
     [
-        (
+        pytest.param(
             "pretrain_gpt_recompute.sh",
             (),
             [SELECTIVE.format(layer) + "self_attention.rotary_pos_emb, mlp.activation_func" for layer in range(4)],
             {"input_layernorm of layers 0-3": 64, "mlp.activation_func of layers 0-3": 64},
+            marks=pytest.mark.sweep,
         ),
         (
             "pretrain_gpt_swap_recompute.sh",

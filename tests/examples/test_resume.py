@@ -1,10 +1,12 @@
 """Checkpoints: a run that continues cannot be told from one that was never interrupted."""
 
+import functools
 import re
 
 import pytest
 
 from tests.examples.jobs import numbers, rows, train
+from tests.sweeping import but
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1".split()
@@ -15,25 +17,27 @@ ITERATIONS = ["--train-iters", "6"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, everything):
-    """{name: (arguments, folder)} of runs of 6 iterations on 2 ranks with checkpoints at 3 and 6, and metrics."""
+def run(tmp_path_factory, everything):
+    """run(name): (arguments, folder) of a run of 6 iterations on 2 ranks with checkpoints at 3 and 6, and metrics."""
     layouts = {"pipeline, dropout and swap": [*PIPELINE, "--memory-config", str(everything)], "sharded": SHARDED}
-    found = {}
-    for name, arguments in layouts.items():
-        folder = tmp_path_factory.mktemp("run")
+
+    @functools.cache
+    def started(name):
+        arguments, folder = layouts[name], tmp_path_factory.mktemp("run")
         save = ["--save", folder / "saved", "--save-interval", "3", "--metrics-file", folder / "metrics"]
         train(*arguments, *ITERATIONS, *save, ranks=2).succeeded()
         assert (folder / "saved" / TRACKER).read_text() == "6"
         (folder / "saved" / TRACKER).write_text("3")  # as if the run had been killed before it wrote the last one
-        found[name] = (arguments, folder)
-    return found
+        return arguments, folder
+
+    return started
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["pipeline, dropout and swap", "sharded"])
-def test_a_resumed_run_is_bit_identical(runs, tmp_path, name):
-    arguments, folder = runs[name]
+@pytest.mark.parametrize("name", but(["pipeline, dropout and swap", "sharded"], "sharded"))
+def test_a_resumed_run_is_bit_identical(run, tmp_path, name):
+    arguments, folder = run(name)
     # The file as a killed run leaves it: iteration 4 was done, but after the checkpoint; its lines must be replaced.
     lines = (folder / "metrics").read_text().splitlines(keepends=True)
     metrics = tmp_path / "metrics"
@@ -46,16 +50,14 @@ def test_a_resumed_run_is_bit_identical(runs, tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        pytest.param(1, [], marks=pytest.mark.sweep),
-        (2, ["--pipeline-model-parallel-size", "2", "--pipeline-stages", "1,3"]),
-    ],
+    [(1, []), (2, ["--pipeline-model-parallel-size", "2", "--pipeline-stages", "1,3"])],
     ids=["one rank", "uneven pipeline stages"],
 )
-def test_another_layout_continues(runs, tmp_path, ranks, layout):
-    arguments, folder = runs["sharded"]
+def test_another_layout_continues(run, tmp_path, ranks, layout):
+    arguments, folder = run("sharded")
     load = ["--load", folder / "saved", "--metrics-file", tmp_path / "metrics"]
     job = train(*arguments, *ITERATIONS, *layout, *load, ranks=ranks)
     job.succeeded()
@@ -67,8 +69,8 @@ def test_another_layout_continues(runs, tmp_path, ranks, layout):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_another_model_is_refused(runs):
-    arguments, folder = runs["pipeline, dropout and swap"]
+def test_another_model_is_refused(run):
+    arguments, folder = run("pipeline, dropout and swap")
     other = ["--swiglu", "--num-attention-heads", "8", "--load", folder / "saved"]
     job = train(*arguments, *other, ranks=2).refused(
         f"cannot load {folder}/saved/iter_0000003 into another model",

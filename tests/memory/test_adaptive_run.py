@@ -43,7 +43,7 @@ def life(kind: str, layout: dict, share: float, plan_file: str | None = None, **
     [
         ("dense", {"layers": 4}),
         pytest.param("swiglu_gqa_rope", {"layers": 4}, marks=pytest.mark.sweep),
-        ("moe", {"layers": 3}),
+        pytest.param("moe", {"layers": 3}, marks=pytest.mark.sweep),
     ],
     ids=str,
 )
