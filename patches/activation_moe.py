@@ -1,7 +1,8 @@
-"""megatron.core.transformer.moe.token_dispatcher: the steps of token dispatch are operators of an expert layer.
+"""megatron.core.transformer.moe: what is no module in an expert layer has names, too.
 
-Why here: they are methods of an object that is no module. What a step reads on that object is replaced by the next
-micro-batch, so a second run gets it as it was. Some gather into a buffer that all layers share.
+The steps of token dispatch are methods of an object. What a step reads on that object is replaced by the next
+micro-batch, so a second run gets it as it was. Some gather into a buffer that all layers share. TransformerEngine's
+grouped experts compute their activation function between two modules, without the marker that Megatron's MLP has there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,25 @@ def _step(method, name):
 for _kind in ("AllGather", "AlltoAll"):
     for _method, _name in _STEPS.items():
         around(_DISPATCHERS.format(_kind, _method), since="0.14")(_step(_method, _name))
+
+
+@around("megatron.core.transformer.moe.experts:TEGroupedMLP.__init__", since="0.14")
+def grouped_experts(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    self.linear_fc1.register_forward_hook(_activation_begins)
+    self.linear_fc2.register_forward_pre_hook(_activation_ends)
+
+
+def _activation_begins(module, inputs, output):
+    engine = None if torch.compiler.is_compiling() else engines.in_use
+    if engine is not None:
+        engine.operators.mark_start("activation")
+
+
+def _activation_ends(module, inputs):
+    engine = None if torch.compiler.is_compiling() else engines.in_use
+    if engine is not None:
+        engine.operators.mark_stop("activation")
 
 
 @around("megatron.core.utils:GlobalMemoryBuffer.get_tensor")

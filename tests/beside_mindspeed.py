@@ -1,8 +1,9 @@
-"""A run beside the real MindSpeed, in a process of its own: `python -m tests.beside_mindspeed ORDER [our flags]`.
+"""A run beside the real MindSpeed, in a process of its own: `python -m tests.beside_mindspeed DEVICE ORDER [flags]`.
 
-MINDSPEED names a checkout. What it needs of an NPU (torch_npu, acl, triton, torchair) has stand-ins that do nothing,
-and the device is the host, where our import brings MindSpeed in as it does on an NPU. ORDER is who is imported first:
-`ours`, `theirs`, or `alone`: MindSpeed without us, but for what lets megatron-core train on the host.
+MINDSPEED names a checkout. What it needs besides (acl, triton, torchair) has stand-ins that do nothing. DEVICE is
+`cpu`, where torch_npu is one of them and our import brings MindSpeed in as it does on an NPU; or `npu`, the tests'
+accelerator (ACCELERATOR: its library). ORDER is who is imported first: `ours`, `theirs`, or `alone`: MindSpeed without
+us, but for what lets megatron-core train there. The flags are ours.
 
 Prints a line of JSON: what was trained before and after MindSpeed's `repatch`, what is wrong with our patches then, and
 what moved or ran again.
@@ -10,6 +11,7 @@ what moved or ran again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.abc
@@ -18,9 +20,10 @@ import json
 import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
-ABSENT = ("torch_npu", "acl", "torchair", "triton", "einops")
+ABSENT = ("acl", "torchair", "triton", "einops")
 
 
 class _Nothing(type):
@@ -56,8 +59,8 @@ class _Module(types.ModuleType):
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        top = name.partition(".")[0]
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if top in ABSENT else None
+        absent = name.partition(".")[0] in (*ABSENT, "torch_npu")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if absent else None
 
     def create_module(self, spec: Any) -> types.ModuleType:
         return _Module(spec.name)
@@ -69,25 +72,47 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             torch.npu = torch.cuda  # type: ignore[attr-defined]  # which is made to be the host
 
 
-def on_host(alone: bool) -> None:
-    """Let the checkout be imported on the host; `alone`: our import is to leave it as it is."""
+def on_host(ours: bool) -> None:
+    """Let the checkout be imported on the host; `ours`: by our import."""
+    _importable()
+    from mindspeed_mem.device.cpu import CpuBackend
+
+    CpuBackend.runs_mindspeed = ours
+
+
+def on_accelerator(ours: bool) -> None:
+    """The same where the tests' accelerator stands in as an NPU: torch_npu has all of that, and no more that works."""
+    from tests.accelerator import stand_in
+
+    stand_in.start("npu", Path(os.environ["ACCELERATOR"]))
+    _importable()
+    from mindspeed_mem.device.npu import NpuBackend
+    from tests.accelerator import transfer
+
+    NpuBackend.runs_mindspeed = ours
+    transfer.install()
+    npu: Any = sys.modules["torch_npu"]
+    npu.__class__, npu.__version__, npu.__path__ = _Module, _Module.__version__, []
+    sys.modules["torch_npu.npu"] = npu.npu = _Module("torch_npu.npu")
+    vars(npu.npu).update(vars(sys.modules["torch.npu"]), _lazy_call=lambda call, **how: call())
+    # MindSpeed asks whether it knows names of groups: its first versions did not
+    npu._C._distributed_c10d = types.SimpleNamespace(ProcessGroupHCCL=types.SimpleNamespace(Options=object))
+
+
+def _importable() -> None:
     sys.path.append(os.environ["MINDSPEED"])
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0")  # torch's way to build kernels asks a GPU otherwise
     sys.meta_path.insert(0, _StandIns())
 
-    from mindspeed_mem.device.cpu import CpuBackend
-
-    CpuBackend.runs_mindspeed = not alone
-
 
 def main() -> None:
-    order, *flags = sys.argv[1:]
-    sys.argv[1:] = ["--device", "cpu", *flags]
-    on_host(order == "alone")
+    device, order, *flags = sys.argv[1:]
+    sys.argv[1:] = ["--device", device, *flags]
+    {"cpu": on_host, "npu": on_accelerator}[device](ours=order != "alone")
     if order == "theirs":
         from tests.worlds import apply_cpu_patches
 
-        apply_cpu_patches()  # without which megatron-core cannot be imported here
+        apply_cpu_patches(None if device == "cpu" else device)  # without which megatron-core cannot be imported here
         importlib.import_module("mindspeed.megatron_adaptor")
     import mindspeed_mem.megatron_adaptor as mem
 
@@ -97,13 +122,15 @@ def main() -> None:
     from mindspeed_mem.patching import REGISTRY
 
     mem.configure({})
-    found: dict[str, Any] = {"before": _trained()}
+    found: dict[str, Any] = {"before": _trained(device)}
     theirs.repatch({"use_distributed_optimizer": False})
-    found["after"] = _trained()
+    found["after"] = _trained(device)
     manager.set_features_list(list(manager.FEATURES_LIST[:3]))
     found["in their list"] = [one.feature_name for one in manager.FEATURES_LIST][3:]
     ours = [patch for patch in REGISTRY.patches if ".cpu_" not in patch.declared_by]
     lost = (patch for patch in ours if patch.verify().startswith(("LOST", "FAILED")))
+    if device == "npu":
+        sys.modules["tests.accelerator.stand_in"].check()
     found["lost"] = [f"{patch.target} {patch.verify()}" for patch in lost]
     found["theirs"] = len(_patches_of_theirs())
     figures = _figures()
@@ -118,23 +145,25 @@ def _patches_of_theirs() -> Any:
     return [one for one in MindSpeedPatchesManager.patches_info.values() if one.is_applied]
 
 
-def _trained() -> list[str]:
+def _trained(device: str) -> list[str]:
     """Losses and gradients of two steps, as digests."""
     import torch.distributed as dist
 
+    from mindspeed_mem.device import get_backend
     from tests.models import build_gpt, train_step
     from tests.worlds import parallel
 
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with parallel():
+        dist.init_process_group(get_backend(device).collectives, store=dist.HashStore(), rank=0, world_size=1)
+    accelerator = sys.modules.get("tests.accelerator.stand_in")
+    with accelerator.lagging(random=200) if accelerator else contextlib.nullcontext(), parallel():
         chunks = build_gpt("dropout", layers=2)
         results = [train_step(chunks, step=step, micro_batches=2, attention_mask=True) for step in range(2)]
     digests = []
     for one in results:
         digest = hashlib.sha256(repr(one.loss).encode())
         for name in sorted(one.grads):
-            digest.update(one.grads[name].numpy().tobytes())
+            digest.update(one.grads[name].cpu().numpy().tobytes())
         digests.append(digest.hexdigest()[:16])
     return digests
 

@@ -18,9 +18,11 @@ PIECES = {"kind": "moe", "dtype": torch.bfloat16, "overlap_moe_expert_parallel_c
 PREDICTION = {"kind": "dropout", "mtp_num_layers": 2}
 
 
-def memory_features(layout: dict, model: dict, around=contextlib.nullcontext, recomputes: bool = True) -> tuple:
-    """What differs from Megatron alone with everything swapped, and with operators and layers recomputed; which
-    operators of which layers moved, and which ran again."""
+def memory_features(
+    layout: dict, model: dict, around=contextlib.nullcontext, recomputes: bool = True, plans: list | None = None
+) -> tuple:
+    """What differs from Megatron alone with everything swapped, and with operators and layers recomputed (or by
+    `plans`); which operators of which layers moved, and which layers ran again."""
     from tests import models
     from tests.models import build_optimizer, forget_routing, train_step
     from tests.swap_runs import EVERYTHING, again, difference, left_over, swap
@@ -33,7 +35,7 @@ def memory_features(layout: dict, model: dict, around=contextlib.nullcontext, re
             forget_routing(chunks)
             return results
 
-    plans = [EVERYTHING, again([".*norm", "mlp"]), again(recompute=True)]
+    plans = plans or [EVERYTHING, again([".*norm", "mlp"]), again(recompute=True)]
     found, moved, ran = [], set(), set()
     without = run()
     for plan in plans if recomputes else plans[:1]:

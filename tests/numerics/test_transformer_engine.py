@@ -3,12 +3,15 @@ itself was never run): norms inside the linears after them, and one of several a
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config, resolve
 from tests.numerics.test_beside_megatron import memory_features
-from tests.swap_runs import again, entry, op
+from tests.swap_runs import EVERYTHING, again, entry, op
 from tests.worlds import on_ranks
 
 
@@ -85,6 +88,43 @@ def test_swapped_and_recomputed_to_the_same_bits(spec):
     of_layer = {name for layer, name in moved if layer == 0}
     assert {"self_attention.linear_qkv", "self_attention.core_attention.flash_attention", "mlp.linear_fc1"} <= of_layer
     assert not any("norm" in name for name in of_layer)
+
+
+def grouped_experts(spec) -> None:
+    """Experts as in its specs: all in one module, with all tokens of one after those of another."""
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class Grouped(torch.nn.Module):
+        def __init__(self, count, input_size, output_size, *, config, **more):
+            super().__init__()
+            for number in range(count):
+                weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+                weight.allreduce = True
+                self.register_parameter(f"weight{number}", weight)
+
+        def forward(self, inputs, counts):
+            each = zip(inputs.split(list(counts)), self.parameters(), strict=True)
+            return torch.cat([one @ weight.t() for one, weight in each]), None
+
+    linears = MLPSubmodules(linear_fc1=Grouped, linear_fc2=Grouped)
+    mlp = spec.submodules.mlp
+    if isinstance(mlp, functools.partial):  # since 0.19
+        experts = functools.partial(TEGroupedMLP, submodules=linears)
+        changed = dataclasses.replace(mlp.keywords["submodules"], experts=experts)
+        spec.submodules.mlp = functools.partial(mlp, submodules=changed)
+    else:
+        mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_the_activation_function_of_grouped_experts_has_its_name(fused):
+    model = {"kind": "moe", "change_spec": grouped_experts, "bias_activation_fusion": fused}
+    [(found, moved, ran)] = on_ranks(1, memory_features, {}, model, plans=[EVERYTHING, again(["moe_act"])])
+    assert not found and ran == {0, 1}
+    assert (0, "mlp.experts.activation_func") in moved
 
 
 OPERATORS = [

@@ -1,5 +1,6 @@
 """Beside the real MindSpeed (MINDSPEED names a checkout): whoever is imported first, and after its repatch, the bits
-are MindSpeed's own, and nothing of ours is lost. On the host, with stand-ins for what MindSpeed needs of an NPU."""
+are MindSpeed's own, and nothing of ours is lost. On the host and on the tests' accelerator as an NPU, with stand-ins
+for what else MindSpeed needs."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.accelerator import building
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +27,7 @@ def started(*arguments: str) -> subprocess.CompletedProcess:
     search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
     command = [sys.executable, "-W", "ignore", "-m", "tests.beside_mindspeed", *arguments]
-    environment = {**clean, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    environment = {**clean, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", "ACCELERATOR": str(building.library())}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -42,15 +45,16 @@ def plan(tmp_path):
     return str(file)
 
 
+@pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("order", ["ours", "theirs"])
 @pytest.mark.parametrize("feature", ["swap", "recompute", "survive"])
-def test_training_keeps_its_bits_and_our_patches_stay(order, feature, plan):
+def test_training_keeps_its_bits_and_our_patches_stay(device, order, feature, plan):
     flags = {
         "swap": ["--memory-config", plan],
         "recompute": ["--recompute-layers", "all"],
         "survive": ["--survive-oom"],
     }
-    alone, found = run("alone"), run(order, *flags[feature])
+    alone, found = run(device, "alone"), run(device, order, *flags[feature])
     assert len(set(alone["before"])) == 2 and alone["theirs"] > 50
     assert found["before"] == found["after"] == alone["before"]
     assert not found["lost"] and found["in their list"] == ["mindspeed_mem"] and found["theirs"] >= alone["theirs"]
@@ -71,7 +75,7 @@ def test_training_keeps_its_bits_and_our_patches_stay(order, feature, plan):
     ],
 )
 def test_what_decides_about_the_same_is_refused_before_anything_runs(theirs, plan):
-    done = started("ours", "--memory-config", plan, *theirs.split())
+    done = started("cpu", "ours", "--memory-config", plan, *theirs.split())
     flag = theirs.partition(" level")[0]
     assert done.returncode == 2 and f"--memory-config cannot be combined with {flag}: " in done.stderr
     assert not done.stdout

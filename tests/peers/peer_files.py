@@ -27,7 +27,7 @@ _beside = os.environ.get("MINDSPEED")
 if _beside:
     from tests.beside_mindspeed import on_host
 
-    on_host(alone=len(sys.argv) == 3)  # --device cpu
+    on_host(ours=len(sys.argv) > 3)  # --device cpu and flags
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402 (it reads sys.argv)
 from mindspeed_mem.activation import engine as engines  # noqa: E402
