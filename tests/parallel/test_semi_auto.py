@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import logging
 import math
 
 import pytest
@@ -314,6 +315,38 @@ def test_what_users_do_with_split_models():
     assert "training=True" in modes and "training=False" in modes
 
 
+def told():
+    """How often and what the log tells of two steps, and the report."""
+    lines, counts, log = [], [], logging.getLogger("mindspeed_mem")
+    handler, level = logging.Handler(), log.level
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        model = parallel.semi_auto(Small(), parallel.mesh("cpu", dp=2), {"": {"in_strategy": (("dp", None),)}})
+        for _ in range(2):
+            loss = model(torch.ones(4, 6)).sum()
+            counts.append(len(lines))
+            loss.backward()
+            counts.append(len(lines))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert parallel.report() is parallel.report(model)
+    return counts, lines, str(parallel.report())
+
+
+def test_the_report_is_in_the_log_of_the_first_rank_after_the_first_step():
+    (counts, lines, report), (_, others, _) = on_ranks(2, told)
+    assert counts == [0, 1, 1, 1] and lines == [f"redistributed in the first step:\n{report}"] and not others
+    assert "fc1.weight.grad" in report and "all_reduce(dp)" in report
+
+
+def test_there_is_no_report_before_a_model_is_split():
+    with pytest.raises(StrategyError, match="nothing is split yet: see parallel.semi_auto"):
+        parallel.report()
+
+
 # ---- what is refused
 
 
@@ -374,6 +407,9 @@ def refusals():
         )(torch.ones(4, 6))
     )
     found["function"] = refused(lambda: parallel.shard(F.relu, parameter_plan={"weight": ()}, mesh=mesh))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.12.1+cpu")
+        found["torch"] = refused(lambda: split({})) + refused(lambda: parallel.shard(F.relu, mesh=mesh))
     return found
 
 
@@ -415,3 +451,6 @@ def test_what_is_refused():
         assert found["no rule"][0].startswith("margin:multi_margin_loss: inputs (4, 6) tp:0")
         assert "parallel.local" in found["no rule"][0]
         assert "parameter_plan is for modules" in found["function"][0]
+        assert found["torch"] == [
+            f"{one} needs torch 2.13 or newer, this is 2.12.1+cpu" for one in ("semi_auto", "shard")
+        ]
