@@ -73,11 +73,10 @@ class Operators(TorchFunctionMode):
             calls[name] += 1
         if kinds & _PLAIN:
             args, kwargs = self._all_split((args, kwargs))
-        given = args[0] if args else None
         if row is not None and row.in_strategy is not None:
             args, kwargs = bring((args, kwargs), row.in_strategy, self.mesh, where, self.problems)
         if name.endswith("_") or name == "setitem" or kwargs.get("inplace"):
-            self._refuse_lost(given, args, where)
+            _refuse_lost(args[0] if args else None, where)
         before = running.where
         running.where = where
         try:
@@ -89,27 +88,10 @@ class Operators(TorchFunctionMode):
             running.where = before
         result = rules.settled(result, where)
         if row is not None and row.out_strategy is not None:
-            result = bring(result, row.out_strategy, self.mesh, f"{where}, output", self.problems)
+            result = bring(result, row.out_strategy, self.mesh, f"{where}, output", self.problems, given=(args, kwargs))
         if self.begun <= _MARKED or report.is_recording():
             report.mark(result, where)
         return result
-
-    @staticmethod
-    def _refuse_lost(given: Any, args: tuple, where: str) -> None:
-        """Raise where a change in place would not reach the tensor that is changed on one device."""
-        if not args or not isinstance(given, DTensor):
-            return
-        what = f"{where}: {tuple(given.shape)} {text(given.placements, given.device_mesh)}"
-        if rules.is_copy(given):
-            raise StrategyError(
-                f"{what} is a view of a tensor that is split otherwise, so a copy, and a change of it in place "
-                "would be lost: assign to the tensor itself (x[index] = ...), or use the operator that is not in place"
-            )
-        if given.placements != args[0].placements:
-            raise StrategyError(
-                f"{what} would be changed in place in the copy that in_strategy asks for, and that would be lost: use "
-                "the operator that is not in place, or give it no in_strategy"
-            )
 
     def _row(self, where: str, call: int) -> Row | None:
         for key in (f"{where}.{call}", where):
@@ -121,6 +103,16 @@ class Operators(TorchFunctionMode):
     def _all_split(self, values: Any) -> Any:
         leaves, tree = tree_flatten(values)
         return tree_unflatten([whole(one, self.mesh) if _is_plain(one) else one for one in leaves], tree)
+
+
+def _refuse_lost(x: Any, where: str) -> None:
+    """Raise where a change of `x` in place would not reach the tensor that is changed on one device."""
+    if not isinstance(x, DTensor) or not (of := rules.copy_of(x)):
+        return
+    raise StrategyError(
+        f"{where}: {tuple(x.shape)} {text(x.placements, x.device_mesh)} is {of}, and a change of it in place would be "
+        "lost: use the operator that is not in place, clone() it first, or assign to the tensor itself (x[index] = ...)"
+    )
 
 
 def name_backward() -> None:
@@ -187,6 +179,7 @@ def bring(
     problems: list[str],
     local: bool = False,
     plain: bool = False,
+    given: Any = None,
 ) -> Any:
     """The tensors among `values` as the strategies say, the others as they are.
 
@@ -196,7 +189,9 @@ def bring(
         problems: takes what does not fit; such a tensor stays as it comes.
         local: plain tensors with a strategy are this rank's parts.
         plain: DTensors without a strategy become plain tensors, whole on each rank.
+        given: what these are the results of; None: they are arguments.
     """
+    held = None if given is None else [one for one in tree_flatten(given)[0] if _moves(one)]
     if isinstance(wanted, Mapping):
         if not isinstance(values, Mapping):
             problems.append(f"{what}: strategies by name, but the tensors have none; give them in order")
@@ -218,11 +213,11 @@ def bring(
         )
         return values
     for number, index in enumerate(tensors):
-        given = strategies[number] if wanted is not None else None
-        if plain and given is None:
+        strategy = strategies[number] if wanted is not None else None
+        if plain and strategy is None:
             leaves[index] = _plain(leaves[index]) if isinstance(leaves[index], DTensor) else leaves[index]
         else:
-            leaves[index] = _brought(leaves[index], given, mesh, f"{what} {number}", problems, local)
+            leaves[index] = _brought(leaves[index], strategy, mesh, f"{what} {number}", problems, local, held)
     changed = tree_unflatten(leaves, tree)
     return _like(values, changed)
 
@@ -246,7 +241,9 @@ def _like(values: Any, changed: Any) -> Any:
     return changed
 
 
-def _brought(x: Any, given: Any, mesh: DeviceMesh, what: str, problems: list[str], local: bool) -> Any:
+def _brought(
+    x: Any, given: Any, mesh: DeviceMesh, what: str, problems: list[str], local: bool, held: list[Any] | None
+) -> Any:
     if given is None:
         return moved(x, x.placements, what) if isinstance(x, DTensor) and x.requires_grad else x
     if not isinstance(x, DTensor) and local:
@@ -258,7 +255,12 @@ def _brought(x: Any, given: Any, mesh: DeviceMesh, what: str, problems: list[str
     if found:
         return x
     x = x if isinstance(x, DTensor) else whole(x, mesh)
-    return x if not x.requires_grad and x.placements == target else moved(x, target, what)
+    if x.placements == target:
+        return moved(x, target, what) if x.requires_grad else x
+    brought = moved(x, target, what)
+    if held is None or x._is_view() or any(x is one for one in held):  # else nobody has what it is a copy of
+        rules.copied(brought, f"the copy that the strategy of {what} asks for")
+    return brought
 
 
 def explained(error: Exception, where: str, values: Any) -> Exception:

@@ -181,14 +181,24 @@ def _read(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return function(x.to_local(), *args[1:], **kwargs)
 
 
-def is_copy(x: Any) -> bool:
-    """Whether it is a view for autograd, but had to be redistributed: what changes it does not reach what it is of."""
-    base = x._base if isinstance(x, DTensor) and x._is_view() else None
-    return hasattr(x, _COPY) or isinstance(base, DTensor) and _memory(base) != _memory(x)
+def copied(x: DTensor, of: str) -> DTensor:
+    """`x`, which is another tensor than on one device: its changes in place are to be refused, `of` says why."""
+    setattr(x, _COPY, of)
+    return x
+
+
+def copy_of(x: DTensor) -> str:
+    """Why what changes `x` in place would not reach the tensor that is changed on one device; "" where it does."""
+    base = x._base if x._is_view() else None
+    said = getattr(x, _COPY, "") or getattr(base, _COPY, "")
+    if not said and isinstance(base, DTensor) and _memory(base) != _memory(x):
+        said = _OTHERWISE
+    return said
 
 
 _COPY = "_mindspeed_mem_copy"
-"""Attribute of a tensor that would be a view on one device, which autograd does not know."""
+"""Attribute of a tensor: why it is a copy, though on one device it is the tensor itself or a view of it."""
+_OTHERWISE = "a view of a tensor that is split otherwise, so a copy"
 
 
 def _memory(x: DTensor) -> int:
@@ -241,7 +251,7 @@ def _unbound(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     near = moved(x, _kept(x, set(range(x.dim())) - {dim % x.dim()}), where)
     pieces = _pieces(function, (near, dim), {}, where)
     for piece in pieces if near is not x else ():
-        setattr(piece, _COPY, True)
+        copied(piece, _OTHERWISE)
     return pieces
 
 
@@ -367,6 +377,9 @@ def _random(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     if _draws_together(x.device_mesh) or not _trains(function, args, kwargs):
         return function(*args, **kwargs)
     _warn_of_randomness(x.device_mesh)
+    if kwargs.get("inplace"):
+        _refuse_sum(x)
+        return x.copy_(moved(_on_parts(function, args, {**kwargs, "inplace": False}, where, ()), x.placements, where))
     if function not in _BY_SHAPE:
         result = _on_parts(function, args, kwargs, where, ())
         return moved(result, gradient_like(x), where) if result.shape == x.shape else result
@@ -419,9 +432,11 @@ def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     names = ("input", "p", "training", "inplace")
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
+    if given["inplace"]:
+        _refuse_sum(x)
     if not given["training"] or given["p"] == 0 or _draws_together(x.device_mesh):
         return function(*args, **kwargs)
-    x = moved(x, [one if not one.is_partial() else Replicate() for one in x.placements], where)
+    x = moved(x, gradient_like(x), where)
     _warn_of_randomness(x.device_mesh)
     mask = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device).bernoulli_(1 - given["p"])
     if given["p"] < 1:

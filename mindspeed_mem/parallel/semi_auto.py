@@ -262,7 +262,7 @@ class Forward:
         args, kwargs = self._arguments(args, kwargs, row, what)
         result = self._once_or_again(args, kwargs)
         if row.out_strategy is not None and not (self.path == "" and self.split.plain):
-            result = bring(result, row.out_strategy, mesh, f"{what}, output", problems)
+            result = bring(result, row.out_strategy, mesh, f"{what}, output", problems, given=(args, kwargs))
         return result
 
     def _arguments(self, args: tuple, kwargs: dict, row: Row, what: str) -> tuple[tuple, dict]:
