@@ -32,6 +32,8 @@ _ADVICE = {
     "to P(sum) not supported yet": "use the operator that is not in place",
     "Sharding propagation failed": "give it inputs in another layout",
     "from one partial type": "give it inputs in another layout",
+    "as_strided not supported": "write it as a view, a slice or an index",
+    "returns multiple views": "use the operator that is not in place",
 }
 """What to do about what DTensor says."""
 
@@ -67,6 +69,9 @@ class Operators(TorchFunctionMode):
             return func(*args, **kwargs)
         path, calls = self._frames[-1]
         name = function_name(func)
+        changes = name.endswith("_") or name == "setitem" or kwargs.get("inplace")
+        if changes and args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+            return self._into_plain(func, types, args, kwargs)
         where, row = f"{path}:{name}", None
         if path in self._with_rows:
             row = self._row(where, calls[name])
@@ -75,7 +80,7 @@ class Operators(TorchFunctionMode):
             args, kwargs = self._all_split((args, kwargs))
         if row is not None and row.in_strategy is not None:
             args, kwargs = bring((args, kwargs), row.in_strategy, self.mesh, where, self.problems)
-        if name.endswith("_") or name == "setitem" or kwargs.get("inplace"):
+        if changes:
             _refuse_lost(args[0] if args else None, where)
         before = running.where
         running.where = where
@@ -93,6 +98,13 @@ class Operators(TorchFunctionMode):
             report.mark(result, where)
         return result
 
+    def _into_plain(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        """A plain tensor is changed with split ones: in a copy, and back, so that autograd knows where it came from."""
+        mine = whole(args[0].clone(), self.mesh)
+        result = self.__torch_function__(func, types, (mine, *args[1:]), kwargs)
+        args[0].copy_(_plain(mine, f"{self._frames[-1][0]}:{function_name(func)}"))
+        return None if result is None else args[0]
+
     def _row(self, where: str, call: int) -> Row | None:
         for key in (f"{where}.{call}", where):
             if key in self.rows:
@@ -102,7 +114,7 @@ class Operators(TorchFunctionMode):
 
     def _all_split(self, values: Any) -> Any:
         leaves, tree = tree_flatten(values)
-        return tree_unflatten([whole(one, self.mesh) if _is_plain(one) else one for one in leaves], tree)
+        return tree_unflatten([whole(one, self.mesh) if _mixes(one) else one for one in leaves], tree)
 
 
 def _refuse_lost(x: Any, where: str) -> None:
@@ -144,18 +156,27 @@ def _kinds(values: Iterable[Any]) -> int:
     found = 0
     for value in values:
         if isinstance(value, torch.Tensor):
-            found |= _PLAIN if _is_plain(value) else _SPLIT if isinstance(value, DTensor) else 0
+            found |= _PLAIN if _mixes(value) else _SPLIT if isinstance(value, DTensor) else 0
         elif isinstance(value, (list, tuple)):
             found |= _kinds(value)
     return found
 
 
 def _is_plain(value: Any) -> bool:
-    """(A number on the host is whole for torch, too.)"""
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
 
 
+def _mixes(value: Any) -> bool:
+    """(A number on the host is whole for torch, too, but its gradient would be a DTensor.)"""
+    return (
+        _is_plain(value) or isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.requires_grad
+    )
+
+
 _names: dict[Any, str] = {}
+_IN_WORDS = {"truediv": "div", "rtruediv": "div", "iadd": "add_", "imul": "mul_", "isub": "sub_", "itruediv": "div_"}
+_IN_WORDS |= {"ifloordiv": "floor_divide_", "imod": "remainder_", "ipow": "pow_", "iand": "bitwise_and_"}
+_IN_WORDS |= {"ior": "bitwise_or_", "ixor": "bitwise_xor_"}
 
 
 def function_name(func: Callable) -> str:
@@ -165,7 +186,7 @@ def function_name(func: Callable) -> str:
         name = getattr(func, "__name__", type(func).__name__)
         if name.startswith("__") and name.endswith("__"):
             name = name[2:-2]
-            name = {"truediv": "div", "rtruediv": "div", "iadd": "add_", "imul": "mul_", "isub": "sub_"}.get(name, name)
+            name = _IN_WORDS.get(name, name)
             name = name[1:] if name in ("radd", "rmul", "rmatmul") else name
         _names[func] = name
     return name
@@ -215,16 +236,17 @@ def bring(
     for number, index in enumerate(tensors):
         strategy = strategies[number] if wanted is not None else None
         if plain and strategy is None:
-            leaves[index] = _plain(leaves[index]) if isinstance(leaves[index], DTensor) else leaves[index]
+            if isinstance(leaves[index], DTensor):
+                leaves[index] = _plain(leaves[index], "what the model returns")
         else:
             leaves[index] = _brought(leaves[index], strategy, mesh, f"{what} {number}", problems, local, held)
     changed = tree_unflatten(leaves, tree)
     return _like(values, changed)
 
 
-def _plain(x: Any) -> torch.Tensor:
+def _plain(x: Any, where: str) -> torch.Tensor:
     """A DTensor as the plain tensor, whole on each rank."""
-    all_whole = moved(x, [Replicate()] * x.device_mesh.ndim, "what the model returns")
+    all_whole = moved(x, [Replicate()] * x.device_mesh.ndim, where)
     return all_whole.to_local(grad_placements=all_whole.placements)
 
 

@@ -86,6 +86,12 @@ def _of_rows(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return _on_parts(function, args, kwargs, where, {0})
 
 
+def _cell(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Of a recurrent network: each row of its input and states, which come first, for itself."""
+    states = len(args[1]) if isinstance(args[1], (tuple, list)) else 1
+    return _on_parts(function, args, kwargs, where, {0} if args[0].dim() == 2 else (), alike=1 + states)
+
+
 def _whole(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Backward has no rule, or makes plain tensors."""
     return _on_parts(function, args, kwargs, where, ())
@@ -237,6 +243,21 @@ def _assigned(function: Callable, args: tuple, kwargs: dict, where: str) -> None
     x.copy_(moved(result, x.placements, where))
 
 
+def _changed(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """A change in place at places that tensors name, in a whole copy, and back: torch adds to each summand of a sum,
+    and its backward takes this rank's part for the whole."""
+    x, (rest, kwargs) = _first(args, kwargs)
+    _refuse_sum(x)
+    result = _on_parts(_not_in_place(function), (x, *rest), kwargs, where, ())
+    return x.copy_(moved(result, x.placements, where))
+
+
+def _not_in_place(function: Callable) -> Callable:
+    """``torch.dropout`` of ``torch.dropout_``."""
+    name = function.__name__.rstrip("_")
+    return getattr(torch.Tensor, name, None) or getattr(torch, name)
+
+
 # ---- backwards that make plain tensors
 
 
@@ -380,9 +401,12 @@ def _random(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     if kwargs.get("inplace"):
         _refuse_sum(x)
         return x.copy_(moved(_on_parts(function, args, {**kwargs, "inplace": False}, where, ()), x.placements, where))
+    if function in _MASKS_IN_PLACE:
+        return _changed(function, args, kwargs, where)
     if function not in _BY_SHAPE:
         result = _on_parts(function, args, kwargs, where, ())
-        return moved(result, gradient_like(x), where) if result.shape == x.shape else result
+        alike = isinstance(result, DTensor) and result.shape == x.shape
+        return moved(result, gradient_like(x), where) if alike else result
     like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     drawn = whole(function(like, *rest, **more), x.device_mesh)
     if function.__name__.endswith("_"):
@@ -403,8 +427,16 @@ def _trains(function: Callable, args: tuple, kwargs: dict) -> bool:
 _BY_SHAPE: tuple[Callable, ...] = (
     *(inspect.unwrap(one) for one in (torch.rand_like, torch.randn_like, torch.randint_like)),  # the pack may wrap them
     *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_, torch.Tensor.random_),
+    *(torch.Tensor.geometric_, torch.Tensor.cauchy_, torch.Tensor.log_normal_),
 )
 """What draws whatever numbers the tensor has. (``bernoulli_`` may take a tensor.)"""
+_MASKS_IN_PLACE = (
+    torch.dropout_,
+    torch.alpha_dropout_,
+    torch.feature_dropout_,
+    torch.feature_alpha_dropout_,
+    torch.rrelu_,
+)
 
 
 def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -429,8 +461,9 @@ def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: st
 
 def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """On devices where DTensor draws on each rank for itself: the same mask on all, of which each takes its part."""
-    names = ("input", "p", "training", "inplace")
+    names = ("input", "p", "train" if function is torch.dropout else "training", "inplace")
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
+    given["training"] = given.pop("train", given["training"])
     x = given["input"]
     if given["inplace"]:
         _refuse_sum(x)
@@ -445,6 +478,12 @@ def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return x.mul_(mask) if given["inplace"] else x * mask
 
 
+def _both(names: str, instead: Callable) -> dict[Callable, Callable]:
+    """For functions of torch and methods of these names."""
+    found = (getattr(owner, name, None) for owner in (torch, torch.Tensor) for name in names.split())
+    return dict.fromkeys(filter(None, found), instead)
+
+
 INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, torch.convolution), _convolution),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _convolution),
@@ -454,7 +493,17 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.logsigmoid, F.hardsigmoid, F.hardswish, F.hardtanh, F.relu6), _element_by_element),
     torch.Tensor.unfold: _unfold,
     torch._weight_norm: _whole,
-    **dict.fromkeys((torch.trace, torch.Tensor.trace, torch.cumprod, torch.Tensor.cumprod, torch.quantile), _whole),
+    **dict.fromkeys((torch.trace, torch.Tensor.trace, torch.cumprod, torch.Tensor.cumprod), _whole),
+    **dict.fromkeys((torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile), _whole),
+    **_both("take put index_put index_add index_copy scatter_add scatter_reduce masked_scatter masked_select", _whole),
+    **_both("nonzero bincount _is_all_true", _whole),
+    **_both(
+        "put_ index_put_ index_add_ index_copy_ index_fill_ scatter_add_ scatter_reduce_ masked_scatter_", _changed
+    ),
+    **dict.fromkeys((torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell), _cell),
+    **dict.fromkeys((torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu), _whole),
+    **dict.fromkeys((torch.embedding_bag, F.embedding_bag, torch.bilinear, F.bilinear), _whole),
+    **dict.fromkeys((torch.unique, torch.Tensor.unique), _whole),
     F.cosine_embedding_loss: _whole,  # torch takes square roots of sums not yet made
     **dict.fromkeys((torch.cummax, torch.Tensor.cummax, torch.cummin, torch.Tensor.cummin), _whole),
     **dict.fromkeys((torch.reshape, torch.Tensor.reshape, torch.flatten, torch.Tensor.flatten), _reshaped),
@@ -471,6 +520,7 @@ INSTEAD: dict[Callable, Callable] = {
     F.rms_norm: _rms_norm,
     F.normalize: _normalize,
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _pinned),
+    torch.linalg.matrix_norm: _pinned,
     **dict.fromkeys((torch.dist, torch.Tensor.dist, F.cosine_similarity), _pinned),
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
@@ -480,8 +530,11 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((torch.Tensor.__int__, torch.Tensor.__bool__, torch.Tensor.__index__), _read),
     **dict.fromkeys((*_BY_SHAPE, torch.bernoulli, torch.Tensor.bernoulli, torch.multinomial, torch.normal), _random),
     **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), _random),
-    **dict.fromkeys((F.rrelu, F.gumbel_softmax), _random),
-    F.dropout: _dropout,
+    **dict.fromkeys((F.rrelu, F.gumbel_softmax, torch.rrelu, *_MASKS_IN_PLACE), _random),
+    **dict.fromkeys((torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout), _random),
+    **dict.fromkeys((torch.native_dropout, torch.poisson, torch.binomial), _random),
+    **dict.fromkeys((torch._standard_gamma, torch._sample_dirichlet), _random),
+    **dict.fromkeys((F.dropout, torch.dropout), _dropout),
     F.scaled_dot_product_attention: _scaled_dot_product,
 }
 """What runs in place of a torch function on DTensors: ``(function, args, kwargs, where) -> result``."""

@@ -30,6 +30,7 @@ class With(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.fc, self.norm = nn.Linear(4, 4), nn.InstanceNorm1d(2, track_running_stats=True)
+        self.gru, self.bag, self.two = nn.GRU(4, 4, batch_first=True), nn.EmbeddingBag(4, 4), nn.Bilinear(4, 4, 2)
         self.same, self.act = nn.Identity(), nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
         self.function = function
 
@@ -37,7 +38,34 @@ class With(nn.Module):
         return self.function(self, self.fc(x))
 
 
+def gathered(y):
+    """What is written into plain tensors, which forward makes."""
+    columns, total = torch.zeros(4, 4, dtype=y.dtype), torch.zeros((), dtype=y.dtype)
+    for number in range(4):
+        columns[:, number] = y[:, number] * number
+        total += y[number].square().sum()
+    columns[0].add_(y[3])
+    return y.sum() + total + columns.square().sum()
+
+
+PLACES, ROWS = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 2, 2], [0, 0, 3, 3]]), torch.tensor([0, 2])
+WEIGHTS = torch.arange(16.0, dtype=torch.float64).view(4, 4)
 SAME = {
+    "into a plain tensor": lambda m, y: gathered(y),
+    "added where others say": lambda m, y: changed(
+        y,
+        lambda x: x.scatter_add_(0, PLACES, WEIGHTS),
+        lambda x: x.index_put_((ROWS, ROWS), y[0, :2]),
+        lambda x: x.index_add_(1, ROWS, y[:, :2]),
+        lambda x: x.index_copy_(0, ROWS, y[2:]),
+        lambda x: x.masked_scatter_(WEIGHTS % 3 == 0, y),
+        lambda x: x.put_(ROWS, y[0, :2]),
+    ),
+    "picked": lambda m, y: (
+        (y.take(ROWS) + y.index_put((ROWS,), y[:2]).sum() + y.masked_select(y > 0).sum()).square().sum()
+    ),
+    "quantiles": lambda m, y: y.quantile(0.3, 0).square().sum() + y.norm(0),
+    "recurrent": lambda m, y: m.gru(y[None])[0].sum() + m.bag((y > 0).long()).sum() + m.two(y, y).square().sum(),
     "item of a sum": lambda m, y: y.sum() * y.sum().item(),
     "float and int of a sum": lambda m, y: y.sum() * float(y.sum()) * int(1 + y.sum().abs()),
     "truth of a sum": lambda m, y: y.sum() * (2 if (y * torch.eye(4)[:, :1]).sum() else 1),
@@ -61,9 +89,21 @@ SAME = {
         lambda x: F.dropout1d(x[:, None], 0.5, inplace=True),
         lambda x: F.feature_alpha_dropout(x[:, None], 0.5, True, inplace=True),
     ),
-    "drawn in place": lambda m, y: (y * torch.empty_like(y).uniform_()).sum(),
+    "drawn in place": lambda m, y: (
+        (y * torch.empty_like(y).uniform_()).sum()
+        + (y * torch.empty_like(y).log_normal_() * torch.empty_like(y).geometric_(0.5)).sum()
+    ),
+    "dropped by functions": lambda m, y: (
+        (torch.dropout(y, 0.5, train=True) + torch.dropout_(y * 1, 0.5, True)).square().sum()
+        + (torch.alpha_dropout(y, 0.5, True) * torch.native_dropout(y, 0.5, True)[0]).sum()
+    ),
 }
 REFUSED = {
+    "strides": (lambda m, y: y.as_strided((2, 2), (1, 4)).sum(), ":as_strided: inputs (4, 4)"),
+    "divided in place": (
+        lambda m, y: changed(y, lambda x: x[:, 0].__itruediv__(2), lambda x: x[0].__itruediv__(2)),
+        ":div_: (4,) whole is a",
+    ),
     "a view": (lambda m, y: changed(y, lambda x: x[:, 0].zero_(), lambda x: x[0].zero_()), ":zero_: (4,) whole is a"),
     "a piece": (
         lambda m, y: (
@@ -122,7 +162,7 @@ def torchs_own(function, way, mesh, x, wanted):
             found = stepped(
                 alone(function, way, mesh), distribute_tensor(x, mesh, [Shard(0) if way == "rows" else Replicate()])
             )
-    except (RuntimeError, IndexError) as error:
+    except Exception as error:  # whatever it says
         return str(error)
     return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
 
