@@ -85,7 +85,8 @@ def auto(
     Args:
         example: the arguments of forward with the full batch's shapes and dtypes, in order or by name.
         device_memory_gib: what may be held on a rank; None: no limit.
-        given: rows that stay as they are: strategies of inputs, parameters and operators.
+        given: rows that stay as they are: strategies of inputs, parameters, operators, and modules (those of the
+            operators at their ends).
         machine: what the ranks and links can do.
         optimizer_bytes: of each number of a parameter, 8 for Adam's two float32.
 

@@ -300,9 +300,59 @@ def test_given_rows_hold_and_are_paid_for_one_layer_of_several_too():
     assert error < 1e-12 and placed[0].is_shard(0)
 
 
+class Ended(nn.Module):
+    """Modules of one operator, of none, and of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.same, self.two = nn.Linear(8, 32), nn.Identity(), nn.Sequential(nn.Linear(32, 8), nn.Tanh())
+
+    def forward(self, x):
+        return self.two(self.same(self.one(x)))
+
+
+def of_modules():
+    torch.manual_seed(1)
+    mesh, x = parallel.mesh("cpu", tp=2), torch.randn(64, 8, dtype=torch.float64)
+    model = Ended().double()
+    plain, columns = (None, None), (None, "tp")
+    modules = {"one": {"out_strategy": (columns,)}, "two": {"in_strategy": (columns,), "out_strategy": (("tp", None),)}}
+    operators = {
+        "one:linear": {"out_strategy": (columns,)},
+        "two.0:linear": {"in_strategy": (columns, columns, (None,))},
+        "two.1:tanh": {"out_strategy": (("tp", None),)},
+    }
+    own = {"": {"in_strategy": (plain,)}, "two.0": {"parameter_plan": {"weight": columns}}}
+    plans = [parallel.auto(model, x, mesh, machine=MACHINE, given=own | rows) for rows in (modules, operators)]
+    many = parallel.semi_auto(copy.deepcopy(model), mesh, plans[0])
+    found, wanted = many(x), model(x)
+    found.square().mean().backward()
+    wanted.square().mean().backward()
+    pairs = zip(model.parameters(), many.parameters(), strict=True)
+    errors = [
+        float((found - wanted).abs().max()),
+        *(float((a.grad - b.grad.full_tensor()).abs().max()) for a, b in pairs),
+    ]
+    with pytest.raises(parallel.StrategyError, match="'same', out_strategy: it returns what it gets"):
+        parallel.auto(model, x, mesh, machine=MACHINE, given={"same": {"out_strategy": (columns,)}})
+    with pytest.raises(
+        parallel.StrategyError, match="'one', out_strategy: another row says otherwise of 'one:linear.0'"
+    ):
+        parallel.auto(model, x, mesh, machine=MACHINE, given={**modules, "one:linear": {"out_strategy": (plain,)}})
+    return plans[0].rows == plans[1].rows, plans[0].rows, max(errors)
+
+
+def test_strategies_of_modules_are_those_of_the_operators_at_their_ends():
+    same, rows, error = on_ranks(2, of_modules)[0]
+    assert same and error < 1e-12
+    assert rows["one:linear.0"].out_strategy == ((None, "tp"),)
+    assert rows["two.0:linear.0"].in_strategy[0] == (None, "tp")
+    assert rows["two.1:tanh.0"].out_strategy == (("tp", None),)
+
+
 WRONG = {
     "": {"in_strategy": ((None, None), (None, None)), "out_strategy": ((None, None), (None,))},
-    "layers.1": {"in_strategy": ((None, None),)},
+    "layers.1": {"in_strategy": ((None, None), (None,))},
     "layers.0.fc1:linear.0": {"in_strategy": (("tp", None),)},
     "layers.0.fc1:matmul": {"in_strategy": ((None, None),)},
     "layers.0.fc1": {"parameter_plan": {"wait": ("tp", None)}},
@@ -311,8 +361,7 @@ WRONG = {
 SAID = (
     "'', in_strategy: 2 strategies for 1 tensors",
     "'', out_strategy: 2 strategies for 1 tensors",
-    "'layers.1': auto takes strategies of the model itself and of operators",
-    "'layers.1.fc1:linear.0'",
+    "'layers.1', in_strategy: 2 strategies for 1 tensors",
     "'layers.0.fc1:linear.0', in_strategy: 1 strategies for 3 tensors",
     "'layers.0.fc1:matmul': layers.0.fc1 calls no matmul; it calls linear.0",
 )
