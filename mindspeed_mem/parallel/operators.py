@@ -70,7 +70,7 @@ class Operators(TorchFunctionMode):
         path, calls = self._frames[-1]
         name = function_name(func)
         changes = name.endswith("_") or name == "setitem" or kwargs.get("inplace")
-        if changes and args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+        if changes and args and _loses(args[0], (args, kwargs)):
             return self._into_plain(func, types, args, kwargs)
         where, row = f"{path}:{name}", None
         if path in self._with_rows:
@@ -171,6 +171,14 @@ def _mixes(value: Any) -> bool:
     return (
         _is_plain(value) or isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.requires_grad
     )
+
+
+def _loses(changed: Any, values: Any) -> bool:
+    """Whether a DTensor around this tensor would be changed without it, or without its knowing where that came from."""
+    if not isinstance(changed, torch.Tensor) or isinstance(changed, DTensor):
+        return False
+    graded = (one for one in tree_flatten(values)[0] if isinstance(one, torch.Tensor) and one.requires_grad)
+    return changed.dim() == 0 or torch.is_grad_enabled() and next(graded, None) is not None
 
 
 _names: dict[Any, str] = {}

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from mindspeed_mem.parallel.collectives import Region
 from mindspeed_mem.parallel.meshes import everywhere
 from mindspeed_mem.parallel.moves import Placements, gradient_like, is_plain_sum, moved, whole
 from mindspeed_mem.parallel.regions import run_local
+from mindspeed_mem.parallel.strategy import StrategyError
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -112,6 +113,7 @@ def _element_by_element(function: Callable, args: tuple, kwargs: dict, where: st
 def _instance_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Row by row, but for running statistics: torch takes a rank's own rows for the batch."""
     kept = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    _refuse_copies((kept, kwargs.get("running_var", args[2] if len(args) > 2 else None)), where)
     return _on_parts(function, args, kwargs, where, {0} if kept is None else ())
 
 
@@ -214,6 +216,12 @@ def _memory(x: DTensor) -> int:
 def _refuse_sum(x: DTensor) -> None:
     if any(one.is_partial() for one in x.placements):
         raise RuntimeError("in-place operations that require placement changes are not supported: it is a sum")
+
+
+def _refuse_copies(statistics: Iterable[Any], where: str) -> None:
+    """Running statistics that change in place have to be the module's own."""
+    for of in filter(None, (copy_of(one) for one in statistics if isinstance(one, DTensor))):
+        raise StrategyError(f"{where}: its running statistics are {of}: give it no strategy for them")
 
 
 def _filled(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -331,6 +339,10 @@ def _batch_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> An
         batch_mean = moved(x.sum(dims), by_channel, where) / count
         batch_var = moved((x - batch_mean.view(shape)).square().sum(dims), by_channel, where) / count
         if mean is not None:
+            if copy_of(mean) or copy_of(var):
+                raise StrategyError(
+                    f"{where}: its running statistics are {copy_of(mean) or copy_of(var)}: leave them out"
+                )
             with torch.no_grad():
                 for kept, new in ((mean, batch_mean), (var, batch_var * (count / (count - 1)))):
                     kept.lerp_(moved(new, kept.placements, where).to(kept.dtype), given["momentum"])
@@ -464,10 +476,10 @@ def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     names = ("input", "p", "train" if function is torch.dropout else "training", "inplace")
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
     given["training"] = given.pop("train", given["training"])
-    x = given["input"]
-    if given["inplace"]:
+    x, draws = given["input"], given["training"] and given["p"] > 0
+    if draws and given["inplace"]:
         _refuse_sum(x)
-    if not given["training"] or given["p"] == 0 or _draws_together(x.device_mesh):
+    if not draws or _draws_together(x.device_mesh):
         return function(*args, **kwargs)
     x = moved(x, gradient_like(x), where)
     _warn_of_randomness(x.device_mesh)

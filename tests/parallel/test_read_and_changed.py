@@ -44,6 +44,8 @@ def gathered(y):
     for number in range(4):
         columns[:, number] = y[:, number] * number
         total += y[number].square().sum()
+        with torch.no_grad():
+            columns[:, 3] = y[number]
     columns[0].add_(y[3])
     return y.sum() + total + columns.square().sum()
 
@@ -229,6 +231,11 @@ COPIES = {
         lambda m, y: m.same(y).__setitem__(0, 1.0),
         {"same": {"in_strategy": WHOLE}},
         ":setitem: .* strategy of same, input 0",
+    ),
+    "running statistics": (
+        lambda m, y: m.norm(y.view(-1, 2, 2)),
+        {"norm:instance_norm": {"in_strategy": (None, ("x",), ("x",))}},
+        "norm:instance_norm: its running statistics are the copy",
     ),
     "made by a module": (lambda m, y: m.act(y), {"fc": {"out_strategy": WHOLE}}, None),
     "where it lies": (lambda m, y: m.act(y), {"act": {"in_strategy": ROW}}, None),
