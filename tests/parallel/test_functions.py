@@ -49,6 +49,8 @@ def changed(y, change):
 
 CASES = {
     "cumsum": lambda m, y: each(y.cumsum(0)) + each(y.cumsum(1)) + each(y.logcumsumexp(0)),
+    "cumprod": lambda m, y: each(y.cumprod(0)) + each((y * (y > 0)).cumprod(1)) + y.trace().square(),
+    "cummax": lambda m, y: sum(each(one) for dim in (0, 1) for one in (*y.cummax(dim), *y.cummin(dim))),
     "topk": lambda m, y: sum(each(one) for dim in (0, 1) for one in y.topk(2, dim)),
     "sort": lambda m, y: sum(each(one) for dim in (0, 1) for one in y.sort(dim, descending=True)),
     "argmax": lambda m, y: y.sum() + each(y.argmax(0)) + each(y.argmax(1)) + each(y.argmax()[None]) + each(y.argmin(0)),
