@@ -16,6 +16,7 @@ from mindspeed_mem import ranks, requirements
 from mindspeed_mem.parallel import rules
 from mindspeed_mem.parallel.calls import Call, Calls, Value, calls_of
 from mindspeed_mem.parallel.given import Given
+from mindspeed_mem.parallel.meshes import old_torch
 from mindspeed_mem.parallel.options import COLLECTIVES, Asker, Machine, Placed
 from mindspeed_mem.parallel.plan import Plan, Row, strategies
 from mindspeed_mem.parallel.search import Class, Search, Solution
@@ -84,15 +85,15 @@ def auto(
     Args:
         example: the arguments of forward with the full batch's shapes and dtypes, in order or by name.
         device_memory_gib: what may be held on a rank; None: no limit.
-        given: rows that stay as they are: strategies of inputs, parameters and operators.
+        given: rows that stay as they are: strategies of inputs, parameters, operators, and modules (those of the
+            operators at their ends).
         machine: what the ranks and links can do.
         optimizer_bytes: of each number of a parameter, 8 for Adam's two float32.
 
     Raises StrategyError if nothing fits, with the least that does.
     """
     problems = [said for said in (requirements.without_solver(),) if said]
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        problems.append(f"auto needs torch 2.13 or newer, this is {torch.__version__}")
+    problems += old_torch("auto")
     if not mesh.mesh_dim_names:
         problems.append("the mesh has no axis names; make it with parallel.mesh(dp=2, tp=4)")
     if device_memory_gib is not None and not (math.isfinite(device_memory_gib) and device_memory_gib > 0):

@@ -70,6 +70,19 @@ class Call:
 
 
 @dataclass
+class Ends:
+    """Of one call of a module."""
+
+    path: str
+    inputs: list[Value]
+    first: int
+    """The number of the first call of a function inside."""
+    last: int = 0
+    """And of the first one after it."""
+    outputs: list[Value] = field(default_factory=list)
+
+
+@dataclass
 class Calls:
     """What one forward of a model consists of."""
 
@@ -77,6 +90,7 @@ class Calls:
     """Parameters, buffers and the model's inputs."""
     calls: list[Call]
     results: list[Value]
+    modules: list[Ends]
 
 
 def calls_of(model: nn.Module, example: tuple | Mapping[str, Any]) -> Calls:
@@ -96,7 +110,7 @@ def calls_of(model: nn.Module, example: tuple | Mapping[str, Any]) -> Calls:
             recorder.add(f"input {number}", tensor, "input")
         hooks = []
         for path, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(recorder.enter(path)))
+            hooks.append(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True))
             hooks.append(module.register_forward_hook(recorder.leave, always_call=True))
         try:
             with torch.enable_grad(), recorder, torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda x: x):
@@ -105,7 +119,7 @@ def calls_of(model: nn.Module, example: tuple | Mapping[str, Any]) -> Calls:
             for hook in hooks:
                 hook.remove()
         made = [recorder.values.get(id(one)) for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
-        return Calls(recorder.tensors, recorder.calls, [one for one in made if one is not None])
+        return Calls(recorder.tensors, recorder.calls, [one for one in made if one is not None], recorder.modules)
 
 
 def _like(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
@@ -118,7 +132,8 @@ class _Recorder(TorchFunctionMode):
         self.values: dict[int, Value] = {}
         self.tensors: list[Value] = []
         self.calls: list[Call] = []
-        self._frames: list[tuple[str, Counter[str]]] = []
+        self.modules: list[Ends] = []
+        self._frames: list[tuple[str, Counter[str], Ends]] = []
         self._kept: list[torch.Tensor] | None = None
 
     def add(self, name: str, tensor: torch.Tensor, kind: str) -> None:
@@ -126,10 +141,21 @@ class _Recorder(TorchFunctionMode):
         self.tensors.append(value)
 
     def enter(self, path: str) -> Callable:
-        return lambda module, args: self._frames.append((path, Counter()))
+        def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            bound = inspect.signature(module.forward).bind(*args, **kwargs)
+            self._frames.append((path, Counter(), Ends(path, self._among(dict(bound.arguments)), len(self.calls))))
+
+        return note
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._frames.pop()
+        *_, ends = self._frames.pop()
+        ends.last, ends.outputs = len(self.calls), self._among(result)
+        self.modules.append(ends)
+
+    def _among(self, values: Any) -> list[Value]:
+        """The tensors with dimensions, as rows count them."""
+        found = [one for one in tree_flatten(values)[0] if isinstance(one, torch.Tensor) and one.dim()]
+        return [self.values.get(id(one)) or Value("constant", one, "constant") for one in found]
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves it."""
@@ -148,7 +174,7 @@ class _Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             kept, self._kept = self._kept, None
-        path, counts = self._frames[-1]
+        path, counts, _ = self._frames[-1]
         dunder = getattr(func, "__name__", "") in ("__get__", "__set__")
         name = "" if dunder else function_name(func)
         number = counts[name]

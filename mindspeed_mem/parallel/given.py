@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mindspeed_mem.parallel.calls import Call, Calls, Value
+from mindspeed_mem.parallel.calls import Call, Calls, Ends, Value
 from mindspeed_mem.parallel.options import Placed
 from mindspeed_mem.parallel.plan import Plan, Row, Strategies
 from mindspeed_mem.parallel.semi_auto import check_names, laid_out
@@ -78,18 +78,14 @@ class Given:
                 self.inputs[call.name] = self._placed(row.in_strategy, call.inputs, f"{key!r}, in_strategy")
             if row.out_strategy is not None:
                 self.outputs[call.name] = self._placed(row.out_strategy, call.outputs, f"{key!r}, out_strategy")
-        for path, row in rows.items():
+        for path in rows:
             module, colon, operator = path.partition(":")
             if colon and path not in used:
                 there = ", ".join(_operators(calls.calls, module)) or "none"
                 self._problems.append(f"{path!r}: {module or 'the model'} calls no {operator}; it calls {there}")
-            elif path and not colon and (row.in_strategy is not None or row.out_strategy is not None):
-                below = [one for one in calls.calls if one.name.startswith((path + ":", path + "."))]
-                there = ", ".join(repr(one.name) for one in below[:1] + below[1:][-1:])
-                self._problems.append(
-                    f"{path!r}: auto takes strategies of the model itself and of operators; write those of this module "
-                    f"for the operators at its ends: {there or 'it calls none'}"
-                )
+        for ends in calls.modules:
+            if ends.path and ends.path in rows:
+                self._read_module(rows[ends.path], ends, calls.calls[ends.first : ends.last])
         own = rows.get("", Row())
         if own.in_strategy is not None:
             values = [one for one in calls.tensors if one.kind == "input"]
@@ -98,6 +94,36 @@ class Given:
         if own.out_strategy is not None:
             placed = self._placed(own.out_strategy, calls.results, "'', out_strategy")
             self.results = {number: p for number, p in enumerate(placed) if p is not None}
+
+    def _read_module(self, row: Row, ends: Ends, inside: Sequence[Call]) -> None:
+        """As of the operators inside that read what it gets, and that make what it returns."""
+        if row.in_strategy is not None:
+            placed = self._placed(row.in_strategy, ends.inputs, f"{ends.path!r}, in_strategy")
+            for value, one in zip(ends.inputs, placed, strict=False):
+                for call in inside if one is not None else ():
+                    for place in (place for place, read in enumerate(call.inputs) if read is value):
+                        self._note(self.inputs, call, len(call.inputs), place, one, f"{ends.path!r}, in_strategy")
+        if row.out_strategy is not None:
+            placed = self._placed(row.out_strategy, ends.outputs, f"{ends.path!r}, out_strategy")
+            for value, one in zip(ends.outputs, placed, strict=False):
+                if one is None:
+                    continue
+                what = f"{ends.path!r}, out_strategy"
+                if value.call is None or value.call not in inside:
+                    self._problems.append(f"{what}: it returns what it gets; give the strategy to what makes that")
+                    continue
+                self._note(self.outputs, value.call, len(value.call.outputs), value.place, one, what)
+
+    def _note(
+        self, to: dict[str, list[Placed | None]], call: Call, count: int, place: int, placed: Placed | None, what: str
+    ) -> None:
+        if not call.name:
+            self._problems.append(f"{what}: at its end is {call.function}, which no row can name")
+            return
+        known = to[call.name] = to.get(call.name) or [None] * count
+        if known[place] not in (None, placed):
+            self._problems.append(f"{what}: another row says otherwise of {call.name!r}")
+        known[place] = placed
 
     def _placed(self, given: Strategies, values: Sequence[Value], what: str) -> list[Placed | None]:
         if isinstance(given, Mapping):

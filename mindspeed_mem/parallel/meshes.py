@@ -64,6 +64,13 @@ def _forget_groups() -> None:
 _PLANS = "clear_redistribute_planner_cache"
 
 
+def old_torch(what: str) -> list[str]:
+    """Why this torch does not carry `what`, if it does not."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return []
+    return [f"{what} needs torch 2.13 or newer, this is {torch.__version__}"]
+
+
 def mesh_in_use(given: DeviceMesh | None) -> DeviceMesh:
     """`given`, or the mesh made last. Raises StrategyError if there is none."""
     if given is not None:

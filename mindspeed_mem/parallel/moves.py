@@ -138,10 +138,12 @@ def text(placements: Sequence[Placement], mesh: DeviceMesh) -> str:
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Placements, where: str) -> torch.Tensor:
-        ctx.source, ctx.where = gradient_like(x), where
+        ctx.source, ctx.where, ctx.mesh = gradient_like(x), where, x.device_mesh
         with running.at(where):
             return _redistributed(x, target)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if not isinstance(grad, DTensor):  # zeros, of some operators
+            grad = whole(grad, ctx.mesh)
         return _Moved.apply(grad, ctx.source, ctx.where), None, None

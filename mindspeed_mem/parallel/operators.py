@@ -32,6 +32,8 @@ _ADVICE = {
     "to P(sum) not supported yet": "use the operator that is not in place",
     "Sharding propagation failed": "give it inputs in another layout",
     "from one partial type": "give it inputs in another layout",
+    "as_strided not supported": "write it as a view, a slice or an index",
+    "returns multiple views": "use the operator that is not in place",
 }
 """What to do about what DTensor says."""
 
@@ -67,17 +69,19 @@ class Operators(TorchFunctionMode):
             return func(*args, **kwargs)
         path, calls = self._frames[-1]
         name = function_name(func)
+        changes = name.endswith("_") or name == "setitem" or kwargs.get("inplace")
+        if changes and args and _loses(args[0], (args, kwargs)):
+            return self._into_plain(func, types, args, kwargs)
         where, row = f"{path}:{name}", None
         if path in self._with_rows:
             row = self._row(where, calls[name])
             calls[name] += 1
         if kinds & _PLAIN:
             args, kwargs = self._all_split((args, kwargs))
-        given = args[0] if args else None
         if row is not None and row.in_strategy is not None:
             args, kwargs = bring((args, kwargs), row.in_strategy, self.mesh, where, self.problems)
-        if name.endswith("_") or name == "setitem" or kwargs.get("inplace"):
-            self._refuse_lost(given, args, where)
+        if changes:
+            _refuse_lost(args[0] if args else None, where)
         before = running.where
         running.where = where
         try:
@@ -89,27 +93,17 @@ class Operators(TorchFunctionMode):
             running.where = before
         result = rules.settled(result, where)
         if row is not None and row.out_strategy is not None:
-            result = bring(result, row.out_strategy, self.mesh, f"{where}, output", self.problems)
+            result = bring(result, row.out_strategy, self.mesh, f"{where}, output", self.problems, given=(args, kwargs))
         if self.begun <= _MARKED or report.is_recording():
             report.mark(result, where)
         return result
 
-    @staticmethod
-    def _refuse_lost(given: Any, args: tuple, where: str) -> None:
-        """Raise where a change in place would not reach the tensor that is changed on one device."""
-        if not args or not isinstance(given, DTensor):
-            return
-        what = f"{where}: {tuple(given.shape)} {text(given.placements, given.device_mesh)}"
-        if rules.is_copy(given):
-            raise StrategyError(
-                f"{what} is a view of a tensor that is split otherwise, so a copy, and a change of it in place "
-                "would be lost: assign to the tensor itself (x[index] = ...), or use the operator that is not in place"
-            )
-        if given.placements != args[0].placements:
-            raise StrategyError(
-                f"{what} would be changed in place in the copy that in_strategy asks for, and that would be lost: use "
-                "the operator that is not in place, or give it no in_strategy"
-            )
+    def _into_plain(self, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        """A plain tensor is changed with split ones: in a copy, and back, so that autograd knows where it came from."""
+        mine = whole(args[0].clone(), self.mesh)
+        result = self.__torch_function__(func, types, (mine, *args[1:]), kwargs)
+        args[0].copy_(_plain(mine, f"{self._frames[-1][0]}:{function_name(func)}"))
+        return None if result is None else args[0]
 
     def _row(self, where: str, call: int) -> Row | None:
         for key in (f"{where}.{call}", where):
@@ -120,7 +114,17 @@ class Operators(TorchFunctionMode):
 
     def _all_split(self, values: Any) -> Any:
         leaves, tree = tree_flatten(values)
-        return tree_unflatten([whole(one, self.mesh) if _is_plain(one) else one for one in leaves], tree)
+        return tree_unflatten([whole(one, self.mesh) if _mixes(one) else one for one in leaves], tree)
+
+
+def _refuse_lost(x: Any, where: str) -> None:
+    """Raise where a change of `x` in place would not reach the tensor that is changed on one device."""
+    if not isinstance(x, DTensor) or not (of := rules.copy_of(x)):
+        return
+    raise StrategyError(
+        f"{where}: {tuple(x.shape)} {text(x.placements, x.device_mesh)} is {of}, and a change of it in place would be "
+        "lost: use the operator that is not in place, clone() it first, or assign to the tensor itself (x[index] = ...)"
+    )
 
 
 def name_backward() -> None:
@@ -152,18 +156,35 @@ def _kinds(values: Iterable[Any]) -> int:
     found = 0
     for value in values:
         if isinstance(value, torch.Tensor):
-            found |= _PLAIN if _is_plain(value) else _SPLIT if isinstance(value, DTensor) else 0
+            found |= _PLAIN if _mixes(value) else _SPLIT if isinstance(value, DTensor) else 0
         elif isinstance(value, (list, tuple)):
             found |= _kinds(value)
     return found
 
 
 def _is_plain(value: Any) -> bool:
-    """(A number on the host is whole for torch, too.)"""
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() > 0
 
 
+def _mixes(value: Any) -> bool:
+    """(A number on the host is whole for torch, too, but its gradient would be a DTensor.)"""
+    return (
+        _is_plain(value) or isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.requires_grad
+    )
+
+
+def _loses(changed: Any, values: Any) -> bool:
+    """Whether a DTensor around this tensor would be changed without it, or without its knowing where that came from."""
+    if not isinstance(changed, torch.Tensor) or isinstance(changed, DTensor):
+        return False
+    graded = (one for one in tree_flatten(values)[0] if isinstance(one, torch.Tensor) and one.requires_grad)
+    return changed.dim() == 0 or torch.is_grad_enabled() and next(graded, None) is not None
+
+
 _names: dict[Any, str] = {}
+_IN_WORDS = {"truediv": "div", "rtruediv": "div", "iadd": "add_", "imul": "mul_", "isub": "sub_", "itruediv": "div_"}
+_IN_WORDS |= {"ifloordiv": "floor_divide_", "imod": "remainder_", "ipow": "pow_", "iand": "bitwise_and_"}
+_IN_WORDS |= {"ior": "bitwise_or_", "ixor": "bitwise_xor_"}
 
 
 def function_name(func: Callable) -> str:
@@ -173,7 +194,7 @@ def function_name(func: Callable) -> str:
         name = getattr(func, "__name__", type(func).__name__)
         if name.startswith("__") and name.endswith("__"):
             name = name[2:-2]
-            name = {"truediv": "div", "rtruediv": "div", "iadd": "add_", "imul": "mul_", "isub": "sub_"}.get(name, name)
+            name = _IN_WORDS.get(name, name)
             name = name[1:] if name in ("radd", "rmul", "rmatmul") else name
         _names[func] = name
     return name
@@ -187,6 +208,7 @@ def bring(
     problems: list[str],
     local: bool = False,
     plain: bool = False,
+    given: Any = None,
 ) -> Any:
     """The tensors among `values` as the strategies say, the others as they are.
 
@@ -196,7 +218,9 @@ def bring(
         problems: takes what does not fit; such a tensor stays as it comes.
         local: plain tensors with a strategy are this rank's parts.
         plain: DTensors without a strategy become plain tensors, whole on each rank.
+        given: what these are the results of; None: they are arguments.
     """
+    held = None if given is None else [one for one in tree_flatten(given)[0] if _moves(one)]
     if isinstance(wanted, Mapping):
         if not isinstance(values, Mapping):
             problems.append(f"{what}: strategies by name, but the tensors have none; give them in order")
@@ -218,18 +242,19 @@ def bring(
         )
         return values
     for number, index in enumerate(tensors):
-        given = strategies[number] if wanted is not None else None
-        if plain and given is None:
-            leaves[index] = _plain(leaves[index]) if isinstance(leaves[index], DTensor) else leaves[index]
+        strategy = strategies[number] if wanted is not None else None
+        if plain and strategy is None:
+            if isinstance(leaves[index], DTensor):
+                leaves[index] = _plain(leaves[index], "what the model returns")
         else:
-            leaves[index] = _brought(leaves[index], given, mesh, f"{what} {number}", problems, local)
+            leaves[index] = _brought(leaves[index], strategy, mesh, f"{what} {number}", problems, local, held)
     changed = tree_unflatten(leaves, tree)
     return _like(values, changed)
 
 
-def _plain(x: Any) -> torch.Tensor:
+def _plain(x: Any, where: str) -> torch.Tensor:
     """A DTensor as the plain tensor, whole on each rank."""
-    all_whole = moved(x, [Replicate()] * x.device_mesh.ndim, "what the model returns")
+    all_whole = moved(x, [Replicate()] * x.device_mesh.ndim, where)
     return all_whole.to_local(grad_placements=all_whole.placements)
 
 
@@ -246,7 +271,9 @@ def _like(values: Any, changed: Any) -> Any:
     return changed
 
 
-def _brought(x: Any, given: Any, mesh: DeviceMesh, what: str, problems: list[str], local: bool) -> Any:
+def _brought(
+    x: Any, given: Any, mesh: DeviceMesh, what: str, problems: list[str], local: bool, held: list[Any] | None
+) -> Any:
     if given is None:
         return moved(x, x.placements, what) if isinstance(x, DTensor) and x.requires_grad else x
     if not isinstance(x, DTensor) and local:
@@ -258,7 +285,12 @@ def _brought(x: Any, given: Any, mesh: DeviceMesh, what: str, problems: list[str
     if found:
         return x
     x = x if isinstance(x, DTensor) else whole(x, mesh)
-    return x if not x.requires_grad and x.placements == target else moved(x, target, what)
+    if x.placements == target:
+        return moved(x, target, what) if x.requires_grad else x
+    brought = moved(x, target, what)
+    if held is None or x._is_view() or any(x is one for one in held):  # else nobody has what it is a copy of
+        rules.copied(brought, f"the copy that the strategy of {what} asks for")
+    return brought
 
 
 def explained(error: Exception, where: str, values: Any) -> Exception:

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mindspeed_mem import ranks
-from mindspeed_mem.parallel.meshes import agree, mesh_in_use
+from mindspeed_mem.parallel.meshes import agree, mesh_in_use, old_torch
 from mindspeed_mem.parallel.recompute import Recomputed, recompute
 from mindspeed_mem.parallel.stages import stages_of
 from mindspeed_mem.parallel.strategy import StrategyError
@@ -67,9 +67,7 @@ def pipeline(
     Collective.
     """
     mesh = mesh_in_use(mesh)
-    problems = []
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        problems.append(f"pipeline needs torch 2.13 or newer, this is {torch.__version__}")
+    problems = old_torch("pipeline")
     if axis not in (mesh.mesh_dim_names or ()):
         names = ", ".join(mesh.mesh_dim_names or ()) or "no names"
         problems.append(f"the mesh has no axis {axis!r} (it has {names}): make it with parallel.mesh({axis}=2)")

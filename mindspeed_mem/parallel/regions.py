@@ -16,9 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem import ranks
+from mindspeed_mem.parallel import report
 from mindspeed_mem.parallel.collectives import Region, regions
 from mindspeed_mem.parallel.meshes import agree, mesh_in_use
-from mindspeed_mem.parallel.moves import Placements, gradient_like, moved, text, whole
+from mindspeed_mem.parallel.moves import Placements, gradient_like, moved, running, text, whole
 from mindspeed_mem.parallel.plan import Strategies, strategies
 from mindspeed_mem.parallel.strategy import StrategyError, placements
 
@@ -129,7 +130,8 @@ def run_local(
     parts = [_Entered.apply(tensor, region) for tensor in tensors]
     regions.append(region)
     try:
-        made = call(parts)
+        with running.at(running.where or name):
+            made = call(parts)
     except Exception as error:
         if check:  # the others compare next, or in a collective of theirs: they hear of it
             with contextlib.suppress(Exception):
@@ -165,6 +167,8 @@ def run_local(
         raise StrategyError(problems)
     for index, target in zip(outputs, targets, strict=True):
         results[index] = _Left.apply(results[index], target, region)
+        if report.is_recording():
+            report.mark(results[index], running.where or name)
     return tree_unflatten(results, tree)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from mindspeed_mem.parallel.collectives import Region
 from mindspeed_mem.parallel.meshes import everywhere
 from mindspeed_mem.parallel.moves import Placements, gradient_like, is_plain_sum, moved, whole
 from mindspeed_mem.parallel.regions import run_local
+from mindspeed_mem.parallel.strategy import StrategyError
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -86,6 +87,12 @@ def _of_rows(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return _on_parts(function, args, kwargs, where, {0})
 
 
+def _cell(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Of a recurrent network: each row of its input and states, which come first, for itself."""
+    states = len(args[1]) if isinstance(args[1], (tuple, list)) else 1
+    return _on_parts(function, args, kwargs, where, {0} if args[0].dim() == 2 else (), alike=1 + states)
+
+
 def _whole(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Backward has no rule, or makes plain tensors."""
     return _on_parts(function, args, kwargs, where, ())
@@ -106,6 +113,7 @@ def _element_by_element(function: Callable, args: tuple, kwargs: dict, where: st
 def _instance_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Row by row, but for running statistics: torch takes a rank's own rows for the batch."""
     kept = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    _refuse_copies((kept, kwargs.get("running_var", args[2] if len(args) > 2 else None)), where)
     return _on_parts(function, args, kwargs, where, {0} if kept is None else ())
 
 
@@ -181,14 +189,24 @@ def _read(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return function(x.to_local(), *args[1:], **kwargs)
 
 
-def is_copy(x: Any) -> bool:
-    """Whether it is a view for autograd, but had to be redistributed: what changes it does not reach what it is of."""
-    base = x._base if isinstance(x, DTensor) and x._is_view() else None
-    return hasattr(x, _COPY) or isinstance(base, DTensor) and _memory(base) != _memory(x)
+def copied(x: DTensor, of: str) -> DTensor:
+    """`x`, which is another tensor than on one device: its changes in place are to be refused, `of` says why."""
+    setattr(x, _COPY, of)
+    return x
+
+
+def copy_of(x: DTensor) -> str:
+    """Why what changes `x` in place would not reach the tensor that is changed on one device; "" where it does."""
+    base = x._base if x._is_view() else None
+    said = getattr(x, _COPY, "") or getattr(base, _COPY, "")
+    if not said and isinstance(base, DTensor) and _memory(base) != _memory(x):
+        said = _OTHERWISE
+    return said
 
 
 _COPY = "_mindspeed_mem_copy"
-"""Attribute of a tensor that would be a view on one device, which autograd does not know."""
+"""Attribute of a tensor: why it is a copy, though on one device it is the tensor itself or a view of it."""
+_OTHERWISE = "a view of a tensor that is split otherwise, so a copy"
 
 
 def _memory(x: DTensor) -> int:
@@ -198,6 +216,12 @@ def _memory(x: DTensor) -> int:
 def _refuse_sum(x: DTensor) -> None:
     if any(one.is_partial() for one in x.placements):
         raise RuntimeError("in-place operations that require placement changes are not supported: it is a sum")
+
+
+def _refuse_copies(statistics: Iterable[Any], where: str) -> None:
+    """Running statistics that change in place have to be the module's own."""
+    for of in filter(None, (copy_of(one) for one in statistics if isinstance(one, DTensor))):
+        raise StrategyError(f"{where}: its running statistics are {of}: give it no strategy for them")
 
 
 def _filled(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -227,6 +251,21 @@ def _assigned(function: Callable, args: tuple, kwargs: dict, where: str) -> None
     x.copy_(moved(result, x.placements, where))
 
 
+def _changed(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """A change in place at places that tensors name, in a whole copy, and back: torch adds to each summand of a sum,
+    and its backward takes this rank's part for the whole."""
+    x, (rest, kwargs) = _first(args, kwargs)
+    _refuse_sum(x)
+    result = _on_parts(_not_in_place(function), (x, *rest), kwargs, where, ())
+    return x.copy_(moved(result, x.placements, where))
+
+
+def _not_in_place(function: Callable) -> Callable:
+    """``torch.dropout`` of ``torch.dropout_``."""
+    name = function.__name__.rstrip("_")
+    return getattr(torch.Tensor, name, None) or getattr(torch, name)
+
+
 # ---- backwards that make plain tensors
 
 
@@ -241,7 +280,7 @@ def _unbound(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     near = moved(x, _kept(x, set(range(x.dim())) - {dim % x.dim()}), where)
     pieces = _pieces(function, (near, dim), {}, where)
     for piece in pieces if near is not x else ():
-        setattr(piece, _COPY, True)
+        copied(piece, _OTHERWISE)
     return pieces
 
 
@@ -300,6 +339,10 @@ def _batch_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> An
         batch_mean = moved(x.sum(dims), by_channel, where) / count
         batch_var = moved((x - batch_mean.view(shape)).square().sum(dims), by_channel, where) / count
         if mean is not None:
+            if copy_of(mean) or copy_of(var):
+                raise StrategyError(
+                    f"{where}: its running statistics are {copy_of(mean) or copy_of(var)}: leave them out"
+                )
             with torch.no_grad():
                 for kept, new in ((mean, batch_mean), (var, batch_var * (count / (count - 1)))):
                     kept.lerp_(moved(new, kept.placements, where).to(kept.dtype), given["momentum"])
@@ -367,9 +410,15 @@ def _random(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     if _draws_together(x.device_mesh) or not _trains(function, args, kwargs):
         return function(*args, **kwargs)
     _warn_of_randomness(x.device_mesh)
+    if kwargs.get("inplace"):
+        _refuse_sum(x)
+        return x.copy_(moved(_on_parts(function, args, {**kwargs, "inplace": False}, where, ()), x.placements, where))
+    if function in _MASKS_IN_PLACE:
+        return _changed(function, args, kwargs, where)
     if function not in _BY_SHAPE:
         result = _on_parts(function, args, kwargs, where, ())
-        return moved(result, gradient_like(x), where) if result.shape == x.shape else result
+        alike = isinstance(result, DTensor) and result.shape == x.shape
+        return moved(result, gradient_like(x), where) if alike else result
     like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     drawn = whole(function(like, *rest, **more), x.device_mesh)
     if function.__name__.endswith("_"):
@@ -390,8 +439,16 @@ def _trains(function: Callable, args: tuple, kwargs: dict) -> bool:
 _BY_SHAPE: tuple[Callable, ...] = (
     *(inspect.unwrap(one) for one in (torch.rand_like, torch.randn_like, torch.randint_like)),  # the pack may wrap them
     *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.exponential_, torch.Tensor.random_),
+    *(torch.Tensor.geometric_, torch.Tensor.cauchy_, torch.Tensor.log_normal_),
 )
 """What draws whatever numbers the tensor has. (``bernoulli_`` may take a tensor.)"""
+_MASKS_IN_PLACE = (
+    torch.dropout_,
+    torch.alpha_dropout_,
+    torch.feature_dropout_,
+    torch.feature_alpha_dropout_,
+    torch.rrelu_,
+)
 
 
 def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -416,18 +473,27 @@ def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: st
 
 def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """On devices where DTensor draws on each rank for itself: the same mask on all, of which each takes its part."""
-    names = ("input", "p", "training", "inplace")
+    names = ("input", "p", "train" if function is torch.dropout else "training", "inplace")
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
-    x = given["input"]
-    if not given["training"] or given["p"] == 0 or _draws_together(x.device_mesh):
+    given["training"] = given.pop("train", given["training"])
+    x, draws = given["input"], given["training"] and given["p"] > 0
+    if draws and given["inplace"]:
+        _refuse_sum(x)
+    if not draws or _draws_together(x.device_mesh):
         return function(*args, **kwargs)
-    x = moved(x, [one if not one.is_partial() else Replicate() for one in x.placements], where)
+    x = moved(x, gradient_like(x), where)
     _warn_of_randomness(x.device_mesh)
     mask = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device).bernoulli_(1 - given["p"])
     if given["p"] < 1:
         mask.div_(1 - given["p"])
     mask = moved(whole(mask, x.device_mesh), x.placements, where)
     return x.mul_(mask) if given["inplace"] else x * mask
+
+
+def _both(names: str, instead: Callable) -> dict[Callable, Callable]:
+    """For functions of torch and methods of these names."""
+    found = (getattr(owner, name, None) for owner in (torch, torch.Tensor) for name in names.split())
+    return dict.fromkeys(filter(None, found), instead)
 
 
 INSTEAD: dict[Callable, Callable] = {
@@ -439,7 +505,17 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.logsigmoid, F.hardsigmoid, F.hardswish, F.hardtanh, F.relu6), _element_by_element),
     torch.Tensor.unfold: _unfold,
     torch._weight_norm: _whole,
-    **dict.fromkeys((torch.trace, torch.Tensor.trace, torch.cumprod, torch.Tensor.cumprod, torch.quantile), _whole),
+    **dict.fromkeys((torch.trace, torch.Tensor.trace, torch.cumprod, torch.Tensor.cumprod), _whole),
+    **dict.fromkeys((torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile), _whole),
+    **_both("take put index_put index_add index_copy scatter_add scatter_reduce masked_scatter masked_select", _whole),
+    **_both("nonzero bincount _is_all_true", _whole),
+    **_both(
+        "put_ index_put_ index_add_ index_copy_ index_fill_ scatter_add_ scatter_reduce_ masked_scatter_", _changed
+    ),
+    **dict.fromkeys((torch.gru_cell, torch.lstm_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell), _cell),
+    **dict.fromkeys((torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu), _whole),
+    **dict.fromkeys((torch.embedding_bag, F.embedding_bag, torch.bilinear, F.bilinear), _whole),
+    **dict.fromkeys((torch.unique, torch.Tensor.unique), _whole),
     F.cosine_embedding_loss: _whole,  # torch takes square roots of sums not yet made
     **dict.fromkeys((torch.cummax, torch.Tensor.cummax, torch.cummin, torch.Tensor.cummin), _whole),
     **dict.fromkeys((torch.reshape, torch.Tensor.reshape, torch.flatten, torch.Tensor.flatten), _reshaped),
@@ -456,6 +532,7 @@ INSTEAD: dict[Callable, Callable] = {
     F.rms_norm: _rms_norm,
     F.normalize: _normalize,
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _pinned),
+    torch.linalg.matrix_norm: _pinned,
     **dict.fromkeys((torch.dist, torch.Tensor.dist, F.cosine_similarity), _pinned),
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
@@ -465,8 +542,11 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((torch.Tensor.__int__, torch.Tensor.__bool__, torch.Tensor.__index__), _read),
     **dict.fromkeys((*_BY_SHAPE, torch.bernoulli, torch.Tensor.bernoulli, torch.multinomial, torch.normal), _random),
     **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), _random),
-    **dict.fromkeys((F.rrelu, F.gumbel_softmax), _random),
-    F.dropout: _dropout,
+    **dict.fromkeys((F.rrelu, F.gumbel_softmax, torch.rrelu, *_MASKS_IN_PLACE), _random),
+    **dict.fromkeys((torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout), _random),
+    **dict.fromkeys((torch.native_dropout, torch.poisson, torch.binomial), _random),
+    **dict.fromkeys((torch._standard_gamma, torch._sample_dirichlet), _random),
+    **dict.fromkeys((F.dropout, torch.dropout), _dropout),
     F.scaled_dot_product_attention: _scaled_dot_product,
 }
 """What runs in place of a torch function on DTensors: ``(function, args, kwargs, where) -> result``."""

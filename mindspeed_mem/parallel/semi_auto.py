@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from mindspeed_mem import ranks
 from mindspeed_mem.activation import asked
 from mindspeed_mem.parallel import rules
-from mindspeed_mem.parallel.meshes import agree, everywhere, mesh_in_use
+from mindspeed_mem.parallel.meshes import agree, everywhere, mesh_in_use, old_torch
 from mindspeed_mem.parallel.moves import Placements, moved
 from mindspeed_mem.parallel.operators import Operators, bring, name_backward
 from mindspeed_mem.parallel.plan import Plan, Row, Strategies
@@ -124,6 +124,8 @@ def shard(
         return semi_auto(target, mesh_in_use(mesh), plan)
     if parameter_plan:
         raise StrategyError("parameter_plan is for modules; a function has in_strategy for all its tensors")
+    if too_old := old_torch("shard"):
+        raise StrategyError(too_old)
     called = name or str(getattr(target, "__name__", type(target).__name__))
     rules.register()
     name_backward()
@@ -260,7 +262,7 @@ class Forward:
         args, kwargs = self._arguments(args, kwargs, row, what)
         result = self._once_or_again(args, kwargs)
         if row.out_strategy is not None and not (self.path == "" and self.split.plain):
-            result = bring(result, row.out_strategy, mesh, f"{what}, output", problems)
+            result = bring(result, row.out_strategy, mesh, f"{what}, output", problems, given=(args, kwargs))
         return result
 
     def _arguments(self, args: tuple, kwargs: dict, row: Row, what: str) -> tuple[tuple, dict]:
@@ -344,9 +346,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
 
 
 def _unsuited(model: nn.Module, mesh: DeviceMesh, inputs: str) -> list[str]:
-    problems = []
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        problems.append(f"semi_auto needs torch 2.13 or newer, this is {torch.__version__}")
+    problems = old_torch("semi_auto")
     if not mesh.mesh_dim_names:
         problems.append("the mesh has no axis names; make it with parallel.mesh(dp=2, tp=4)")
     if inputs not in ("whole", "local"):

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import os
+import random
 from collections import defaultdict
 
 import pytest
@@ -17,6 +18,7 @@ from mindspeed_mem.parallel import search
 from mindspeed_mem.parallel.calls import calls_of
 from mindspeed_mem.parallel.given import Given
 from mindspeed_mem.parallel.options import Asker, moving, parts
+from tests.parallel_models import Block
 from tests.worlds import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -157,6 +159,111 @@ def test_a_plan_is_the_cheapest_of_all_combinations_that_fit(cases):
         assert gap < 1e-5 and fits
 
 
+COLUMNS = {"weight": ("tp", None), "bias": ("tp",)}
+ROWS = {"weight": (None, "tp")}
+
+
+def megatrons(columns, rows):
+    """Columns of the first layers, rows of the others, as `given`: weights, and what their operators get."""
+    given = {"": {"in_strategy": ((None, None, None),)}}
+    whole, split = (None, None, None), (None, None, "tp")
+    for names, parameters, ins in (
+        (columns, COLUMNS, (whole, *COLUMNS.values())),
+        (rows, ROWS, (split, *ROWS.values())),
+    ):
+        for name in names:
+            given[name] = {"parameter_plan": parameters}
+            given[f"{name}:linear"] = {"in_strategy": (*ins, (None,))[:3]}
+    return given
+
+
+SPLITS = {
+    "MLP": (lambda: Layer(16), megatrons(["fc1"], ["fc2"])),
+    "block": (lambda: Block(16, 4, 0.0), megatrons(["q", "k", "v", "fc1"], ["out", "fc2"])),
+}
+
+
+def cost(built, chosen):
+    return seconds(built, chosen) + sum(3 * option.seconds for option in chosen.values())
+
+
+def drawn(built, near, share):
+    """A random choice that can be run; of what `near` has each is kept but for a `share`."""
+    chosen = {}
+    for key, one in built.classes.items():
+        fit = list(one.options)
+        for edge in built.edges.values():
+            if edge.reader == key:
+                given = chosen[edge.maker].outs[edge.place]
+                fit = [
+                    option
+                    for option in fit
+                    if not any(p.is_partial() for p in option.ins[edge.number]) or option.ins[edge.number] == given
+                ]
+        kept = near[key] in fit and random.random() >= share
+        chosen[key] = near[key] if kept else random.choice(fit)
+    return chosen
+
+
+def run(model, plan, mesh, x, machine):
+    """Seconds that what a step of this plan really sends takes by the machine's figures; and its error."""
+    many = parallel.semi_auto(copy.deepcopy(model), mesh, plan)
+    many(x).square().mean().backward()
+    moves = parallel.report(many).moves.items()
+    sent = sum(
+        times * (machine.latency_us / 1e6 + one.sent / (machine.gbps * 1e9))
+        for move, times in moves
+        for one in move.collectives
+    )
+    model.zero_grad()
+    model(x).square().mean().backward()
+    pairs = zip(model.parameters(), many.parameters(), strict=True)
+    return sent, max(float((a.grad - b.grad.full_tensor()).abs().max()) for a, b in pairs)
+
+
+def beside_others(kind, machine, tries):
+    """Seconds of the plan that is found and of Megatron's: as said, as counted here, and with what was sent; errors.
+    And of random plans."""
+    mesh, (make, megatron) = parallel.mesh("cpu", tp=2), SPLITS[kind]
+    torch.manual_seed(1)
+    model, x = make().double(), torch.randn(4, 64, 16, dtype=torch.float64)
+    plans = {
+        name: (given, parallel.auto(model, x, mesh, given=given, machine=machine))
+        for name, given in (("Megatron's", megatron), ("found", {"": megatron[""]}))
+    }
+    ran = {name: run(model, plan, mesh, x, machine) for name, (_, plan) in plans.items()}
+    if torch.distributed.get_rank():
+        return None
+    calls, asker = calls_of(model, (x,)), Asker(mesh, machine)
+    found = {}
+    for name, (given, plan) in plans.items():
+        rows = Given(model, mesh, calls, parallel.Plan.of(given))
+        built = search.Search(calls, asker, [machine.link("tp", mesh)], 8.0, rows)
+        chosen = built.solve(None).chosen
+        computed = sum(3 * option.seconds for option in chosen.values())
+        found[name] = plan.seconds, cost(built, chosen), computed + ran[name][0], ran[name][1]
+    return found, [cost(built, drawn(built, chosen, share)) for share in (1.0, 0.3, 0.1) for _ in range(tries)]
+
+
+FAST = parallel.Machine(tflops=1e-3, memory_gbps=1, gbps=1, latency_us=0, launch_us=0)
+CASES = [("MLP", FAST), ("block", FAST), ("MLP", MACHINE), ("block", MACHINE)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "machine"),
+    [*CASES[:1], *(pytest.param(*one, marks=pytest.mark.sweep) for one in CASES[1:])],
+    ids=["MLP", "block", "MLP, slow", "block, slow"],
+)
+def test_a_plan_is_not_above_megatrons_split_nor_random_ones(kind, machine):
+    found, others = on_ranks(2, beside_others, kind, machine, 100)[0]
+    for predicted, counted, executed, error in found.values():
+        assert predicted == pytest.approx(counted, rel=1e-5) and predicted == pytest.approx(executed, rel=1e-5)
+        assert error < 1e-12
+    least = found["found"][0] * (1 - 1e-5)
+    assert least < found["Megatron's"][0] and least < min(others) < max(others)
+    assert (found["Megatron's"][0] < 1.1 * found["found"][0]) == (machine == FAST)  # there it is what one should do
+
+
 def fixed():
     torch.manual_seed(1)
     mesh, x = parallel.mesh("cpu", tp=2), torch.randn(64, 8, dtype=torch.float64)
@@ -193,9 +300,59 @@ def test_given_rows_hold_and_are_paid_for_one_layer_of_several_too():
     assert error < 1e-12 and placed[0].is_shard(0)
 
 
+class Ended(nn.Module):
+    """Modules of one operator, of none, and of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.same, self.two = nn.Linear(8, 32), nn.Identity(), nn.Sequential(nn.Linear(32, 8), nn.Tanh())
+
+    def forward(self, x):
+        return self.two(self.same(self.one(x)))
+
+
+def of_modules():
+    torch.manual_seed(1)
+    mesh, x = parallel.mesh("cpu", tp=2), torch.randn(64, 8, dtype=torch.float64)
+    model = Ended().double()
+    plain, columns = (None, None), (None, "tp")
+    modules = {"one": {"out_strategy": (columns,)}, "two": {"in_strategy": (columns,), "out_strategy": (("tp", None),)}}
+    operators = {
+        "one:linear": {"out_strategy": (columns,)},
+        "two.0:linear": {"in_strategy": (columns, columns, (None,))},
+        "two.1:tanh": {"out_strategy": (("tp", None),)},
+    }
+    own = {"": {"in_strategy": (plain,)}, "two.0": {"parameter_plan": {"weight": columns}}}
+    plans = [parallel.auto(model, x, mesh, machine=MACHINE, given=own | rows) for rows in (modules, operators)]
+    many = parallel.semi_auto(copy.deepcopy(model), mesh, plans[0])
+    found, wanted = many(x), model(x)
+    found.square().mean().backward()
+    wanted.square().mean().backward()
+    pairs = zip(model.parameters(), many.parameters(), strict=True)
+    errors = [
+        float((found - wanted).abs().max()),
+        *(float((a.grad - b.grad.full_tensor()).abs().max()) for a, b in pairs),
+    ]
+    with pytest.raises(parallel.StrategyError, match="'same', out_strategy: it returns what it gets"):
+        parallel.auto(model, x, mesh, machine=MACHINE, given={"same": {"out_strategy": (columns,)}})
+    with pytest.raises(
+        parallel.StrategyError, match="'one', out_strategy: another row says otherwise of 'one:linear.0'"
+    ):
+        parallel.auto(model, x, mesh, machine=MACHINE, given={**modules, "one:linear": {"out_strategy": (plain,)}})
+    return plans[0].rows == plans[1].rows, plans[0].rows, max(errors)
+
+
+def test_strategies_of_modules_are_those_of_the_operators_at_their_ends():
+    same, rows, error = on_ranks(2, of_modules)[0]
+    assert same and error < 1e-12
+    assert rows["one:linear.0"].out_strategy == ((None, "tp"),)
+    assert rows["two.0:linear.0"].in_strategy[0] == (None, "tp")
+    assert rows["two.1:tanh.0"].out_strategy == (("tp", None),)
+
+
 WRONG = {
     "": {"in_strategy": ((None, None), (None, None)), "out_strategy": ((None, None), (None,))},
-    "layers.1": {"in_strategy": ((None, None),)},
+    "layers.1": {"in_strategy": ((None, None), (None,))},
     "layers.0.fc1:linear.0": {"in_strategy": (("tp", None),)},
     "layers.0.fc1:matmul": {"in_strategy": ((None, None),)},
     "layers.0.fc1": {"parameter_plan": {"wait": ("tp", None)}},
@@ -204,8 +361,7 @@ WRONG = {
 SAID = (
     "'', in_strategy: 2 strategies for 1 tensors",
     "'', out_strategy: 2 strategies for 1 tensors",
-    "'layers.1': auto takes strategies of the model itself and of operators",
-    "'layers.1.fc1:linear.0'",
+    "'layers.1', in_strategy: 2 strategies for 1 tensors",
     "'layers.0.fc1:linear.0', in_strategy: 1 strategies for 3 tensors",
     "'layers.0.fc1:matmul': layers.0.fc1 calls no matmul; it calls linear.0",
 )

@@ -1,8 +1,17 @@
-"""Split models beside the rest: gradient accumulation, checkpoints that other meshes load, what is refused by name."""
+"""Split models beside the rest: the modes of the docs, gradient accumulation, checkpoints that other meshes load, what
+is refused by name."""
+
+import contextlib
+import io
+import os
+import re
+import socket
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -17,6 +26,56 @@ PLAN = {
     "0": {"parameter_plan": {"weight": ("tp", None), "bias": ("tp",)}},
     "2": {"parameter_plan": {"weight": (None, "tp")}},
 }
+
+
+PAGE = Path(__file__).parents[2] / "docs/parallel.md"
+
+
+def modes(program, port):
+    """What the program of the docs prints on the first of these ranks, each of which starts it as torchrun does."""
+    torch.distributed.destroy_process_group()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.sweep)])
+def test_the_modes_of_the_docs_have_one_devices_loss_and_send_what_is_said(size):
+    program = re.search(r"^```python\n(# modes.py\n.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
+    model, batches = plainly(program)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    printed, *others = on_ranks(size, modes, program, port)
+    assert re.findall(r"^(\w+): loss (.*)$", printed, re.MULTILINE) == [
+        (mode, f"{loss:.4f}") for mode in ("data", "semi_automatic", "automatic", "hybrid")
+    ]
+    assert not any(others) and "outside the model" not in printed
+    data, semi_automatic, automatic, hybrid = (totals(one) for one in printed.split("in all: ")[1:])
+    assert hybrid["tp"] > semi_automatic["tp"] and "tp" not in data and "tp" not in automatic
+    if size == 4:
+        assert data["dp"] > semi_automatic["dp"] == hybrid["dp"] > automatic["dp"]
+
+
+def plainly(program):
+    """Model and batches of the program, on one device."""
+    made = {}
+    exec(program.partition("torch.distributed.init_process_group()")[0], made)
+    torch.manual_seed(0)
+    return made["MLP"](), [torch.randn(8, 16) for _ in range(3)]
+
+
+def totals(text):
+    """Bytes that a rank sent, by axis."""
+    found = re.findall(r"(dp|tp) (\d+)", text.partition("bytes sent per rank: ")[2].partition("\n")[0])
+    return {axis: int(sent) for axis, sent in found}
 
 
 def built():
