@@ -125,7 +125,6 @@ def test_all_that_is_wrong_is_said_at_once(run, tmp_path):
         assert text in done.stderr
 
 
-@pytest.mark.sweep
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_browser_draws_it(run, tmp_path):
     folder, _ = run
