@@ -379,6 +379,8 @@ def _find_traces(run: Run, traces: dict[int, _Trace]) -> None:
 def _show_steps(run: Run, traces: Sequence[_Trace]) -> None:
     """The last step that all ranks have traced; where there is none, the last of each."""
     run.steps = [one.last for one in traces]
+    if absent := sorted({row["rank"] for row in run.ranks if traces} - {step.rank for step in run.steps}):
+        run.remarks.append(f"there is no trace of {'ranks' if len(absent) > 1 else 'rank'} {as_ranges(absent)}")
     for one in traces:
         run.stacks |= one.stacks
     if len({step.number for step in run.steps}) > 1:

@@ -146,6 +146,12 @@ def test_what_was_planned_takes_a_trace_of_each_stage(tmp_path):
     assert "planned" not in re.sub(r"would have been planned", "", text)
 
 
+def test_ranks_without_a_trace_are_named(tmp_path):
+    write(tmp_path, 1)
+    run_file.write(tmp_path, [Engine.of(rank=rank) for rank in range(4)], [], {})
+    assert page_data.read([tmp_path]).remarks == ["there is no trace of ranks 0, 2-3"]
+
+
 def test_layers_of_another_stack_have_its_name(tmp_path):
     def events(begin):
         copies = [span("x", begin + n, begin + n + 0.5, "copy out", layer=n, op="mlp", bytes=8) for n in (1, 2)]
@@ -158,11 +164,16 @@ def test_layers_of_another_stack_have_its_name(tmp_path):
 
 def test_passes_that_no_schedule_numbers_have_no_number(tmp_path):
     def events(begin):
-        return [span("forward None", begin, begin + 1, **{"micro-batch": None, "model chunk": 0}),
-                span("x", begin, begin + 1, "copy out", layer=0, op="mlp", bytes=8)]  # fmt: skip
+        of_none = {"micro-batch": None, "model chunk": 0}
+        copy = span("x", begin, begin + 1, "copy out", layer=0, op="mlp", bytes=8)
+        return [
+            span("forward None", begin, begin + 1, **of_none),
+            span("backward", begin + 1, begin + 2, **of_none),
+            copy,
+        ]
 
-    run = page_data.read([write(tmp_path, events=events)])
-    assert '"text":[""]' in text_of(run)
+    texts = re.findall(r'"text":\[("[^]]*)\]', text_of(page_data.read([write(tmp_path, events=events)])))
+    assert texts == ['""'] * 3  # forwards, backwards, copies
 
 
 def test_what_waited_for_a_copy_hid_none(tmp_path):
