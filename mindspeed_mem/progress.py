@@ -27,7 +27,7 @@ def shown(what: str, usually: str = "") -> Iterator[None]:
     if stream is None or stream.closed or not stream.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
-    head, began, over = f"{what} ({usually})" if usually else what, time.monotonic(), threading.Event()
+    began, over = time.monotonic(), threading.Event()
 
     def write(text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # a terminal may go away: no reason to end what is done
@@ -35,7 +35,7 @@ def shown(what: str, usually: str = "") -> Iterator[None]:
             stream.flush()
 
     def tell() -> None:
-        line = f"mindspeed_mem: {head}: {time.monotonic() - began:.0f} s"
+        line = f"mindspeed_mem: {what}, {time.monotonic() - began:.0f} s" + (f" ({usually})" if usually else "")
         write(_CLEAR + line[: shutil.get_terminal_size().columns - 1])
 
     def tick() -> None:

@@ -131,7 +131,7 @@ def _by_first_rank(mesh: DeviceMesh, search: Callable[[], Found]) -> Found:
     answer: Any = None
     if not any(mesh.get_coordinate() or ()):
         try:
-            with progress.shown("searching for the layouts of a model", "seconds; for large ones minutes"):
+            with progress.shown("searching for the layouts of a model", "seconds to minutes"):
                 answer = search()
         except StrategyError as error:
             answer = error.problems

@@ -34,7 +34,7 @@ or from a profile, and predicts step time and memory. Nothing is run; neither Me
 Options of the model have Megatron's names and defaults, dropout of 0.1 included; figures are for bf16. The exit status
 is 1 if nothing fits.
 """
-_SEARCH = "seconds; for models of many stages or kinds of layers a minute"
+_SEARCH = "seconds to a minute"
 _WIDTH = 100  # where there is no terminal
 
 

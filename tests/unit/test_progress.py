@@ -1,15 +1,14 @@
 """What takes long says so on a terminal, and nowhere else."""
 
-import contextlib
 import io
-import os
-import pty
 import sys
 
 import pytest
 
 from mindspeed_mem import progress
 from mindspeed_mem.__main__ import main
+from mindspeed_mem.device import native_build
+from tests.terminals import terminal
 
 PLAN = (
     "plan --layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 "
@@ -17,40 +16,24 @@ PLAN = (
 ).split()
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """Runs what it is given with a terminal as standard error; returns what that has got."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(call):
-        reading, writing = pty.openpty()
-        with os.fdopen(writing, "w") as stream:
-            monkeypatch.setattr(sys, "stderr", stream)
-            call()
-            os.set_blocking(reading, False)
-            found = b""
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    found += os.read(reading, 1 << 16)
-        os.close(reading)
-        return found.decode()
-
-    return run
-
-
 def wait():
     with progress.shown("waiting", "a moment"):
         pass
 
 
-def test_a_terminal_is_told_and_left_as_it_was(terminal):
-    assert terminal(wait) == "\r\x1b[Kmindspeed_mem: waiting (a moment): 0 s\r\x1b[K"
-
-
-def test_a_terminal_that_cannot_take_back_a_line_is_left_alone(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    assert terminal(wait) == ""
+@pytest.mark.parametrize(
+    ("screen", "wanted"),
+    [
+        ({}, "\r\x1b[Kmindspeed_mem: waiting, 0 s (a moment)\r\x1b[K"),
+        ({"columns": 30}, "\r\x1b[Kmindspeed_mem: waiting, 0 s (\r\x1b[K"),
+        ({"kind": "dumb"}, ""),
+    ],
+    ids=["wide", "narrow", "cannot take back a line"],
+)
+def test_a_terminal_is_told_and_left_as_it_was(screen, wanted):
+    with terminal(**screen) as told:
+        wait()
+    assert told == [wanted]
 
 
 def test_what_is_no_terminal_gets_nothing(monkeypatch):
@@ -62,15 +45,25 @@ def test_what_is_no_terminal_gets_nothing(monkeypatch):
     wait()
 
 
-def test_an_error_clears_the_line(terminal):
-    def fail():
-        with pytest.raises(ZeroDivisionError), progress.shown("failing"):
-            raise ZeroDivisionError
-
-    assert terminal(fail).endswith("\r\x1b[K")
+def test_an_error_clears_the_line():
+    with terminal() as told, pytest.raises(ZeroDivisionError), progress.shown("failing"):
+        raise ZeroDivisionError
+    assert told[0].endswith("\r\x1b[K")
 
 
-def test_planning_is_told(terminal, capsys):
+def test_planning_is_told(capsys):
     pytest.importorskip("scipy")
-    assert "searching for the best plan" in terminal(lambda: main(PLAN))
+    with terminal() as told:
+        main(PLAN)
+    assert "searching for the best plan" in told[0]
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_compiling_is_told(tmp_path):
+    if native_build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    source = tmp_path / "nothing.cpp"
+    source.write_text("int nothing;\n")
+    with terminal() as told:
+        native_build.compile_library(source, tmp_path / "nothing.so", purpose="a test")
+    assert "mindspeed_mem: compiling nothing.cpp for a test, 0 s" in told[0]

@@ -164,7 +164,7 @@ class Adaptation:
             return
         mine, error = None, ""
         try:
-            with self._telling("measuring copies to the host", "seconds"):
+            with self._telling("measuring copies to the host", "a moment"):
                 link = measure_link(self.engine.backend)
             mine = attached.rank_profile(self._ranks.stage, link)
         except Exception as failed:  # whatever it is, the others wait for this rank
@@ -259,7 +259,7 @@ class Adaptation:
         decision = None
         if self._ranks.rank == 0:
             try:
-                with self._telling("searching for a memory plan", "seconds; for large models a minute"):
+                with self._telling("searching for a memory plan", "seconds to a minute"):
                     decision = decide()
             except Exception as error:  # whatever it is, the others wait for a decision
                 logger.error("planning failed: %s", error, exc_info=not isinstance(error, ValueError))
