@@ -144,7 +144,7 @@ class Run:
 
     def layer(self, number: int) -> str:
         """What a layer is called."""
-        return called(number, self.stacks)
+        return called(number, self.stacks) if number >= 0 else "outside the layers"
 
     @property
     def of_stages(self) -> int:
@@ -314,10 +314,11 @@ def _content(file: Path, run: Run) -> Any:
     except UnicodeDecodeError as error:
         raise _UnusableError("no text") from error
     except ValueError as error:
-        rows = [(number, _whole(line)) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        if not rows or not _is_metrics(rows[0][1]):
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if not lines or not _is_metrics(_whole(lines[0][1])):
             begun = text.lstrip().startswith(("{", "["))
             raise _UnusableError(f"no whole JSON: {error}" if begun else _NOTHING) from error
+        rows = [(number, _whole(line)) for number, line in lines]
     if not rows or not _is_metrics(rows[0][1]):
         return content
     run.metrics += [row for _, row in rows if _is_metrics(row)]

@@ -100,6 +100,8 @@ def write(
         atexit.register(make_pages)
         if ranks.count() == 1:
             make_pages()
+        else:
+            logger.info("--memory-report: what is known is in %s; the page follows when this process ends", folder)
 
 
 def make_pages() -> None:
