@@ -54,7 +54,7 @@ class _State:
     engine: tuple = ()
     """What the engine was started with."""
     trace: tuple | None = None
-    """What is traced."""
+    """What is traced, and the folder of the report."""
     limited: Any = None
     limit: int | None = None
     """Bytes of device memory to which this process, on the backend `limited`, was limited."""
@@ -92,7 +92,7 @@ def report(page: str | os.PathLike | None = None) -> str:
 
     Args:
         page: a folder where rank 0 puts what is known of the run, and a page that shows it (default: that of
-            --memory-report). What cannot be written there is told.
+            --memory-report); with several ranks the page when its process ends. What cannot be written there is told.
     """
     from mindspeed_mem.activation import engine as engines
     from mindspeed_mem.report.chunk_report import format_chunks
@@ -114,7 +114,9 @@ def report(page: str | os.PathLike | None = None) -> str:
         from mindspeed_mem.report import run_file
 
         of_engines, of_chunks = found
-        run_file.write(folder, of_engines, of_chunks, _State.settings.values, _State.settings.notices)
+        settings = _State.settings
+        trace = None if settings.trace is None else settings.trace[0]
+        run_file.write(folder, of_engines, of_chunks, settings.values, settings.notices, trace)
     return text
 
 
@@ -307,9 +309,10 @@ def _start_engine(settings: Settings) -> None:
     )
     if _State.observing:
         return
-    _trace(settings)
+    same = wanted == _State.engine or not (needed or _State.engine)
+    _trace(settings, same)
     _limit_memory(settings)
-    if wanted == _State.engine or not (needed or _State.engine):
+    if same:
         return
     from mindspeed_mem.activation import engine as engines
     from mindspeed_mem.plan import load_memory_config
@@ -329,19 +332,18 @@ def _start_engine(settings: Settings) -> None:
     _State.engine = wanted if needed else ()
 
 
-def _trace(settings: Settings) -> None:
-    if settings.trace == _State.trace:
+def _trace(settings: Settings, same_engine: bool) -> None:
+    """Trace what these settings want; another engine for the same report is another run."""
+    wanted = None if settings.trace is None else (*settings.trace, settings.report_folder)
+    if wanted == _State.trace and (same_engine or settings.report_folder is None):
         return
-    if settings.report_folder is not None:
-        from mindspeed_mem.report import run_file
-
-        run_file.begin(settings.report_folder)
-    from mindspeed_mem.report import trace
+    from mindspeed_mem.report import run_file, trace
 
     trace.stop()
+    run_file.begin(settings.report_folder)
     if settings.trace is not None:
         trace.start(*settings.trace)
-    _State.trace = settings.trace
+    _State.trace = wanted
 
 
 def _limit_memory(settings: Settings) -> None:

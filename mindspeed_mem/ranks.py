@@ -33,6 +33,11 @@ def number() -> int:
     return dist.get_rank() if is_initialized() else 0
 
 
+def count() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
 def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The object `mine` of all ranks of `group` (None: of all there are), in their order, on all of them. Collective.
 

@@ -392,7 +392,7 @@ class SavedTensors:
         return record
 
     def _enter(self, storage: torch.UntypedStorage, owner: Owner, found: marks.Marks) -> Token:
-        return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers, found)
+        return LEDGER.enter(storage, 0 <= owner[0] < self._in_force.num_layers, found, owner[:2])
 
     def _distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved; None: it stays."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from mindspeed_mem import progress
 from mindspeed_mem.device.base import DeviceError
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -73,7 +74,8 @@ def compile_library(
     handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        done = subprocess.run([*command, "-o", name], capture_output=True, text=True)
+        with progress.shown(f"compiling {source.name} for {purpose}", "up to a minute"):
+            done = subprocess.run([*command, "-o", name], capture_output=True, text=True)
         if done.returncode != 0:
             said = done.stderr.strip()
             shown = said if len(said) <= 3000 else f"{said[:2000]}\n...\n{said[-1000:]}"

@@ -200,7 +200,8 @@ FEATURES = (
         read=new_file,
         metavar="FILE",
         help="write what happens in a few steps, with times, for Perfetto or chrome://tracing: trace.json becomes "
-        "trace.rank0.json and so on; python -m mindspeed_mem trace puts them together",
+        "trace.rank0.json and so on (python -m mindspeed_mem trace puts them together); beside it the last step for "
+        "torch's memory viewer",
         patches=MEMORY_PATCHES,
         bars=incompatible.MEMORY,
         same_plan="looking on changes nothing",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mindspeed_mem import ranks, requirements
+from mindspeed_mem import progress, ranks, requirements
 from mindspeed_mem.parallel import rules
 from mindspeed_mem.parallel.calls import Call, Calls, Value, calls_of
 from mindspeed_mem.parallel.given import Given
@@ -132,7 +132,8 @@ def _by_first_rank(mesh: DeviceMesh, search: Callable[[], Found]) -> Found:
     answer: Any = None
     if not any(mesh.get_coordinate() or ()):
         try:
-            answer = search()
+            with progress.shown("searching for the layouts of a model", "seconds to minutes"):
+                answer = search()
         except StrategyError as error:
             answer = error.problems
         except Exception as error:  # the others are not left waiting

@@ -86,6 +86,12 @@ def named(layers: Collection[int], stacks: Mapping[str, range | None]) -> list[i
     return [*found, *sorted(rest)]
 
 
+def called(layer: int, stacks: Mapping[str, range | None]) -> str:
+    """``layer 3``; where a model has several stacks, as plans call it: ``mtp:0``."""
+    found = named([layer], stacks)[0] if len(stacks) > 1 else layer
+    return f"layer {layer}" if found == layer else str(found)
+
+
 def _allowed(stack: str, stacks: Mapping[str, range | None]) -> str:
     if stack in stacks:
         return "which begins at different numbers in models that are there together; allowed: layer numbers"

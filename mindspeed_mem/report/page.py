@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
 
 from mindspeed_mem import __version__
-from mindspeed_mem.report import page_charts
+from mindspeed_mem.report import page_charts, page_data
 from mindspeed_mem.report.page_data import Run
 from mindspeed_mem.report.units import mib
 
@@ -51,7 +52,7 @@ def _of_run(number: int, run: Run) -> dict[str, Any]:
     sections = [
         ("memory", "Memory over a step", page_charts.memory(run), _NO_TRACE),
         ("plan", "The plan, by layer and operator", page_charts.grid(run), _NO_TRACE),
-        ("pipeline", "The pipeline", page_charts.pipeline(run), _NO_TRACE if not run.steps else _ONE_STAGE),
+        ("pipeline", "The pipeline", page_charts.pipeline(run), _no_pipeline(run)),
         ("copies", "Copies and second runs", page_charts.copies(run), _NO_TRACE if not run.steps else _NO_COPIES),
         ("chunks", "Chunks", page_charts.chunks(run), "No chunks were gathered in a traced step."),
         ("iterations", "Iterations", page_charts.iterations(run), _NO_METRICS),
@@ -70,6 +71,7 @@ def _of_run(number: int, run: Run) -> dict[str, Any]:
         "name": run.name,
         "id": f"run{number}",
         "facts": _facts(run),
+        "remarks": run.remarks,
         "sections": sections,
         "tables": [(title, rows, why if run.about or why == _NO_RUN else _NO_RUN) for title, rows, why in tables],
     }
@@ -82,19 +84,38 @@ _ONE_STAGE = "There is one pipeline stage."
 _NO_COPIES = "Nothing was copied or ran again in the traced step."
 
 
+def _no_pipeline(run: Run) -> str:
+    if not run.steps:
+        return _NO_TRACE
+    return _ONE_STAGE if run.of_stages < 2 else "The ranks have traced no step in common."
+
+
 def _facts(run: Run) -> list[str]:
     facts = []
     if run.about:
         facts.append(run.about["date"])
     if run.steps:
-        facts.append(f"step {run.steps[0].number} of {len(run.steps)} rank{'s' * (len(run.steps) > 1)} is shown")
+        which = f"step {run.steps[0].number}" if run.together else "the last step"
+        facts.append(f"{which} of {len(run.steps)} rank{'s' * (len(run.steps) > 1)} is shown")
     if run.metrics:
         facts.append(f"{len({row['iteration'] for row in run.metrics})} iterations")
     return facts
 
 
+MOST_ROWS = 100
+"""Of a table that has a row for each operator or moment."""
+
+
 def _table(columns: Sequence[tuple[str, Callable[[Any], str]]], rows: Sequence[Any]) -> Rows | None:
     return ([name for name, _ in columns], [[show(row) for _, show in columns] for row in rows]) if rows else None
+
+
+def _most_of(
+    columns: Sequence[tuple[str, Callable[[Any], str]]], rows: Sequence[Any], size: Callable[[Any], float]
+) -> Rows | None:
+    """The largest rows first, and of many these only."""
+    found = _table(columns, sorted(rows, key=size, reverse=True))
+    return found and (found[0], page_charts.first_of(found[1], MOST_ROWS))
 
 
 def _ranks(run: Run) -> Rows | None:
@@ -115,6 +136,7 @@ def _ranks(run: Run) -> Rows | None:
         ("evicted", lambda row: f"{mib(row['evicted_bytes'])} in {row['evictions']}"),
         ("copying in the step, ms", functools.partial(of_step, lambda step: step.copying())),
         ("of that hidden", functools.partial(of_step, lambda step: step.hidden())),
+        ("stalled in it", functools.partial(of_step, lambda step: step.stalled())),
     ]
     return _table(columns, run.ranks)
 
@@ -137,24 +159,24 @@ def _recomputed(run: Run) -> Rows | None:
     rows = [(rank["rank"], one) for rank in run.ranks for one in rank["recomputed_by_operator"]]
     columns: list[tuple[str, Callable[[Any], str]]] = [
         ("rank", lambda row: str(row[0])),
-        ("layer", lambda row: str(row[1]["layer"])),
-        ("operator", lambda row: row[1]["op"] or "the whole layer"),
+        ("layer", lambda row: run.layer(row[1]["layer"])),
+        ("operator", lambda row: row[1]["op"] or page_data.WHOLE),
         ("dropped, MiB", lambda row: mib(row[1]["bytes"])),
         ("second runs", lambda row: str(row[1]["runs"])),
     ]
-    return _table(columns, rows)
+    return _most_of(columns, rows, lambda row: row[1]["bytes"])
 
 
 def _pinned(run: Run) -> Rows | None:
     rows = [(rank["rank"], one) for rank in run.ranks for one in rank["pinned"]]
     columns: list[tuple[str, Callable[[Any], str]]] = [
         ("rank", lambda row: str(row[0])),
-        ("layer", lambda row: str(row[1]["layer"])),
+        ("layer", lambda row: run.layer(row[1]["layer"])),
         ("operator", lambda row: row[1]["op"] or "layer"),
         ("MiB", lambda row: mib(row[1]["bytes"])),
         ("by", lambda row: row[1]["by"]),
     ]
-    return _table(columns, rows)
+    return _most_of(columns, rows, lambda row: row[1]["bytes"])
 
 
 def _marks(run: Run) -> Rows | None:
@@ -165,11 +187,12 @@ def _marks(run: Run) -> Rows | None:
         ("what", lambda row: row[2]),
         ("times", lambda row: str(row[3])),
     ]
-    return _table(columns, rows)
+    return _most_of(columns, rows, lambda row: row[3])
 
 
 def _notices(run: Run) -> Rows | None:
-    return _table([("what was said", str)], (run.about or {}).get("notices", []))
+    found = _table([("what was said", str)], (run.about or {}).get("notices", []))
+    return found and (found[0], page_charts.first_of(found[1], MOST_ROWS))
 
 
 def _pairs(run: Run, what: str) -> Rows | None:
@@ -200,10 +223,15 @@ def _of_metrics(key: str, scale: float) -> Callable[[Run], float | None]:
     def found(run: Run) -> float | None:
         last = max((row["iteration"] for row in run.metrics), default=0)
         return max(
-            (row[key] * scale for row in run.metrics if 2 * row["iteration"] > last and key in row), default=None
+            (row[key] * scale for row in run.metrics if 2 * row["iteration"] > last and _is_number(row.get(key))),
+            default=None,
         )
 
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 _FIGURES: tuple[tuple[str, str, Callable[[Run], float | None]], ...] = (

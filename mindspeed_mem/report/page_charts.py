@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
 from mindspeed_mem.passes import BACKWARD, FORWARD
-from mindspeed_mem.report.page_data import AGAIN, COMPUTE, IN, OUT, Cell, Run, Span, Step
+from mindspeed_mem.plan.layers import as_ranges
+from mindspeed_mem.report.page_data import AGAIN, COMPUTE, IN, OUT, STALL, Cell, Run, Span, Step
 from mindspeed_mem.schedule.simulation import DeadlockError, simulate
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ COLOURS = {
     OUT: "#d9822b",
     IN: "#b8a03a",
     AGAIN: "#9a62b3",
+    STALL: "#c0392b",
     "keep": "#9aa5b1",
 }
 """Which can be told apart on white, on black and, for the most part, without colours."""
@@ -78,7 +81,7 @@ def memory(run: Run) -> Chart | None:
             highest = max(points, key=lambda point: point[1])
             rows.append([str(step.rank), name, f"{highest[1]:.2f}", f"{highest[0]:.1f}"])
         figure.update_yaxes(title_text="MiB", rangemode="tozero", row=row, col=1)
-    figure.update_xaxes(title_text="ms since the first rank began the step", row=len(steps), col=1)
+    figure.update_xaxes(title_text=_since(run), row=len(steps), col=1)
     words = f"Activations of {_of(run, steps)} over one step: on the device, on the host, and without the plan."
     return _chart(figure, 130 + 190 * len(steps), words, ("rank", "what", "highest, MiB", "at, ms"), rows)
 
@@ -134,7 +137,7 @@ def grid(run: Run) -> Chart | None:
     figure = go.Figure(
         go.Heatmap(
             x=[op or "(between operators)" for op in operators],
-            y=[f"layer {layer}" for layer in layers],
+            y=[run.layer(layer) for layer in layers],
             z=[[None if one is None else kinds[one.what] for one in row] for row in table],
             text=[["" if one is None else _in_cell(one) for one in row] for row in table],
             customdata=[["" if one is None else _in_words(one) for one in row] for row in table],
@@ -152,12 +155,13 @@ def grid(run: Run) -> Chart | None:
     figure.update_yaxes(autorange="reversed", type="category")
     figure.update_xaxes(type="category", tickangle=-30)
     rows = [
-        [str(layer), op or "(between operators)", one.what, _mib(one.moved), _mib(one.kept), _ms(one.forward)]
+        [run.layer(layer), op or "(between operators)", one.what, _mib(one.moved), _mib(one.kept), _ms(one.forward)]
         for (layer, op), one in cells.items()
     ]
     counts = ", ".join(f"{sum(one.what == kind for one in cells.values())} {kind}" for kind in kinds)
     words = (
-        f"What becomes of each operator's activations in a pass: {counts}; below that MiB moved and ms of a forward."
+        f"What becomes of each operator's activations in a pass: {counts}; in each its MiB and the ms of its forward. "
+        "What is within something that runs again does so, too."
     )
     columns = ("layer", "operator", "what", "moved, MiB", "kept by its backward, MiB", "forward, ms")
     return _chart(figure, 180 + 34 * len(layers), words, columns, rows)
@@ -180,7 +184,7 @@ def _in_words(one: Cell) -> str:
 def pipeline(run: Run) -> Chart | None:
     """Passes of each stage as they ran, and below as their order would have them, each with its stage's mean time."""
     stages = run.stages()
-    if len(stages) < 2:
+    if run.of_stages < 2 or not run.together:
         return None
     measured = [sorted(step.passes(), key=lambda one: one.begin) for step in stages]
     bars = [
@@ -192,14 +196,19 @@ def pipeline(run: Run) -> Chart | None:
         [str(step.stage), f"{sum(one.length for one in passes):.1f}", f"{step.length:.1f}", _idle(step, passes)]
         for step, passes in zip(stages, measured, strict=True)
     ]
-    planned = _planned(measured)
+    missing = sorted(set(range(run.of_stages)) - {step.stage for step in stages})
+    planned = [] if missing else _planned(measured)
     bars += [(f"stage {stages[number].stage}, planned", one, _direction(one)) for number, one in planned]
-    figure = _bars(bars, [f"stage {step.stage}, {how}" for step in stages for how in ("measured", "planned")])
-    words = (
-        f"Passes of {len(stages)} pipeline stages in one step. Planned: the same order where each pass takes its "
-        "stage's mean and waits for nothing but what it works on."
-        + (f" That would take {max(one.end for _, one in planned):.1f} ms." if planned else "")
-    )
+    kinds = ("measured", "planned") if planned else ("measured",)
+    figure = _bars(bars, [f"stage {step.stage}, {how}" for step in stages for how in kinds], _since(run))
+    words = f"Passes of {len(stages)} of {run.of_stages} pipeline stages in one step."
+    if planned:
+        words += (
+            " Planned: the same order where each pass takes its stage's mean and waits for nothing but what it works "
+            f"on. That would take {max(one.end for _, one in planned):.1f} ms."
+        )
+    elif missing:
+        words += f" What would have been planned takes a trace of each: there is none of {_stages(missing)}."
     columns = ("stage", "in passes, ms", "step, ms", "idle")
     return _chart(figure, 150 + 60 * len(stages), words, columns, rows)
 
@@ -230,6 +239,11 @@ def _planned(measured: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
     ]
 
 
+def _stages(numbers: Sequence[int]) -> str:
+    """``stage 1``, or ``stages 0, 2-3``."""
+    return f"stage{'s' * (len(numbers) > 1)} {as_ranges(numbers)}"
+
+
 def _idle(step: Step, passes: Iterable[Span]) -> str:
     return f"{100 * (1 - sum(one.length for one in passes) / step.length):.0f} %" if step.length else "-"
 
@@ -244,7 +258,7 @@ def copies(run: Run) -> Chart | None:
     if not any(one.track in (OUT, IN, AGAIN) for step in steps for one in step.spans):
         return None
     seen = {one.track for step in steps for one in step.spans}
-    tracks = [track for track in (COMPUTE, OUT, IN, AGAIN) if track in seen]
+    tracks = [track for track in (COMPUTE, OUT, IN, AGAIN, STALL) if track in seen]
     bars = [(f"rank {step.rank} {COMPUTE}", one, _direction(one)) for step in steps for one in step.passes()]
     bars += [
         (f"rank {step.rank} {one.track}", one, one.track)
@@ -261,9 +275,10 @@ def copies(run: Run) -> Chart | None:
         again = [one for one in step.spans if one.track == AGAIN]
         rows.append([str(step.rank), AGAIN, f"{len(again)}", "", f"{_length(again):.1f}"])
         rows.append([str(step.rank), "copies hidden behind operators", "", "", f"{step.hidden():.1f}"])
-    figure = _bars(bars, [f"rank {step.rank} {track}" for step in steps for track in tracks])
+        rows.append([str(step.rank), "computing waited for copies", "", "", f"{step.stalled():.1f}"])
+    figure = _bars(bars, [f"rank {step.rank} {track}" for step in steps for track in tracks], _since(run))
     block = " Copies of this device stop its computing: none are hidden." if steps[0].copies_block else ""
-    words = f"Passes, copies and second runs of {_of(run, steps)} in one step.{block}"
+    words = f"Passes, copies, second runs and waits for copies of {_of(run, steps)} in one step.{block}"
     return _chart(figure, 150 + 95 * len(steps), words, ("rank", "what", "times", "MiB", "ms"), rows)
 
 
@@ -286,7 +301,9 @@ def chunks(run: Run) -> Chart | None:
         {name for name, _, _ in bars}, key=lambda name: [int(part) for part in name.split() if part.isdigit()]
     )
     words = f"Gathers of chunks by {_of(run, steps)} in one step, from the order until they may be used."
-    return _chart(_bars(bars, names), 150 + 22 * len(names), words, ("rank", "chunk", "MiB", "at, ms", "ms"), rows)
+    return _chart(
+        _bars(bars, names, _since(run)), 150 + 22 * len(names), words, ("rank", "chunk", "MiB", "at, ms", "ms"), rows
+    )
 
 
 def iterations(run: Run) -> Chart | None:
@@ -312,9 +329,10 @@ def iterations(run: Run) -> Chart | None:
                 for row in run.metrics
                 if row.get("rank", 0) == rank and isinstance(row.get(key), int | float)
             ]
+            finite = [value for _, value in points if math.isfinite(value)]
             figure.add_scatter(
                 x=[at for at, _ in points],
-                y=[value for _, value in points],
+                y=[value if math.isfinite(value) else None for _, value in points],
                 name=f"rank {rank}",
                 mode="lines+markers",
                 legendgroup=str(rank),
@@ -325,7 +343,8 @@ def iterations(run: Run) -> Chart | None:
             )
             if points:
                 values = [value for _, value in points]
-                rows.append([title, str(rank), f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{max(values):.4g}"])
+                highest = f"{max(finite):.4g}" if finite else "-"
+                rows.append([title, str(rank), f"{values[0]:.4g}", f"{values[-1]:.4g}", highest])
         figure.update_yaxes(title_text=title.replace(", ", ",<br>"), row=number, col=1)
     figure.update_xaxes(title_text="iteration", row=len(there), col=1)
     words = "What the metrics file says of each iteration."
@@ -367,7 +386,7 @@ def _joined(bars: Sequence[tuple[str, Span, str]]) -> list[tuple[str, Span, str]
     return found
 
 
-def _bars(bars: Sequence[tuple[str, Span, str]], names: Sequence[str]) -> Figure:
+def _bars(bars: Sequence[tuple[str, Span, str]], names: Sequence[str], since: str) -> Figure:
     """Spans in rows, those of a kind in one colour."""
     import plotly.graph_objects as go
 
@@ -380,7 +399,7 @@ def _bars(bars: Sequence[tuple[str, Span, str]], names: Sequence[str]) -> Figure
             y=[name for name, _ in mine],
             orientation="h",
             name=kind,
-            text=[one.name.rpartition(" ")[2] if kind in (FORWARD, BACKWARD) else "" for _, one in mine]
+            text=[_number(one) if kind in (FORWARD, BACKWARD) else "" for _, one in mine]
             if len(mine) <= NAMED
             else None,
             textposition="inside",
@@ -397,8 +416,18 @@ def _bars(bars: Sequence[tuple[str, Span, str]], names: Sequence[str]) -> Figure
         )
     figure.update_layout(barmode="overlay", bargap=0.15)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=list(names), autorange="reversed")
-    figure.update_xaxes(title_text="ms since the first rank began the step")
+    figure.update_xaxes(title_text=since)
     return figure
+
+
+def _number(one: Span) -> str:
+    """Of a pass's micro-batch; empty where it has none."""
+    found = one.name.rpartition(" ")[2]
+    return found if found.isdigit() else ""
+
+
+def _since(run: Run) -> str:
+    return "ms since the first rank began the step" if run.together else "ms since each rank began its own step"
 
 
 def _chart(figure: Figure, height: int, words: str, columns: Sequence[str], rows: list[list[str]]) -> Chart:
@@ -414,9 +443,14 @@ def _chart(figure: Figure, height: int, words: str, columns: Sequence[str], rows
     figure.update_xaxes(gridcolor=_GRID, zerolinecolor=_GRID, automargin=True)
     figure.update_yaxes(gridcolor=_GRID, zerolinecolor=_GRID, automargin=True)
     html = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
-    if len(rows) > FINEST:
-        rows = [*rows[:FINEST], [f"... and {len(rows) - FINEST} more rows", *[""] * (len(columns) - 1)]]
-    return Chart(html, words, columns, rows)
+    return Chart(html, words, columns, first_of(rows, FINEST))
+
+
+def first_of(rows: list[list[str]], count: int) -> list[list[str]]:
+    """Not more rows than so many, and one that says how many there are besides."""
+    if len(rows) <= count:
+        return rows
+    return [*rows[:count], [f"... and {len(rows) - count} more", *[""] * (len(rows[0]) - 1)]]
 
 
 def _of(run: Run, shown: Sequence[Step]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -30,19 +32,32 @@ class Warned(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
+        self.since = 0
+        """When the run began, in nanoseconds since 1970."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
 
 WARNED = Warned()
+_unmade: dict[Path, None] = {}
+"""Folders whose page is made when the process ends."""
 
 
-def begin(folder: Path) -> None:
-    """Keep warnings from now on; rank 0 takes away what an earlier run has left in the folder."""
-    logging.getLogger("mindspeed_mem").addHandler(WARNED)
+def begin(folder: Path | None) -> None:
+    """A run begins: its warnings are kept, and rank 0 takes away what an earlier one has left in the folder.
+
+    None: nobody wants to know any more.
+    """
+    logger_of_all = logging.getLogger("mindspeed_mem")
+    WARNED.lines.clear()
+    WARNED.since = time.time_ns()
+    if folder is None:
+        logger_of_all.removeHandler(WARNED)
+        return
+    logger_of_all.addHandler(WARNED)
     if ranks.number() == 0:
-        for pattern in (page_data.RUN, PAGE, "trace.rank*.json"):
+        for pattern in (page_data.RUN, PAGE, "trace.rank*.json", "trace.rank*.pickle"):
             for file in folder.glob(pattern):
                 with contextlib.suppress(OSError):
                     file.unlink()
@@ -54,13 +69,18 @@ def write(
     chunks: Sequence[ChunkFigures],
     settings: Mapping[str, Any],
     notices: Sequence[str] = (),
+    trace: Path | None = None,
 ) -> None:
     """Write `run.json`, and the page where what draws it is installed. What cannot be written is told.
+
+    With several ranks the page is made when this process ends: reading their traces takes time, which the others would
+    spend in their next collective.
 
     Args:
         engines, chunks: of all ranks.
         settings: flags with their values.
         notices: what was said of them at start.
+        trace: where --memory-trace has them, without a rank, if that is not in the folder.
     """
     about = {
         "version": page_data.VERSION,
@@ -70,11 +90,33 @@ def write(
         "notices": list(dict.fromkeys([*notices, *WARNED.lines])),
         "ranks": [dataclasses.asdict(one) for one in engines],
         "chunks": [dataclasses.asdict(one) for one in chunks],
+        "began_ns": WARNED.since,
+        "trace": None if trace is None or trace.parent.resolve() == folder.resolve() else str(trace.resolve()),
     }
-    try:
+    with _telling(folder):
         folder.mkdir(parents=True, exist_ok=True)
         output.write(folder / page_data.RUN, json.dumps(about, indent=1, default=str) + "\n")
-        logger.info("--memory-report: %s", _page(folder))
+        _unmade[folder.resolve()] = None
+        atexit.register(make_pages)
+        if ranks.count() == 1:
+            make_pages()
+        else:
+            logger.info("--memory-report: what is known is in %s; the page follows when this process ends", folder)
+
+
+def make_pages() -> None:
+    """Make the pages of which `write` has written the rest."""
+    atexit.unregister(make_pages)
+    while _unmade:
+        folder, _ = _unmade.popitem()
+        with _telling(folder):
+            logger.info("--memory-report: %s", _page(folder))
+
+
+@contextlib.contextmanager
+def _telling(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         logger.warning("--memory-report: nothing is written: %s: %s", error.filename or folder, error.strerror)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import itertools
 import logging
 import time
@@ -25,11 +24,11 @@ from mindspeed_mem import passes, ranks
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.observe.stopwatch import COPIES, Moments, Stopwatch
 from mindspeed_mem.activation.passes import first_of
-from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.activation.storage.ledger import LEDGER, Token, logged
 from mindspeed_mem.activation.storage.mover import UNTIMED, Untimed
 from mindspeed_mem.passes import BACKWARD, FORWARD, Listener, Precedence, ScheduleCall
-from mindspeed_mem.plan.layers import as_ranges
-from mindspeed_mem.report import trace_file
+from mindspeed_mem.plan.layers import as_ranges, called
+from mindspeed_mem.report import memory_file, trace_file
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.core.gathering import no_notes
 
@@ -38,13 +37,14 @@ if TYPE_CHECKING:
     from mindspeed_mem.activation.observe.observed_ops import Node
     from mindspeed_mem.activation.storage.records import Record
     from mindspeed_mem.device import Backend
+    from mindspeed_mem.device.base import Event as Point
     from mindspeed_mem.device.base import Stream
     from mindspeed_mem.zero.core.chunk import Chunk
 
 logger = logging.getLogger(__name__)
 
-COMPUTE, OUT, IN, AGAIN = "compute", "copy out", "copy in", "recompute"
-_TRACKS = (COMPUTE, OUT, IN, AGAIN)
+COMPUTE, OUT, IN, AGAIN, STALL = "compute", "copy out", "copy in", "recompute", "stall"
+_TRACKS = (COMPUTE, OUT, IN, AGAIN, STALL)
 Event = dict[str, Any]
 
 
@@ -121,21 +121,27 @@ class Trace(Listener):
         else:
             self._origin = origin
             file.parent.mkdir(parents=True, exist_ok=True)
-            about = {"rank": rank, "stage": step.stage, "device": step.backend.type, "origin_ns": origin}
-            about["copies_block"] = step.backend.copies_block
+            about: dict[str, Any] = {"rank": rank, "origin_ns": origin, "stage": step.stage, "stages": step.stages}
+            about |= {"device": step.backend.type, "copies_block": step.backend.copies_block}
+            stacks = step.in_force.stacks.items()
+            about["stacks"] = {name: [of.start, of.stop] for name, of in stacks if of is not None}
             trace_file.begin(file, about, [*_names(rank, step.stage), *events])
+        memory_file.write(memory_file.beside(file), step.allocations.events)
         self._traced.append(self._call)
         self._events += len(events)
 
     def _tell(self) -> None:
         """Once: what there is, and what it cost."""
+        file = trace_file.file_of_rank(self._file, ranks.number())
         took = f"a traced step took {1e3 * mean(self._took):.1f} ms" if self._took else "the last step was traced"
         beside = "" if self._one_before is None else f", the one before {1e3 * self._one_before:.1f} ms"
         logger.info(
-            "--memory-trace: steps %s are in %s (%d events); %s%s; writing took %.1f ms in all",
+            "--memory-trace: steps %s are in %s (%d events), the last of them for torch's memory viewer in %s; %s%s; "
+            "writing took %.1f ms in all",
             as_ranges(self._traced),
-            trace_file.file_of_rank(self._file, ranks.number()),
+            file,
             self._events,
+            memory_file.beside(file).name,
             took,
             beside,
             1e3 * self._writing,
@@ -175,10 +181,12 @@ class _Step(Untimed):
     """One step while it runs, and what was seen of it."""
 
     def __init__(self, engine: Engine, call: ScheduleCall) -> None:
-        self.backend, self.stage = engine.backend, call.stage
+        self.backend, self.stage, self.stages = engine.backend, call.stage, call.stages
+        self.in_force = engine.in_force
         self._engine, self._mover = engine, engine.mover
         self._gathering = None if (chunks := runtime.current()) is None else chunks.gathering
         self._spans: list[tuple[str, str, Any, Any, Event]] = []  # track, name, begin, end, more
+        self._stalls: list[tuple[str, Any, Any, Event]] = []  # name, begin, end, more
         self._gathers: list[tuple[Chunk, Any, Any]] = []
         self._coming: dict[Chunk, Any] = {}
         self._samples: list[tuple[Any, dict[str, dict[str, int]]]] = []
@@ -186,12 +194,13 @@ class _Step(Untimed):
         self._keys: dict[int, tuple[tuple[int | None, int], weakref.ref[torch.Tensor]]] = {}  # by output
         self._counts = self._counted()
         self._begin = self.backend.timestamp()
-        self._name = functools.partial(_name, num_layers=engine.in_force.num_layers)
+        self.allocations = memory_file.Allocations(self._name)
         engine.look_everywhere(True)
         self.watch = engine.observation.stopwatch = Stopwatch(
             self.backend, engine.in_force.num_layers, self._boundary, reads=False
         )
         self._mover.timing = self
+        LEDGER.token = logged(self.allocations)
         if engine.survival is not None:
             engine.survival.mover.copying = self.watch.copying
         if self._gathering is not None:
@@ -205,16 +214,26 @@ class _Step(Untimed):
         self._end = self.backend.timestamp()
         self.backend.end_range(self._range)
         self._engine.observation.stopwatch = None
-        self._mover.timing = UNTIMED
+        self._mover.timing, LEDGER.token = UNTIMED, Token
+        self.allocations.close()
         if self._engine.survival is not None:
             self._engine.survival.mover.copying = contextlib.nullcontext
         if self._gathering is not None:
             self._gathering.notes = no_notes
         self._engine.look_everywhere(False)
 
+    def _name(self, layer: int, op: str) -> str:
+        """Of what runs now or has run: before the first forward nobody knows the stacks."""
+        if layer < 0:
+            return "outside the layers"
+        known = self.in_force
+        where = called(layer, known.stacks) if layer < known.num_layers else "after the layers"
+        return f"{where} {op}" if op else where
+
     # ---- what it is told
     def begin_pass(self, direction: str, key: tuple[int | None, int]) -> None:
         self.watch.begin(direction, key)
+        self.allocations.during = _of(direction, key[0])
 
     def end_forward(self, output: Any) -> None:
         key = self.watch.forward
@@ -225,7 +244,7 @@ class _Step(Untimed):
     def begin_backward(self, output: Any) -> None:
         found = self._keys.pop(id(output), None)
         if found is not None and found[1]() is output:
-            self.watch.begin(BACKWARD, found[0])
+            self.begin_pass(BACKWARD, found[0])
 
     def _boundary(self, ran: Node, runs: Node) -> None:
         self._sample()
@@ -240,6 +259,15 @@ class _Step(Untimed):
         end = backend.timestamp(stream)
         more = {"layer": record.layer, "op": record.op, "bytes": record.nbytes}
         self._spans.append((stream.name, self._name(record.layer, record.op), begin, end, more))
+
+    def wait(self, backend: Backend, record: Record, stream: Stream, event: Point, reason: str) -> None:
+        if backend.done(event):
+            super().wait(backend, record, stream, event, reason)
+            return
+        begin = backend.timestamp(stream)
+        super().wait(backend, record, stream, event, reason)
+        more = {"layer": record.layer, "op": record.op, "reason": reason}
+        self._stalls.append((self._name(record.layer, record.op), begin, backend.timestamp(stream), more))
 
     @contextlib.contextmanager
     def second_run(self, layer: int, op: str) -> Iterator[None]:
@@ -300,6 +328,8 @@ class _Step(Untimed):
         for one in self.watch.unread:
             events += _of_pass(one, at, span, self._name)
         events += [span(track, name, at(begin), at(end), more) for track, name, begin, end, more in self._spans]
+        stalls = [(name, at(begin), at(end), more) for name, begin, end, more in self._stalls]
+        events += [span(STALL, name, begin, end, more) for name, begin, end, more in stalls if end > begin]
         for count, (chunk, begin, end) in enumerate(self._gathers):
             same = {"name": "gather", "cat": "chunks", "pid": rank, "id": f"{number}.{count}"}
             more = {"chunk": chunk.index, "bytes": chunk.nbytes}
@@ -321,7 +351,7 @@ def _of_pass(
     moments = [(at(moment), node) for moment, node in one.moments]
     intervals = [(begin, end, node) for (begin, node), (end, _) in itertools.pairwise(moments)]
     key = {"micro-batch": micro_batch, "model chunk": chunk}
-    events = [span(COMPUTE, f"{direction} {micro_batch}", moments[0][0], moments[-1][0], key)]
+    events = [span(COMPUTE, _of(direction, micro_batch), moments[0][0], moments[-1][0], key)]
     for layer, group in itertools.groupby(intervals, lambda interval: interval[2][0]):
         inside = list(group)
         if layer == COPIES[0]:
@@ -337,11 +367,8 @@ def _of_pass(
     return events
 
 
-def _name(layer: int, op: str, num_layers: int) -> str:
-    if layer < 0:
-        return "outside the layers"
-    where = f"layer {layer}" if layer < num_layers else "after the layers"
-    return f"{where} {op}" if op else where
+def _of(direction: str, micro_batch: int | None) -> str:
+    return direction if micro_batch is None else f"{direction} {micro_batch}"
 
 
 def _names(rank: int, stage: int) -> Iterator[Event]:

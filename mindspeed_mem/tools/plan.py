@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_mem import output, requirements
+from mindspeed_mem import output, progress, requirements
 from mindspeed_mem.adaptive.problem import from_shape, profile_file
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
@@ -34,6 +34,7 @@ or from a profile, and predicts step time and memory. Nothing is run; neither Me
 Options of the model have Megatron's names and defaults, dropout of 0.1 included; figures are for bf16. The exit status
 is 1 if nothing fits.
 """
+_SEARCH = "seconds to a minute"
 _WIDTH = 100  # where there is no terminal
 
 
@@ -99,7 +100,8 @@ def _measured(given: argparse.Namespace) -> int:
     from mindspeed_mem.device import get_backend, speeds  # torch: only this needs it
 
     backend = get_backend()
-    found = {name: float(f"{value:.4g}") for name, value in speeds.measure(backend).items()}
+    with progress.shown("measuring the device", "some seconds"):
+        found = {name: float(f"{value:.4g}") for name, value in speeds.measure(backend).items()}
     if "link_alone_gbps" not in found:  # not the first process of its host
         return 0
     memory = {name: found.pop(name) for name in ("memory_gib",) if name in found}
@@ -155,16 +157,20 @@ def _plan(given: argparse.Namespace, profile: profile_file.Profile, reserve: Res
         if given.picture:
             floor = search.floor()
             asked = plan_picture.limits(floor, max(kept.peaks), problem.device_limit)
-            curve = list(zip(asked, search.curve(asked), strict=True))
+            with progress.shown(f"searching for the plans of {len(asked)} limits of memory", "seconds each"):
+                curve = list(zip(asked, search.curve(asked), strict=True))
             title = plan_table.subject(profile, reserve)
             plan_picture.draw(curve, kept, full, problem.device_limit, given.picture, title)
-        found = search.best()
+        with progress.shown("searching for the best plan", _SEARCH):
+            found = search.best()
     except InfeasibleError as shortage:
         status, error = 1, shortage
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
     print("\n".join(plan_table.lines(profile, reserve, kept, full, found, width)))
     if found is not None:
-        for line in (*worth.lines(found), *(worth.next_gib(search, found) if given.next_gib else ())):
+        with progress.shown("searching for plans with other memory", _SEARCH):
+            lines = [*worth.lines(found), *(worth.next_gib(search, found) if given.next_gib else ())]
+        for line in lines:
             print(line)
     if error is not None:
         states_are_split = bool(profile.shapes.get("distributed_optimizer"))

@@ -11,7 +11,8 @@ from mindspeed_mem.command_line import check_file
 DESCRIPTION = """\
 Makes one HTML page of what a run has left: the folder of --memory-report, or files: traces of --memory-trace,
 a metrics file (--metrics-file of examples/pretrain_gpt.py), the profile beside a plan. The page needs no network.
-What of these is missing is left out, and the page says how to get it.
+What of these is missing is left out, and the page says how to get it. What else lies in a folder, or lies
+there in pieces, is left out and named on the page.
 """
 
 
@@ -31,14 +32,17 @@ def main(given: argparse.Namespace) -> int:
     if missing := page.missing():
         wrong.append(missing)
     sources = [one for one in (given.run, given.other) if one]
-    names = given.names or [None] * len(sources)
+    paths = [[Path(file) for file in files] for files in sources]
+    names = given.names or ([None] if len(paths) == 1 else page_data.names_apart(*paths))
     if len(names) != len(sources):
         wrong.append(f"--names takes a name for each run: {len(sources)}, not {len(names)}")
         names = [None] * len(sources)
+    elif len(set(names)) < len(names):
+        wrong.append(f"--names: got {names[0]!r} for both runs; give them different ones")
     runs = []
-    for files, name in zip(sources, names, strict=True):
+    for files, name in zip(paths, names, strict=True):
         try:
-            runs.append(page_data.read([Path(file) for file in files], name))
+            runs.append(page_data.read(files, name))
         except page_data.PageError as error:
             wrong.append(str(error))
     if wrong:

@@ -71,10 +71,11 @@ def test_ranks_settle_together(layout):
     assert results[0][6].adaptive and not results[1][6].adaptive
 
 
-def without_room() -> tuple[list[str], str]:
-    """What is said where no plan fits, and where not even eviction makes enough room."""
+def without_room() -> tuple[list[str], str, list[str]]:
+    """What is said where no plan fits, and where not even eviction makes enough room; and what a terminal shows."""
     from tests.adaptive_runs import adapting, room_for, told
     from tests.limited_runs import Training, counted
+    from tests.terminals import terminal
 
     with counted() as memory, parallel():
         room, _ = room_for(memory, "dense", 0.25, layers=3)
@@ -82,13 +83,16 @@ def without_room() -> tuple[list[str], str]:
         with adapting() as engine, told() as lines:
             mine = Training(memory, "dense", layers=3)
             mine.total = limit
-            while engine.adaptation.planner is None:
-                mine.step()
-            return lines, str(engine.survival.no_room("aten.mm", 8, ""))
+            with terminal() as shown:
+                while engine.adaptation.planner is None:
+                    mine.step()
+            return lines, str(engine.survival.no_room("aten.mm", 8, "")), shown
 
 
 def test_what_to_try_can_be_followed():
-    [(lines, error)] = on_ranks(1, without_room)
+    [(lines, error, [shown])] = on_ranks(1, without_room)
+    for what in ("step 1 of 3 for a memory plan", "step 3 of 3", "copies to the host", "searching for a memory plan"):
+        assert what in shown
     (said,) = (line for line in lines if line.startswith("no plan fits"))
     assert "MiB" in said and "0.00 GiB" not in said
     assert "--recompute-layers" not in error and "try: a smaller" in error  # it cannot be combined with it

@@ -16,7 +16,7 @@ import pytest
 from mindspeed_mem.report import page_data
 from mindspeed_mem.report.page import page as page_of
 from tests.memory.test_trace import traced
-from tests.worlds import on_ranks
+from tests.worlds import on_ranks, parallel
 
 pytest.importorskip("plotly")
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_what_is_read_is_what_happened(run):
 def test_the_page_is_there_when_the_run_ends_and_needs_no_network(run):
     folder, figures = run
     page = (folder / "index.html").read_text(encoding="utf-8")
-    mine = [row for row in cells(page) if row[:1] == ["0"] and len(row) == 11]
+    mine = [row for row in cells(page) if row[:1] == ["0"] and len(row) == 12]
     last = figures[-1]
     wanted = [last.peak_bytes, last.peak_bytes_without, last.bytes_out, last.bytes_in]
     assert [row[1:5] for row in mine] == [[f"{one / 2**20:.2f}" for one in wanted]]
@@ -110,7 +110,7 @@ def test_all_that_is_wrong_is_said_at_once(run, tmp_path):
     folder, _ = run
     (tmp_path / "empty").mkdir()
     (tmp_path / "plan.yaml").write_text("swap_config: {}\n")
-    [trace] = folder.glob("trace.*")
+    [trace] = folder.glob("trace.*.json")
     files = [trace, folder, tmp_path / "empty", tmp_path / "plan.yaml", tmp_path / "none.json"]
     done = command(*files, "--output", tmp_path / "no" / "page.html", "--names", "a", "b")
     assert done.returncode == 2
@@ -118,14 +118,13 @@ def test_all_that_is_wrong_is_said_at_once(run, tmp_path):
         "--output",
         "--names takes a name for each run: 1, not 2",
         "empty has none of a run's files",
-        "plan.yaml is nothing that a page shows",
+        "plan.yaml: nothing that a page shows",
         "none.json: No such file",
         "two traces of rank 0",
     ):
         assert text in done.stderr
 
 
-@pytest.mark.sweep
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_browser_draws_it(run, tmp_path):
     folder, _ = run
@@ -138,6 +137,72 @@ def test_a_browser_draws_it(run, tmp_path):
     drawn = done.stdout.count('class="main-svg"')
     assert drawn >= 2 * 4  # memory, plan, copies, iterations
     assert "stroke" in done.stdout and "copy out" in done.stdout
+
+
+def stalling(file: str) -> float:
+    """Trains three steps on a device with slow copies, of which the second is traced; how long that one stood still."""
+    from mindspeed_mem.device.simulated import SimulatedBackend
+    from mindspeed_mem.report import trace
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import EVERYTHING, SDPA, patched, swap
+
+    backend = SimulatedBackend(check=False, bandwidth=1e8, op_seconds=1e-4)
+    with patched(SDPA), parallel(), backend.tracker(), swap(EVERYTHING, backend):
+        chunks, stalls = build_gpt("dense", layers=2), []
+        trace.start(Path(file), 2, 2)
+        for step in range(3):
+            train_step(chunks, step=step, micro_batches=2)
+            stalls.append(backend.stall_seconds())
+        trace.stop()
+    return stalls[1] - stalls[0]
+
+
+def test_waits_for_copies_are_not_taken_for_hidden_ones(tmp_path):
+    [stalled] = on_ranks(1, stalling, str(tmp_path / "trace.json"))
+    [step] = page_data.read([tmp_path]).steps
+    assert step.stalled() == pytest.approx(1e3 * stalled) and stalled > 0
+    assert 0 < step.hidden() <= step.length - step.stalled()
+    assert step.copying() > step.hidden() + 0.5 * step.stalled()
+
+
+def configured(folder: str, elsewhere: str) -> list:
+    """A run with a trace, then one that wants a report besides, then one by another plan; what each run.json says."""
+    import logging
+
+    import mindspeed_mem.megatron_adaptor as mem
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import EVERYTHING, again
+
+    asked = {"device": "cpu", "memory_trace": f"{elsewhere}/trace.json", "memory_trace_steps": "1"}
+    asked |= {"memory_config": EVERYTHING}
+    found = []
+    (Path(folder) / "index.html").write_text("of an earlier run")
+    try:
+        for more in ({}, {"memory_report": folder}, {"memory_report": folder, "memory_config": again({"mlp": True})}):
+            mem.configure(asked | more)
+            found.append((Path(folder) / "index.html").exists())
+            logging.getLogger("mindspeed_mem.plan").warning("said beside %d", len(more))
+            with parallel():
+                train_step(build_gpt("dense", layers=1), micro_batches=1)
+            mem.report()
+            if more:
+                run = page_data.read([Path(folder)])
+                told = [line for line in run.about["notices"] if "said" in line]
+                found.append((told, {span.track for step in run.steps for span in step.spans}))
+    finally:
+        mem.configure({"device": None, "memory_trace": None, "memory_trace_steps": None, "memory_config": None})
+    return found
+
+
+def test_each_run_in_a_process_has_its_own_report(tmp_path):
+    [found] = on_ranks(1, configured, str(tmp_path), str(tmp_path / "traces"))
+    assert found == [
+        True,
+        False,
+        (["said beside 1"], {"compute", "copy out", "copy in"}),
+        False,
+        (["said beside 2"], {"compute", "recompute"}),
+    ]
 
 
 def test_a_long_step_stays_readable(tmp_path):

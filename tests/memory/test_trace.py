@@ -6,6 +6,7 @@ import collections
 import itertools
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,25 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
             around.append(begin - minus)
 
 
+def check_memory(file: Path, peak: int) -> None:
+    """What torch's viewer shows of the last step has this peak, and nothing is left in the end."""
+    target = trace_file.file_of_rank(file, 0).with_suffix(".memory.pickle")
+    [events] = pickle.loads(target.read_bytes())["device_traces"]
+    levels, alive = [0], {}
+    for one in events:
+        if one["action"] == "alloc":
+            alive[one["addr"]] = one["size"]
+        elif one["action"] == "free_completed":
+            del alive[one["addr"]]
+        levels.append(sum(alive.values()))
+    assert max(levels) == peak and not alive
+    assert {one["frames"][0]["name"] for one in events} >= {
+        "layer 0 pre_mlp_layernorm",
+        "layer 3 self_attention.core_attention",
+    }
+    assert {one["frames"][1]["name"] for one in events} >= {"forward 0", "backward 3"}
+
+
 def test_swapped_steps(tmp_path):
     from tests.swap_runs import EVERYTHING
 
@@ -83,6 +103,7 @@ def test_swapped_steps(tmp_path):
     }
     assert most["host bytes"] == figures[-1].host_peak_bytes
     assert 0 < most["device bytes"] <= figures[-1].peak_bytes
+    check_memory(file, figures[-1].peak_bytes)
     assert len(lines) == 1 and "steps 2-3" in lines[0] and "the one before" in lines[0]
 
 
@@ -188,6 +209,28 @@ def test_operators_are_ranges_for_the_devices_profiler(tmp_path):
     where = {0: "layer 0", 1: "after the layers"}
     named = [f"{where[one['args']['layer']]} {one['name']}" for one in compute]
     assert named and [name for name in names if name not in where.values()] == named
+
+
+def further(file: str) -> None:
+    from mindspeed_mem.report import trace
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import swap
+
+    with parallel(), swap({"swap_config": {"swap": False}}):
+        chunks = build_gpt("dense", layers=1, mtp_num_layers=1)
+        trace.start(Path(file), 1, 1)
+        train_step(chunks, micro_batches=1)
+        trace.stop()
+
+
+def test_a_layer_of_another_stack_has_its_name(tmp_path):
+    file = tmp_path / "trace.json"
+    on_ranks(1, further, str(file))
+    assert {"decoder:0, backward", "mtp:0, backward"} <= {
+        one["name"] for one in spans(events_of(file), "compute") if "op" not in one["args"]
+    }
+    about = json.loads(trace_file.file_of_rank(file, 0).read_text())["otherData"]
+    assert about["stacks"] == {"decoder": [0, 1], "mtp": [1, 2]} and about["stages"] == 1
 
 
 def gathering(file: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ FLOORS = {
     "requirements": -1,
     "passes": -1,
     "output": -1,
+    "progress": -1,
     "reserve": -1,
     "interruption": -1,
     "command_line": 0,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mindspeed_mem.device.link_speed import LinkSpeed
 
 _TIMED = 2  # calls: one that is cut into intervals for their memory as well, and one that is not
+CALLS = 1 + _TIMED
+"""That are profiled in all."""
 _ALIKE = 1.05  # the first of them counts, too, if it took no more than this times as long
 
 
@@ -135,9 +137,7 @@ class Profiler:
         between such calls counts.
         """
         if not self.done or self._memory is None or self._census is None:
-            raise RuntimeError(
-                f"{_TIMED + 1 - len(self._timed)} more training calls are needed before there is a profile"
-            )
+            raise RuntimeError(f"{CALLS - len(self._timed)} more training calls are needed before there is a profile")
         passes = self.passes
         return RankProfile(
             stage=stage,

@@ -15,7 +15,7 @@ import torch
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.second_run import Rerun
 from mindspeed_mem.activation.storage import marks
-from mindspeed_mem.activation.storage.ledger import LEDGER, Token
+from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.records import (
     DROPPED,
@@ -76,7 +76,8 @@ class Made:
         """Of ``storage``, with marks ``found``, of which ``tensor`` is saved first."""
         self.rerun, self.micro_batch, self.layout = rerun, micro_batch, layout
         self.nbytes, self.state = storage.nbytes(), DROPPED
-        found.token = token = Token(LEDGER, self.nbytes, owned=True)  # as long as it happens to be there
+        owner = rerun.layer, rerun.op
+        found.token = token = LEDGER.token(LEDGER, self.nbytes, owned=True, owner=owner)  # while it happens to be there
         token.moved = True
         self.storage = weakref.ref(storage)
         self.tensor: torch.Tensor | None = None
@@ -102,7 +103,7 @@ class Made:
         self.tensor = tensor.detach() if layout == self.layout else view_of(storage, *self.layout)
         self.version = self.tensor._version
         self.state = REMADE
-        LEDGER.enter_copy(storage, owned=True)
+        LEDGER.enter_copy(storage, owned=True, owner=(self.rerun.layer, self.rerun.op))
         if self.attributes:
             storage.__dict__.update(self.attributes)
 

@@ -6,11 +6,25 @@ bookkeeping.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from mindspeed_mem.activation.storage import marks
+
+Owner = tuple[int, str]
+"""Layer and operator that made an activation."""
+NOBODY: Owner = (-1, "")
+
+
+class Log(Protocol):
+    """Whoever writes down what enters and leaves a ledger."""
+
+    def entered(self, nbytes: int, owner: Owner, back: bool) -> int:
+        """It takes memory from now on; ``back``: once more. Returns the number that it leaves by."""
+
+    def left(self, number: int) -> None:
+        """Its memory is free. On any thread."""
 
 
 class Counter:
@@ -48,6 +62,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.held, self.owned, self.without = Counter(), Counter(), Counter()
+        self.token: type[Token] = Token
+        """What is put on storages; see `logged`."""
 
     def reset_peak(self) -> None:
         for counter in (self.held, self.owned, self.without):
@@ -57,21 +73,23 @@ class Ledger:
         for counter in (self.held, self.owned, self.without):
             counter.forget()
 
-    def enter(self, storage: torch.UntypedStorage, owned: bool, found: marks.Marks | None = None) -> Token:
+    def enter(
+        self, storage: torch.UntypedStorage, owned: bool, found: marks.Marks | None = None, owner: Owner = NOBODY
+    ) -> Token:
         """Count ``storage`` from now on until it dies; once per storage. ``found``: its marks."""
         if found is None:
             found = marks.of(storage)
         token: Token | None = found.token
         if token is None:
-            token = found.token = Token(self, storage.nbytes(), owned)
+            token = found.token = self.token(self, storage.nbytes(), owned, owner=owner)
         elif token.moved:  # it outlived the graph that had moved it, and is saved again
             token.moved = False
             self.without.add(token.nbytes)
         return token
 
-    def enter_copy(self, storage: torch.UntypedStorage, owned: bool) -> None:
+    def enter_copy(self, storage: torch.UntypedStorage, owned: bool, owner: Owner = NOBODY) -> None:
         """Count a device buffer that an activation was copied back into; `without` has counted it already."""
-        marks.of(storage).token = Token(self, storage.nbytes(), owned, moved=True)
+        marks.of(storage).token = self.token(self, storage.nbytes(), owned, moved=True, owner=owner)
 
     def forget_moved(self, nbytes: int) -> None:
         """Backward no longer needs an activation that had been moved to the host."""
@@ -83,7 +101,7 @@ class Token:
 
     __slots__ = ("ledger", "nbytes", "owned", "moved", "entry")
 
-    def __init__(self, ledger: Ledger, nbytes: int, owned: bool, moved: bool = False):
+    def __init__(self, ledger: Ledger, nbytes: int, owned: bool, moved: bool = False, owner: Owner = NOBODY):
         self.ledger, self.nbytes, self.owned, self.moved = ledger, nbytes, owned, moved
         self.entry: Any = None  # who saves the storage, while that is watched
         held = ledger.held  # as `Counter.add`, three times
@@ -108,6 +126,23 @@ class Token:
             ledger.owned.now -= self.nbytes
         if not self.moved:
             ledger.without.now -= self.nbytes
+
+
+def logged(log: Log) -> type[Token]:
+    """Tokens that tell ``log`` of themselves, for `Ledger.token`: nobody else pays for that."""
+
+    class Logged(Token):
+        __slots__ = ("number",)
+
+        def __init__(self, ledger: Ledger, nbytes: int, owned: bool, moved: bool = False, owner: Owner = NOBODY):
+            super().__init__(ledger, nbytes, owned, moved)
+            self.number = log.entered(nbytes, owner, moved)
+
+        def __del__(self) -> None:
+            super().__del__()
+            log.left(self.number)
+
+    return Logged
 
 
 class Unseen:

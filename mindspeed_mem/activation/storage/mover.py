@@ -91,6 +91,10 @@ class Untimed:
         """One copy of ``record``, as `Backend.copy`."""
         backend.copy(target, source, stream)
 
+    def wait(self, backend: Backend, record: Record, stream: Stream, event: Event, reason: str) -> None:
+        """``stream``, compute's, waits for a copy of ``record``, as `Backend.wait`."""
+        backend.wait(stream, event, reason)
+
     def second_run(self, layer: int, op: str) -> AbstractContextManager:
         """Entered around a second run."""
         return nullcontext()
@@ -196,7 +200,7 @@ class Mover:
                 return False
             del storage
             assert record.out_event is not None
-            self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
+            self.timing.wait(self.backend, record, record.stream, record.out_event, RELEASE_AFTER_OUT)
             if self.late.nbytes:
                 self.late.drop(record)
             record.source = None
@@ -232,7 +236,7 @@ class Mover:
             if record.state == COPYING:
                 self.late.drop(record)
                 assert record.out_event is not None
-                self.backend.wait(record.stream, record.out_event, RETIRE_AFTER_COPIES)
+                self.timing.wait(self.backend, record, record.stream, record.out_event, RETIRE_AFTER_COPIES)
                 self._give_back(record, record.out_event)
                 record.source, record.state = None, KEPT
 
@@ -260,7 +264,7 @@ class Mover:
             compute, _, in_stream = self._begin()
             for record in wanted:
                 record.buffer = self.backend.empty(record.nbytes)
-                LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0)
+                LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0, (record.layer, record.op))
                 record.mark(record.buffer.untyped_storage())
             # after the allocations: the buffers' previous users are on compute
             self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
@@ -284,7 +288,7 @@ class Mover:
         compute, auto = self.backend.current_stream(), self.auto
         timed = auto if auto is not None and not auto.settled and auto.measures(record) else None
         begin = self.backend.timestamp(compute) if timed is not None else None
-        self.backend.wait(compute, record.in_event, COMPUTE_AFTER_IN)
+        self.timing.wait(self.backend, record, compute, record.in_event, COMPUTE_AFTER_IN)
         if timed is not None:
             timed.waited(record, begin, self.backend.timestamp(compute))
         if compute is not record.stream and compute != record.stream:
@@ -341,7 +345,7 @@ class Mover:
             if record.state != COPYING:
                 LEDGER.forget_moved(record.nbytes)
             if memory is not None and event is not None and not self.backend.done(event):
-                self.backend.wait(record.stream, event, RETIRE_AFTER_COPIES)
+                self.timing.wait(self.backend, record, record.stream, event, RETIRE_AFTER_COPIES)
 
     def _give_back(self, record: Record, event: Event | None) -> None:
         assert record.slab is not None

@@ -240,7 +240,7 @@ class Record:
         """It has been made again, in the storage of ``tensor``."""
         self.buffer, self.state = tensor.detach(), REMADE
         self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
-        LEDGER.enter_copy(tensor.untyped_storage(), self.layer >= 0)
+        LEDGER.enter_copy(tensor.untyped_storage(), self.layer >= 0, (self.layer, self.op))
         self.mark(tensor.untyped_storage())
 
     def mark(self, storage: torch.UntypedStorage) -> None:

@@ -117,7 +117,7 @@ class EvictingMover(Mover):
         try:
             if state == LOADED:
                 assert record.in_event is not None
-                self.backend.wait(record.stream, record.in_event, COMPUTE_AFTER_IN)
+                self.timing.wait(self.backend, record, record.stream, record.in_event, COMPUTE_AFTER_IN)
             self._wait_for_bytes(record, compute, out_stream, [])
             self._send(record, source, slab, out_stream)
         except BaseException:
@@ -145,7 +145,7 @@ class EvictingMover(Mover):
     def _drop_buffer(self, record: Record, holding: list) -> None:
         """It had come back, or had been made again, and leaves once more."""
         assert record.out_event is not None
-        self.backend.wait(record.stream, record.out_event, RELEASE_AFTER_OUT)
+        self.timing.wait(self.backend, record, record.stream, record.out_event, RELEASE_AFTER_OUT)
         for handle in holding:
             handle.let_go()
         record.source = record.buffer = record.in_event = None

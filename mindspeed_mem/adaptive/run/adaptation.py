@@ -12,12 +12,15 @@ rank 0 plans. A call is one training step's forwards and backwards on Megatron's
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mindspeed_mem import reserve
+from mindspeed_mem import progress, reserve
+from mindspeed_mem.activation.observe import profiler
 from mindspeed_mem.activation.observe.profiler import Profiler
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.adaptive.problem import from_profile, profile_file
@@ -85,6 +88,7 @@ class Adaptation:
         self._facts: Facts = {}
         self._calls = 0  # in this state
         self._profiler: Profiler | None = None
+        self._shown = contextlib.ExitStack()  # on a terminal, while a call is profiled
         self._meter = CallMeter(engine)
         self._evicted = self._overruns = self._reshaped = 0
         self._retries = self._retried = 0  # of the allocator when a call began; calls of a settled plan that had any
@@ -106,6 +110,8 @@ class Adaptation:
         states.get(self.state, lambda: None)()
         self._calls += 1
         if self.state == PROFILE:
+            what = f"profiling training step {min(self._calls, profiler.CALLS)} of {profiler.CALLS} for a memory plan"
+            self._shown.enter_context(self._telling(what, "slower than others"))
             self._attached().begin_call()
         elif self.state == TRY:
             self._meter.begin()
@@ -113,6 +119,7 @@ class Adaptation:
 
     def end(self, completed: bool) -> None:
         """It has ended; not ``completed``: by an exception."""
+        self._shown.close()
         if self.state == PROFILE:
             self._attached().end_call(completed)
         elif self.state == TRY and completed and self._calls > 1:
@@ -149,19 +156,21 @@ class Adaptation:
         if self._calls:
             self._go(PROFILE)
             self._profiler = Profiler(self.engine)
-            self._say("the next 3 training steps are profiled", logging.INFO)
+            self._say(f"the next {profiler.CALLS} training steps are profiled", logging.INFO)
 
     def _profile(self) -> None:
-        profiler = self._attached()
-        if not all(self._ranks.gather(profiler.done)):
+        attached = self._attached()
+        if not all(self._ranks.gather(attached.done)):
             return
         mine, error = None, ""
         try:
-            mine = profiler.rank_profile(self._ranks.stage, measure_link(self.engine.backend))
+            with self._telling("measuring copies to the host", "a moment"):
+                link = measure_link(self.engine.backend)
+            mine = attached.rank_profile(self._ranks.stage, link)
         except Exception as failed:  # whatever it is, the others wait for this rank
             logger.exception("profiling failed")
             error = repr(failed)
-        profiler.detach()
+        attached.detach()
         errors = [one for one in self._ranks.gather(error) if one]
         if errors:
             self._stop(f"profiling failed: {errors[0]}")
@@ -250,7 +259,8 @@ class Adaptation:
         decision = None
         if self._ranks.rank == 0:
             try:
-                decision = decide()
+                with self._telling("searching for a memory plan", "seconds to a minute"):
+                    decision = decide()
             except Exception as error:  # whatever it is, the others wait for a decision
                 logger.error("planning failed: %s", error, exc_info=not isinstance(error, ValueError))
             for line in decision.lines if decision is not None else ():
@@ -328,6 +338,9 @@ class Adaptation:
             self.has_settled = True
         self._evicted, self._retried = self.engine.mover.evicted_bytes, 0
         self._meter.clear()
+
+    def _telling(self, what: str, usually: str) -> AbstractContextManager[None]:
+        return progress.shown(what, usually) if self._ranks.rank == 0 else contextlib.nullcontext()
 
     def _say(self, text: str, level: int = logging.WARNING) -> None:
         if self._ranks.rank == 0:
