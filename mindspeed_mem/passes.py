@@ -74,7 +74,9 @@ class Precedence(enum.IntEnum):
     """Settles what may be gathered at once when the first chunk is needed: by then the plan further in is made. Lets
     go of whole parameters when no activation can ask for them any more."""
     ACTIVATION = enum.auto()
-    """Follows the passes themselves, so nothing but what runs them is further in."""
+    """Follows the passes themselves, so nothing but what belongs to running them is further in."""
+    WEIGHTS = enum.auto()
+    """Lets go of what a call has put off before anybody further out looks at what it left."""
     LOOP = enum.auto()
     """Runs the passes in place of Megatron's loop: what was further in would not run."""
 

@@ -45,6 +45,18 @@ FEATURES = (
         same_plan="the cap is compared as part of the shape of a call",
     ),
     Feature(
+        flag="--split-backward",
+        read=bool,
+        default=False,
+        help="linear layers of the local spec compute gradients of their weights apart from the backward pass; by "
+        "itself that changes nothing but when: right after the backward of the pass",
+        patches=("pipeline_split",),
+        since="0.14",
+        before_that="its linear layers do not know their process groups",
+        bars=incompatible.SPLIT_BACKWARD,
+        same_plan="no plan is found beside it",
+    ),
+    Feature(
         flag="--memory-config",
         read=source,
         metavar="FILE",

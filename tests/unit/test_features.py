@@ -175,7 +175,7 @@ def asked_by(flag):
     """The settings that switch on what `flag` stands for, and nothing else."""
     if flag == "--memory-config":
         return {"memory_config": SWAP, "device": "cpu"}
-    if flag in ("--survive-oom", "--adaptive-memory-optimization"):
+    if flag in ("--survive-oom", "--adaptive-memory-optimization", "--split-backward"):
         return {flag[2:].replace("-", "_"): True, "device": "cpu"}
     if flag in WITH_VALUES:
         return {flag[2:].replace("-", "_"): WITH_VALUES[flag], "device": "cpu"}
