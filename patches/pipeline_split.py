@@ -1,4 +1,4 @@
-"""--split-backward: linear layers put gradients of weights off until the backward pass has handed on its own.
+"""--split-backward, --pipeline-schedule zb: linear layers put off the gradients of their weights.
 
 Why here: every linear layer of Megatron's local spec, experts and the output layer included, is one autograd function,
 ``LinearWithGradAccumulationAndAsyncCommunication``. Its own backward makes the gradient of its input, with what
@@ -6,7 +6,8 @@ tensor and sequence parallelism send for it: it is told to leave the weight to o
 A weight's gradient that is missing in backward makes DistributedDataParallel's hook run without one; that call waits.
 Whatever is no such layer computes as always.
 
-In Megatron's own loops weights follow right after the backward of their pass.
+In Megatron's own loops weights follow right after the backward of their pass; in ours (`pipeline_cap`) when the order
+says so.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_mem import features
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patching import around, join
 from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
@@ -61,8 +65,9 @@ join("mindspeed_mem.passes:LISTENERS", _CALLS, declared_by=__name__)
 def _say_idle() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(
-            "--split-backward has no effect: none of this stage's layers is a linear layer of Megatron's local spec "
-            "(--transformer-impl local); all others compute gradients of weights at once"
+            "%s has no effect: none of this stage's layers is a linear layer of Megatron's local spec "
+            "(--transformer-impl local); all others compute gradients of weights at once",
+            "--pipeline-schedule zb" if features.in_force().zero_bubble else "--split-backward",
         )
 
 
@@ -103,6 +108,9 @@ def linear_backward(original, ctx, grad_output):
     fused = ctx.gradient_accumulation_fusion
     compute = _WeightGradient(parameter, inputs.detach(), grad_output.detach(), gathered_by, fused)
     WEIGHT_GRADIENTS.put_off(parameter, compute)
+    if engines.current() is not None:  # of the inputs it may have counted their operator's, until its backward
+        for held in (inputs, grad_output):
+            LEDGER.enter(held.untyped_storage(), owned=False)
     return (result[0], None, grad_bias, *result[3:])
 
 

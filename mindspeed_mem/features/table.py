@@ -57,6 +57,19 @@ FEATURES = (
         same_plan="no plan is found beside it",
     ),
     Feature(
+        flag="--pipeline-schedule",
+        choices=("1f1b", "zb"),
+        default="1f1b",
+        help="1f1b (default): Megatron's own; zb: gradients of weights, put off as with --split-backward, run where a "
+        "pipeline stage would idle, with no more micro-batches in flight than stages, or than "
+        "--max-inflight-microbatches says",
+        patches=("pipeline_cap", "pipeline_split"),
+        since="0.14",
+        before_that="its passes take no number of a stage",
+        bars=incompatible.ZERO_BUBBLE,
+        same_plan="no plan is found beside it",
+    ),
+    Feature(
         flag="--memory-config",
         read=source,
         metavar="FILE",

@@ -23,6 +23,9 @@ brings the stages together. Groups of fewer micro-batches than stages idle long:
 cannot take the first away: it receives for the next forward and the next backward at once, and the first and the last
 stage would wait for each other for ever. It can only have a smaller group, of no fewer micro-batches than stages,
 which is an option of Megatron's (`megatron_loop`).
+
+Where the backward is split the order is found by simulation, too (`listed`): gradients of weights can wait, and fill
+what is idle time here.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ def order(
         cap: bounds how many passes of a stage are in flight, that is run forward and not yet backward: micro-batches,
             or with virtual stages passes of one chunk; None: no bound.
         megatron_loop: take an order within the cap that Megatron's own loop can run.
+        split: the backward is split: gradients of weights are passes of their own, which fill idle time. What they need
+            is in flight until then; without a cap as many micro-batches as stages, as in 1F1B.
 
     Raises:
         ScheduleError: there is no such schedule; the message lists every reason.
@@ -62,6 +67,8 @@ def order(
     if forward_only:
         forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
         return [[(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards] for _ in range(stages)]
+    if limits.get("split"):
+        return [list(of_stage) for of_stage in listed.split(stages, micro_batches, stages if cap is None else cap)]
     if virtual_stages == 1 and cap is not None and not limits.get("megatron_loop"):
         return waves(stages, micro_batches, min(cap, stages))
     return found_by_simulation(*sizes, **limits) or _in_groups(*sizes, **limits)
@@ -75,7 +82,7 @@ def found_by_simulation(
     Every rank finds the same.
     """
     sizes, cap = (stages, virtual_stages, micro_batches), limits.get("cap")
-    if cap is None or virtual_stages == 1 or limits.get("megatron_loop"):
+    if cap is None or virtual_stages == 1 or limits.get("megatron_loop") or limits.get("split"):
         return None
     grouped = _in_groups(*sizes, **limits)
     time = round(simulate(grouped, virtual_stages, forward=listed.FORWARD_TIME, backward=listed.BACKWARD_TIME).makespan)

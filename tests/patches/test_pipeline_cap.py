@@ -11,13 +11,15 @@ from tests.worlds import on_ranks, parallel
 pytestmark = pytest.mark.distributed
 
 
-def said(layout: dict, cap: int, steps: int = 2, micro_batches: int = 4, **model) -> list[str]:
+def said(
+    layout: dict, cap: int | None, steps: int = 2, micro_batches: int = 4, split: bool = False, **model
+) -> list[str]:
     """The warnings of some training steps and an evaluation."""
     from tests.capped_runs import capped
     from tests.models import build_gpt, train_step
     from tests.swap_runs import listening
 
-    with parallel(**layout), capped(cap), listening() as messages:
+    with parallel(**layout), capped(cap, split), listening() as messages:
         chunks = build_gpt("dense", **model)
         for step in range(steps):
             train_step(chunks, step=step, micro_batches=micro_batches, forward_only=step == 1)
@@ -37,6 +39,11 @@ def test_a_cap_without_effect_is_said_once(layout, cap, why):
     assert on_ranks(2, said, layout, cap, steps=3) == [[f"--max-inflight-microbatches {cap} has no effect: {why}"], []]
 
 
+def test_idle_time_that_there_is_not_is_said_once():
+    (message,) = on_ranks(1, said, {}, None, steps=3, split=True)[0]
+    assert message == "--pipeline-schedule zb has no effect: without pipeline stages none idles"
+
+
 def test_a_cap_with_effect_says_nothing():
     assert on_ranks(2, said, {"pp": 2}, 1) == [[], []]
 
@@ -51,14 +58,14 @@ def test_a_cap_that_is_better_had_without_virtual_stages_is_said_once():
     ]
 
 
-def refused(layout: dict, cap: int, model: dict, **call) -> str:
+def refused(layout: dict, cap: int | None, model: dict, split: bool = False, **call) -> str:
     """What is raised, before anything is sent: the ranks do not even meet."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tests.capped_runs import capped
     from tests.models import build_gpt
 
-    with parallel(**layout), capped(cap):
+    with parallel(**layout), capped(cap, split):
         chunks = build_gpt("dense")
         for name, value in model.items():
             setattr(chunks[0].config, name, value)
@@ -85,15 +92,17 @@ def refused(layout: dict, cap: int, model: dict, **call) -> str:
         ({"pp": 2}, 1, {}, {"adjust_tensor_shapes_fn": max}, ["adjust_tensor_shapes_fn has to be None"]),
         ({"pp": 2, "vpp": 2}, 3, {}, {"data_iterator": None}, ["data_iterator has to be a list"]),
         ({"pp": 2}, 1, {}, {"p2p_communicator": 1}, ["process groups"]),  # Megatron's own words
+        ({"pp": 2}, None, {"pipeline_dtype": None}, {"split": True}, ["--pipeline-schedule zb needs pipeline_dtype"]),
+        ({"pp": 2, "vpp": 2}, None, {}, {"split": True}, ["--pipeline-schedule zb: there is no order", "virtual"]),
     ],
-    ids=["cap", "dtype", "shapes", "iterator", "groups"],
+    ids=["cap", "dtype", "shapes", "iterator", "groups", "dtype of zb", "virtual stages of zb"],
 )
 def test_what_cannot_run_is_refused_on_every_rank(layout, cap, model, call, words):
     for message in on_ranks(2, refused, layout, cap, model, **call):
         assert all(word in message for word in words), message
 
 
-def one_fails() -> tuple[str, float]:
+def one_fails(split: bool) -> tuple[str, float]:
     """Stage 1 fails in its second forward; what each rank gets, and after how long."""
     import torch
     import torch.distributed as dist
@@ -112,7 +121,7 @@ def one_fails() -> tuple[str, float]:
         return output, lambda output: (output.mean(), {})
 
     seen: list = []
-    with parallel(pp=2), capped(1):
+    with parallel(pp=2), capped(1, split):
         chunks = build_gpt("dense")
         begin = time.monotonic()
         try:
@@ -131,8 +140,9 @@ def one_fails() -> tuple[str, float]:
     return "", 0.0
 
 
-def test_an_exception_leaves_the_failing_rank_at_once():
-    (_, _), (error, seconds) = on_ranks(2, one_fails)
+@pytest.mark.parametrize("split", [False, True])
+def test_an_exception_leaves_the_failing_rank_at_once(split):
+    (_, _), (error, seconds) = on_ranks(2, one_fails, split)
     assert error == "ValueError: in a pass"
     assert seconds < 20
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 from mindspeed_mem.schedule import (
     DeadlockError,
     ScheduleError,
@@ -167,6 +167,49 @@ def test_waves_are_as_drawn():
     ]
 
 
+@given(st.integers(1, 12), st.integers(1, 40), st.none() | st.integers(1, 14))
+@settings(max_examples=200)
+def test_every_order_with_a_split_backward_is_whole_ends_keeps_its_cap_and_is_no_slower(stages, micro_batches, cap):
+    passes = order(stages, 1, micro_batches, cap=cap, split=True)
+    for of_stage in passes:
+        assert len(of_stage) == 3 * micro_batches
+        for way in (FORWARD, BACKWARD, WEIGHT):
+            assert [work for work in of_stage if work[0] == way] == [(way, n, 0) for n in range(micro_batches)]
+        place = {work: i for i, work in enumerate(of_stage)}
+        assert all(place[BACKWARD, n, 0] < place[WEIGHT, n, 0] for n in range(micro_batches))
+    line = simulate(passes, forward=1, backward=1, weight=1)
+    peaks = [max(in_flight(of_stage)) for of_stage in passes]
+    assert peaks == peak(stages, 1, micro_batches, cap=cap, split=True)
+    assert max(peaks) <= (stages if cap is None else cap)
+    assert line.makespan <= simulate(order(stages, 1, micro_batches, cap=cap), forward=1, backward=2).makespan
+
+
+@pytest.mark.parametrize(
+    "sizes, cap, idle",
+    [
+        ((4, 8), 4, 0.111),
+        ((4, 16), 4, 0.059),
+        ((4, 16), 2, 0.407),
+        ((8, 16), 8, 0.127),
+        ((8, 32), 8, 0.068),
+        ((8, 32), 4, 0.373),
+    ],
+)
+def test_gradients_of_weights_fill_the_bubble(sizes, cap, idle):
+    stages, micro_batches = sizes
+    line = simulate(order(stages, 1, micro_batches, cap=cap, split=True), forward=1, backward=1, weight=1)
+    assert line.idle_share() == pytest.approx(idle, abs=5e-4)
+    if cap == stages:  # no stage waits but for the first forward to reach it, or at its end
+        assert line.makespan == 3 * micro_batches + stages - 1
+
+
+def test_a_split_backward_is_as_drawn():
+    assert [names(of_stage, 1) for of_stage in order(2, 1, 3, split=True)] == [
+        "F0 F1 B0 W0 F2 B1 W1 B2 W2",
+        "F0 B0 F1 B1 W0 F2 B2 W1 W2",
+    ]
+
+
 @pytest.mark.parametrize(
     "sizes, more, words",
     [
@@ -178,6 +221,8 @@ def test_waves_are_as_drawn():
         ((4, 2, 10), {}, ["last group of 2"]),
         ((4, 2, 8), {"group_size": 3, "cap": 1}, ["cap of passes", "group size is 3, but"]),
         ((4, 2, 8), {"cap": 10, "megatron_loop": True}, ["own loop needs at least 11"]),
+        ((4, 2, 8), {"split": True}, ["no order for a split backward with virtual stages"]),
+        ((4, 1, 8), {"split": True, "megatron_loop": True}, ["split backward with Megatron's own loop"]),
     ],
 )
 def test_sizes_without_a_schedule_are_refused_with_all_reasons(sizes, more, words):
