@@ -251,6 +251,7 @@ def _capped(
     return None if capped == order(*sizes, group_size=group_size) else capped
 
 
+@functools.lru_cache(maxsize=64)
 def _split(stages: int, virtual_stages: int, micro_batches: int, cap: int | None) -> list[list[Pass]]:
     """The order of every stage with gradients of weights in passes of their own."""
     try:

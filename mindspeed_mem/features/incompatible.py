@@ -188,13 +188,7 @@ SPLIT_BACKWARD = (
     of_mindspeed("--use-multiparameter-pipeline-model-parallel", _OWN_PASSES),
 )
 
-_ONE_CHUNK = "the order that fills idle time with gradients of weights has no virtual stages yet"
-ZERO_BUBBLE = (
-    *{(bar.origin, bar.flag): bar for bar in (*INFLIGHT_CAP, *SPLIT_BACKWARD)}.values(),
-    of_core("--virtual-pipeline-model-parallel-size", _ONE_CHUNK, off="1"),
-    of_megatron_lm("--num-layers-per-virtual-pipeline-stage", _ONE_CHUNK),
-    of_megatron_lm("--num-virtual-stages-per-pipeline-rank", _ONE_CHUNK, off="1"),
-)
+ZERO_BUBBLE = tuple({(bar.origin, bar.flag): bar for bar in (*INFLIGHT_CAP, *SPLIT_BACKWARD)}.values())
 
 _FINDS = "it finds out itself what to swap and what to recompute"
 ADAPTIVE = (

@@ -61,8 +61,8 @@ FEATURES = (
         choices=("1f1b", "zb"),
         default="1f1b",
         help="1f1b (default): Megatron's own; zb: gradients of weights, put off as with --split-backward, run where a "
-        "pipeline stage would idle, with no more micro-batches in flight than stages, or than "
-        "--max-inflight-microbatches says",
+        "pipeline stage would idle, with as many micro-batches in flight as stages, or as --max-inflight-microbatches "
+        "allows",
         patches=("pipeline_cap", "pipeline_split"),
         since="0.14",
         before_that="its passes take no number of a stage",

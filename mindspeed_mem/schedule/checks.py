@@ -45,9 +45,8 @@ def problems(
     found = [f"{what} is {number}, but must be at least 1" for what, number in given.items() if number < 1]
     if found:
         return found
-    if split and (virtual_stages > 1 or megatron_loop):
-        why = "virtual stages" if virtual_stages > 1 else "Megatron's own loop"
-        return [f"there is no order for a split backward with {why}: leave one of them out"]
+    if split and megatron_loop:
+        return ["Megatron's own loop has no order for a split backward: leave one of them out"]
     if virtual_stages == 1:
         return [] if group_size is None else ["a group size needs virtual stages: without them there are no groups"]
     if cap is not None and cap < virtual_stages:

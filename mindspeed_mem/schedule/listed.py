@@ -46,17 +46,19 @@ def faster(stages: int, virtual_stages: int, micro_batches: int, cap: int, time:
 
 
 @functools.lru_cache(maxsize=64)
-def split(stages: int, micro_batches: int, cap: int) -> list[list[Pass]]:
-    """The fastest order found with a split backward, without virtual stages.
+def split(stages: int, virtual_stages: int, micro_batches: int, cap: int) -> list[list[Pass]]:
+    """The fastest order found with a split backward.
 
     Args:
-        cap: bounds how many micro-batches of a stage are in flight, from the forward until the gradients of weights.
+        cap: bounds how many passes of a stage are in flight, from the forward until the gradients of weights.
     """
+    sizes = (stages, virtual_stages, micro_batches)
+    limit = stages * virtual_stages * micro_batches * sum(_SPLIT_TIMES.values()) + 1
     best: tuple[int, int, list[list[Pass]]] | None = None
-    for bounds in _bounds(stages, 1, micro_batches, cap):
+    for bounds in _bounds(*sizes, cap):
         for ways in ((BACKWARD, FORWARD, WEIGHT), (FORWARD, BACKWARD, WEIGHT), (BACKWARD, WEIGHT, FORWARD)):
-            play = _Play(stages, 1, micro_batches, cap, bounds, ways, _SPLIT_TIMES)
-            found = play.run(best[0] + 1 if best else stages * micro_batches * sum(_SPLIT_TIMES.values()) + 1)
+            play = _Play(*sizes, cap, bounds, ways, _SPLIT_TIMES)
+            found = play.run(best[0] + 1 if best else limit)
             if found is not None and (best is None or (found[0], play.held) < best[:2]):
                 best = found[0], play.held, found[1]
     assert best is not None  # a micro-batch can always come to its end

@@ -155,7 +155,7 @@ def _beside(sizes: list[int], limits: Limits, timeline: Timeline, times: _Times)
         ratio = other.makespan / timeline.makespan - 1
         lines.append(f"{what}: at most {most} in flight, idle {other.idle_share():.1%}, time {ratio:+.1%}")
     stages, virtual_stages, micro_batches = sizes
-    if virtual_stages > 1 and limits["cap"] is not None and not limits["megatron_loop"]:
+    if virtual_stages > 1 and limits["cap"] is not None and not (limits["megatron_loop"] or limits["split"]):
         plain = without_virtual_stages(
             stages, virtual_stages, micro_batches, limits["cap"], backward=times.backward, send=times.send
         )
@@ -170,7 +170,7 @@ def _title(sizes: list[int], limits: Limits, forward_only: bool) -> str:
     words = [f"{stages} stage{'s' * (stages > 1)}", f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"]
     if virtual_stages > 1:
         words.insert(1, f"{virtual_stages} virtual stages")
-        found = not forward_only and found_by_simulation(*sizes, **limits)
+        found = not forward_only and (limits["split"] or found_by_simulation(*sizes, **limits))
         words.append("in an order found by simulation" if found else f"in groups of {group_under(*sizes, **limits)}")
     if limits["split"] and not forward_only:
         words.append("the backward split")

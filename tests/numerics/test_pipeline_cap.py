@@ -111,6 +111,26 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
             4, "dense", {"pp": 2}, {"ddp": OVERLAPPED}, [(None, 8)], {"align": True}, marks=sweep, id="pp2-dp2-aligned"
         ),
         pytest.param(2, "moe", {"pp": 2}, RECOMPUTED, [(None, 4)], {}, id="moe-recomputed-pp2"),
+        pytest.param(2, "dense", {"pp": 2, "vpp": 2}, {}, [(None, 4), (3, 6)], {"evaluate": True}, id="pp2-vpp2"),
+        pytest.param(
+            4,
+            "dense",
+            {"pp": 2, "vpp": 2},
+            {"ddp": OVERLAPPED},
+            [(None, 8)],
+            {"align": True},
+            id="pp2-vpp2-dp2-aligned",
+        ),
+        pytest.param(
+            4,
+            "dense",
+            {"pp": 2, "vpp": 2},
+            {"ddp": OVERLAPPED},
+            [(None, 8)],
+            {},
+            marks=sweep,
+            id="pp2-vpp2-dp2-overlapped",
+        ),
         pytest.param(
             2,
             "mla",

@@ -93,7 +93,7 @@ def refused(layout: dict, cap: int | None, model: dict, split: bool = False, **c
         ({"pp": 2, "vpp": 2}, 3, {}, {"data_iterator": None}, ["data_iterator has to be a list"]),
         ({"pp": 2}, 1, {}, {"p2p_communicator": 1}, ["process groups"]),  # Megatron's own words
         ({"pp": 2}, None, {"pipeline_dtype": None}, {"split": True}, ["--pipeline-schedule zb needs pipeline_dtype"]),
-        ({"pp": 2, "vpp": 2}, None, {}, {"split": True}, ["--pipeline-schedule zb: there is no order", "virtual"]),
+        ({"pp": 2, "vpp": 2}, 1, {}, {"split": True}, ["--pipeline-schedule zb: the cap", "virtual stages"]),
     ],
     ids=["cap", "dtype", "shapes", "iterator", "groups", "dtype of zb", "virtual stages of zb"],
 )
@@ -102,12 +102,14 @@ def test_what_cannot_run_is_refused_on_every_rank(layout, cap, model, call, word
         assert all(word in message for word in words), message
 
 
-def one_fails(split: bool) -> tuple[str, float]:
-    """Stage 1 fails in its second forward; what each rank gets, and after how long."""
+def one_fails(split: bool) -> tuple[str, float, int]:
+    """Stage 1 fails in its second forward; what each rank gets, after how long, and of how many passes gradients of
+    weights are still put off."""
     import torch
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
     from tests.capped_runs import capped
     from tests.models import SEQUENCE, _texts, build_gpt
 
@@ -121,7 +123,7 @@ def one_fails(split: bool) -> tuple[str, float]:
         return output, lambda output: (output.mean(), {})
 
     seen: list = []
-    with parallel(pp=2), capped(1, split):
+    with parallel(pp=2), capped(None if split else 1, split):  # with zb the first pass waits for its weights by then
         chunks = build_gpt("dense")
         begin = time.monotonic()
         try:
@@ -136,14 +138,15 @@ def one_fails(split: bool) -> tuple[str, float]:
         except Exception as error:
             seconds = time.monotonic() - begin
             dist.destroy_process_group()  # as when the process ends
-            return f"{type(error).__name__}: {error}", seconds
-    return "", 0.0
+            return f"{type(error).__name__}: {error}", seconds, WEIGHT_GRADIENTS.clear()
+    return "", 0.0, 0
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_an_exception_leaves_the_failing_rank_at_once(split):
-    (_, _), (error, seconds) = on_ranks(2, one_fails, split)
+    (_, _, of_first), (error, seconds, of_second) = on_ranks(2, one_fails, split)
     assert error == "ValueError: in a pass"
+    assert of_first == of_second == 0
     assert seconds < 20
 
 

@@ -27,7 +27,6 @@ MEGATRON_LM = {
     "--log-params-norm",
     "--num-distributed-optimizer-instances",
     "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
     "--optimizer",
     "--optimizer-cpu-offload",
     "--overlap-param-gather-with-optimizer-step",
@@ -112,7 +111,6 @@ def test_the_list_of_megatron_lm_is_true_and_its_parser_knows_our_flags():
         "--cpu-offloading",
         "--num-microbatches-with-partial-activation-checkpoints",
         "--variable-seq-lengths",
-        "--virtual-pipeline-model-parallel-size",
     }
     assert known >= {feature.flag for feature in FEATURES}
 
