@@ -5,13 +5,15 @@ pass, until `WeightGradients.run` computes them. They reach their parameters thr
 the backward pass: gradients of several uses in one pass are added up before the parameter takes them, in the same
 order, and whoever follows a parameter's gradients is told once.
 
-What is held are inputs and output gradients of layers: activations, which live longer for it.
+What is held are inputs and output gradients of layers: activations, which live longer for it. They are used on the
+stream that they were used on in the backward.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
 
@@ -48,7 +50,8 @@ class WeightGradients:
         """``compute`` makes a gradient of ``parameter``; None: it has been added where it belongs."""
         assert self._now is not None
         self.count += 1
-        self._now.put_off.append((parameter, compute))
+        stream = torch.get_device_module(parameter.device).current_stream()
+        self._now.put_off.append((parameter, compute, stream))
         self._now.parameters.add(parameter)
 
     def awaits(self, parameter: torch.nn.Parameter) -> bool:
@@ -66,11 +69,10 @@ class WeightGradients:
         one = self._passes.pop(key)
         for parameter, gradient in one.from_elsewhere.items():
             parameter.grad = gradient
-        # Autograd runs first what was made last.
-        with torch.enable_grad():
-            roots = [_Later.apply(parameter, compute) for parameter, compute in reversed(one.put_off)]
-        one.put_off.clear()
-        torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+        roots = []
+        while one.put_off:  # from the end: autograd runs first what was made last
+            roots.append(_later(*one.put_off.pop()))
+        torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def clear(self) -> int:
         """Drop everything; returns of how many passes."""
@@ -84,9 +86,15 @@ class _Pass:
     """What one backward has put off."""
 
     def __init__(self) -> None:
-        self.put_off: list[tuple[torch.nn.Parameter, Compute]] = []
+        self.put_off: list[tuple[torch.nn.Parameter, Compute, Any]] = []
         self.parameters: set[torch.nn.Parameter] = set()
         self.from_elsewhere: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+
+def _later(parameter: torch.nn.Parameter, compute: Compute, stream: Any) -> torch.Tensor:
+    """A root in autograd from which ``compute`` is run, on this stream."""
+    with torch.enable_grad(), torch.get_device_module(parameter.device).stream(stream):
+        return _Later.apply(parameter, compute)
 
 
 class _Later(torch.autograd.Function):

@@ -47,8 +47,8 @@ KINDS: dict[str, tuple] = {
     "fused, untied, recomputed": ("dropout", {}, {"gradient_accumulation_fusion": True, "tied": False, **FULL}),
     "recomputed": ("dropout", {}, FULL),
     "attention recomputed": ("swiglu_gqa_rope", {}, {"recompute_granularity": "selective"}),
-    "several tokens": ("swiglu_gqa_rope", {}, {"mtp_num_layers": 2, "tied": False}),
-    "several tokens, tied": ("swiglu_gqa_rope", {}, {"mtp_num_layers": 2}),
+    "several tokens": ("swiglu_gqa_rope", {}, {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.1, "tied": False}),
+    "several tokens, tied": ("swiglu_gqa_rope", {}, {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.1}),
     "one micro-batch": ("dense", {}, {}, {"micro_batches": 1}),
 }
 
