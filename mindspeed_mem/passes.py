@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 FORWARD, BACKWARD = "forward", "backward"
+WEIGHT = "weight"
+"""The third kind of pass, where the backward is split: it computes the gradients of weights that it has put off."""
 Pass = tuple[str, int | None, int]
 """Direction, micro-batch, model chunk; the micro-batch is None where no schedule numbers them."""
 
@@ -41,7 +43,7 @@ class ScheduleCall:
     cap: int | None
     """Passes whose activations a stage may hold."""
     passes: Callable[[], Sequence[Pass] | None]
-    """Tells the order of this stage's passes; None where it is not known beforehand."""
+    """Tells the order of this stage's forwards and backwards; None where it is not known beforehand."""
     arguments: Mapping[str, Any]
     """All that the schedule is called with."""
 
@@ -74,7 +76,9 @@ class Precedence(enum.IntEnum):
     """Settles what may be gathered at once when the first chunk is needed: by then the plan further in is made. Lets
     go of whole parameters when no activation can ask for them any more."""
     ACTIVATION = enum.auto()
-    """Follows the passes themselves, so nothing but what runs them is further in."""
+    """Follows the passes themselves, so nothing but what belongs to running them is further in."""
+    WEIGHTS = enum.auto()
+    """Lets go of what a call has put off before anybody further out looks at what it left."""
     LOOP = enum.auto()
     """Runs the passes in place of Megatron's loop: what was further in would not run."""
 

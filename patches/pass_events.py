@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_mem import features, passes
-from mindspeed_mem.passes import Pass, ScheduleCall
+from mindspeed_mem.passes import WEIGHT, Pass, ScheduleCall
 from mindspeed_mem.patching import around
 from mindspeed_mem.schedule import ScheduleError, order
 
@@ -57,7 +57,7 @@ def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
     models = kwargs["model"] if isinstance(kwargs["model"], list | tuple) else [kwargs["model"]]
     stage, stages = _stage(schedule, kwargs)
     virtual_stages, group_size = _model_chunks(schedule, models)
-    number, cap = kwargs["num_microbatches"], features.in_force().max_inflight
+    number, cap, split = kwargs["num_microbatches"], features.in_force().max_inflight, features.in_force().zero_bubble
     forward_only = bool(kwargs.get("forward_only", False))
     return ScheduleCall(
         schedule=schedule,
@@ -71,7 +71,7 @@ def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
         virtual_stages=virtual_stages,
         group_size=group_size,
         cap=cap,
-        passes=lambda: _passes(stage, (stages, virtual_stages, number), group_size, cap, forward_only),
+        passes=lambda: _passes(stage, (stages, virtual_stages, number), group_size, cap, split, forward_only),
         arguments=kwargs,
     )
 
@@ -96,10 +96,12 @@ def _model_chunks(schedule: str, models: Sequence[Any]) -> tuple[int, int | None
 
 @functools.lru_cache(maxsize=16)
 def _passes(
-    stage: int, sizes: tuple[int, int, int], group_size: int | None, cap: int | None, forward_only: bool
+    stage: int, sizes: tuple[int, int, int], group_size: int | None, cap: int | None, split: bool, forward_only: bool
 ) -> Sequence[Pass] | None:
     """The order of this stage; None for sizes that the pure function does not know."""
+    split = split and sizes[0] > 1  # else Megatron's loop runs
     try:
-        return order(*sizes, group_size=group_size, cap=cap, forward_only=forward_only)[stage]
+        found = order(*sizes, group_size=group_size, cap=cap, split=split, forward_only=forward_only)[stage]
+        return [work for work in found if work[0] != WEIGHT]
     except (ScheduleError, TypeError):
         return None

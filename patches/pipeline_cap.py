@@ -1,6 +1,7 @@
-"""--max-inflight-microbatches: pipeline schedules that hold fewer micro-batches, run by our executor.
+"""--max-inflight-microbatches: pipeline schedules that hold fewer micro-batches; --pipeline-schedule zb: those that run
+gradients of weights apart. Both are run by our executor.
 
-Megatron's loops cannot run these orders (`mindspeed_mem.schedule.order` says why). Only a training call that the cap
+Megatron's loops cannot run these orders (`mindspeed_mem.schedule.order` says why). Only a training call that this
 changes leaves Megatron's loop; its passes are still Megatron's ``forward_step`` and ``backward_step``, looked up for
 each call, so that what others put around them stays in force.
 
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mem import features
-from mindspeed_mem.passes import BACKWARD, Listener, Pass, Precedence, Run, ScheduleCall
+from mindspeed_mem.passes import BACKWARD, WEIGHT, Listener, Pass, Precedence, Run, ScheduleCall
 from mindspeed_mem.patching import around, join, upstream
 from mindspeed_mem.schedule import (
     ScheduleError,
@@ -40,17 +41,18 @@ from mindspeed_mem.schedule import (
     without_virtual_stages,
 )
 from mindspeed_mem.schedule.reductions import GradientReductions, ParameterGathers
+from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
 
 logger = logging.getLogger(__name__)
 
-_FLAG = "--max-inflight-microbatches"
+_FLAG, _ZERO_BUBBLE = "--max-inflight-microbatches", "--pipeline-schedule zb"
 # What the names are that Megatron's loops hand on, and what they call with.
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
 _GIVEN_GROUPS = "pg_collection" if upstream.within("megatron", since="0.15") else "grad_finalize_pgs"
 _FINALIZES_WITH = ("force_all_reduce",) if upstream.within("megatron", since="0.16") else ()
 _TYPES_MODELS = upstream.within("megatron", before="0.17")
-# The caps of which it was said that they change nothing; with the chunks: it was seen whether fewer are better.
-_said: set[int | tuple[int, int]] = set()
+# The settings of which it was said that they change nothing; with the chunks: it was seen whether fewer are better.
+_said: set[str | tuple[int, int]] = set()
 
 
 @around("megatron.core.parallel_state:initialize_model_parallel")
@@ -58,7 +60,8 @@ def initialize_model_parallel(original, *args, **kwargs):
     original(*args, **kwargs)
     state = sys.modules[original.__module__]
     pipeline = state.get_pipeline_model_parallel_group()
-    if features.in_force().max_inflight is None or pipeline.size() == 1:
+    now = features.in_force()
+    if (now.max_inflight is None and not now.zero_bubble) or pipeline.size() == 1:
         return
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     wires.connect(
@@ -81,15 +84,22 @@ class CappedLoop(Listener):
     precedence = Precedence.LOOP
 
     def around_call(self, call: ScheduleCall, run: Run) -> Any:
-        if call.cap is None or call.forward_only:
+        split = features.in_force().zero_bubble
+        if (call.cap is None and not split) or call.forward_only:
             return run(call)
         if call.schedule == "forward_backward_no_pipelining":
-            _say_idle(call.cap, "without pipeline stages one micro-batch is in flight")
+            if split:
+                _say_idle(_ZERO_BUBBLE, "without pipeline stages none idles")
+            if call.cap is not None:
+                _say_idle(f"{_FLAG} {call.cap}", "without pipeline stages one micro-batch is in flight")
             return run(call)
         if (call.arguments.get("p2p_communicator") is None) != (call.arguments.get(_GIVEN_GROUPS) is None):
             return run(call)  # Megatron says what is wrong with that
         group_size = call.group_size if len(call.models) > 1 else None
         sizes = (call.stages, len(call.models), call.micro_batches)
+        if split:
+            return _run(_split(*sizes, call.cap), call)
+        assert call.cap is not None
         orders = _capped(*sizes, group_size, call.cap)
         if orders is not None:
             if len(call.models) > 1:
@@ -98,7 +108,7 @@ class CappedLoop(Listener):
         if not problems(*sizes, group_size=group_size):
             most = max(peak(*sizes, group_size=group_size))
             unit = "micro-batches" if len(call.models) == 1 else "passes of one chunk"
-            _say_idle(call.cap, f"no stage of this schedule holds more than {most} {unit} at once")
+            _say_idle(f"{_FLAG} {call.cap}", f"no stage of this schedule holds more than {most} {unit} at once")
         return run(call)
 
 
@@ -149,9 +159,17 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
         tokens.add_(count)
         return output
 
+    split = any(direction == WEIGHT for direction, *_ in orders[stage])
+
     def backward(micro_batch, chunk, given, output, gradient):
-        with reductions.backward(chunk, last=micro_batch == last_of_chunk[chunk]):
+        later = WEIGHT_GRADIENTS.collect((micro_batch, chunk)) if split else contextlib.nullcontext()
+        last = micro_batch == last_of_chunk[chunk]
+        with reductions.backward(chunk, last, weights_later=split), later:
             return schedules.backward_step(given, output, gradient, *rest)
+
+    def weight(micro_batch, chunk):
+        with reductions.backward(chunk, last=micro_batch == last_of_chunk[chunk]):
+            WEIGHT_GRADIENTS.run((micro_batch, chunk))
 
     circle = len(models) > 1
     backend = config.pipeline_model_parallel_comm_backend
@@ -172,6 +190,7 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
             forward=forward,
             backward=backward,
             release=lambda output: schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs),
+            weight=weight,
         )
     if config.finalize_model_grads_func is not None:
         more = {name: kwargs.get(name, False) for name in _FINALIZES_WITH}
@@ -232,24 +251,34 @@ def _capped(
     return None if capped == order(*sizes, group_size=group_size) else capped
 
 
+@functools.lru_cache(maxsize=64)
+def _split(stages: int, virtual_stages: int, micro_batches: int, cap: int | None) -> list[list[Pass]]:
+    """The order of every stage with gradients of weights in passes of their own."""
+    try:
+        return order(stages, virtual_stages, micro_batches, cap=cap, split=True)
+    except ScheduleError as error:
+        raise ScheduleError(f"{_ZERO_BUBBLE}: {error}") from error
+
+
 def _refuse(config: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise FeatureError with what the executor cannot do, before anything was sent."""
     found = []
+    flag = _ZERO_BUBBLE if features.in_force().zero_bubble else _FLAG
     if kwargs.get("adjust_tensor_shapes_fn") is not None:
-        found.append(f"{_FLAG} needs one tensor of one shape between stages: adjust_tensor_shapes_fn has to be None")
+        found.append(f"{flag} needs one tensor of one shape between stages: adjust_tensor_shapes_fn has to be None")
     if isinstance(kwargs["model"], list) and len(kwargs["model"]) > 1 and not isinstance(kwargs["data_iterator"], list):
         found.append("data_iterator has to be a list with an iterator for each model chunk")
     if config.pipeline_dtype is None:
-        found.append(f"{_FLAG} needs pipeline_dtype, the dtype of what stages send, in the model's config")
+        found.append(f"{flag} needs pipeline_dtype, the dtype of what stages send, in the model's config")
     if found:
         raise features.FeatureError(found)
 
 
-def _say_idle(cap: int, why: str) -> None:
-    """Once for each cap, on rank 0."""
-    if cap not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
-        logger.warning("%s %d has no effect: %s", _FLAG, cap, why)
-    _said.add(cap)
+def _say_idle(setting: str, why: str) -> None:
+    """Once for each setting, on rank 0."""
+    if setting not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning("%s has no effect: %s", setting, why)
+    _said.add(setting)
 
 
 def _say_slower(orders: Sequence[Sequence[Pass]], stages: int, chunks: int, micro_batches: int, cap: int) -> None:

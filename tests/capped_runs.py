@@ -1,4 +1,4 @@
-"""Training steps under --max-inflight-microbatches, with the order of passes that really ran.
+"""Training steps under --max-inflight-microbatches or --pipeline-schedule zb, with the order of passes that really ran.
 
 Import this where the CPU patches are applied: in functions that `tests.worlds.on_ranks` runs.
 """
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_mem import features
-from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import order
 from tests.worlds import applied, parallel
 
 
 @contextlib.contextmanager
-def capped(cap: int | None) -> Iterator[None]:
-    """The patch is applied and the setting in force; None: the patch without a cap."""
-    with applied("pipeline_cap") as [module]:
+def capped(cap: int | None, split: bool = False) -> Iterator[None]:
+    """The patch is applied and the setting in force; None: the patch without a cap. ``split``: with zb."""
+    with applied("pipeline_cap", *(["pipeline_split"] if split else [])) as [module, *_]:
         import sys
 
         sys.modules[module]._said.clear()
-        features.put_into_force(features.Settings(max_inflight=cap))
+        features.put_into_force(features.Settings(max_inflight=cap, zero_bubble=split))
         try:
             yield
         finally:
@@ -32,8 +32,10 @@ def capped(cap: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Pass]]:
-    """The passes that run inside, from Megatron's two step functions."""
+    """The passes that run inside, from Megatron's two step functions and where gradients of weights are computed."""
     from megatron.core.pipeline_parallel import schedules
+
+    from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
 
     passes: list[Pass] = []
     of_output: dict[int, tuple[int, int]] = {}
@@ -51,12 +53,19 @@ def recorded() -> Iterator[list[Pass]]:
         passes.append((BACKWARD, *of_output.pop(id(plain(output)))))
         return original(given, output, *args, **kwargs)
 
+    def weight(key):
+        if isinstance(key, tuple):
+            passes.append((WEIGHT, *key))
+        compute(key)
+
+    compute, WEIGHT_GRADIENTS.run = WEIGHT_GRADIENTS.run, weight
     originals = {"forward_step": schedules.forward_step, "backward_step": schedules.backward_step}
     schedules.forward_step = functools.partial(forward_step, originals["forward_step"])
     schedules.backward_step = functools.partial(backward_step, originals["backward_step"])
     try:
         yield passes
     finally:
+        del WEIGHT_GRADIENTS.run
         vars(schedules).update(originals)
 
 
@@ -105,12 +114,13 @@ def departures(
     kind: str,
     layout: dict[str, Any],
     model: dict[str, Any],
-    cases: list[tuple[int, int]],
+    cases: list[tuple[int | None, int]],
+    split: bool = False,
     **more: Any,
 ) -> list[str]:
     """What differs in any bit between Megatron's schedule and the one under each cap, and orders that are not those of
-    `mindspeed_mem.schedule.order`. ``cases``: (cap, micro-batches of all data-parallel ranks). ``more``: of `trained`.
-    """
+    `mindspeed_mem.schedule.order`. ``cases``: (cap, micro-batches of all data-parallel ranks). ``split``: with zb.
+    ``more``: of `trained`."""
     from megatron.core import parallel_state
 
     from mindspeed_mem.schedule import executor
@@ -130,13 +140,14 @@ def departures(
                 if plain[micro_batches][1][0] != ordered()[stage]:
                     found.append(f"{sizes}: Megatron's own order is another one")
             runs: list[Any] = []
-            with capped(cap), _counted(executor, runs):
+            with capped(cap, split), _counted(executor, runs):
                 results, passes = trained(kind, model, micro_batches, **more)
             what = f"cap {cap}, {micro_batches} micro-batches"
-            changes = ordered(cap=cap) != ordered()
+            wanted = ordered(cap=cap, split=split)
+            changes = wanted != ordered()
             if len(runs) != (len(passes) if changes else 0):
                 found.append(f"{what}: our executor ran {len(runs)} times")
-            found += [f"{what}: step {n} ran {ran}" for n, ran in enumerate(passes) if ran != ordered(cap=cap)[stage]]
+            found += [f"{what}: step {n} ran {ran}" for n, ran in enumerate(passes) if ran != wanted[stage]]
             for number, (one, other) in enumerate(zip(results, plain[micro_batches][0], strict=True)):
                 found += [f"{what}, call {number}: {name}" for name in difference(one, other)]
     return found

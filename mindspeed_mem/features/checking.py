@@ -53,6 +53,8 @@ class Settings:
     device_limit_bytes: int | None = None
     max_inflight: int | None = None
     """Passes whose activations a pipeline stage may hold."""
+    zero_bubble: bool = False
+    """Pipelines run gradients of weights in what would be idle time."""
     pipeline_stages: tuple[int, ...] | None = None
     """Layers of each stage, or the stage of each layer."""
     chunk: ChunkSettings = ChunkSettings()
@@ -156,6 +158,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         plan_file=values["--adaptive-plan-file"],
         device_limit_bytes=_bytes(values["--device-memory-gib"]),
         max_inflight=values["--max-inflight-microbatches"],
+        zero_bubble=values["--pipeline-schedule"] == "zb",
         pipeline_stages=values["--pipeline-stages"],
         chunk=_chunk(values, backend),
         optimizer_parallel=values["--optimizer-parallel"],

@@ -162,6 +162,34 @@ INFLIGHT_CAP = (
     of_mindspeed("--use-multiparameter-pipeline-model-parallel", "stages send each other one tensor"),
 )
 
+_BOTH_PUT_OFF = "both put gradients of weights off"
+_AS_MADE = "it takes gradients as the backward pass makes them, into memory of its own"
+_OTHER_LINEAR = "both change the backward of linear layers"
+SPLIT_BACKWARD = (
+    of_core("--delay-wgrad-compute", _BOTH_PUT_OFF),
+    of_core("--defer-embedding-wgrad-compute", _BOTH_PUT_OFF),
+    of_core("--overlap-moe-expert-parallel-comm", "it runs forwards and backwards piece by piece by itself"),
+    *_graphs("a replayed graph skips the Python code that puts gradients of weights off"),
+    of_core("--enable-cuda-graph", "a replayed graph skips the Python code that puts gradients of weights off"),
+    of_megatron_lm("--use-megatron-fsdp", _AS_MADE),
+    of_megatron_lm("--use-torch-fsdp2", _AS_MADE),
+    of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
+    of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
+    of_ours("--chunk-zero-stage", "a chunk's gradients are reduced as the backward pass makes them"),
+    of_ours(
+        "--adaptive-memory-optimization",
+        "its plans do not know how long what gradients of weights need is held; give a plan with --memory-config",
+    ),
+    of_mindspeed("--moe-fb-overlap", _BOTH_PUT_OFF),
+    of_mindspeed("--schedules-method", _BOTH_PUT_OFF, value="dualpipev"),
+    of_mindspeed("--recompute-in-bubble", _OTHER_LINEAR),
+    of_mindspeed("--recompute-in-advance", _OTHER_LINEAR),
+    of_mindspeed("--swap-attention", _OTHER_LINEAR),
+    of_mindspeed("--use-multiparameter-pipeline-model-parallel", _OWN_PASSES),
+)
+
+ZERO_BUBBLE = tuple({(bar.origin, bar.flag): bar for bar in (*INFLIGHT_CAP, *SPLIT_BACKWARD)}.values())
+
 _FINDS = "it finds out itself what to swap and what to recompute"
 ADAPTIVE = (
     *(bar for bar in RECOMPUTING if bar.flag != "--recompute-granularity"),

@@ -45,6 +45,31 @@ FEATURES = (
         same_plan="the cap is compared as part of the shape of a call",
     ),
     Feature(
+        flag="--split-backward",
+        read=bool,
+        default=False,
+        help="linear layers of the local spec compute gradients of their weights apart from the backward pass; by "
+        "itself that changes nothing but when: right after the backward of the pass",
+        patches=("pipeline_split",),
+        since="0.14",
+        before_that="its linear layers do not know their process groups",
+        bars=incompatible.SPLIT_BACKWARD,
+        same_plan="no plan is found beside it",
+    ),
+    Feature(
+        flag="--pipeline-schedule",
+        choices=("1f1b", "zb"),
+        default="1f1b",
+        help="1f1b (default): Megatron's own; zb: gradients of weights, put off as with --split-backward, run where a "
+        "pipeline stage would idle, with as many micro-batches in flight as stages, or as --max-inflight-microbatches "
+        "allows",
+        patches=("pipeline_cap", "pipeline_split"),
+        since="0.14",
+        before_that="its passes take no number of a stage",
+        bars=incompatible.ZERO_BUBBLE,
+        same_plan="no plan is found beside it",
+    ),
+    Feature(
         flag="--memory-config",
         read=source,
         metavar="FILE",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from string import ascii_lowercase
 
-from mindspeed_mem.passes import FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule.simulation import Timeline
 
+_FILLS = {FORWARD: "-", BACKWARD: "=", WEIGHT: "~"}
 _SHARPEST = 6  # columns for the shortest pass: wider is no clearer
 
 
 def chart(timeline: Timeline, virtual_stages: int, width: int) -> list[str] | None:
     """The lines of the chart, at most `width` columns wide, or None if the passes do not fit with their names.
 
-    A forward is its micro-batch and dashes, a backward its micro-batch and equal signs, idle time is dots; with
-    virtual stages a letter after the micro-batch names the chunk.
+    A forward is its micro-batch and dashes, a backward its micro-batch and equal signs, gradients of weights apart from
+    it their micro-batch and tildes, idle time is dots; with virtual stages a letter after the micro-batch names the
+    chunk.
     """
     head = max(len(_head(stage)) for stage in range(len(timeline.stages)))
     spans = [span for of_stage in timeline.stages for span in of_stage]
@@ -36,8 +38,7 @@ def _row(timeline: Timeline, stage: int, scale: float, head: int, virtual_stages
     row = ["."] * round(timeline.makespan * scale)
     for span in timeline.stages[stage]:
         start, end = round(span.start * scale), round(span.end * scale)
-        fill = "-" if span.work[0] == FORWARD else "="
-        row[start:end] = _label(span.work, virtual_stages).ljust(end - start, fill)[: end - start]
+        row[start:end] = _label(span.work, virtual_stages).ljust(end - start, _FILLS[span.work[0]])[: end - start]
     return f"{_head(stage):{head}}{''.join(row)}"
 
 

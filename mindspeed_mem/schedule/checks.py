@@ -18,6 +18,7 @@ class Limits(TypedDict, total=False):
     group_size: int | None
     cap: int | None
     megatron_loop: bool
+    split: bool
 
 
 def problems(
@@ -28,6 +29,7 @@ def problems(
     group_size: int | None = None,
     cap: int | None = None,
     megatron_loop: bool = False,
+    split: bool = False,
 ) -> list[str]:
     """Every reason, in words, why `order` has no such schedule for these arguments; an empty list if it has.
 
@@ -43,6 +45,8 @@ def problems(
     found = [f"{what} is {number}, but must be at least 1" for what, number in given.items() if number < 1]
     if found:
         return found
+    if split and megatron_loop:
+        return ["Megatron's own loop has no order for a split backward: leave one of them out"]
     if virtual_stages == 1:
         return [] if group_size is None else ["a group size needs virtual stages: without them there are no groups"]
     if cap is not None and cap < virtual_stages:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mindspeed_mem.passes import FORWARD, Pass
+from mindspeed_mem.passes import FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule.simulation import after, before
 
 
@@ -46,6 +46,7 @@ def run(
     forward: Callable[[int | None, int, Any], Any],
     backward: Callable[[int | None, int, Any, Any, Any], Any],
     release: Callable[[Any], object],
+    weight: Callable[[int | None, int], object] | None = None,
 ) -> None:
     """Run the passes of one stage; call it on all stages at once, with the same orders of at least two stages.
 
@@ -55,6 +56,7 @@ def run(
         backward: (micro-batch, chunk, input, output, gradient of the output) -> gradient of the input; the gradient
             of the output is None where the model ends.
         release: called with each output that was sent, when its receiver has it, and before its backward.
+        weight: (micro-batch, chunk), for orders in which gradients of weights are passes of their own.
 
     What a pass raises, or the wires do, leaves at once: nothing is waited for.
     """
@@ -64,6 +66,10 @@ def run(
         direction, micro_batch, chunk = work
         given = mail.take(work)
         mail.ask_ahead(place)
+        if direction == WEIGHT:
+            assert weight is not None
+            weight(micro_batch, chunk)
+            continue
         if direction == FORWARD:
             result = forward(micro_batch, chunk, given)
             held[micro_batch, chunk] = given, result

@@ -1,4 +1,5 @@
-"""Orders with virtual stages under a tight cap, found by simulation: what can run runs, as some simple rules say.
+"""Orders found by simulation, with virtual stages under a tight cap or with a split backward: what can run runs, as
+some simple rules say.
 
 [Note: the rules] Time passes in whole units, a forward taking 1 and a backward 2, on equal stages. A stage that is free
 takes a backward, or if the rule says so a forward, of the latest chunk that has one to run, and idles where nothing
@@ -6,18 +7,24 @@ can. A forward leaves room under the cap for the chunks after it, so that some m
 a rule may also bound how many micro-batches have begun on a stage. There is no best rule: all are tried and the
 fastest order is taken, the first of equals. On every chunk micro-batches keep their order. Nothing but the sizes
 decides, and only whole numbers are compared: all ranks find the same order.
+
+[Note: a split backward] The backward takes 1, for the gradients of activations, and the gradients of weights another 1,
+in a pass that any time after it will do: there it fills what would be idle time. What it needs is in flight until then.
+A stage that has nothing else to run takes such a pass; a rule may also have it come before forwards. Of orders that are
+equally fast the one whose stages hold least is taken.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 
 FORWARD_TIME, BACKWARD_TIME = 1, 2
 _TIMES = {FORWARD: FORWARD_TIME, BACKWARD: BACKWARD_TIME}
+_SPLIT_TIMES = {FORWARD: 1, BACKWARD: 1, WEIGHT: 1}
 _BOUNDS = 12  # so many equal bounds are tried at most: more of them find little
 _PASSES = 200_000  # and no more rules than come to so many passes, in well under ten seconds
 
@@ -31,11 +38,31 @@ def faster(stages: int, virtual_stages: int, micro_batches: int, cap: int, time:
     """
     best = None
     for bounds in _bounds(stages, virtual_stages, micro_batches, cap):
-        for first in (BACKWARD, FORWARD):
-            found = _Play(stages, virtual_stages, micro_batches, cap, bounds, first).run(time)
+        for ways in ((BACKWARD, FORWARD), (FORWARD, BACKWARD)):
+            found = _Play(stages, virtual_stages, micro_batches, cap, bounds, ways, _TIMES).run(time)
             if found is not None:
                 time, best = found
     return best
+
+
+@functools.lru_cache(maxsize=64)
+def split(stages: int, virtual_stages: int, micro_batches: int, cap: int) -> list[list[Pass]]:
+    """The fastest order found with a split backward.
+
+    Args:
+        cap: bounds how many passes of a stage are in flight, from the forward until the gradients of weights.
+    """
+    sizes = (stages, virtual_stages, micro_batches)
+    limit = stages * virtual_stages * micro_batches * sum(_SPLIT_TIMES.values()) + 1
+    best: tuple[int, int, list[list[Pass]]] | None = None
+    for bounds in _bounds(*sizes, cap):
+        for ways in ((BACKWARD, FORWARD, WEIGHT), (FORWARD, BACKWARD, WEIGHT), (BACKWARD, WEIGHT, FORWARD)):
+            play = _Play(*sizes, cap, bounds, ways, _SPLIT_TIMES)
+            found = play.run(best[0] + 1 if best else limit)
+            if found is not None and (best is None or (found[0], play.held) < best[:2]):
+                best = found[0], play.held, found[1]
+    assert best is not None  # a micro-batch can always come to its end
+    return best[2]
 
 
 def shortest(stages: int, virtual_stages: int, micro_batches: int) -> int:
@@ -59,20 +86,34 @@ class _Play:
     """One simulation, with one rule."""
 
     def __init__(
-        self, stages: int, virtual_stages: int, micro_batches: int, cap: int, bounds: Sequence[int], first: str
+        self,
+        stages: int,
+        virtual_stages: int,
+        micro_batches: int,
+        cap: int,
+        bounds: Sequence[int],
+        ways: Sequence[str],
+        times: Mapping[str, int],
     ) -> None:
+        """``ways``: the kinds of passes, those before others that are taken before them; ``times``: what each takes."""
         self._stages, self._virtual, self._number, self._cap = stages, virtual_stages, micro_batches, cap
-        self._bounds, self._first = bounds, first
+        self._bounds, self._ways, self._times = bounds, ways, times
+        self._frees = WEIGHT if WEIGHT in times else BACKWARD
         parts = stages * virtual_stages
         # For each part of the model and direction, when each of its passes ended; passes are taken in order.
-        self._ended: dict[str, list[list[int]]] = {way: [[] for _ in range(parts)] for way in _TIMES}
-        self._held, self._free = [0] * stages, [0] * stages
+        self._ended: dict[str, list[list[int]]] = {way: [[] for _ in range(parts)] for way in times}
+        self._held, self._free, self._most = [0] * stages, [0] * stages, [0] * stages
         self._orders: list[list[Pass]] = [[] for _ in range(stages)]
+
+    @property
+    def held(self) -> int:
+        """The most passes that were in flight on each stage, in all."""
+        return sum(self._most)
 
     def run(self, limit: int) -> tuple[int, list[list[Pass]]] | None:
         """The time and the order; None if that is no less than `limit`, or the rule comes to no end."""
         events = [(0, stage) for stage in range(self._stages)]
-        left = self._stages * self._virtual * self._number * len(_TIMES)
+        left = self._stages * self._virtual * self._number * len(self._times)
         while events:
             now = events[0][0]
             touched = set()
@@ -90,8 +131,7 @@ class _Play:
         return None if left else (max(self._free), self._orders)
 
     def _choice(self, stage: int, now: int) -> tuple[str, int] | None:
-        ways = (FORWARD, BACKWARD) if self._first == FORWARD else (BACKWARD, FORWARD)
-        for way in ways:
+        for way in self._ways:
             for chunk in range(self._virtual - 1, -1, -1):
                 if self._can_run(way, stage, chunk, now):
                     return way, chunk
@@ -106,6 +146,8 @@ class _Play:
         if way == BACKWARD:
             last = part == len(forwards) - 1
             return _by(forwards[part], number, now) and (last or _by(backwards[part + 1], number, now))
+        if way == WEIGHT:
+            return _by(backwards[part], number, now)
         if self._held[stage] + self._virtual - chunk > self._cap:
             return False
         if not chunk and number - len(backwards[part]) >= self._bounds[stage]:
@@ -115,9 +157,10 @@ class _Play:
     def _take(self, stage: int, way: str, chunk: int, now: int) -> int:
         ended = self._ended[way][chunk * self._stages + stage]
         self._orders[stage].append((way, len(ended), chunk))
-        ended.append(now + _TIMES[way])
+        ended.append(now + self._times[way])
         self._free[stage] = ended[-1]
-        self._held[stage] += 1 if way == FORWARD else -1  # a stage looks at it again when the backward has ended
+        self._held[stage] += (way == FORWARD) - (way == self._frees)  # a stage looks at it again when this has ended
+        self._most[stage] = max(self._most[stage], self._held[stage])
         return ended[-1]
 
 

@@ -23,13 +23,16 @@ brings the stages together. Groups of fewer micro-batches than stages idle long:
 cannot take the first away: it receives for the next forward and the next backward at once, and the first and the last
 stage would wait for each other for ever. It can only have a smaller group, of no fewer micro-batches than stages,
 which is an option of Megatron's (`megatron_loop`).
+
+Where the backward is split the order is found by simulation, too (`listed`): gradients of weights can wait, and fill
+what is idle time here.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import listed
 from mindspeed_mem.schedule.checks import Limits, check, fits
 from mindspeed_mem.schedule.simulation import Timeline, simulate
@@ -52,6 +55,9 @@ def order(
         cap: bounds how many passes of a stage are in flight, that is run forward and not yet backward: micro-batches,
             or with virtual stages passes of one chunk; None: no bound.
         megatron_loop: take an order within the cap that Megatron's own loop can run.
+        split: the backward is split: gradients of weights are passes of their own, which fill idle time. What they need
+            is in flight until then; without a cap as many micro-batches as stages, as in 1F1B, or with virtual stages
+            as many passes of one chunk as hold the same.
 
     Raises:
         ScheduleError: there is no such schedule; the message lists every reason.
@@ -62,6 +68,8 @@ def order(
     if forward_only:
         forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
         return [[(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards] for _ in range(stages)]
+    if limits.get("split"):
+        return _split(*sizes, **limits)
     if virtual_stages == 1 and cap is not None and not limits.get("megatron_loop"):
         return waves(stages, micro_batches, min(cap, stages))
     return found_by_simulation(*sizes, **limits) or _in_groups(*sizes, **limits)
@@ -75,7 +83,7 @@ def found_by_simulation(
     Every rank finds the same.
     """
     sizes, cap = (stages, virtual_stages, micro_batches), limits.get("cap")
-    if cap is None or virtual_stages == 1 or limits.get("megatron_loop"):
+    if cap is None or virtual_stages == 1 or limits.get("megatron_loop") or limits.get("split"):
         return None
     grouped = _in_groups(*sizes, **limits)
     time = round(simulate(grouped, virtual_stages, forward=listed.FORWARD_TIME, backward=listed.BACKWARD_TIME).makespan)
@@ -96,6 +104,21 @@ def without_virtual_stages(
     """How the same stages run without virtual ones and hold no more; the times are those of a pass of one chunk."""
     passes = order(stages, 1, micro_batches, cap=cap // virtual_stages)
     return simulate(passes, forward=forward * virtual_stages, backward=backward * virtual_stages, send=send)
+
+
+def _split(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpack[Limits]) -> list[list[Pass]]:
+    """The order with gradients of weights where stages would idle, if that is no slower than the whole backward's."""
+    sizes, cap = (stages, virtual_stages, micro_batches), limits.get("cap")
+    cap = stages * virtual_stages if cap is None else cap
+    found = [list(of_stage) for of_stage in listed.split(*sizes, cap)]
+    without: Limits = {**limits, "cap": cap, "split": False}
+    whole = order(*sizes, **without)
+    forward, backward = listed.FORWARD_TIME, listed.BACKWARD_TIME
+    time = simulate(whole, virtual_stages, forward=forward, backward=backward).makespan
+    if simulate(found, virtual_stages, forward=forward, backward=backward / 2, weight=backward / 2).makespan <= time:
+        return found
+    apart = {FORWARD: (FORWARD,), BACKWARD: (BACKWARD, WEIGHT)}
+    return [[(way, number, chunk) for kind, number, chunk in passes for way in apart[kind]] for passes in whole]
 
 
 def waves(stages: int, micro_batches: int, size: int) -> list[list[Pass]]:

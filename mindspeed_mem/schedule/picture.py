@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mindspeed_mem.output import save_figure
-from mindspeed_mem.passes import FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 from mindspeed_mem.schedule.peak import in_flight
 from mindspeed_mem.schedule.simulation import Span, Timeline
 
+_SHADES = {FORWARD: "Blues", BACKWARD: "Greens", WEIGHT: "Oranges"}
 _NAMED = 1200  # passes: more of them have no room for their names
 
 
@@ -30,7 +31,8 @@ def draw(timeline: Timeline, virtual_stages: int, target: str | Path, title: str
     above.set_ylim(len(stages) - 0.5, -0.5)
     above.set_xlim(0, timeline.makespan)
     above.set_facecolor("#eeeeee")
-    colours = "forward blue, backward green, idle grey"
+    weights = any(span.work[0] == WEIGHT for spans in timeline.stages for span in spans)
+    colours = f"forward blue, backward green,{' gradients of weights orange,' * weights} idle grey"
     shades = "; the darker, the later the chunk" if virtual_stages > 1 else ""
     above.set_title(f"{title}\n{colours} ({timeline.idle_share():.1%}){shades}")
     unit = "chunk passes" if virtual_stages > 1 else "micro-batches"
@@ -44,7 +46,8 @@ def draw(timeline: Timeline, virtual_stages: int, target: str | Path, title: str
 
 
 def held_over_time(spans: tuple[Span, ...]) -> dict[float, int]:
-    """How many passes are in flight from each time on: from the start of the forward to the end of the backward."""
+    """How many passes are in flight from each time on: from the start of the forward to the end of the backward,
+    or of the gradients of weights."""
     counts = in_flight(span.work for span in spans)
     held = {0.0: 0}
     for span, count in zip(spans, counts, strict=True):
@@ -58,7 +61,7 @@ def _bars(axes, timeline: Timeline, stage: int, virtual_stages: int) -> None:
     named = sum(len(spans) for spans in timeline.stages) <= _NAMED
     for span in timeline.stages[stage]:
         direction, micro_batch, chunk = span.work
-        shades = colormaps["Blues" if direction == FORWARD else "Greens"]
+        shades = colormaps[_SHADES[direction]]
         colour = shades(0.35 + 0.4 * chunk / max(1, virtual_stages - 1))
         axes.barh(stage, span.end - span.start, left=span.start, height=0.9, color=colour, edgecolor="white", lw=0.5)
         if named:

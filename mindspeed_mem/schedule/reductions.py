@@ -11,7 +11,8 @@ import torch
 
 
 class GradientReductions:
-    """``with`` around a step; gradients are reduced with the last backward of their chunk only.
+    """``with`` around a step; gradients are reduced with the last backward of their chunk only, and where gradients of
+    weights come later with the last of these.
 
     Args:
         no_sync: a function, or one for each chunk, whose context keeps gradients from being reduced; None: nothing
@@ -35,12 +36,13 @@ class GradientReductions:
         self._off.close()
 
     @contextlib.contextmanager
-    def backward(self, chunk: int, last: bool) -> Iterator[None]:
-        """Around each backward. ``last``: of this chunk in this step.
+    def backward(self, chunk: int, last: bool, weights_later: bool = False) -> Iterator[None]:
+        """Around each backward, and each pass that makes its gradients of weights later. ``last``: of this chunk in
+        this step.
 
         All chunks' reductions are on meanwhile: only this one's gradients are being made.
         """
-        if not last:
+        if not last or (self._start and weights_later):
             yield
             return
         if not self._start:

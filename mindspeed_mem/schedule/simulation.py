@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 
 
 class DeadlockError(RuntimeError):
@@ -45,9 +45,12 @@ def before(work: Pass, stage: int, stages: int, virtual_stages: int) -> tuple[in
     """The (stage, pass) whose result this pass works on, or None for the first chunk's forward.
 
     Chunk c of stage p is part c * stages + p of the model. A forward works on what the part before it sends, a
-    backward on what the part after it sends, and the last part's backward on its own forward.
+    backward on what the part after it sends, and the last part's backward on its own forward; gradients of weights on
+    what the backward before them has left.
     """
     direction, micro_batch, chunk = work
+    if direction == WEIGHT:
+        return stage, (BACKWARD, micro_batch, chunk)
     part, last = chunk * stages + stage, stages * virtual_stages - 1
     if direction == FORWARD:
         return ((part - 1) % stages, (FORWARD, micro_batch, (part - 1) // stages)) if part else None
@@ -59,6 +62,8 @@ def before(work: Pass, stage: int, stages: int, virtual_stages: int) -> tuple[in
 def after(work: Pass, stage: int, stages: int, virtual_stages: int) -> tuple[int, Pass] | None:
     """The (stage, pass) that works on what this pass sends, or None where the model ends in this direction."""
     direction, micro_batch, chunk = work
+    if direction == WEIGHT:
+        return None
     part = chunk * stages + stage + (1 if direction == FORWARD else -1)
     return (part % stages, (direction, micro_batch, part // stages)) if 0 <= part < stages * virtual_stages else None
 
@@ -69,6 +74,7 @@ def simulate(
     *,
     forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0,
+    weight: float | Sequence[float] = 1.0,
     send: float = 0.0,
 ) -> Timeline:
     """Play the order of each stage: a pass starts when its stage is free and what it works on has arrived.
@@ -77,6 +83,7 @@ def simulate(
         passes: of each stage, as `order` returns them.
         virtual_stages: model chunks of each stage.
         forward, backward: the time of one pass, of every stage or of each; in any unit, the result has the same.
+        weight: the time of the gradients of weights, where they are passes of their own and no part of the backward.
         send: what passes between the end of a pass and the arrival of its result on another stage. Sends and receives
             occupy no stage.
 
@@ -84,9 +91,10 @@ def simulate(
         DeadlockError: the order cannot be completed.
     """
     count = len(passes)
-    times = {FORWARD: _of_each(forward, count), BACKWARD: _of_each(backward, count)}
+    times = {way: _of_each(time, count) for way, time in ((FORWARD, forward), (BACKWARD, backward), (WEIGHT, weight))}
     tracks = [
-        _Uniform(of_stage, times[FORWARD][stage], times[BACKWARD][stage]) for stage, of_stage in enumerate(passes)
+        _Uniform(of_stage, {way: of_way[stage] for way, of_way in times.items()})
+        for stage, of_stage in enumerate(passes)
     ]
     timeline = play(tracks, virtual_stages, send)
     _check_done(passes, timeline, virtual_stages)
@@ -127,11 +135,11 @@ def play(tracks: Sequence[Track], virtual_stages: int, send: float) -> Timeline:
 
 
 class _Uniform:
-    """A stage all of whose passes in one direction take the same time."""
+    """A stage all of whose passes of one kind take the same time."""
 
-    def __init__(self, passes: Sequence[Pass], forward: float, backward: float) -> None:
+    def __init__(self, passes: Sequence[Pass], times: Mapping[str, float]) -> None:
         self.spans: list[Span] = []
-        self._passes, self._times = passes, {FORWARD: forward, BACKWARD: backward}
+        self._passes, self._times = passes, times
 
     @property
     def next(self) -> Pass | None:
@@ -160,8 +168,8 @@ def _check_done(passes: Sequence[Sequence[Pass]], timeline: Timeline, virtual_st
 
 
 def name(work: Pass, with_chunk: bool = True) -> str:
-    """A short name: F3.1 is the forward of micro-batch 3 on chunk 1."""
-    letter = "F" if work[0] == FORWARD else "B"
+    """A short name: F3.1 is the forward of micro-batch 3 on chunk 1, B3.1 its backward, W3.1 its weights' gradients."""
+    letter = {FORWARD: "F", BACKWARD: "B", WEIGHT: "W"}[work[0]]
     return f"{letter}{work[1]}.{work[2]}" if with_chunk else f"{letter}{work[1]}"
 
 

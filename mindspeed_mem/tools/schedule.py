@@ -6,6 +6,7 @@ import argparse
 import shutil
 import sys
 import textwrap
+from typing import NamedTuple
 
 from mindspeed_mem.command_line import AsGiven, as_given, check_picture, number, whole
 from mindspeed_mem.schedule import picture
@@ -16,8 +17,9 @@ from mindspeed_mem.schedule.peak import peak
 from mindspeed_mem.schedule.simulation import Timeline, names, simulate
 
 DESCRIPTION = """Prints the order in which each pipeline stage runs its passes (F3 is the forward of micro-batch 3, B3.1
-its backward on model chunk 1), how many are in flight at most, how long the stage idles, and a chart over time where
-the terminal has room. Nothing is run, and Megatron is not needed:
+its backward on model chunk 1, W3 its gradients of weights where they are passes of their own), how many are in flight
+at most, how long the stage idles, and a chart over time where the terminal has room. Nothing is run, and Megatron is
+not needed:
 
     python -m mindspeed_mem schedule --pp 4 --microbatches 8 --max-inflight 3
 
@@ -28,6 +30,7 @@ _STAGES = ("--pp", "--pipeline-model-parallel-size")
 _VIRTUAL = ("--vpp", "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank")
 _GROUP = ("--group-size", "--microbatch-group-size-per-virtual-pipeline-stage")
 _CAP = ("--max-inflight", "--max-inflight-microbatches")
+_SCHEDULE = "--pipeline-schedule"
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -41,11 +44,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(*_GROUP, metavar="N", action=AsGiven, help=what)
     what = "cap on micro-batches (with virtual stages: chunk passes) a stage holds"
     command.add_argument(*_CAP, metavar="N", action=AsGiven, help=what)
+    what = "zb: gradients of weights fill idle time; in flight until then"
+    command.add_argument(_SCHEDULE, choices=("1f1b", "zb"), default="1f1b", help=f"1f1b (default); {what}")
     command.add_argument(
         "--megatron-loop", action="store_true", help="with a cap: the order that Megatron's own loop can run"
     )
     command.add_argument("--forward-only", action="store_true", help="the passes of an evaluation")
     command.add_argument("--backward-ratio", default="2", metavar="X", help="time of a backward, in forwards (2)")
+    what = "with zb: how much of that is gradients of weights (half)"
+    command.add_argument("--weight-ratio", metavar="X", help=what)
     command.add_argument("--send-ratio", default="0", metavar="X", help="time of a send, in forwards (0)")
     command.add_argument("--mib", metavar="X", help="MiB that a pass in flight keeps for backward")
     command.add_argument("--picture", metavar="FILE", help="draw stages and memory over time: .svg, .png or .pdf")
@@ -63,9 +70,17 @@ def main(given: argparse.Namespace) -> int:
         "group_size": whole(as_given(given, *_GROUP), given.group_size, wrong),
         "cap": whole(as_given(given, *_CAP), given.max_inflight, wrong),
         "megatron_loop": given.megatron_loop,
+        "split": given.pipeline_schedule == "zb",
     }
     numbers_wrong = bool(wrong)
     backward = number("--backward-ratio", given.backward_ratio, wrong, 0.01) or 1.0
+    weight = backward / 2
+    if given.weight_ratio is not None:
+        weight = number("--weight-ratio", given.weight_ratio, wrong, 0.0) or 0.0
+        if not limits["split"]:
+            wrong.append(f"--weight-ratio is for {_SCHEDULE} zb: otherwise gradients of weights are in the backward")
+        elif not wrong and weight >= backward:
+            wrong.append(f"--weight-ratio {weight:g} is part of --backward-ratio {backward:g}, and has to be less")
     send = number("--send-ratio", given.send_ratio, wrong, 0.0) or 0.0
     mib = number("--mib", given.mib, wrong, 0.0)
     if given.megatron_loop and given.max_inflight is None:
@@ -77,15 +92,31 @@ def main(given: argparse.Namespace) -> int:
         print("mindspeed_mem schedule:", *(f"  {reason}" for reason in wrong), sep="\n", file=sys.stderr)
         return 2
     only = bool(given.forward_only)
-    timeline = simulate(order(*sizes, **limits, forward_only=only), sizes[1], backward=backward, send=send)
+    times = _Times(backward, weight, send)
+    timeline = times.of(sizes, limits, only)
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
     print("\n".join(_text(sizes, limits, only, timeline, mib, width)))
-    for line in [] if only else _beside(sizes, limits, timeline, backward, send):
+    for line in [] if only else _beside(sizes, limits, timeline, times):
         print(line)
     if given.picture:
         picture.draw(timeline, sizes[1], given.picture, _title(sizes, limits, only), mib)
         print(f"drawn to {given.picture}")
     return 0
+
+
+class _Times(NamedTuple):
+    """In forwards."""
+
+    backward: float
+    weight: float
+    """Its gradients of weights, where it is split."""
+    send: float
+
+    def of(self, sizes: list[int], limits: Limits, forward_only: bool = False) -> Timeline:
+        """How this schedule runs."""
+        passes = order(*sizes, **limits, forward_only=forward_only)
+        backward = self.backward - self.weight if limits["split"] else self.backward
+        return simulate(passes, sizes[1], backward=backward, weight=self.weight, send=self.send)
 
 
 def _text(
@@ -105,26 +136,28 @@ def _text(
     return [*lines, "", *drawn, "", idle]
 
 
-def _beside(sizes: list[int], limits: Limits, timeline: Timeline, backward: float, send: float) -> list[str]:
-    """What the same takes without the cap, in Megatron's own loop and without virtual stages."""
-    if limits["cap"] is None:
-        return []
-    others: dict[str, Limits] = {"without the cap": {**limits, "cap": None, "megatron_loop": False}}
-    if not limits["megatron_loop"]:
+def _beside(sizes: list[int], limits: Limits, timeline: Timeline, times: _Times) -> list[str]:
+    """What the same takes without the cap, in Megatron's own loop, without virtual stages and with a whole backward."""
+    others: dict[str, Limits] = {}
+    if limits["cap"] is not None:
+        others["without the cap"] = {**limits, "cap": None, "megatron_loop": False}
+    if limits["split"]:
+        others[f"with the backward whole ({_SCHEDULE} 1f1b)"] = {**limits, "split": False}
+    elif limits["cap"] is not None and not limits["megatron_loop"]:
         others["in Megatron's own loop (--megatron-loop)"] = {**limits, "megatron_loop": True}
     lines = []
     for what, changed in others.items():
         if problems(*sizes, **changed):
             lines.append(f"{what}: not possible: {'; '.join(problems(*sizes, **changed))}")
             continue
-        other = simulate(order(*sizes, **changed), sizes[1], backward=backward, send=send)
+        other = times.of(sizes, changed)
         most = max(peak(*sizes, **changed))
         ratio = other.makespan / timeline.makespan - 1
         lines.append(f"{what}: at most {most} in flight, idle {other.idle_share():.1%}, time {ratio:+.1%}")
     stages, virtual_stages, micro_batches = sizes
-    if virtual_stages > 1 and not limits["megatron_loop"]:
+    if virtual_stages > 1 and limits["cap"] is not None and not (limits["megatron_loop"] or limits["split"]):
         plain = without_virtual_stages(
-            stages, virtual_stages, micro_batches, limits["cap"], backward=backward, send=send
+            stages, virtual_stages, micro_batches, limits["cap"], backward=times.backward, send=times.send
         )
         ratio = plain.makespan / timeline.makespan - 1
         what = "without virtual stages, holding no more"
@@ -137,8 +170,10 @@ def _title(sizes: list[int], limits: Limits, forward_only: bool) -> str:
     words = [f"{stages} stage{'s' * (stages > 1)}", f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"]
     if virtual_stages > 1:
         words.insert(1, f"{virtual_stages} virtual stages")
-        found = not forward_only and found_by_simulation(*sizes, **limits)
+        found = not forward_only and (limits["split"] or found_by_simulation(*sizes, **limits))
         words.append("in an order found by simulation" if found else f"in groups of {group_under(*sizes, **limits)}")
+    if limits["split"] and not forward_only:
+        words.append("the backward split")
     if forward_only:
         words.append("forward only")
     elif limits["cap"] is not None:

@@ -35,6 +35,21 @@ def test_a_layout_trains_to_the_bits_of_the_host(name):
     assert found == on_ranks(2, two_steps, *LAYOUTS[name])
 
 
+def with_split_backward(layout, model):
+    from tests.capped_runs import departures as in_idle_time
+    from tests.split_runs import departures
+
+    if layout.get("pp"):
+        return in_idle_time("dense", layout, model, [(None, 4)], split=True)
+    return departures("dense", layout, model)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["TP2", "PP2", "DP2"])
+def test_gradients_of_weights_that_are_put_off(name):
+    assert on_ranks(2, under, "random", with_split_backward, *LAYOUTS[name], device="cuda") == [[], []]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("lag", LAGS)
 def test_chunk_zero_trains_to_the_bits_of_megatron(lag):

@@ -3,6 +3,8 @@ the passes run in the order that `mindspeed_mem.schedule.order` gives."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from tests.worlds import on_ranks, parallel
@@ -16,8 +18,10 @@ OVERLAPPED = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": Tru
 
 def differing(*case, **more) -> list[str]:
     from tests.capped_runs import departures
+    from tests.worlds import applied
 
-    return departures(*case, **more)
+    with applied("sdpa_attention") if case[0] == "mla" else contextlib.nullcontext():
+        return departures(*case, **more)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +93,83 @@ def test_bit_identical_to_megatrons_schedule(size, kind, layout, model, cases, m
     assert sum(on_ranks(size, differing, kind, layout, model, cases, **more), []) == []
 
 
-def bf16(cases: list[tuple[int, int]]) -> list[str]:
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "layout", "model", "cases", "more"),
+    [
+        pytest.param(
+            2, "dropout", {"pp": 2}, {}, [(None, 4), (1, 3), (3, 5), (None, 1)], {"evaluate": True}, id="dropout-pp2"
+        ),
+        pytest.param(4, "dense", {"pp": 4}, {"deallocate_pipeline_outputs": True}, [(None, 6), (2, 2)], {}, id="pp4"),
+        pytest.param(
+            4, "dense", {"tp": 2, "pp": 2}, {"sequence_parallel": True, "layers": 2}, [(None, 4)], {}, id="tp2-sp-pp2"
+        ),
+        pytest.param(4, "dense", {"pp": 2}, {"ddp": OVERLAPPED}, [(None, 8)], {}, id="pp2-dp2-overlapped"),
+        pytest.param(
+            4, "dense", {"pp": 2}, {"ddp": OVERLAPPED}, [(None, 8)], {"align": True}, marks=sweep, id="pp2-dp2-aligned"
+        ),
+        pytest.param(2, "moe", {"pp": 2}, RECOMPUTED, [(None, 4)], {}, id="moe-recomputed-pp2"),
+        pytest.param(2, "dense", {"pp": 2, "vpp": 2}, {}, [(None, 4), (3, 6)], {"evaluate": True}, id="pp2-vpp2"),
+        pytest.param(
+            4,
+            "dense",
+            {"pp": 2, "vpp": 2},
+            {"ddp": OVERLAPPED},
+            [(None, 8)],
+            {"align": True},
+            id="pp2-vpp2-dp2-aligned",
+        ),
+        pytest.param(
+            4,
+            "dense",
+            {"pp": 2, "vpp": 2},
+            {"ddp": OVERLAPPED},
+            [(None, 8)],
+            {},
+            marks=sweep,
+            id="pp2-vpp2-dp2-overlapped",
+        ),
+        pytest.param(
+            2,
+            "mla",
+            {"pp": 2},
+            {"gradient_accumulation_fusion": True, "tied": False},
+            [(None, 4)],
+            {},
+            marks=sweep,
+            id="mla-fused-pp2",
+        ),
+        pytest.param(
+            3,
+            "swiglu_gqa_rope",
+            {"pp": 3},
+            {"layers": 4, "pipeline_model_parallel_layout": "Et|tt|tL"},
+            [(None, 5)],
+            {},
+            marks=sweep,
+            id="pp3-uneven",
+        ),
+    ],
+)
+def test_gradients_of_weights_in_idle_time_are_bit_identical(size, kind, layout, model, cases, more):
+    assert sum(on_ranks(size, differing, kind, layout, model, cases, split=True, **more), []) == []
+
+
+def bf16(layout: dict, cases: list[tuple[int | None, int]], split: bool) -> list[str]:
     import torch
 
-    return differing("dense", {"pp": 2, "vpp": 2}, {"dtype": torch.bfloat16}, cases)
+    return differing("dense", layout, {"dtype": torch.bfloat16}, cases, split=split)
 
 
-def test_bf16():
-    assert sum(on_ranks(2, bf16, [(2, 4), (4, 6)]), []) == []
+@pytest.mark.parametrize(
+    ("layout", "cases", "split"),
+    [({"pp": 2, "vpp": 2}, [(2, 4), (4, 6)], False), ({"pp": 2}, [(None, 4)], True)],
+    ids=["vpp2", "zb"],
+)
+def test_bf16(layout, cases, split):
+    assert sum(on_ranks(2, bf16, layout, cases, split), []) == []
 
 
 def per_token(cap: int | None) -> list:
@@ -154,7 +227,7 @@ def test_losses_per_token_and_groups_that_are_given():
         assert all(map(torch.equal, grads, own_grads))
 
 
-def with_plans(layout: dict, cap: int, plans: dict) -> list[str]:
+def with_plans(layout: dict, cap: int | None, split: bool, plans: dict) -> list[str]:
     """What differs in any bit from Megatron's schedule without the engine, and plans without effect."""
     from tests.capped_runs import capped, trained
     from tests.swap_runs import difference, left_over, swap
@@ -163,7 +236,7 @@ def with_plans(layout: dict, cap: int, plans: dict) -> list[str]:
     with parallel(**layout):
         plain, _ = trained("swiglu_gqa_rope", {}, 4)
         for name, plan in plans.items():
-            with capped(cap), swap(plan) as engine:
+            with capped(cap, split), swap(plan) as engine:
                 results, _ = trained("swiglu_gqa_rope", {}, 4)
                 report, left = engine.report(), left_over(engine)
             found += [f"{name}: {what}" for pair in zip(results, plain, strict=True) for what in difference(*pair)]
@@ -172,8 +245,12 @@ def with_plans(layout: dict, cap: int, plans: dict) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "vpp": 2}], ids=["pp2", "pp2-vpp2"])
-def test_with_swap_and_recompute(layout):
+@pytest.mark.parametrize(
+    ("layout", "cap", "split"),
+    [({"pp": 2}, 1, False), ({"pp": 2, "vpp": 2}, 2, False), ({"pp": 2}, None, True)],
+    ids=["pp2", "pp2-vpp2", "pp2-zb"],
+)
+def test_with_swap_and_recompute(layout, cap, split):
     from tests.swap_runs import EVERYTHING, again, entry
 
     plans = {
@@ -182,5 +259,4 @@ def test_with_swap_and_recompute(layout):
         "recompute": again({r"mlp": True, r"self_attention\.core_attention": True}),
         "layers": again(recompute=True),
     }
-    cap = layout.get("vpp", 1)
-    assert sum(on_ranks(2, with_plans, layout, cap, plans), []) == []
+    assert sum(on_ranks(2, with_plans, layout, cap, split, plans), []) == []

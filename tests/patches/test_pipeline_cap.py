@@ -11,13 +11,15 @@ from tests.worlds import on_ranks, parallel
 pytestmark = pytest.mark.distributed
 
 
-def said(layout: dict, cap: int, steps: int = 2, micro_batches: int = 4, **model) -> list[str]:
+def said(
+    layout: dict, cap: int | None, steps: int = 2, micro_batches: int = 4, split: bool = False, **model
+) -> list[str]:
     """The warnings of some training steps and an evaluation."""
     from tests.capped_runs import capped
     from tests.models import build_gpt, train_step
     from tests.swap_runs import listening
 
-    with parallel(**layout), capped(cap), listening() as messages:
+    with parallel(**layout), capped(cap, split), listening() as messages:
         chunks = build_gpt("dense", **model)
         for step in range(steps):
             train_step(chunks, step=step, micro_batches=micro_batches, forward_only=step == 1)
@@ -37,6 +39,11 @@ def test_a_cap_without_effect_is_said_once(layout, cap, why):
     assert on_ranks(2, said, layout, cap, steps=3) == [[f"--max-inflight-microbatches {cap} has no effect: {why}"], []]
 
 
+def test_idle_time_that_there_is_not_is_said_once():
+    (message,) = on_ranks(1, said, {}, None, steps=3, split=True)[0]
+    assert message == "--pipeline-schedule zb has no effect: without pipeline stages none idles"
+
+
 def test_a_cap_with_effect_says_nothing():
     assert on_ranks(2, said, {"pp": 2}, 1) == [[], []]
 
@@ -51,14 +58,14 @@ def test_a_cap_that_is_better_had_without_virtual_stages_is_said_once():
     ]
 
 
-def refused(layout: dict, cap: int, model: dict, **call) -> str:
+def refused(layout: dict, cap: int | None, model: dict, split: bool = False, **call) -> str:
     """What is raised, before anything is sent: the ranks do not even meet."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tests.capped_runs import capped
     from tests.models import build_gpt
 
-    with parallel(**layout), capped(cap):
+    with parallel(**layout), capped(cap, split):
         chunks = build_gpt("dense")
         for name, value in model.items():
             setattr(chunks[0].config, name, value)
@@ -85,20 +92,24 @@ def refused(layout: dict, cap: int, model: dict, **call) -> str:
         ({"pp": 2}, 1, {}, {"adjust_tensor_shapes_fn": max}, ["adjust_tensor_shapes_fn has to be None"]),
         ({"pp": 2, "vpp": 2}, 3, {}, {"data_iterator": None}, ["data_iterator has to be a list"]),
         ({"pp": 2}, 1, {}, {"p2p_communicator": 1}, ["process groups"]),  # Megatron's own words
+        ({"pp": 2}, None, {"pipeline_dtype": None}, {"split": True}, ["--pipeline-schedule zb needs pipeline_dtype"]),
+        ({"pp": 2, "vpp": 2}, 1, {}, {"split": True}, ["--pipeline-schedule zb: the cap", "virtual stages"]),
     ],
-    ids=["cap", "dtype", "shapes", "iterator", "groups"],
+    ids=["cap", "dtype", "shapes", "iterator", "groups", "dtype of zb", "virtual stages of zb"],
 )
 def test_what_cannot_run_is_refused_on_every_rank(layout, cap, model, call, words):
     for message in on_ranks(2, refused, layout, cap, model, **call):
         assert all(word in message for word in words), message
 
 
-def one_fails() -> tuple[str, float]:
-    """Stage 1 fails in its second forward; what each rank gets, and after how long."""
+def one_fails(split: bool) -> tuple[str, float, int]:
+    """Stage 1 fails in its second forward; what each rank gets, after how long, and of how many passes gradients of
+    weights are still put off."""
     import torch
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
     from tests.capped_runs import capped
     from tests.models import SEQUENCE, _texts, build_gpt
 
@@ -112,7 +123,7 @@ def one_fails() -> tuple[str, float]:
         return output, lambda output: (output.mean(), {})
 
     seen: list = []
-    with parallel(pp=2), capped(1):
+    with parallel(pp=2), capped(None if split else 1, split):  # with zb the first pass waits for its weights by then
         chunks = build_gpt("dense")
         begin = time.monotonic()
         try:
@@ -127,13 +138,15 @@ def one_fails() -> tuple[str, float]:
         except Exception as error:
             seconds = time.monotonic() - begin
             dist.destroy_process_group()  # as when the process ends
-            return f"{type(error).__name__}: {error}", seconds
-    return "", 0.0
+            return f"{type(error).__name__}: {error}", seconds, WEIGHT_GRADIENTS.clear()
+    return "", 0.0, 0
 
 
-def test_an_exception_leaves_the_failing_rank_at_once():
-    (_, _), (error, seconds) = on_ranks(2, one_fails)
+@pytest.mark.parametrize("split", [False, True])
+def test_an_exception_leaves_the_failing_rank_at_once(split):
+    (_, _, of_first), (error, seconds, of_second) = on_ranks(2, one_fails, split)
     assert error == "ValueError: in a pass"
+    assert of_first == of_second == 0
     assert seconds < 20
 
 

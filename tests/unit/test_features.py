@@ -30,6 +30,7 @@ FLAGS = {  # each as on a command line, and what it stands for
 WITH_VALUES = {
     "--pipeline-stages": "3,5",
     "--max-inflight-microbatches": "2",
+    "--pipeline-schedule": "zb",
     "--chunk-zero-stage": "3",
     "--optimizer-parallel": "sharding",
     "--memory-trace": "trace.json",
@@ -175,7 +176,7 @@ def asked_by(flag):
     """The settings that switch on what `flag` stands for, and nothing else."""
     if flag == "--memory-config":
         return {"memory_config": SWAP, "device": "cpu"}
-    if flag in ("--survive-oom", "--adaptive-memory-optimization"):
+    if flag in ("--survive-oom", "--adaptive-memory-optimization", "--split-backward"):
         return {flag[2:].replace("-", "_"): True, "device": "cpu"}
     if flag in WITH_VALUES:
         return {flag[2:].replace("-", "_"): WITH_VALUES[flag], "device": "cpu"}
@@ -412,7 +413,12 @@ def test_a_cap_is_a_whole_number():
     settings = check(scan(arguments))
     assert settings == check(parser.parse_args(arguments)) == check({"device": "cpu", "max_inflight_microbatches": 2})
     assert settings.max_inflight == 2 and settings.patches == ("cpu_*", "pipeline_cap")
-    assert check({}).max_inflight is None
+    assert check({}).max_inflight is None and not check({}).zero_bubble
+    zb = check({"device": "cpu", "pipeline_schedule": "zb"})
+    assert zb.zero_bubble and zb.patches == ("cpu_*", "pipeline_cap", "pipeline_split")
+    assert check({"device": "cpu", "pipeline_schedule": "1f1b"}) == check({"device": "cpu"})
+    (problem,) = problems_of({"device": "cpu", "pipeline_schedule": "interleaved"})
+    assert problem.startswith("--pipeline-schedule: got 'interleaved'") and "1f1b" in problem
     for wrong in ("0", 0, -1, "2.5", 1.5, "two", "", True, [2], "\u0662"):
         (problem,) = problems_of({"device": "cpu", "max_inflight_microbatches": wrong})
         assert problem == f"--max-inflight-microbatches: got {wrong!r}; allowed: a whole number of at least 1"

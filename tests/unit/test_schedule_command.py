@@ -64,6 +64,31 @@ def test_it_compares_a_cap_with_the_same_memory_without_virtual_stages(schedule)
     assert "holding no more" not in schedule("--pp 4 --microbatches 8 --max-inflight 3")[1]
 
 
+def test_it_shows_a_split_backward_beside_a_whole_one(schedule):
+    status, out, err = schedule("--pp 2 --microbatches 3 --pipeline-schedule zb --mib 2")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "2 stages, 3 micro-batches, the backward split",
+        "stage 0: at most 2 in flight, 4 MiB; idle 10.0%",
+        "  F0 F1 B0 W0 F2 B1 W1 B2 W2",
+        "stage 1: at most 2 in flight, 4 MiB; idle 10.0%",
+        "  F0 B0 F1 B1 W0 F2 B2 W1 W2",
+        "",
+        "stage 0 0-----1-----......0=====0~~~~~2-----1=====1~~~~~2=====2~~~~~",
+        "stage 1 ......0-----0=====1-----1=====0~~~~~2-----2=====1~~~~~2~~~~~",
+        "",
+        "all stages idle 10.0% of 10 forwards' time",
+        "with the backward whole (--pipeline-schedule 1f1b): at most 2 in flight, idle 25.0%, time +20.0%",
+    ]
+    _, out, _ = schedule("--pp 2 --microbatches 3 --pipeline-schedule zb --backward-ratio 3 --weight-ratio 1")
+    assert "stage 0 0----1----..........0=========0~~~~2----1=========1~~~~2=========2~~~~" in out
+    _, out, _ = schedule("--pp 4 --microbatches 16 --pipeline-schedule zb --max-inflight 3")
+    assert (
+        "without the cap: at most 4 in flight, idle 5.9%" in out
+        and "whole (--pipeline-schedule 1f1b): at most 3" in out
+    )
+
+
 def test_megatrons_names_say_the_same(schedule):
     short = "--pp 4 --vpp 2 --group-size 4 --max-inflight 9"
     long = "--pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 2 --max-inflight-microbatches 9"
@@ -104,6 +129,15 @@ def test_forward_only_passes_hold_nothing(schedule):
         ),
         ("--pp 4 --vpp 2 --microbatches 10 --max-inflight 1", ["the cap of passes in", "the group size is 4 (the nu"]),
         ("--pp 4 --microbatches 8 --group-size 4", ["a group size needs virtual stages"]),
+        (
+            "--pp 4 --microbatches 8 --pipeline-schedule zb --max-inflight 2 --megatron-loop",
+            ["Megatron's own loop has no order for a split backward"],
+        ),
+        ("--microbatches 2 --weight-ratio 1", ["--weight-ratio is for --pipeline-schedule zb"]),
+        (
+            "--microbatches 2 --pipeline-schedule zb --weight-ratio 2",
+            ["--weight-ratio 2 is part of --backward-ratio 2, and has to be less"],
+        ),
     ],
 )
 def test_bad_input_is_refused_with_all_reasons(schedule, words, reasons):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 
 import pytest
 
-from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 from mindspeed_mem.schedule import executor, in_flight, order, peak, problems
 from mindspeed_mem.schedule.wires import group_name, lines
 from tests.pipeline_loops import Stuck, Wires
@@ -55,6 +56,9 @@ def play(orders, virtual, streams) -> list[list[tuple]]:
     errors: list[BaseException] = []
     last = stages * virtual - 1
 
+    def of_weights(stage, micro_batch, chunk):
+        ran[stage].append((WEIGHT, micro_batch, chunk))
+
     def of_stage(stage):
         def forward(micro_batch, chunk, given):
             part = chunk * stages + stage
@@ -76,7 +80,10 @@ def play(orders, virtual, streams) -> list[list[tuple]]:
 
         try:
             mine = _Lines(wires, stage, stages)
-            executor.run(orders, stage, virtual, mine, forward=forward, backward=backward, release=release)
+            weight = functools.partial(of_weights, stage)
+            executor.run(
+                orders, stage, virtual, mine, forward=forward, backward=backward, release=release, weight=weight
+            )
         except BaseException as error:
             errors.append(error)
         finally:
@@ -110,6 +117,16 @@ def test_every_order_comes_to_its_end(streams):
                 assert passes.index(("freed", *which)) < passes.index((BACKWARD, *which))
         held = [max(in_flight(one for one in passes if one[0] != "freed")) for passes in ran]
         assert held == peak(stages, virtual, number, group_size=group, cap=cap)
+
+
+@pytest.mark.parametrize("streams", [None, "batched"])
+def test_orders_with_a_split_backward_come_to_their_end(streams):
+    for stages, virtual, number, cap in itertools.product((2, 3, 5), (1, 2), (1, 2, 5, 6), (None, 1, 2, 4)):
+        if problems(stages, virtual, number, cap=cap, split=True):
+            continue
+        orders = order(stages, virtual, number, cap=cap, split=True)
+        ran = play(orders, virtual, streams)
+        assert [[one for one in passes if one[0] != "freed"] for passes in ran] == orders
 
 
 def test_other_orders_than_ours():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 from mindspeed_mem.schedule import (
     DeadlockError,
     ScheduleError,
@@ -167,6 +167,63 @@ def test_waves_are_as_drawn():
     ]
 
 
+@given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 6), st.none() | st.integers(0, 10))
+@settings(max_examples=60)
+def test_every_order_with_a_split_backward_is_whole_ends_keeps_its_cap_and_is_no_slower(stages, virtual, number, more):
+    number, cap = number * stages if virtual > 1 else number, None if more is None else virtual + more
+    passes = order(stages, virtual, number, cap=cap, split=True)
+    for of_stage in passes:
+        assert len(of_stage) == 3 * virtual * number
+        for way, chunk in itertools.product((FORWARD, BACKWARD, WEIGHT), range(virtual)):
+            mine = [work for work in of_stage if work[0] == way and work[2] == chunk]
+            assert mine == [(way, n, chunk) for n in range(number)]
+        place = {work: i for i, work in enumerate(of_stage)}
+        assert all(place[BACKWARD, n, c] < place[WEIGHT, n, c] for n in range(number) for c in range(virtual))
+    line = simulate(passes, virtual, forward=1, backward=1, weight=1)
+    peaks = [max(in_flight(of_stage)) for of_stage in passes]
+    assert peaks == peak(stages, virtual, number, cap=cap, split=True)
+    assert max(peaks) <= (stages * virtual if cap is None else cap)
+    whole = order(stages, virtual, number, cap=stages * virtual if cap is None else cap)
+    assert line.makespan <= simulate(whole, virtual, forward=1, backward=2).makespan
+
+
+@pytest.mark.parametrize(
+    "sizes, cap, idle",
+    [
+        ((4, 1, 8), 4, 0.111),
+        ((4, 1, 16), 4, 0.059),
+        ((4, 1, 16), 2, 0.407),
+        ((8, 1, 16), 8, 0.127),
+        ((8, 1, 32), 8, 0.068),
+        ((8, 1, 32), 4, 0.373),
+        ((4, 2, 16), 8, 0.030),
+        ((4, 2, 16), 6, 0.086),
+        ((8, 2, 32), 16, 0.035),
+        ((8, 2, 32), 8, 0.264),
+    ],
+)
+def test_gradients_of_weights_fill_the_bubble(sizes, cap, idle):
+    stages, virtual, micro_batches = sizes
+    line = simulate(order(*sizes, cap=cap, split=True), virtual, forward=1, backward=1, weight=1)
+    assert line.idle_share() == pytest.approx(idle, abs=5e-4)
+    if cap == stages * virtual:  # no stage waits but for the first forward to reach it, or at its end
+        assert line.makespan == 3 * virtual * micro_batches + stages - 1
+        assert order(*sizes, split=True) == order(*sizes, cap=cap, split=True)
+
+
+def test_where_filling_idle_time_is_slower_gradients_of_weights_follow_their_backward():
+    split, whole = order(3, 2, 24, cap=5, split=True), order(3, 2, 24, cap=5)
+    assert [[work for work in of_stage if work[0] != WEIGHT] for of_stage in split] == whole
+    assert simulate(split, 2, backward=1, weight=1).makespan <= simulate(whole, 2, backward=2).makespan
+
+
+def test_a_split_backward_is_as_drawn():
+    assert [names(of_stage, 1) for of_stage in order(2, 1, 3, split=True)] == [
+        "F0 F1 B0 W0 F2 B1 W1 B2 W2",
+        "F0 B0 F1 B1 W0 F2 B2 W1 W2",
+    ]
+
+
 @pytest.mark.parametrize(
     "sizes, more, words",
     [
@@ -178,6 +235,9 @@ def test_waves_are_as_drawn():
         ((4, 2, 10), {}, ["last group of 2"]),
         ((4, 2, 8), {"group_size": 3, "cap": 1}, ["cap of passes", "group size is 3, but"]),
         ((4, 2, 8), {"cap": 10, "megatron_loop": True}, ["own loop needs at least 11"]),
+        ((4, 2, 10), {"split": True}, ["last group of 2"]),
+        ((4, 2, 8), {"split": True, "cap": 1}, ["cap of passes in flight is 1"]),
+        ((4, 1, 8), {"split": True, "megatron_loop": True}, ["own loop has no order for a split backward"]),
     ],
 )
 def test_sizes_without_a_schedule_are_refused_with_all_reasons(sizes, more, words):

@@ -50,6 +50,21 @@ def test_reductions_that_the_schedule_starts_come_after_it(chunks):
     assert log == ["all off", "backward 1", "backward 1", "all on", "start 2", "all off", "all on"]
 
 
+def test_gradients_of_weights_that_come_later_are_reduced_with_the_last_of_them(chunks):
+    off, on = "all off", "all on"
+    for start, last in ((None, [on, "backward", off]), (True, ["backward"])):
+        log = Log()
+        with GradientReductions(log.no_sync("all"), start and log.start, chunks) as reductions:
+            with reductions.backward(0, last=True, weights_later=True):
+                log.append("backward")
+            with reductions.backward(0, last=False):
+                log.append("weights")
+            with reductions.backward(0, last=True):
+                log.append("weights")
+        end = ["weights", on, "start 1", off, on] if start else [on, "weights", off, on]
+        assert log == [off, *last, "weights", *end]
+
+
 def test_without_functions_nothing_happens(chunks):
     with GradientReductions(None, None, chunks) as reductions, reductions.backward(0, last=True):
         pass

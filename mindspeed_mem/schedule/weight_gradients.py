@@ -1,0 +1,115 @@
+"""Gradients of weights that are computed later than the backward pass that they belong to.
+
+A backward pass hands on gradients of activations; those of weights nobody waits for. What they need is held here, by
+pass, until `WeightGradients.run` computes them. They reach their parameters through autograd, as they would have in
+the backward pass: gradients of several uses in one pass are added up before the parameter takes them, in the same
+order, and whoever follows a parameter's gradients is told once.
+
+What is held are inputs and output gradients of layers: activations, which live longer for it. They are used on the
+stream that they were used on in the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+Compute = Callable[[], torch.Tensor | None]
+
+
+class WeightGradients:
+    """Those that are put off, by pass; passes run one at a time."""
+
+    def __init__(self) -> None:
+        self._passes: dict[Hashable, _Pass] = {}
+        self._now: _Pass | None = None
+        self.count = 0
+        """How many gradients were put off so far."""
+
+    @property
+    def collecting(self) -> bool:
+        """Whether a backward pass runs whose gradients of weights are put off."""
+        return self._now is not None
+
+    @contextlib.contextmanager
+    def collect(self, key: Hashable) -> Iterator[None]:
+        """Around the backward of the pass ``key``: what is put off in it waits for `run`. If it fails it is dropped."""
+        self._now = self._passes[key] = _Pass()
+        try:
+            yield
+        except BaseException:
+            del self._passes[key]
+            raise
+        finally:
+            self._now = None
+
+    def put_off(self, parameter: torch.nn.Parameter, compute: Compute) -> None:
+        """``compute`` makes a gradient of ``parameter``; None: it has been added where it belongs."""
+        assert self._now is not None
+        self.count += 1
+        stream = torch.get_device_module(parameter.device).current_stream()
+        self._now.put_off.append((parameter, compute, stream))
+        self._now.parameters.add(parameter)
+
+    def awaits(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a gradient of ``parameter`` was put off in the backward that runs; what it had from elsewhere in this
+        pass is held as well, to be added to that."""
+        if self._now is None or parameter not in self._now.parameters:
+            return False
+        if parameter.grad is not None:
+            self._now.from_elsewhere[parameter] = parameter.grad
+            parameter.grad = None
+        return True
+
+    def run(self, key: Hashable) -> None:
+        """Compute what was put off in the backward of the pass ``key``, and let go of it."""
+        one = self._passes.pop(key)
+        for parameter, gradient in one.from_elsewhere.items():
+            parameter.grad = gradient
+        roots = []
+        while one.put_off:  # from the end: autograd runs first what was made last
+            roots.append(_later(*one.put_off.pop()))
+        torch.autograd.backward(roots, [root.detach() for root in roots])
+
+    def clear(self) -> int:
+        """Drop everything; returns of how many passes."""
+        count = len(self._passes)
+        self._passes.clear()
+        self._now = None
+        return count
+
+
+class _Pass:
+    """What one backward has put off."""
+
+    def __init__(self) -> None:
+        self.put_off: list[tuple[torch.nn.Parameter, Compute, Any]] = []
+        self.parameters: set[torch.nn.Parameter] = set()
+        self.from_elsewhere: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+
+def _later(parameter: torch.nn.Parameter, compute: Compute, stream: Any) -> torch.Tensor:
+    """A root in autograd from which ``compute`` is run, on this stream."""
+    with torch.enable_grad(), torch.get_device_module(parameter.device).stream(stream):
+        return _Later.apply(parameter, compute)
+
+
+class _Later(torch.autograd.Function):
+    """Stands for a layer in autograd: its backward makes the gradient of the layer's weight."""
+
+    @staticmethod
+    def forward(ctx, parameter, compute):
+        ctx.compute = compute
+        return parameter.new_empty(())
+
+    @staticmethod
+    def backward(ctx, *_):
+        compute, ctx.compute = ctx.compute, None  # with all that it holds
+        return compute(), None
+
+
+WEIGHT_GRADIENTS = WeightGradients()
+"""Those of this process."""

@@ -1,0 +1,192 @@
+"""--split-backward, --pipeline-schedule zb: linear layers put off the gradients of their weights.
+
+Why here: every linear layer of Megatron's local spec, experts and the output layer included, is one autograd function,
+``LinearWithGradAccumulationAndAsyncCommunication``. Its own backward makes the gradient of its input, with what
+tensor and sequence parallelism send for it: it is told to leave the weight to others, as it can for the embedding's.
+A weight's gradient that is missing in backward makes DistributedDataParallel's hook run without one; that call waits.
+Whatever is no such layer computes as always.
+
+In Megatron's own loops weights follow right after the backward of their pass; in ours (`pipeline_cap`) when the order
+says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_mem import features
+from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
+from mindspeed_mem.patching import around, join
+from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
+
+logger = logging.getLogger(__name__)
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_PASS = "the backward that runs"
+
+
+class SplitBackward(Listener):
+    precedence = Precedence.WEIGHTS
+
+    def __init__(self) -> None:
+        self._before = 0
+        self.several_tokens = False
+        """The model predicts more than the next token: the output layer's weight is used several times in a pass."""
+
+    def begin_call(self, call: ScheduleCall) -> None:
+        if not call.forward_only:
+            self._before = WEIGHT_GRADIENTS.count
+            config = sys.modules["megatron.core.utils"].get_model_config(call.models[0])
+            self.several_tokens = bool(getattr(config, "mtp_num_layers", None))
+
+    def end_call(self, call: ScheduleCall, completed: bool) -> None:
+        if call.forward_only:  # a training step may contain an evaluation
+            return
+        left = WEIGHT_GRADIENTS.clear()
+        if completed and left:
+            raise RuntimeError(f"gradients of weights were put off in {left} passes and never computed")
+        if completed and WEIGHT_GRADIENTS.count == self._before:
+            _say_idle()
+
+
+_CALLS = SplitBackward()
+join("mindspeed_mem.passes:LISTENERS", _CALLS, declared_by=__name__)
+
+
+@functools.cache
+def _say_idle() -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(
+            "%s has no effect: none of this stage's layers is a linear layer of Megatron's local spec "
+            "(--transformer-impl local); all others compute gradients of weights at once",
+            "--pipeline-schedule zb" if features.in_force().zero_bubble else "--split-backward",
+        )
+
+
+@around("megatron.core.pipeline_parallel.schedules:backward_step")
+def backward_step(original, *args, **kwargs):
+    if WEIGHT_GRADIENTS.collecting:  # whose loop this is computes them later
+        return original(*args, **kwargs)
+    with WEIGHT_GRADIENTS.collect(_PASS):
+        result = original(*args, **kwargs)
+    WEIGHT_GRADIENTS.run(_PASS)
+    return result
+
+
+@around("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook")
+def make_backward_post_hook(original, self, param):
+    hook = original(self, param)
+
+    def once_it_is_there(*unused):
+        if not WEIGHT_GRADIENTS.awaits(param):
+            hook(*unused)
+
+    return once_it_is_there
+
+
+@around(_LAYERS + ":LinearWithGradAccumulationAndAsyncCommunication.backward")
+def linear_backward(original, ctx, grad_output):
+    # Not the saved weight, of which somebody else's hooks may have made another tensor.
+    parameter = getattr(ctx.next_functions[1][0], "variable", None)
+    if not WEIGHT_GRADIENTS.collecting or parameter is None or _is_special(ctx, parameter):
+        return original(ctx, grad_output)
+    inputs, weight = ctx.saved_tensors
+    result = original(_WithoutWeight(ctx, inputs, weight), grad_output)
+    layers = sys.modules[_LAYERS]
+    grad_bias = None
+    if ctx.use_bias:
+        grad_bias = layers.prepare_input_tensors_for_wgrad_compute(grad_output, inputs)[0].sum(dim=0)
+    gathered_by = ctx.tp_group if ctx.sequence_parallel else None
+    fused = ctx.gradient_accumulation_fusion
+    compute = _WeightGradient(parameter, inputs.detach(), grad_output.detach(), gathered_by, fused)
+    WEIGHT_GRADIENTS.put_off(parameter, compute)
+    if engines.current() is not None:  # of the inputs it may have counted their operator's, until its backward
+        for held in (inputs, grad_output):
+            LEDGER.enter(held.untyped_storage(), owned=False)
+    return (result[0], None, grad_bias, *result[3:])
+
+
+def _is_special(ctx: Any, parameter: torch.nn.Parameter) -> bool:
+    """Whether Megatron itself treats this weight otherwise: puts its gradient off, gathers the weight, or adds up what
+    several output layers and embeddings make of it, in an order that would be another."""
+    return (
+        (_CALLS.several_tokens and getattr(parameter, "is_embedding_or_output_parameter", False))
+        or ctx.grad_output_buffer is not None
+        or getattr(ctx, "gtp_remat_size", 1) > 1  # since 0.19
+        or getattr(ctx, "_fwd_used_autocast", False)
+    )
+
+
+class _WithoutWeight:
+    """A linear layer's context, as Megatron's backward reads it, with nothing to be done for weight and bias.
+
+    Megatron leaves out the gradient of an output layer's weight where it collects output gradients; then it marks the
+    weight as done, if that bears the mark, which an alias does not.
+    """
+
+    main_grad = None
+    use_bias = False
+    gradient_accumulation_fusion = True
+    wgrad_deferral_limit = 0
+
+    def __init__(self, ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> None:
+        self._ctx = ctx
+        self.saved_tensors = inputs, weight.detach()
+        self.grad_output_buffer: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _WeightGradient:
+    """Makes the gradient of a linear layer's weight, as Megatron does."""
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        inputs: torch.Tensor,
+        grad_output: torch.Tensor,
+        gathered_by: Any,
+        fused: bool,
+    ) -> None:
+        self._parameter, self._inputs, self._grad_output = parameter, inputs, grad_output
+        self._gathered_by, self._fused = gathered_by, fused
+        self._versions = inputs._version, grad_output._version
+
+    def __call__(self) -> torch.Tensor | None:
+        if self._versions != (self._inputs._version, self._grad_output._version):
+            raise RuntimeError(
+                f"what a weight of shape {tuple(self._parameter.shape)} needs for its gradient was changed in place "
+                "after the backward pass of its layer: leave --split-backward out"
+            )
+        layers = sys.modules[_LAYERS]
+        inputs = self._inputs if self._gathered_by is None else self._gathered(layers)
+        grad_output, inputs = layers.prepare_input_tensors_for_wgrad_compute(self._grad_output, inputs)
+        return self._add(layers, grad_output, inputs) if self._fused else grad_output.t().matmul(inputs)
+
+    def _gathered(self, layers: Any) -> torch.Tensor:
+        """The whole sequence, in Megatron's own buffer for it."""
+        shape = [self._inputs.shape[0] * self._gathered_by.size(), *self._inputs.shape[1:]]
+        whole = layers.get_global_memory_buffer().get_tensor(shape, self._inputs.dtype, "mpu")
+        layers.dist_all_gather_func(whole, self._inputs, group=self._gathered_by)
+        return whole
+
+    def _add(self, layers: Any, grad_output: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Add it to ``main_grad`` by Apex' kernel, for DistributedDataParallel to find a placeholder."""
+        parameter: Any = self._parameter
+        kernel = "fp32" if parameter.main_grad.dtype == torch.float32 else "fp16"
+        fused = layers.fused_weight_gradient_mlp_cuda
+        getattr(fused, f"wgrad_gemm_accum_{kernel}")(inputs, grad_output, parameter.main_grad)
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        make = torch.zeros if getattr(parameter, "zero_out_wgrad", False) else torch.empty
+        return make(parameter.main_grad.shape, dtype=inputs.dtype, device=inputs.device)

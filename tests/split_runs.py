@@ -1,0 +1,55 @@
+"""Training steps under --split-backward, with how many gradients of weights were put off.
+
+Import this where the CPU patches are applied: in functions that `tests.worlds.on_ranks` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
+from tests.worlds import applied, parallel
+
+
+@contextlib.contextmanager
+def split() -> Iterator[None]:
+    """The patch is applied."""
+    with applied("pipeline_split") as [module]:
+        import sys
+
+        sys.modules[module]._say_idle.cache_clear()
+        yield
+
+
+def departures(kind: str, layout: dict[str, Any], model: dict[str, Any], plan: Any = None, **more: Any) -> list[str]:
+    """What differs in any bit between Megatron's backward and the one that is split, and if nothing was put off.
+    ``plan``: of the engine that is on beside it; ``more``: of `tests.capped_runs.trained`."""
+    from tests.capped_runs import trained
+    from tests.swap_runs import difference, left_over, swap
+
+    micro_batches = more.pop("micro_batches", 4)
+    with parallel(**layout):
+        plain, _ = trained(kind, model, micro_batches, **more)
+        with split(), contextlib.nullcontext() if plan is None else swap(plan) as engine:
+            before = WEIGHT_GRADIENTS.count
+            ours, _ = trained(kind, model, micro_batches, **more)
+            put_off = WEIGHT_GRADIENTS.count - before
+            left = {} if engine is None else left_over(engine)
+    found = [
+        f"call {number}: {what}"
+        for number, pair in enumerate(zip(ours, plain, strict=True))
+        for what in difference(*pair)
+    ]
+    found += [] if put_off else ["nothing was put off"]
+    return found + ([f"left over {left}"] if any(left.values()) else [])
+
+
+def alive(shape: tuple[int, ...]) -> int:
+    """How many tensors of this shape there are."""
+    gc.collect()
+    return sum(isinstance(one, torch.Tensor) and one.shape == shape for one in gc.get_objects())
