@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -78,7 +79,7 @@ def main(given: argparse.Namespace) -> int:
     for line in _counted(every, refused, outcome):
         print(line)
     if not outcome.planned:
-        print("mindspeed_mem layout:", *_shortage(search, outcome, every), sep="\n  ", file=sys.stderr)
+        print("mindspeed_mem layout:", *_shortage(request, search, outcome, every), sep="\n  ", file=sys.stderr)
         return 1
     for line in (*_table(request, outcome), *_said(request, outcome), *worth.lines(outcome.planned[0].found)):
         print(line)
@@ -108,7 +109,7 @@ def _head(request: Request) -> list[str]:
 
 def _counted(every: Sequence[Layout], refused: Counter[str], outcome: Outcome) -> list[str]:
     """How many layouts there are, and why not more."""
-    lines = ["", f"{len(every)} layouts that Megatron accepts"]
+    lines = ["", f"{len(every)} layout{'s' * (len(every) != 1)} that Megatron accepts"]
     if refused:
         lines.append("refused:")
         lines += [f"  {count} {reason}" for reason, count in refused.most_common()]
@@ -166,16 +167,18 @@ def words(layout: Layout, devices: int) -> str:
     """A layout in the words of --fix, and what it does with states."""
     sizes = {name: getattr(layout, field_name) for name, field_name in NAMES.items() if field_name != "data"}
     sizes["dp"] = layout.data(devices)
-    shown = [f"{name}={size}" for name, size in sizes.items() if name == "mbs" or size > 1]
+    shown = [f"{name}={size}" for name, size in sizes.items() if name == "mbs" or size > (name != "zero")]
     if layout.on_device < 1:
         shown.append(f"({layout_flags.placement(layout)})")
     return ",".join(shown).replace(",(", " (")
 
 
-def _shortage(search: LayoutSearch, outcome: Outcome, every: Sequence[Layout]) -> list[str]:
+def _shortage(request: Request, search: LayoutSearch, outcome: Outcome, every: Sequence[Layout]) -> list[str]:
     """What would fit, and what to change."""
     if not every:
         return ["no layout: see what is refused, and --fix"]
+    if outcome.left < math.inf:
+        return [f"--seconds {request.seconds:g} were over before any layout was planned"]
     least, error = search.least(every, outcome)
     split = least.split(search.model, search.cluster.devices)
     lines = [f"no layout fits; {words(least, search.cluster.devices)} needs least:"]

@@ -32,7 +32,7 @@ SWAP, RECOMPUTE, CHUNKS = ALLOWED = ("swap", "recompute", "chunk-zero")
 WORK, TREE = 20_000, 20
 """Operators simulated for small changes to a plan, and nodes of a solver's tree, at most: far less than `plan` takes,
 which has one layout to plan."""
-_FEW = 8
+_FEW = 4
 """Layouts whose plans are looked at to say how much is missing."""
 TOO_LARGE = "parameters, gradients and optimizer states alone do not fit"
 NO_PLAN = "no memory plan fits"
