@@ -2,6 +2,7 @@
 
     problem/  what is to be planned: layers, stages, link, limits; made from a profile or from a model's shape
     search/   the plan: decisions, the integer program, hill climbing, simulation, what plans are compared with
+    layout/   how a model is split over devices, each split with its best plan
     run/      a training run: from its profile to a settled plan
 
 `Search(problem).best()` is the whole of it; `from_shape.problem` makes a problem of a model's shape,

@@ -11,12 +11,13 @@ import os
 import sys
 
 from mindspeed_mem import __version__, interruption
-from mindspeed_mem.tools import build_allocator, chunks, demo, doctor, ops, plan, report, run, schedule, trace
+from mindspeed_mem.tools import build_allocator, chunks, demo, doctor, layout, ops, plan, report, run, schedule, trace
 
 COMMANDS = (
     ("run", "run a training script with this package switched on by its flags", run),
     ("ops", "print the operators of the model that a training script trains", ops),
     ("plan", "find a memory plan", plan),
+    ("layout", "find how to split a model over devices, and the plan of that", layout),
     ("schedule", "show a pipeline schedule", schedule),
     ("chunks", "find a size of chunks", chunks),
     ("trace", "put the traces of all ranks into one file", trace),

@@ -13,14 +13,14 @@ from typing import Any
 
 from mindspeed_mem import output, progress, requirements
 from mindspeed_mem.adaptive.problem import from_shape, profile_file
-from mindspeed_mem.adaptive.problem.definition import GIB, Problem
+from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.search import plan_picture, plan_table
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.search import Found, Search
-from mindspeed_mem.command_line import check_file, check_picture, instead_of, number
+from mindspeed_mem.command_line import check_file, check_picture, instead_of
 from mindspeed_mem.reserve import Reserve, of_device
 from mindspeed_mem.tools import from_megatron, plan_options
 
@@ -46,14 +46,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "no plan: measure the device at hand, for --devices; under torchrun copies to the host are by all at once, too"
     )
     machine.add_argument("--measure", action="store_true", help=what)
-    what = "device memory of a rank (default with --trace: the limit the profile was made under, without a reserve)"
-    machine.add_argument("--device-memory-gib", metavar="GIB", help=what)
-    what = (
-        "of it, what is not planned with: for contexts (1, at most a 16th of the device), communicators (0.67 for each "
-        "of tensor, pipeline, data, context and expert parallel groups, at most a 64th) and fragmentation (2 %%)"
-    )
-    machine.add_argument("--reserve-gib", metavar="GIB", help=what)
-    machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
+    plan_options.add_limits(machine, " (default with --trace: the limit the profile was made under, without a reserve)")
     what = "say what the best plan takes with a GiB more and with one less: two more searches"
     machine.add_argument("--next-gib", action="store_true", help=what)
     files = command.add_argument_group("files")
@@ -221,16 +214,7 @@ def _read(given: argparse.Namespace) -> Request:
     if given.trace is not None:
         instead_of("--trace", given, plan_options.OF_A_SHAPE, wrong)
     assumed = plan_options.by_name(given, wrong) if given.trace is None else None
-    device = number("--device-memory-gib", given.device_memory_gib, wrong)
-    request.device_bytes = None if device is None else round(device * GIB)
-    kept = number("--reserve-gib", given.reserve_gib, wrong, least=0)
-    request.reserve_bytes = None if kept is None else round(kept * GIB)
-    if kept is not None and given.device_memory_gib is None:
-        wrong.append("--reserve-gib is taken from --device-memory-gib, which is not given")
-    elif kept is not None and device is not None and kept >= device:
-        wrong.append(f"--reserve-gib {kept:g} leaves nothing of --device-memory-gib {device:g}")
-    host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
-    request.host_bytes = None if host is None else round(host * GIB)
+    request.device_bytes, request.reserve_bytes, request.host_bytes = plan_options.limits(given, wrong)
     described = None
     if given.trace is None:
         described = plan_options.described(given, request.device_bytes, request.host_bytes, wrong)

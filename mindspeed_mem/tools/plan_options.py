@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspeed_mem.adaptive.problem import devices
+from mindspeed_mem.adaptive.problem.definition import GIB
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.command_line import flag, number
 from mindspeed_mem.model_sizes import (
@@ -113,8 +114,28 @@ class Described(NamedTuple):
     machine: Machine
 
 
-def add_arguments(model: argparse._ArgumentGroup, machine: argparse._ArgumentGroup) -> None:
-    """The options, in a group each."""
+class Limits(NamedTuple):
+    """Bytes that a rank may take; None: nobody said so."""
+
+    device: int | None
+    reserve: int | None
+    host: int | None
+
+
+def add_arguments(
+    model: argparse._ArgumentGroup,
+    machine: argparse._ArgumentGroup,
+    table: str = "--devices",
+    speeds: Mapping[str, tuple[float, str]] = SPEEDS,
+) -> None:
+    """The options, in a group each.
+
+    Args:
+        model: group of those of the model and its layout.
+        machine: group of those of the device.
+        table: the option that names a file of more devices.
+        speeds: options of the device's speeds, with their default and help.
+    """
     what = f"a published model, whatever other options say instead: {', '.join(PUBLISHED)}"
     model.add_argument("--model", metavar="NAME", help=what)
     what = f"the same from a config.json on Hugging Face: {', '.join(hugging_face.FAMILIES)}"
@@ -125,18 +146,55 @@ def add_arguments(model: argparse._ArgumentGroup, machine: argparse._ArgumentGro
     what = f"memory and speeds, whatever other options say instead: {', '.join(devices.table())}"
     machine.add_argument("--device-name", metavar="NAME", help=what)
     what = "more devices: JSON or YAML as --measure prints it and docs/planner.md describes it"
-    machine.add_argument("--devices", metavar="FILE", help=what)
-    for name, (default, text) in SPEEDS.items():
+    machine.add_argument(table, dest="devices", metavar="FILE", help=what)
+    for name, (default, text) in speeds.items():
         machine.add_argument(flag(name), metavar="X", help=f"{text} ({default:g})")
 
 
-def by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
+def add_limits(machine: argparse._ArgumentGroup, otherwise: str = "") -> None:
+    """The options of memory. `otherwise`: what holds where the device's is not said."""
+    machine.add_argument("--device-memory-gib", metavar="GIB", help=f"device memory of a rank{otherwise}")
+    what = (
+        "of it, what is not planned with: for contexts (1, at most a 16th of the device), communicators (0.67 for each "
+        "of tensor, pipeline, data, context and expert parallel groups, at most a 64th) and fragmentation (2 %%)"
+    )
+    machine.add_argument("--reserve-gib", metavar="GIB", help=what)
+    machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
+
+
+def limits(given: argparse.Namespace, wrong: list[str]) -> Limits:
+    """What they say."""
+    device = number("--device-memory-gib", given.device_memory_gib, wrong)
+    kept = number("--reserve-gib", given.reserve_gib, wrong, least=0)
+    if kept is not None and given.device_memory_gib is None:
+        wrong.append("--reserve-gib is taken from --device-memory-gib, which is not given")
+    elif kept is not None and device is not None and kept >= device:
+        wrong.append(f"--reserve-gib {kept:g} leaves nothing of --device-memory-gib {device:g}")
+    host = number("--swap-host-memory-gib", given.swap_host_memory_gib, wrong, least=0)
+    return Limits(*(None if one is None else round(one * GIB) for one in (device, kept, host)))
+
+
+def by_name(
+    given: argparse.Namespace,
+    wrong: list[str],
+    table: str = "--devices",
+    speeds: Mapping[str, tuple[float, str]] = SPEEDS,
+    alone: bool | None = None,
+) -> str | None:
     """Fill in what names of a model and of a device, a file or a command line stand for, where nothing else is said;
-    returns what is taken for the device, and what is assumed of it."""
+    returns what is taken for the device, and what is assumed of it.
+
+    Args:
+        given: the options.
+        wrong: gets a line for each reason why they cannot be meant.
+        table: as in `add_arguments`.
+        speeds: as in `add_arguments`.
+        alone: whether nobody else uses links; None: if there is one rank.
+    """
     try:
         known = devices.table(given.devices)
     except devices.DeviceFileError as error:
-        wrong += [f"--devices {line}" for line in error.problems]
+        wrong += [f"{table} {line}" for line in error.problems]
         known = devices.table()
     for option, name, names in (("--model", given.model, PUBLISHED), ("--device-name", given.device_name, known)):
         if name is not None and name not in names:
@@ -151,15 +209,17 @@ def by_name(given: argparse.Namespace, wrong: list[str]) -> str | None:
         _fill(given, PUBLISHED[given.model].options())
     if given.megatron is not None and given.vocab_size is None:
         wrong.append("--vocab-size: missing; where --megatron's line does not say it, Megatron asks the tokenizer")
-    alone = all(getattr(given, name) in (None, "1") for name in _RANKS)
+    if alone is None:
+        alone = all(getattr(given, name) in (None, "1") for name in _RANKS)
     assumed = []
     if given.device_name in known:
-        device = devices.device(given.device_name, known[given.device_name], alone, vars(given))
+        said = {name: getattr(given, name) for name in speeds}
+        device = devices.device(given.device_name, known[given.device_name], alone, said)
         assumed += [device.said] if device.said else []
         _fill(given, {"device_memory_gib": device.memory_gib, **device.speeds})
-    silent = [name for name in SPEEDS if getattr(given, name) is None and not (alone and name == "tensor_gbps")]
+    silent = [name for name in speeds if getattr(given, name) is None and not (alone and name == "tensor_gbps")]
     if silent:
-        taken = ", ".join(f"{flag(name)} {SPEEDS[name][0]:g}" for name in silent)
+        taken = ", ".join(f"{flag(name)} {speeds[name][0]:g}" for name in silent)
         assumed.append(f"Nothing says what the device is: assumed {taken} (--device-name knows some, --measure yours).")
     return " ".join(assumed) or None
 
@@ -227,7 +287,7 @@ def described(
     if shape.fp8 and not shape.te:
         wrong.append("--fp8-format needs --transformer-impl transformer_engine")
     wrong += sizes.indivisible(split.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
-    reached_speeds = {name: speed for name, speed in speeds.items() if speed is not None}
+    reached_speeds: dict[str, Any] = {name: speed for name, speed in speeds.items() if speed is not None}
     machine = Machine(memory_bytes=device_bytes, host_bytes=host_bytes, **reached_speeds)
     return Described(shape, split, machine)
 

@@ -104,7 +104,7 @@ def test_context_parallel_ranks_split_the_tokens_and_the_states():
     for one, other in zip(alone.classes[0].groups, four.classes[0].groups, strict=True):
         assert one.bytes == 4 * other.bytes
     assert alone.stages[0].static_bytes == 2 * four.stages[0].static_bytes
-    assert alone.classes[0].forward_seconds == pytest.approx(4 * four.classes[0].forward_seconds, rel=0.01)
+    assert alone.classes[0].forward_seconds == pytest.approx(4 * four.classes[0].forward_seconds, rel=0.03)
     assert problems_of(four) == []
 
 

@@ -29,7 +29,12 @@ ROOT = Path(__file__).parents[2]
 README, CHANGELOG, RESULTS = (ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/results/README.md"))
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *DOCS, ROOT / "CONTRIBUTING.md", CHANGELOG, RESULTS]
-OURS = {"schedule", "chunks", "plan"}  # quick, and without a model: they run here; doctor does in tests/distributed
+OURS = {
+    "schedule",
+    "chunks",
+    "plan",
+    "layout",
+}  # quick, and without a model: they run here; doctor does in tests/distributed
 EXACTLY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 OTHERS = {
     *("--nproc-per-node", "--shardinit"),

@@ -186,10 +186,16 @@ class Problem:
         """
         return [_maxima(passes, self.virtual_stages) for passes in self.passes]
 
+    @cached_property
+    def turning(self) -> list[set[int]]:
+        """For each stage the parts of which a backward follows its forward with nothing in between."""
+        pairs = (zip(passes, passes[1:], strict=False) for passes in self.passes)
+        return [{a[2] for a, b in of_stage if a[1:] == b[1:]} for of_stage in pairs]
+
     def with_limit(self, device_limit: int) -> Problem:
         """The same with another device limit; what is known about schedule and classes is kept."""
         other = dataclasses.replace(self, device_limit=device_limit)
-        for name in ("passes", "in_flight", "class_of"):
+        for name in ("passes", "in_flight", "turning", "class_of"):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other

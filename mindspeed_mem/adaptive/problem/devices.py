@@ -8,7 +8,8 @@
 `memory_gib` is what torch reports, the least that was found. `tflops` are those of bf16 matrix products, dense (half of
 what sheets give "with sparsity"); GB/s are of one direction, half of what sheets give for both. Measured `tflops` and
 `memory_gbps` are those of the best single operator, `link_alone_gbps` of copies to the host while no other device of
-the node copies, `link_all_gbps` while all do. Either of `sheet` and `measured` may lack what the other one says.
+the node copies, `link_all_gbps` while all do. `network_gbps` is what a device has to itself of what its node sends to
+others. Either of `sheet` and `measured` may lack what the other one says.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_SHEET = ("tflops", "memory_gbps", "link_gbps", "neighbour_gbps")
-_MEASURED = ("tflops", "memory_gbps", "link_alone_gbps", "link_all_gbps", "neighbour_gbps")
+_SHEET = ("tflops", "memory_gbps", "link_gbps", "neighbour_gbps", "network_gbps")
+_MEASURED = ("tflops", "memory_gbps", "link_alone_gbps", "link_all_gbps", "neighbour_gbps", "network_gbps")
 _KEYS = ("memory_gib", "sheet", "measured", "note", "sources")
 _OF_MEASURED = {"tflops": 0.8}
 """Layers reach less than the best shape does. Copies and moves are taken as measured."""
 _OF_SHEET = {"tflops": 0.65, "memory_gbps": 0.8, "link_alone_gbps": 0.8, "link_all_gbps": 0.55, "neighbour_gbps": 0.8}
+_OF_SHEET["network_gbps"] = 0.8
 """Where nobody measured. Eight H100 that copy at once reach 0.55 of their sheet (openxla/xla#21708), NCCL some 350 of
 450 GB/s on H100 (NVIDIA/nccl#986), a single kernel 0.9 of its memory's speed; the rest is assumed."""
 
@@ -61,17 +63,20 @@ def device(name: str, row: Mapping[str, Any], alone: bool, said: Mapping[str, ob
         name: what messages call it.
         row: its entry in a table.
         alone: no other device of its node copies to the host.
-        said: speeds of `Machine` that the user gave, which need no words.
+        said: speeds that the user gave, which need no words; those that are asked for besides `Machine`'s are there,
+            as None where they were not given.
     """
     sheet, measured = row.get("sheet", {}), row.get("measured", {})
     speeds, words = {}, []
     link = "link_alone_gbps" if alone else "link_all_gbps"
     names = {"tflops": "tflops", "memory_gbps": "memory_gbps", "link_gbps": link, "tensor_gbps": "neighbour_gbps"}
+    names |= {speed: "network_gbps" for speed in ("inter_node_gbps",) if speed in said}
     texts = {
         "tflops": "{:g} TFLOP/s",
         "memory_gbps": "{:g} GB/s device memory",
         "link_gbps": f"{{:g}} GB/s to the host{'' if alone else ' with all devices of a node copying'}",
         "tensor_gbps": "{:g} GB/s to its neighbours",
+        "inter_node_gbps": "{:g} GB/s to other nodes",
     }
     for speed, figure in names.items():
         if figure in measured:

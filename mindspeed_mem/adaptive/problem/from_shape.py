@@ -6,16 +6,18 @@ name its parts without each other.
 Seconds are estimates. A matrix product takes its FLOPs at `Machine.tflops`, a flash attention its causal FLOPs at 0.7
 of that forward and 2.5 times as many at 0.6 backward (what flash attention reaches on an H200 against 700 TFLOP/s of
 matrix products), other operators what they read and write at `Machine.memory_gbps`, collectives what each rank
-receives at `Machine.tensor_gbps`. A backward is twice its forward. Left out: launch gaps, copies slowing compute down,
-data-parallel traffic that is not hidden.
+receives at `Machine.tensor_gbps`, or what `Machine.network` says, which adds what travels between pipeline stages and
+data-parallel ranks (traffic.py). A backward is twice its forward. Left out: launch gaps, copies slowing compute down.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.adaptive.problem import traffic
 from mindspeed_mem.adaptive.problem.definition import (
     GB,
     Group,
@@ -91,12 +93,12 @@ class Times:
         """Seconds of collectives before a product and after one: gathered and scattered, or only reduced."""
         tensor = self.split.tensor
         gather = self.shape.tokens * self.shape.hidden_size * ELEMENT * (tensor - 1) / tensor
-        gather /= self.machine.tensor_gbps * GB
+        gather = self.travel(gather, self.machine.tensor_gbps, tensor - 1)
         return (gather, gather) if self.split.sequence_parallel else (0.0, 2 * gather)
 
     def _linear(self, name: str, inner: int, width: int, begins: bool = False) -> None:
         """A product whose weight is split. What it is given is gathered once more backward if it `begins` a block."""
-        seconds = self.product(inner, width)
+        seconds = self.product(inner, width, by_columns=begins)
         self.forward[name] = seconds + (self.ahead if begins else self.after)
         self.backward[name] = 2 * seconds + (self.after if begins else 0.0) + self.ahead
 
@@ -106,14 +108,29 @@ class Times:
         seen = min(shape.window or shape.seq_length, shape.seq_length)
         share = seen * (1 - seen / (2 * shape.seq_length))  # tokens that one attends to, on average
         flops = 2 * shape.tokens * share * (query_width + value_width) / tensor
-        flash = flops / (self.machine.tflops * 1e12)
+        self.attention = flash = flops / (self.machine.tflops * 1e12)
         if shape.flash:
             # Context-parallel ranks hand keys and values round while they compute; backward, their gradients too.
-            ring = 2 * (shape.context - 1) * key_bytes / (self.machine.tensor_gbps * GB)
-            times = max(flash / FLASH_FORWARD, ring), max(2.5 * flash / FLASH_BACKWARD, 2 * ring)
+            handed = 2 * (shape.context - 1) * key_bytes
+            network = self.machine.network
+            gbps = self.machine.tensor_gbps if network is None else network.context_gbps
+            ring = self.travel(handed, gbps, shape.context - 1)
+            # What each piece of the sequence returns is written, and all are put together.
+            pieces = self.move(2 * shape.context * shape.tokens * value_width * ELEMENT / tensor) * (shape.context > 1)
+            of_flash = flash / FLASH_FORWARD, 2.5 * flash / FLASH_BACKWARD
+            handed_on = (max(0.0, ring - of_flash[0]), max(0.0, 2 * ring - of_flash[1]))
+            if network is not None:
+                handed_on = network.beside(ring, of_flash[0]), network.beside(2 * ring, of_flash[1])
+            times = of_flash[0] + handed_on[0] + pieces, of_flash[1] + handed_on[1] + pieces
         else:
-            scores = self.move(6 * layer_bytes(shape, self.split)[op.CORE])
-            times = 2 * flash + scores, 4 * flash + 2 * scores
+            kept, plain = (
+                layer_bytes(one, self.split)[op.CORE]
+                for one in (shape, dataclasses.replace(shape, attention_dropout=False))
+            )
+            # Of each score and its gradient products and the softmax read or write 4 and 7 times what is kept of it;
+            # dropout reads, writes and masks it once more each way.
+            dropped = self.move((kept - plain) * 5 / 3)
+            times = 2 * flash + self.move(4 * plain) + dropped, 4 * flash + self.move(7 * plain) + dropped
         self.forward[name] = self.forward.get(name, 0.0) + times[0]
         self.backward[name] = self.backward.get(name, 0.0) + times[1]
 
@@ -146,7 +163,9 @@ class Times:
         shape, ranks = self.shape, self.split.experts_split
         rows = received(shape, self.split)
         sent = rows * shape.hidden_size * ELEMENT
-        over = sent * (1 - 1 / (self.split.expert * ranks)) / (self.machine.tensor_gbps * GB)
+        network, others = self.machine.network, self.split.expert * ranks - 1
+        gbps = self.machine.tensor_gbps if network is None else network.expert_gbps
+        over = self.travel(sent * others / (others + 1), gbps, others)
         each = 2 * rows * shape.moe_ffn_hidden_size * shape.hidden_size / ranks / (self.machine.tflops * 1e12)
         times = {
             op.ROUTER: self.product(shape.hidden_size, shape.num_experts),
@@ -160,12 +179,40 @@ class Times:
         if shape.shared_expert_size:
             self._mlp(op.SHARED_FC1, op.SHARED_ACTIVATION, op.SHARED_FC2, shape.shared_expert_size)
 
-    def product(self, inner: int, width: int) -> float:
-        """A matrix product of all tokens, its weight split over the tensor-parallel ranks."""
-        return 2 * self.shape.tokens * inner * width / self.split.tensor / (self.machine.tflops * 1e12)
+    def product(self, inner: int, width: int, by_columns: bool = True) -> float:
+        """A matrix product of all tokens, its weight split over the tensor-parallel ranks, by columns or by rows."""
+        tokens, tensor = self.shape.tokens, self.split.tensor
+        seconds = 2 * tokens * inner * width / tensor / (self.machine.tflops * 1e12)
+        if self.machine.operand_share:
+            whole, divided = (inner, width) if by_columns else (width, inner)
+            moved = tokens * whole + (tokens + whole) * divided / tensor
+            seconds += self.machine.operand_share * self.move(moved * ELEMENT)
+        return seconds
 
     def move(self, nbytes: float) -> float:
         return nbytes / (self.machine.memory_gbps * GB)
+
+    def travel(self, nbytes: float, gbps: float, messages: int = 1) -> float:
+        """Bytes that a rank receives, in so many messages after each other."""
+        latency = 0.0 if self.machine.network is None else self.machine.network.latency_seconds
+        return nbytes / (gbps * GB) + messages * latency * (gbps < math.inf)
+
+
+def forward_flops(shape: Shape) -> float:
+    """Of one micro-batch's forward: products, and of attention what is before each token; as Megatron counts them."""
+    ideal = Machine(memory_bytes=0, tflops=1e-12, memory_gbps=math.inf, tensor_gbps=math.inf)
+    shape = dataclasses.replace(shape, context=1, imbalance=1.0, flash=True)
+    of_kind = {
+        experts: Times(shape, Degrees(), ideal, experts) for experts in (False, True)[: 1 + bool(shape.num_experts)]
+    }
+    each = {
+        experts: sum(times.forward.values()) - times.attention * (1 / FLASH_FORWARD - 1)
+        for experts, times in of_kind.items()
+    }
+    ahead = shape.mtp_num_layers
+    head = (1 + ahead) * of_kind[False].product(shape.hidden_size, shape.vocab_size)
+    head += ahead * of_kind[False].product(2 * shape.hidden_size, shape.hidden_size)
+    return head + sum(each[shape.has_experts(layer)] for layer in range(shape.num_layers + ahead))
 
 
 def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = False) -> LayerClass:
@@ -174,6 +221,10 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
     stream = stream_bytes(shape, split)
     listed = operators(shape, experts)
     paths = [one.path for one in listed]
+    chunks = traffic.of_chunks(
+        shape.parameters(split, experts), sum(times.forward.values()), sum(times.backward.values()), split, machine
+    )
+    times.forward[""], times.backward[""] = chunks
     seconds = [(name, times.forward.get(name, 0.0), times.backward.get(name, 0.0)) for name in ("", *paths)]
     planned = [PlannedOperator(name=name, forward_seconds=f, backward_seconds=b) for name, f, b in seconds]
     for name in [name for name in sizes if name not in paths and name != op.INPUT]:  # one with an operator around it
@@ -246,11 +297,14 @@ def problem(shape: Shape, split: Degrees, machine: Machine) -> Problem:
     kinds = [shape.has_experts(layer) for layer in range(shape.num_layers + shape.mtp_num_layers)]
     of_kind = {experts: layer_class(shape, split, machine, experts) for experts in sorted(set(kinds))}
     layers = [of_kind[experts] for experts in kinds[: shape.num_layers]]
-    ahead = [prediction_class(of_kind[kinds[-1]], shape, split, times)] * shape.mtp_num_layers
+    ahead = [prediction_class(of_kind[kinds[-1]], shape, split, times) for _ in range(shape.mtp_num_layers)]
+    each = {experts: shape.parameters(split, experts) for experts in of_kind}
+    sizes = [each[experts] for experts in kinds]
+    send, waits = traffic.send_seconds(shape, split, machine), traffic.waits_for_sends(split, machine)
     return Problem(
         classes=tuple({one.name: one for one in (*layers, *ahead)}.values()),
-        stages=tuple(_stage(number, shape, split, times, layers, ahead) for number in range(split.pipeline)),
-        pipeline=Pipeline(micro_batches=split.micro_batches),
+        stages=tuple(_stage(number, shape, split, times, layers, ahead, sizes) for number in range(split.pipeline)),
+        pipeline=Pipeline(micro_batches=split.micro_batches, send_seconds=0.0 if waits else send),
         link=Link(out=machine.link_gbps, back=machine.link_gbps),
         device_limit=machine.memory_bytes,
         host_limit=machine.host_bytes,
@@ -264,7 +318,9 @@ def _stage(
     times: Times,
     layers: Sequence[LayerClass],
     ahead: Sequence[LayerClass],
+    sizes: Sequence[tuple[int, int]],
 ) -> Stage:
+    """sizes: parameters of each layer on a rank, without experts and of those."""
     first, last = number == 0, number == split.pipeline - 1
     logits = shape.tokens * shape.vocab_size // split.tensor
     stream = stream_bytes(shape, split)
@@ -278,26 +334,34 @@ def _stage(
         backward_seconds=heads * (2 * product + pointwise),
         bytes=heads * (4 + ELEMENT) * logits + norm_bytes(shape, split) + handed + len(ahead) * stream,
     )
+    send = traffic.send_seconds(shape, split, times.machine) * traffic.waits_for_sends(split, times.machine)
     of_parts = split.parts(shape.num_layers)[number :: split.pipeline]
     mine = [layer for part in of_parts for layer in part]
-    made = []
+    made: list[Part] = []
+    forward = backward = 0.0
     for part, those in enumerate(of_parts):
-        ends = last and part == split.virtual - 1
-        names = [one.name for one in (*layers[those.start : those.stop], *(ahead if ends else ()))]
+        begins, ends = first and part == 0, last and part == split.virtual - 1
+        ours = [*layers[those.start : those.stop], *(ahead if ends else ())]
+        forward += sum(one.forward_seconds for one in ours)
+        backward += sum(one.backward_seconds for one in ours)
         made.append(
             Part(
-                layers=tuple(names),
+                layers=tuple(one.name for one in ours),
                 first_layer=those.start,
-                before=Outside(bytes=stream + mask * (first and part == 0)),
+                before=Outside(
+                    forward_seconds=send * (not begins),
+                    backward_seconds=send * (not begins),
+                    bytes=stream + mask * begins,
+                ),
                 after=head if ends else Outside(bytes=mask),
             )
         )
     mine += [*range(shape.num_layers, shape.num_layers + len(ahead))] * last
-    parameters, routed = _parameters(mine, shape, split, first, last)
+    parameters, routed = _parameters([sizes[layer] for layer in mine], shape, split, first, last)
     state = parameters * split.bytes_per_parameter + routed * split.bytes_on(split.expert_data)
     copies = 2 * (parameters + routed) * (shape.fp8 and not shape.fp8_params)  # for products forward and backward
     rows, width = shape.tokens // split.tensor, shape.fc1_width
-    if any(map(shape.has_experts, mine)):
+    if shape.num_experts and any(map(shape.has_experts, mine)):
         rows, width = received(shape, split) // split.experts_split, shape.moe_ffn_hidden_size * shape.gates
     gradients = 2 * rows * width * ELEMENT + stream
     keys = 2 * shape.key_width
@@ -305,22 +369,22 @@ def _stage(
         keys = shape.latent_query_width + shape.num_attention_heads * shape.v_head_dim
     travelling = 2 * shape.tokens * keys * ELEMENT // split.tensor * (shape.context > 1)  # keys and values
     # With parameters in chunks those of a layer are whole, and the next ones meanwhile.
-    largest = max(sum(shape.parameters(split, shape.has_experts(layer))) for layer in mine)
+    largest = max(map(sum, {sizes[layer] for layer in mine}))
     gathered = 2 * largest * ELEMENT * (split.chunk_zero_stage == 3)
+    step = traffic.step_seconds((parameters, routed), len(mine), forward, backward, split, times.machine)
     return Stage(
         parts=tuple(made),
         static_bytes=round(state + copies),
         temporary_bytes=max(gradients, travelling, ELEMENT * logits if last else 0) + gathered,
-        step_seconds=times.move(state + (parameters + routed) * split.state_bytes),
+        step_seconds=step,
     )
 
 
-def _parameters(layers: Sequence[int], shape: Shape, split: Degrees, first: bool, last: bool) -> tuple[int, int]:
-    """Of one rank with these layers: without experts, and those."""
-    dense, routed = 0, 0
-    for layer in layers:
-        own, experts = shape.parameters(split, shape.has_experts(layer))
-        dense, routed = dense + own, routed + experts
+def _parameters(
+    layers: Sequence[tuple[int, int]], shape: Shape, split: Degrees, first: bool, last: bool
+) -> tuple[int, int]:
+    """Of one rank with layers of so many: without experts, and those."""
+    dense, routed = sum(own for own, _ in layers), sum(experts for _, experts in layers)
     norm = shape.hidden_size * (2 if shape.normalization == "LayerNorm" else 1)
     tables = int(first)
     if last:

@@ -169,6 +169,8 @@ class Degrees:
     """Gradients are reduced after each micro-batch; else they are whole until the last one, if there are several."""
     on_device: float = 1.0
     """Of what chunks split, the share that rests on the device."""
+    overlap: bool = True
+    """Gradients are reduced during the last backward, parameters gathered during the first forward."""
 
     def parts(self, layers: int) -> list[range]:
         """The layers of each part in the model's order: the first of all stages, then the second of all."""
@@ -211,6 +213,33 @@ class Degrees:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Network:
+    """GB/s per rank that groups of ranks reach, as far away as a layout puts them."""
+
+    context_gbps: float
+    """Keys and values handed round."""
+    expert_gbps: float
+    """Tokens on their way to experts and back."""
+    pipeline_gbps: float
+    """Between pipeline stages."""
+    data_gbps: float
+    """Collectives of gradients and parameters,"""
+    expert_data_gbps: float
+    """and of those of experts."""
+    latency_seconds: float = 0.0
+    """Of each message: a collective of n ranks passes n - 1 of them on."""
+    sends_overlap: bool = True
+    """Virtual stages compute while they send and receive, as by Megatron's default; others never do."""
+    slows: float = 0.2
+    """Of the time of a collective beside computation, what that takes longer: NCCL's channels are multiprocessors, some
+    24 of an H100's 132."""
+
+    def beside(self, seconds: float, computing: float) -> float:
+        """Seconds that computation gets longer by a collective that runs beside it."""
+        return max(0.0, seconds - computing) + self.slows * min(seconds, computing)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """What a rank can do. All speeds are those reached, not those of the data sheet."""
 
@@ -224,3 +253,8 @@ class Machine:
     """Device memory, GB/s."""
     tensor_gbps: float = 200.0
     """Collectives between tensor-parallel ranks, GB/s per rank."""
+    network: Network | None = None
+    """How other ranks reach each other; None: context-parallel ranks and experts as tensor-parallel ones, and what
+    travels between others hides."""
+    operand_share: float = 0.0
+    """Of the time that what products read and write takes, how much they do not hide: small ones are slower."""

@@ -183,8 +183,7 @@ def most_swapped(problem: Problem, block: Block, name: str, rules: Rules) -> int
 
 def at_once(problem: Problem, stage: int, part: int) -> bool:
     """Whether a backward of this part follows its forward with nothing in between."""
-    passes = problem.passes[stage]
-    return any(a[1:] == b[1:] and a[2] == part for a, b in zip(passes, passes[1:], strict=False))
+    return part in problem.turning[stage]
 
 
 def _counts(values: dict[tuple, float], block: Block) -> tuple[Count, ...]:

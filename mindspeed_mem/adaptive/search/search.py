@@ -12,6 +12,7 @@ from mindspeed_mem.adaptive.search import baselines
 from mindspeed_mem.adaptive.search.decisions import SWAP, Plan, StagePlan, host_bytes
 from mindspeed_mem.adaptive.search.hill_climb import WORK, Climb, Judged
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
+from mindspeed_mem.adaptive.search.milp import NODES
 from mindspeed_mem.adaptive.search.simulation import Simulated, most_played, simulate
 from mindspeed_mem.adaptive.search.stage_search import GOOD, StageSearch
 
@@ -41,15 +42,15 @@ class Search:
     limits (`curve`), more memory never gives a slower plan. Without `swap` plans only keep and recompute.
     """
 
-    def __init__(self, problem: Problem, *, swap: bool = True, work: int = WORK):
-        """work: operators simulated for small changes at most."""
-        self._without = Search(problem, swap=False, work=work // 5) if swap else None
+    def __init__(self, problem: Problem, *, swap: bool = True, work: int = WORK, nodes: int = NODES):
+        """work: operators simulated for small changes at most; nodes: of each tree of the solver at most."""
+        self._without = Search(problem, swap=False, work=work // 5, nodes=nodes) if swap else None
         self._work = work
         self.problem = problem = problem if swap else problem.without_swap()
         needs = any(group.needs for kind in problem.classes for group in kind.groups)
         self._inputs_move = (False, True) if swap and needs else (False,)  # the rules tried, see `Plan.inputs_move`
         self._seen: dict[Plan, Simulated] = {}
-        self._stages = [StageSearch(problem, number) for number in range(len(problem.stages))]
+        self._stages = [StageSearch(problem, number, nodes) for number in range(len(problem.stages))]
         self.keep_all = Plan(stages=tuple(stage.keep_all for stage in self._stages))
 
     def best(self, device_limit: int | None = None) -> Found:

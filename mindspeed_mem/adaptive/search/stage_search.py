@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
 from mindspeed_mem.adaptive.search.decisions import SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
 from mindspeed_mem.adaptive.search.hill_climb import Climb, Judged
-from mindspeed_mem.adaptive.search.milp import Rules, Solved, at_once, bound, solve
+from mindspeed_mem.adaptive.search.milp import NODES, Rules, Solved, at_once, bound, solve
 from mindspeed_mem.adaptive.search.simulation import StageTrack
 
 ROUNDS = 3
@@ -48,8 +48,9 @@ class Way(NamedTuple):
 class StageSearch:
     """The plans of one stage that were tried, by themselves: nothing is waited for but copies."""
 
-    def __init__(self, problem: Problem, number: int):
-        self.number = number
+    def __init__(self, problem: Problem, number: int, nodes: int = NODES):
+        """nodes: of each search tree at most."""
+        self.number, self._nodes = number, nodes
         line, stages = problem.pipeline, len(problem.stages)
         group = line.group_size or stages
         rest = line.micro_batches % group if problem.virtual_stages > 1 else 0
@@ -243,7 +244,7 @@ class StageSearch:
     def _solve(self, problem: Problem, budget: float, rules: Rules, *, overflow: bool = False) -> Solved | None:
         key = problem.pipeline.micro_batches, budget, rules, overflow
         if key not in self._solutions:
-            self._solutions[key] = solve(problem, self.number, budget, rules, overflow=overflow)
+            self._solutions[key] = solve(problem, self.number, budget, rules, overflow=overflow, nodes=self._nodes)
         return self._solutions[key]
 
     def _price(self, problem: Problem, rules: Rules) -> float:

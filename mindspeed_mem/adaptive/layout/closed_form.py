@@ -1,0 +1,33 @@
+"""Seconds of a step without playing it: what no order of passes is below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mindspeed_mem.adaptive.problem.definition import LayerClass, Part, Problem
+
+
+def seconds(problem: Problem, more: Callable[[LayerClass], float] | None = None) -> float:
+    """A step with everything kept: on each stage the way of the first micro-batch to it, all passes, and the way back
+    of the last one. With stages that are alike, 1F1B and Megatron's virtual stages take just that.
+
+    more: seconds that a plan adds to the backward of a layer of each class.
+    """
+    line = problem.pipeline
+    longest = way = 0.0
+    for stage in problem.stages:
+        works = [part_seconds(problem, part, more) for part in stage.parts]
+        longest = max(longest, way + line.micro_batches * sum(works))
+        way += works[0] + 2 * line.send_seconds
+    return longest + max(stage.step_seconds for stage in problem.stages)
+
+
+def part_seconds(problem: Problem, part: Part, more: Callable[[LayerClass], float] | None = None) -> float:
+    """A forward and a backward of one part."""
+    outside = (part.before, part.after)
+    total = sum(one.forward_seconds + one.backward_seconds for one in outside)
+    for name in dict.fromkeys(part.layers):
+        kind = problem.class_of[name]
+        each = kind.forward_seconds + kind.backward_seconds + (0.0 if more is None else more(kind))
+        total += part.layers.count(name) * each
+    return total
