@@ -180,6 +180,11 @@ def _pinned(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return moved(result, gradient_like(result), where)
 
 
+def _of_no_sum(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """The ranks of a mesh of two axes send different things in torch's backward of the greatest of a sum, and hang."""
+    return function(*_no_sums(args, where), **_no_sums(kwargs, where))
+
+
 # ---- what is read, and what is changed in place
 
 
@@ -533,6 +538,7 @@ INSTEAD: dict[Callable, Callable] = {
     F.normalize: _normalize,
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _pinned),
     torch.linalg.matrix_norm: _pinned,
+    **_both("amax amin aminmax", _of_no_sum),
     **dict.fromkeys((torch.dist, torch.Tensor.dist, F.cosine_similarity), _pinned),
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,

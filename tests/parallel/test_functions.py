@@ -163,3 +163,18 @@ def test_one_devices_numbers_or_the_operators_name(way):
                 assert (of_a_sum or name in MAY_BE_REFUSED) and re.match(r":\w+\b.*\(\d", outcome), (name, outcome)
             else:
                 assert outcome < 1e-12, (name, outcome)
+
+
+def greatest_of_a_sum():
+    mesh = parallel.mesh("cpu", x=2, y=2)
+    torch.manual_seed(3)
+    x, one = torch.randn(4, 4, dtype=torch.float64), Model(lambda m, y: y.amax().square() + y.amin(0).sum()).double()
+    wanted = stepped(one, x)
+    one.zero_grad()
+    plan = {"": {"in_strategy": (("x", None),)}, "fc": {"parameter_plan": {"weight": (None, "y")}}}
+    pairs = zip(stepped(parallel.semi_auto(one, mesh, plan), x), wanted, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def test_the_greatest_of_a_sum_on_a_mesh_of_two_axes_does_not_hang():
+    assert max(on_ranks(4, greatest_of_a_sum, timeout=60)) < 1e-12
