@@ -53,12 +53,15 @@ def split(stages: int, virtual_stages: int, micro_batches: int, cap: int) -> lis
         cap: bounds how many passes of a stage are in flight, from the forward until the gradients of weights.
     """
     sizes = (stages, virtual_stages, micro_batches)
-    limit = stages * virtual_stages * micro_batches * sum(_SPLIT_TIMES.values()) + 1
+    passes = stages * virtual_stages * micro_batches * len(_SPLIT_TIMES)  # also the time of one after the other
+    least = passes // stages + stages - 1  # the last stage waits for the first forward to reach it
     best: tuple[int, int, list[list[Pass]]] | None = None
     for bounds in _bounds(*sizes, cap):
+        if best is not None and best[0] == least and passes > _PASSES:
+            break  # too many to look for an order that holds less as well
         for ways in ((BACKWARD, FORWARD, WEIGHT), (FORWARD, BACKWARD, WEIGHT), (BACKWARD, WEIGHT, FORWARD)):
             play = _Play(*sizes, cap, bounds, ways, _SPLIT_TIMES)
-            found = play.run(best[0] + 1 if best else limit)
+            found = play.run((best[0] if best else passes) + 1)
             if found is not None and (best is None or (found[0], play.held) < best[:2]):
                 best = found[0], play.held, found[1]
     assert best is not None  # a micro-batch can always come to its end
