@@ -3,10 +3,10 @@
     python benchmarks/schedules.py                                # CPU: 4 gloo ranks, 16 micro-batches, a minute
     python benchmarks/schedules.py --stages 8 --micro-batches 32 --json schedules.json
 
-Each rank is a stage of one linear layer of Megatron's, whose passes are made longer by sleeping: a forward, the gradient
-of its input and that of its weight take equally long, on as few cores as there are. So this measures the loops, what
-stages send each other and the order of passes, and not how fast anything computes. Variants take turns in the same
-processes; Megatron's schedules run in Megatron's loops.
+Each rank is a stage of one linear layer of Megatron's, whose passes are made longer by sleeping: a forward, the
+gradient of its input and that of its weight take equally long, on as few cores as there are. So this measures the
+loops, what stages send each other and the order of passes, and not how fast anything computes. Variants take turns in
+the same processes; Megatron's schedules run in Megatron's loops.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def _tell(known: dict[str, Variant], found: dict[str, list[float]], given: argpa
     work = 3 * given.seconds * given.micro_batches
     rows = {}
     for name, one in known.items():
-        expected, seconds = predicted(given.stages, given.micro_batches, one, given.seconds), statistics.median(found[name])
+        expected = predicted(given.stages, given.micro_batches, one, given.seconds)
+        seconds = statistics.median(found[name])
         rows[name] = {
             "seconds": seconds,
             "of_1f1b": statistics.median(map(float.__truediv__, found[name], found[next(iter(known))])),
@@ -198,8 +199,8 @@ def _tell(known: dict[str, Variant], found: dict[str, list[float]], given: argpa
             "micro_batches_held": expected["micro_batches_held"],
         }
     print(
-        f"{given.stages} stages, {given.micro_batches} micro-batches, {1e3 * given.seconds:g} ms each for a forward, its "
-        f"input's and its weight's gradient; median of {given.rounds}\n"
+        f"{given.stages} stages, {given.micro_batches} micro-batches, {1e3 * given.seconds:g} ms each for a forward, "
+        f"its input's and its weight's gradient; median of {given.rounds}\n"
         f"{'':48}{'held':>6}{'step, s':>9}{'of 1F1B':>9}{'simulated':>11}{'idle':>8}{'simulated':>11}"
     )
     for name, row in rows.items():
@@ -216,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=0.02, help="of each of the three parts of a pass; default 0.02")
+    parser.add_argument("--seconds", type=float, default=0.02, help="of each of a pass's three parts; default 0.02")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mindspeed_mem.parallel import report, rules
+from mindspeed_mem.parallel import copies, report, rules
 from mindspeed_mem.parallel.collectives import regions
 from mindspeed_mem.parallel.moves import moved, running, text, whole
 from mindspeed_mem.parallel.plan import Row, Strategies
@@ -119,7 +119,7 @@ class Operators(TorchFunctionMode):
 
 def _refuse_lost(x: Any, where: str) -> None:
     """Raise where a change of `x` in place would not reach the tensor that is changed on one device."""
-    if not isinstance(x, DTensor) or not (of := rules.copy_of(x)):
+    if not isinstance(x, DTensor) or not (of := copies.copy_of(x)):
         return
     raise StrategyError(
         f"{where}: {tuple(x.shape)} {text(x.placements, x.device_mesh)} is {of}, and a change of it in place would be "
@@ -289,7 +289,7 @@ def _brought(
         return moved(x, target, what) if x.requires_grad else x
     brought = moved(x, target, what)
     if held is None or x._is_view() or any(x is one for one in held):  # else nobody has what it is a copy of
-        rules.copied(brought, f"the copy that the strategy of {what} asks for")
+        copies.copied(brought, f"the copy that the strategy of {what} asks for")
     return brought
 
 

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem import ranks
 from mindspeed_mem.parallel.collectives import Region
+from mindspeed_mem.parallel.copies import OTHERWISE, copied, copy_of, refuse_copies, refuse_sum
 from mindspeed_mem.parallel.meshes import everywhere
 from mindspeed_mem.parallel.moves import Placements, gradient_like, is_plain_sum, moved, whole
 from mindspeed_mem.parallel.regions import run_local
@@ -102,7 +103,7 @@ def _element_by_element(function: Callable, args: tuple, kwargs: dict, where: st
     """On parts, however they are split: torch has no rule for backward."""
     x, in_place = args[0] if args else kwargs["input"], kwargs.get("inplace", any(one is True for one in args))
     if in_place:
-        _refuse_sum(x)
+        refuse_sum(x)
     args, kwargs = tuple(one for one in args if not isinstance(one, bool)), {**kwargs, "inplace": False}
     if function is F.logsigmoid:
         del kwargs["inplace"]
@@ -113,7 +114,7 @@ def _element_by_element(function: Callable, args: tuple, kwargs: dict, where: st
 def _instance_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Row by row, but for running statistics: torch takes a rank's own rows for the batch."""
     kept = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
-    _refuse_copies((kept, kwargs.get("running_var", args[2] if len(args) > 2 else None)), where)
+    refuse_copies((kept, kwargs.get("running_var", args[2] if len(args) > 2 else None)), where)
     return _on_parts(function, args, kwargs, where, {0} if kept is None else ())
 
 
@@ -194,51 +195,16 @@ def _read(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     return function(x.to_local(), *args[1:], **kwargs)
 
 
-def copied(x: DTensor, of: str) -> DTensor:
-    """`x`, which is another tensor than on one device: its changes in place are to be refused, `of` says why."""
-    setattr(x, _COPY, of)
-    return x
-
-
-def copy_of(x: DTensor) -> str:
-    """Why what changes `x` in place would not reach the tensor that is changed on one device; "" where it does."""
-    base = x._base if x._is_view() else None
-    said = getattr(x, _COPY, "") or getattr(base, _COPY, "")
-    if not said and isinstance(base, DTensor) and _memory(base) != _memory(x):
-        said = _OTHERWISE
-    return said
-
-
-_COPY = "_mindspeed_mem_copy"
-"""Attribute of a tensor: why it is a copy, though on one device it is the tensor itself or a view of it."""
-_OTHERWISE = "a view of a tensor that is split otherwise, so a copy"
-
-
-def _memory(x: DTensor) -> int:
-    return x._local_tensor.untyped_storage()._cdata
-
-
-def _refuse_sum(x: DTensor) -> None:
-    if any(one.is_partial() for one in x.placements):
-        raise RuntimeError("in-place operations that require placement changes are not supported: it is a sum")
-
-
-def _refuse_copies(statistics: Iterable[Any], where: str) -> None:
-    """Running statistics that change in place have to be the module's own."""
-    for of in filter(None, (copy_of(one) for one in statistics if isinstance(one, DTensor))):
-        raise StrategyError(f"{where}: its running statistics are {of}: give it no strategy for them")
-
-
 def _filled(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """No sum: torch fills each summand."""
-    _refuse_sum(args[0])
+    refuse_sum(args[0])
     return function(*args, **kwargs)
 
 
 def _assigned(function: Callable, args: tuple, kwargs: dict, where: str) -> None:
     """To a copy in which what is indexed is whole, and back: a view of split dimensions would be changed instead."""
     x, index, value = args
-    _refuse_sum(x)
+    refuse_sum(x)
     at = index if isinstance(index, tuple) else (index,)
     plain = all(isinstance(one, (int, slice)) and not isinstance(one, bool) for one in at)
     before = next((n for n, one in enumerate(at) if one != slice(None)), len(at)) if plain else 0
@@ -260,7 +226,7 @@ def _changed(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """A change in place at places that tensors name, in a whole copy, and back: torch adds to each summand of a sum,
     and its backward takes this rank's part for the whole."""
     x, (rest, kwargs) = _first(args, kwargs)
-    _refuse_sum(x)
+    refuse_sum(x)
     result = _on_parts(_not_in_place(function), (x, *rest), kwargs, where, ())
     return x.copy_(moved(result, x.placements, where))
 
@@ -285,7 +251,7 @@ def _unbound(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     near = moved(x, _kept(x, set(range(x.dim())) - {dim % x.dim()}), where)
     pieces = _pieces(function, (near, dim), {}, where)
     for piece in pieces if near is not x else ():
-        copied(piece, _OTHERWISE)
+        copied(piece, OTHERWISE)
     return pieces
 
 
@@ -416,7 +382,7 @@ def _random(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
         return function(*args, **kwargs)
     _warn_of_randomness(x.device_mesh)
     if kwargs.get("inplace"):
-        _refuse_sum(x)
+        refuse_sum(x)
         return x.copy_(moved(_on_parts(function, args, {**kwargs, "inplace": False}, where, ()), x.placements, where))
     if function in _MASKS_IN_PLACE:
         return _changed(function, args, kwargs, where)
@@ -427,7 +393,7 @@ def _random(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     drawn = whole(function(like, *rest, **more), x.device_mesh)
     if function.__name__.endswith("_"):
-        _refuse_sum(x)
+        refuse_sum(x)
         return x.copy_(moved(drawn, x.placements, where))
     return moved(drawn, gradient_like(x), where)
 
@@ -483,7 +449,7 @@ def _dropout(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     given["training"] = given.pop("train", given["training"])
     x, draws = given["input"], given["training"] and given["p"] > 0
     if draws and given["inplace"]:
-        _refuse_sum(x)
+        refuse_sum(x)
     if not draws or _draws_together(x.device_mesh):
         return function(*args, **kwargs)
     x = moved(x, gradient_like(x), where)
