@@ -5,8 +5,8 @@
   examples/academic_paper_scripts/sc21/run_table_1.sh (core_v0.16.1).
 - SELECTIVE: sequence parallelism and core attention recomputed. Model FLOPs as a share of 312 TFLOP/s, Megatron-LM's
   README (tag 23.04); shapes and batches of arXiv 2205.05198 (2022-05).
-Read 2026-11-22. The second paper could not be opened again; its shapes are borne out by its step times (1.10, 13.75,
-37.83, 71.49 s), which follow from them and the shares by its FLOP formula within 0.3 %.
+Read 2026-11-22. The second paper could not be opened: its shapes are from memory, borne out by its step times, from
+memory as well (1.10, 13.75, 37.83, 71.49 s), which follow from them and the shares by its FLOP formula within 0.3 %.
 """
 
 from __future__ import annotations
