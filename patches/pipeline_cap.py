@@ -98,7 +98,7 @@ class CappedLoop(Listener):
         group_size = call.group_size if len(call.models) > 1 else None
         sizes = (call.stages, len(call.models), call.micro_batches)
         if split:
-            return _run(_split(*sizes, call.cap), call)
+            return _run(_split(*sizes, group_size, call.cap), call)
         assert call.cap is not None
         orders = _capped(*sizes, group_size, call.cap)
         if orders is not None:
@@ -252,10 +252,12 @@ def _capped(
 
 
 @functools.lru_cache(maxsize=64)
-def _split(stages: int, virtual_stages: int, micro_batches: int, cap: int | None) -> list[list[Pass]]:
+def _split(
+    stages: int, virtual_stages: int, micro_batches: int, group_size: int | None, cap: int | None
+) -> list[list[Pass]]:
     """The order of every stage with gradients of weights in passes of their own."""
     try:
-        return order(stages, virtual_stages, micro_batches, cap=cap, split=True)
+        return order(stages, virtual_stages, micro_batches, group_size=group_size, cap=cap, split=True)
     except ScheduleError as error:
         raise ScheduleError(f"{_ZERO_BUBBLE}: {error}") from error
 

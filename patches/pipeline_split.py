@@ -53,7 +53,8 @@ class SplitBackward(Listener):
         left = WEIGHT_GRADIENTS.clear()
         if completed and left:
             raise RuntimeError(f"gradients of weights were put off in {left} passes and never computed")
-        if completed and WEIGHT_GRADIENTS.count == self._before:
+        alone = call.stages == 1 and features.in_force().zero_bubble  # which is said elsewhere
+        if completed and WEIGHT_GRADIENTS.count == self._before and not alone:
             _say_idle()
 
 
@@ -73,7 +74,8 @@ def _say_idle() -> None:
 
 @around("megatron.core.pipeline_parallel.schedules:backward_step")
 def backward_step(original, *args, **kwargs):
-    if WEIGHT_GRADIENTS.collecting:  # whose loop this is computes them later
+    # Whose loop this is computes them later, or it is Megatron's where zero bubble has no stages.
+    if WEIGHT_GRADIENTS.collecting or features.in_force().zero_bubble:
         return original(*args, **kwargs)
     with WEIGHT_GRADIENTS.collect(_PASS):
         result = original(*args, **kwargs)
@@ -115,13 +117,15 @@ def linear_backward(original, ctx, grad_output):
 
 
 def _is_special(ctx: Any, parameter: torch.nn.Parameter) -> bool:
-    """Whether Megatron itself treats this weight otherwise: puts its gradient off, gathers the weight, or adds up what
-    several output layers and embeddings make of it, in an order that would be another."""
+    """Whether somebody treats this weight otherwise: Megatron puts its gradient off, gathers the weight, or adds up
+    what several output layers and embeddings make of it, in an order that would be another; or hooks want to see its
+    gradient in the backward."""
     return (
         (_CALLS.several_tokens and getattr(parameter, "is_embedding_or_output_parameter", False))
         or ctx.grad_output_buffer is not None
         or getattr(ctx, "gtp_remat_size", 1) > 1  # since 0.19
         or getattr(ctx, "_fwd_used_autocast", False)
+        or bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     )
 
 

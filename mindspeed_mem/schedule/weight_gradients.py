@@ -51,7 +51,8 @@ class WeightGradients:
         assert self._now is not None
         self.count += 1
         stream = torch.get_device_module(parameter.device).current_stream()
-        self._now.put_off.append((parameter, compute, stream))
+        backward = torch._C._current_graph_task_id()
+        self._now.put_off.setdefault(backward, []).append((parameter, compute, stream))
         self._now.parameters.add(parameter)
 
     def awaits(self, parameter: torch.nn.Parameter) -> bool:
@@ -69,10 +70,12 @@ class WeightGradients:
         one = self._passes.pop(key)
         for parameter, gradient in one.from_elsewhere.items():
             parameter.grad = gradient
-        roots = []
-        while one.put_off:  # from the end: autograd runs first what was made last
-            roots.append(_later(*one.put_off.pop()))
-        torch.autograd.backward(roots, [root.detach() for root in roots])
+        # A checkpoint's own backward hands its sums to parameters before the one around it, which began first, does.
+        for backward in sorted(one.put_off, key=lambda backward: (backward == min(one.put_off), backward)):
+            put_off, roots = one.put_off[backward], []
+            while put_off:  # from the end: autograd runs first what was made last
+                roots.append(_later(*put_off.pop()))
+            torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def clear(self) -> int:
         """Drop everything; returns of how many passes."""
@@ -86,7 +89,8 @@ class _Pass:
     """What one backward has put off."""
 
     def __init__(self) -> None:
-        self.put_off: list[tuple[torch.nn.Parameter, Compute, Any]] = []
+        self.put_off: dict[int, list[tuple[torch.nn.Parameter, Compute, Any]]] = {}
+        """By the backward that runs: a checkpoint has its own within that of the pass."""
         self.parameters: set[torch.nn.Parameter] = set()
         self.from_elsewhere: dict[torch.nn.Parameter, torch.Tensor] = {}
 

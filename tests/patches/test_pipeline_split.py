@@ -87,6 +87,42 @@ def test_frozen_weights_are_left_alone_and_a_model_of_them_is_named_once(what, s
     assert len(messages) == said and all(one.startswith("--split-backward has no effect: ") for one in messages)
 
 
+def shared_or_watched(change: str) -> list[str]:
+    """What differs where two layers have one weight and run again whole, or where hooks watch a tied one."""
+    import torch
+
+    from tests.models import build_gpt, train_step
+    from tests.split_runs import split
+    from tests.swap_runs import difference
+
+    def train():
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        shared = change == "shared"
+        chunks = build_gpt("dense", layers=3, dtype=torch.bfloat16, **(recompute if shared else {}))
+        model = chunks[0].module.module
+        if shared:
+            first, *others = (layer.mlp.linear_fc1 for layer in model.decoder.layers)
+            for one in others:
+                one.weight = first.weight
+            chunks = [type(chunks[0])(chunks[0].config, chunks[0].ddp_config, chunks[0].module)]
+        else:
+            weight = model.embedding.word_embeddings.weight
+            weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            model.decoder.layers[0].mlp.linear_fc1.weight.register_hook(lambda gradient: gradient * 2)
+        return [train_step(chunks, step=step) for step in range(2)]
+
+    with parallel():
+        plain = train()
+        with split():
+            ours = train()
+    return [name for pair in zip(ours, plain, strict=True) for name in difference(*pair)]
+
+
+@pytest.mark.parametrize("change", ["shared", "watched"])
+def test_sums_are_made_and_hooks_called_as_in_the_whole_backward(change):
+    assert on_ranks(1, shared_or_watched, change) == [[]]
+
+
 def changed_in_place() -> str:
     """An operator writes into the gradient that it was given, which a linear layer had, too."""
     import torch
