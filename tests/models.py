@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse as text_source
 import os
 import re
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -180,8 +181,12 @@ def forget_routing(chunks: Iterable[torch.nn.Module] | None = None) -> None:
     """Drop the last micro-batch's tensors from the token dispatchers of experts; None: of all models built here.
 
     Their graph keeps a trained model with experts alive after its last use, and with it the threads of its process
-    groups, which cost time even when idle. Megatron does so with or without this pack.
+    groups, which cost time even when idle. Megatron does so with or without this pack. Of all models the scale of the
+    experts' loss as well, which keeps the shape that its first user gave it, a schedule or none.
     """
+    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if chunks is None and moe_utils is not None:
+        moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     for chunk in list(_built) if chunks is None else chunks:
         for module in chunk.modules():
             dispatcher = getattr(module, "token_dispatcher", None)

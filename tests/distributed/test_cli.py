@@ -183,7 +183,7 @@ def test_doctor_is_content_with_what_is_installed(tmp_path):
     ]
     status = {(row["file"], row["target"]): row["status"] for row in found["patches"]}
     schedule = "megatron.core.pipeline_parallel.schedules:"
-    assert status["patches/pass_events.py", schedule + "backward_step"] == "applied"
+    assert status["patches/pass_events.py", schedule + "backward_step"].startswith("applied")
     assert status["patches/survive_passes.py", "mindspeed_mem.passes:LISTENERS"] == "applied"
     assert status["patches/cpu_torch_cuda.py", "torch.cuda:current_device"] == "applied"
     mindspeed = [row for row in found["patches"] if row["file"] == "patches/mindspeed_features.py"]
@@ -273,7 +273,7 @@ def test_doctor_names_what_is_wrong(tmp_path):
     for package in (f"torch {found['versions']['torch']}", f"megatron-core {found['versions']['megatron-core']}"):
         said = f"{package} is untested" in text
         assert said == any(one.startswith(package) for one in found["untested"])
-    assert "\n1 wrong:\n  patches/pass_events.py: " in text and "schedules:backward_step: FAILED" in text
+    assert "\n2 wrong:\n  patches/pass_events.py: " in text and text.count("schedules:backward_step: FAILED") == 2
 
 
 TRAINING = """
