@@ -220,7 +220,8 @@ def by_name(
     silent = [name for name in speeds if getattr(given, name) is None and not (alone and name == "tensor_gbps")]
     if silent:
         taken = ", ".join(f"{flag(name)} {speeds[name][0]:g}" for name in silent)
-        assumed.append(f"Nothing says what the device is: assumed {taken} (--device-name knows some, --measure yours).")
+        known_by = "--device-name knows some" + ", --measure yours" * hasattr(given, "measure")
+        assumed.append(f"Nothing says what the device is: assumed {taken} ({known_by}).")
     return " ".join(assumed) or None
 
 
@@ -236,9 +237,8 @@ def described(
     """Model, split and machine; None, and reasons in `wrong`, where too much is missing or wrong."""
     missing = [flag(name) for name in (*_NEEDED, "device_memory_gib") if getattr(given, name) is None]
     if missing:
-        wrong.append(
-            f"{', '.join(missing)}: missing; without --trace the model's shape and the device's memory are needed"
-        )
+        unless = "without --trace " if hasattr(given, "trace") else ""
+        wrong.append(f"{', '.join(missing)}: missing; {unless}the model's shape and the device's memory are needed")
     read = read_options(given, NUMBERS, CHOICES, None, wrong)
     numbers = {name: size for name, size in read.items() if size is not None}
     speeds = {
