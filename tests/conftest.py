@@ -16,20 +16,7 @@ from hypothesis import settings
 settings.register_profile("mindspeed_mem", derandomize=True, deadline=None)
 settings.load_profile("mindspeed_mem")
 
-FOLDERS = (
-    *(
-        "unit",
-        "patches",
-        "memory",
-        "asynchrony",
-        "gemini",
-        "numerics",
-        "fuzz",
-        "distributed",
-        "accelerator",
-        "examples",
-    ),
-)
+FOLDERS = "unit patches memory asynchrony gemini numerics fuzz distributed accelerator examples".split()
 
 
 @pytest.fixture(autouse=True)

@@ -70,9 +70,8 @@ class WeightGradients:
         one = self._passes.pop(key)
         for parameter, gradient in one.from_elsewhere.items():
             parameter.grad = gradient
-        # A checkpoint's own backward hands its sums to parameters before the one around it, which began first, does.
-        for backward in sorted(one.put_off, key=lambda backward: (backward == min(one.put_off), backward)):
-            put_off, roots = one.put_off[backward], []
+        for put_off in one.put_off.values():  # each backward's sums by themselves, as they reach parameters
+            roots = []
             while put_off:  # from the end: autograd runs first what was made last
                 roots.append(_later(*put_off.pop()))
             torch.autograd.backward(roots, [root.detach() for root in roots])
