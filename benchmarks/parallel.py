@@ -3,13 +3,14 @@
     python benchmarks/parallel.py                             # CPU: 2 gloo ranks, about two minutes
     python benchmarks/parallel.py --json parallel.json
     python benchmarks/parallel.py --auto                      # only what auto predicts, and how long it takes
+    python benchmarks/parallel.py --auto --ranks 4
 
-Transformer blocks train on 2 ranks, split over the batch (torch's DDP, `semi_auto`) and over columns and rows (each
-collective placed by hand, `semi_auto`). All variants run interleaved in the same processes; a ratio is the median over
-rounds of those to the variant by hand in the same round. The host's time is that of tiny tensors, of which computing
-and sending count for little: what `semi_auto` adds to a chain of linear layers, by operator. Last, `auto`: for plans
-found and given, the time and bytes that it predicts (with this machine's figures, taken at the start) beside those
-measured, and how long it takes to find a plan for 2 to 32 layers.
+Transformer blocks train on 2 or 4 ranks, split over the batch (torch's DDP, `semi_auto`) and over columns and rows
+(each collective placed by hand, `semi_auto`). All variants run interleaved in the same processes; a ratio is the
+median over rounds of those to the variant by hand in the same round. The host's time is that of tiny tensors, of which
+computing and sending count for little: what `semi_auto` adds to a chain of linear layers, by operator. Last, `auto`:
+for plans found and given, the time and bytes that it predicts (with this machine's figures, taken at the start) beside
+those measured, and how long it takes to find a plan for 2 to 32 layers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from mindspeed_mem import parallel  # noqa: E402
 
-RANKS = 2
+RANKS = (2, 4)
+"""How many heads and columns can be split over."""
 SHAPE = {"layers": 2, "hidden": 256, "heads": 4, "length": 128, "batch": 8}
 PAIRS = (("batch, semi_auto", "batch, DDP"), ("columns and rows, semi_auto", "columns and rows, by hand"))
 TINY, CHAIN = 8, 32
@@ -82,13 +84,14 @@ ROWS = {
 
 
 def models() -> dict[str, nn.Module]:
-    over_batch, over_columns = parallel.mesh("cpu", dp=RANKS), parallel.mesh("cpu", tp=RANKS)
-    by_hand = blocks(RANKS)
-    rank = dist.get_rank()
+    """The variants, by name. Collective."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    over_batch, over_columns = parallel.mesh("cpu", dp=ranks), parallel.mesh("cpu", tp=ranks)
+    by_hand = blocks(ranks)
     with torch.no_grad():
         for part, whole in zip(by_hand.parameters(), blocks().parameters(), strict=True):
             dim = next((n for n, size in enumerate(part.shape) if size != whole.shape[n]), 0)
-            part.copy_(whole.chunk(RANKS, dim)[rank] if part.shape != whole.shape else whole)
+            part.copy_(whole.chunk(ranks, dim)[rank] if part.shape != whole.shape else whole)
     return {
         "batch, DDP": DistributedDataParallel(blocks()),
         "batch, semi_auto": parallel.semi_auto(blocks(), over_batch, BATCH),
@@ -163,7 +166,7 @@ def host(rounds: int) -> float:
     def chain() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(TINY, TINY, bias=False) for _ in range(CHAIN)))
 
-    both = {"plain": chain(), "split": parallel.semi_auto(chain(), parallel.mesh("cpu", dp=RANKS), {"": TINY_BATCH})}
+    both = {"plain": chain(), "split": parallel.semi_auto(chain(), parallel.mesh("cpu", dp=-1), {"": TINY_BATCH})}
     x = torch.randn(TINY, TINY)
     setting, step = taking_turns(both, lambda name: both[name](x).sum())
     seconds = interleaved(list(both), setting, step, rounds, lambda: None, time.process_time)
@@ -176,10 +179,12 @@ TINY_BATCH = {"in_strategy": (("dp", None),)}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, choices=RANKS, default=RANKS[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--auto", action="store_true", help="only what auto predicts, and how long it takes")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    on_ranks(RANKS, work, parser.parse_args())
+    given = parser.parse_args()
+    on_ranks(given.ranks, work, given)
 
 
 if __name__ == "__main__":

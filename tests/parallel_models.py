@@ -12,6 +12,17 @@ from torch import nn
 from mindspeed_mem import parallel
 
 
+class Pair(nn.Module):
+    """The original description's MatMuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(*shape) / 4) for shape in ((16, 32), (32, 8)))
+
+    def forward(self, x, y):
+        return F.mse_loss(torch.matmul(torch.matmul(x, self.first), self.second), y)
+
+
 class Bottleneck(nn.Module):
     def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -94,6 +105,23 @@ def gpt_batch(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": ids}
 
 
+def pair_batch(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(200 + step)
+    x, y = (torch.randn(8, size, generator=draw, dtype=torch.float64) for size in (16, 8))
+    return {"x": x.to(dtype), "y": y.to(dtype)}
+
+
+def pair_plan(axes: Any) -> dict[str, Any]:
+    """Rows of the first product over all axes, columns of the second over tp: what is between them is gathered."""
+    dp, tp = ("dp" if "dp" in axes else None), ("tp" if "tp" in axes else None)
+    every = tuple(filter(None, (dp, tp)))
+    return {
+        "": {"in_strategy": ((dp, None), (dp, None))},
+        ":matmul.0": {"in_strategy": ((every, None), (None, None))},
+        ":matmul.1": {"in_strategy": ((dp, None), (None, tp))},
+    }
+
+
 def resnet_plan(axes: Any) -> dict[str, Any]:
     """Batch over dp, the classifier's columns over tp."""
     dp = "dp" if "dp" in axes else None
@@ -118,7 +146,11 @@ def gpt_plan(axes: Any) -> dict[str, Any]:
     return plan
 
 
-MODELS = {"resnet": (ResNet, resnet_batch, resnet_plan), "gpt": (GPT, gpt_batch, gpt_plan)}
+MODELS = {
+    "pair": (Pair, pair_batch, pair_plan),
+    "resnet": (ResNet, resnet_batch, resnet_plan),
+    "gpt": (GPT, gpt_batch, gpt_plan),
+}
 
 
 def trained(model: nn.Module, batches: list[dict[str, torch.Tensor]], seed: int = 7) -> list[float]:

@@ -47,15 +47,15 @@ def mesh(device: str | None = None, **axes: int) -> DeviceMesh:
     if math.prod(sizes.values()) != ranks or min(sizes.values()) < 1:
         text = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise StrategyError(f"mesh({text}) does not fit {ranks} ranks; the sizes have to multiply to that")
-    _forget_groups()
+    _calls.clear()
+    forget_choices()  # they name the groups of an equal mesh, which may have been destroyed since
     made = init_device_mesh(get_backend(device).tensor_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     _latest[:] = [made]
     return made
 
 
-def _forget_groups() -> None:
-    """What torch remembers of layouts names the groups of an equal mesh, which may have been destroyed since."""
-    _calls.clear()
+def forget_choices() -> None:
+    """What torch remembers of layouts, and of the way from one to another."""
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     for owner, name in ((torch._C, "_clear_DTensor_sharding_propagator_cache"), (_redistribute, _PLANS)):
         getattr(owner, name, lambda: None)()  # torch 2.11 and newer

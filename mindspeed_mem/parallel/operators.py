@@ -16,26 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mindspeed_mem.parallel import copies, report, rules
 from mindspeed_mem.parallel.collectives import regions
 from mindspeed_mem.parallel.moves import moved, running, text, whole
+from mindspeed_mem.parallel.parts import settled
 from mindspeed_mem.parallel.plan import Row, Strategies
+from mindspeed_mem.parallel.refusals import explained, is_dtensors
 from mindspeed_mem.parallel.strategy import StrategyError, placements
-
-_OTHER_LAYOUT = "the parts do not fall together with the new dimensions: give it its input in another layout"
-_ADVICE = {
-    "does not have a sharding strategy": "torch has no rule for it, however its inputs lie: let it compute in "
-    "parallel.local(...)",
-    "mixed torch.Tensor and DTensor": "a plain tensor meets a split one outside a split model: make it with "
-    "parallel.shard, or compute inside the model",
-    "unevenly sharded": _OTHER_LAYOUT,
-    "is invalid for input of size": _OTHER_LAYOUT,
-    "view size is not compatible": "redistribution changes how a tensor lies in memory: use reshape",
-    "in-place operations that require placement changes": "use the operator that is not in place",
-    "to P(sum) not supported yet": "use the operator that is not in place",
-    "Sharding propagation failed": "give it inputs in another layout",
-    "from one partial type": "give it inputs in another layout",
-    "as_strided not supported": "write it as a view, a slice or an index",
-    "returns multiple views": "use the operator that is not in place",
-}
-"""What to do about what DTensor says."""
 
 
 class Operators(TorchFunctionMode):
@@ -65,9 +49,11 @@ class Operators(TorchFunctionMode):
         if regions or not self._frames:
             return func(*args, **kwargs)
         kinds = _kinds(args) | (_kinds(kwargs.values()) if kwargs else 0)
-        if not kinds & _SPLIT or getattr(func, "__name__", "") in ("__get__", "__set__"):
+        if not kinds & _SPLIT:
             return func(*args, **kwargs)
         path, calls = self._frames[-1]
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):
+            return _named(func, args, kwargs, f"{path}:{func.__self__.__name__}")
         name = function_name(func)
         changes = name.endswith("_") or name == "setitem" or kwargs.get("inplace")
         if changes and args and _loses(args[0], (args, kwargs)):
@@ -85,13 +71,9 @@ class Operators(TorchFunctionMode):
         before = running.where
         running.where = where
         try:
-            instead = rules.INSTEAD.get(func)
-            result = func(*args, **kwargs) if instead is None else instead(func, args, kwargs, where)
-        except (AssertionError, NotImplementedError, RuntimeError) as error:
-            raise explained(error, where, (args, kwargs)) from error
+            result = _named(func, args, kwargs, where, rules.INSTEAD.get(func))
         finally:
             running.where = before
-        result = rules.settled(result, where)
         if row is not None and row.out_strategy is not None:
             result = bring(result, row.out_strategy, self.mesh, f"{where}, output", self.problems, given=(args, kwargs))
         if self.begun <= _MARKED or report.is_recording():
@@ -117,6 +99,17 @@ class Operators(TorchFunctionMode):
         return tree_unflatten([whole(one, self.mesh) if _mixes(one) else one for one in leaves], tree)
 
 
+def _named(function: Callable, args: tuple, kwargs: dict, where: str, instead: Callable | None = None) -> Any:
+    """What `function` returns, settled; an error of DTensor's names it."""
+    try:
+        result = function(*args, **kwargs) if instead is None else instead(function, args, kwargs, where)
+        return settled(result, where)
+    except Exception as error:
+        if is_dtensors(error, function, args, kwargs):
+            raise explained(error, where, (args, kwargs)) from error
+        raise
+
+
 def _refuse_lost(x: Any, where: str) -> None:
     """Raise where a change of `x` in place would not reach the tensor that is changed on one device."""
     if not isinstance(x, DTensor) or not (of := copies.copy_of(x)):
@@ -139,11 +132,11 @@ def name_backward() -> None:
 def _in_backward(step: Callable, operator: Any, args: tuple, *rest: Any) -> Any:
     try:
         return step(operator, args, *rest)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:
         where = None if running.where else report.of_backward()
-        if not where:  # of a tensor that no split model made
-            raise
-        raise explained(error, f"{where}, backward ({operator})", args) from error
+        if where and is_dtensors(error):  # else of a tensor that no split model made
+            raise explained(error, f"{where}, backward ({operator})", args) from error
+        raise
 
 
 _MARKED = 10
@@ -291,20 +284,3 @@ def _brought(
     if held is None or x._is_view() or any(x is one for one in held):  # else nobody has what it is a copy of
         copies.copied(brought, f"the copy that the strategy of {what} asks for")
     return brought
-
-
-def explained(error: Exception, where: str, values: Any) -> Exception:
-    """`error` in the user's words if it is DTensor's; else itself."""
-    if isinstance(error, StrategyError):
-        return error
-    said = " ".join(str(error).split("\n\n")[0].split())
-    advice = next((advice for words, advice in _ADVICE.items() if words in str(error)), None)
-    if advice is None and not (isinstance(error, AssertionError) and not said):
-        return error
-    layouts = [
-        f"{tuple(one.shape)} {text(one.placements, one.device_mesh)}"
-        for one in tree_flatten(values)[0]
-        if isinstance(one, DTensor)
-    ]
-    told = [f"{where}: inputs {', '.join(layouts)}", said or "torch gives no reason", advice or "give it other layouts"]
-    return StrategyError("; ".join(told))

@@ -216,7 +216,7 @@ def _followed(graph: Any, ins: Sequence[Placement], metas: Sequence[TensorMeta],
     found = [one.placements[0] if one is not None else Replicate() for one in made]
     if any(type(one) not in (Shard, Replicate, Partial) for one in found):
         return None
-    # Means and the like are made whole after each call: see rules.settled.
+    # Means and the like are made whole after each call: see parts.settled.
     return [Replicate() if isinstance(one, Partial) and one.reduce_op != "sum" else one for one in found]
 
 

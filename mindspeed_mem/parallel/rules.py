@@ -19,84 +19,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._random import is_rng_supported_mesh
 from torch.distributed.tensor.experimental import register_sharding
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem import ranks
-from mindspeed_mem.parallel.collectives import Region
-from mindspeed_mem.parallel.copies import OTHERWISE, copied, copy_of, refuse_copies, refuse_sum
+from mindspeed_mem.parallel import norms, propagation
+from mindspeed_mem.parallel.copies import OTHERWISE, copied, refuse_sum
 from mindspeed_mem.parallel.meshes import everywhere
-from mindspeed_mem.parallel.moves import Placements, gradient_like, is_plain_sum, moved, whole
-from mindspeed_mem.parallel.regions import run_local
-from mindspeed_mem.parallel.strategy import StrategyError
+from mindspeed_mem.parallel.moves import gradient_like, moved, whole
+from mindspeed_mem.parallel.parts import all_whole, first, no_sums, on_parts, settled, split_in
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
-def settled(result: Any, where: str) -> Any:
-    """`result` with its means, maxima and masked sums made whole: DTensor mixes up their gradients with sums."""
-    if isinstance(result, DTensor):
-        if all(map(is_plain_sum, result.placements)):
-            return result
-        return moved(result, [one if is_plain_sum(one) else Replicate() for one in result.placements], where)
-    if type(result) in (tuple, list):
-        return type(result)(settled(one, where) for one in result)
-    return result
-
-
 # ---- operators that may see some splits only
-
-
-def _kept(x: DTensor, dims: Collection[int]) -> Placements:
-    """The placements of `x` with the splits of these dimensions only."""
-    return tuple(one if isinstance(one, Shard) and one.dim in dims else Replicate() for one in x.placements)
-
-
-def _all_whole(values: tuple | dict, where: str) -> Any:
-    def of(value: Any) -> Any:
-        return moved(value, [Replicate()] * value.device_mesh.ndim, where) if isinstance(value, DTensor) else value
-
-    leaves, tree = tree_flatten(values)
-    return tree_unflatten([of(leaf) for leaf in leaves], tree)
-
-
-def _no_sums(values: Any, where: str) -> Any:
-    def of(value: Any) -> Any:
-        return moved(value, gradient_like(value), where) if isinstance(value, DTensor) else value
-
-    leaves, tree = tree_flatten(values)
-    return tree_unflatten([of(leaf) for leaf in leaves], tree)
 
 
 def _convolution(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Split along the batch only: torch's handler of other splits computes on the parts and calls the result whole
     (pytorch 186129, 191926), and refuses a batch split over two axes."""
-    x, (rest, kwargs) = _first(args, kwargs)
+    x, (rest, kwargs) = first(args, kwargs)
     weight = rest[0] if rest else kwargs["weight"]
-    return _on_parts(function, (x, *rest), kwargs, where, {0} if x.dim() == weight.dim() else ())
-
-
-def _first(args: tuple, kwargs: dict) -> tuple[Any, tuple[tuple, dict]]:
-    """The tensor that an operator is about, and the other arguments."""
-    if args:
-        return args[0], (args[1:], kwargs)
-    return kwargs["input"], ((), {key: value for key, value in kwargs.items() if key != "input"})
+    return on_parts(function, (x, *rest), kwargs, where, {0} if x.dim() == weight.dim() else ())
 
 
 def _of_rows(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Each row of the batch for itself, on this rank's rows: torch has no rule for it, forward or backward."""
-    return _on_parts(function, args, kwargs, where, {0})
+    return on_parts(function, args, kwargs, where, {0})
 
 
 def _cell(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Of a recurrent network: each row of its input and states, which come first, for itself."""
     states = len(args[1]) if isinstance(args[1], (tuple, list)) else 1
-    return _on_parts(function, args, kwargs, where, {0} if args[0].dim() == 2 else (), alike=1 + states)
+    return on_parts(function, args, kwargs, where, {0} if args[0].dim() == 2 else (), alike=1 + states)
 
 
 def _whole(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Backward has no rule, or makes plain tensors."""
-    return _on_parts(function, args, kwargs, where, ())
+    return on_parts(function, args, kwargs, where, ())
 
 
 def _element_by_element(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -107,20 +66,20 @@ def _element_by_element(function: Callable, args: tuple, kwargs: dict, where: st
     args, kwargs = tuple(one for one in args if not isinstance(one, bool)), {**kwargs, "inplace": False}
     if function is F.logsigmoid:
         del kwargs["inplace"]
-    result = _on_parts(function, args, kwargs, where, range(x.dim()))
+    result = on_parts(function, args, kwargs, where, range(x.dim()))
     return x.copy_(result) if in_place else result
 
 
-def _instance_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
-    """Row by row, but for running statistics: torch takes a rank's own rows for the batch."""
-    kept = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
-    refuse_copies((kept, kwargs.get("running_var", args[2] if len(args) > 2 else None)), where)
-    return _on_parts(function, args, kwargs, where, {0} if kept is None else ())
+def _by_element(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """On parts, however they are split, where no other tensor is to be brought in line with them."""
+    x, (rest, kwargs) = first(args, kwargs)
+    alike = all(not isinstance(one, torch.Tensor) for one in (*rest, *kwargs.values()))
+    return on_parts(function, (x, *rest), kwargs, where, range(x.dim()) if alike else ())
 
 
 def _unfold(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     dim = args[1] if len(args) > 1 else kwargs["dimension"]
-    return _on_parts(function, args, kwargs, where, set(range(args[0].dim())) - {dim % args[0].dim()})
+    return on_parts(function, args, kwargs, where, set(range(args[0].dim())) - {dim % args[0].dim()})
 
 
 def _indexed(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -129,7 +88,7 @@ def _indexed(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     if not any(isinstance(one, (list, torch.Tensor)) for one in index):
         return function(*args, **kwargs)
     before = next(n for n, one in enumerate(index) if not (isinstance(one, slice) and one == slice(None)))
-    return _on_parts(function, args, kwargs, where, set(range(before)) & set(range(x.dim())))
+    return on_parts(function, args, kwargs, where, set(range(before)) & set(range(x.dim())))
 
 
 def _attention(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
@@ -139,51 +98,86 @@ def _attention(function: Callable, args: tuple, kwargs: dict, where: str) -> Any
     drawn = given.get("dropout_p") and given.get("training", True)
     masked = given.get("key_padding_mask") is not None or given.get("attn_mask") is not None
     batched = given["query"].dim() == 3 and not drawn and not masked and not given.get("need_weights", True)
-    return _on_parts(function, args, kwargs, where, {1} if batched else (), alike=3)
-
-
-def _on_parts(function: Callable, args: tuple, kwargs: dict, where: str, dims: Collection[int], alike: int = 1) -> Any:
-    """`function` on local parts of its first tensors, split along some of these dimensions; all others are whole."""
-    leaves, tree = tree_flatten((args, kwargs))
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
-    target = _kept(leaves[places[0]], dims)
-    everywhere = [Replicate()] * len(target)
-    tensors = [moved(leaves[index], target if n < alike else everywhere, where) for n, index in enumerate(places)]
-
-    def call(parts: Any) -> Any:
-        for index, part in zip(places, parts, strict=True):
-            leaves[index] = part
-        args, kwargs = tree_unflatten(leaves, tree)
-        return function(*args, **kwargs)
-
-    return run_local(call, tensors, target, Region(tensors[0].device_mesh, set()), where)
-
-
-def _rms_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
-    """Over whole dimensions: torch changes a mean over split ones in place, and refuses that."""
-    x, (rest, kwargs) = _first(args, kwargs)
-    shape = rest[0] if rest else kwargs["normalized_shape"]
-    return function(moved(x, _kept(x, range(x.dim() - len(shape))), where), *rest, **kwargs)
+    return on_parts(function, args, kwargs, where, {1} if batched else (), alike=3)
 
 
 def _normalize(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Backward changes in place what the norm gets, and torch refuses that of a sum: by whole vectors."""
-    x, (rest, kwargs) = _first(args, kwargs)
+    x, (rest, kwargs) = first(args, kwargs)
     dim = kwargs.get("dim", rest[1] if len(rest) > 1 else 1)
     dims = {one % x.dim() for one in ((dim,) if isinstance(dim, int) else dim)}
-    x = moved(x, _kept(x, set(range(x.dim())) - dims), where)
+    x = moved(x, split_in(x, set(range(x.dim())) - dims), where)
     return _pinned(function, (x, *rest), kwargs, where)
+
+
+def _any(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Not all are not: torch adds up what the ranks say, which is no yes or no."""
+    x, (rest, kwargs) = first(args, kwargs)
+    (x,) = no_sums((x,), where)
+    if x.dtype is torch.uint8:
+        return on_parts(function, (x, *rest), kwargs, where, ())
+    return settled(torch.all(x.logical_not(), *rest, **kwargs), where).logical_not()
+
+
+def _sgn(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """The gradient of a sgn that is not complex is a plain tensor."""
+    x, _ = first(args, kwargs)
+    return (function if x.is_complex() else torch.sign)(*args, **kwargs)
+
+
+def _nansum(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """torch leaves out what is no number in a summand, and takes an empty list of dimensions for none."""
+    x, (rest, kwargs) = first(args, kwargs)
+    (x,) = no_sums((x,), where)
+    return torch.where(x.isnan(), torch.zeros_like(x), x).sum(*rest, **kwargs)
+
+
+def _of_no_sum(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    return function(*no_sums(args, where), **no_sums(kwargs, where))
+
+
+def _gathered(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Row by row only where there are as many places as rows: else torch looks in the parts of other rows."""
+    x, (rest, more) = first(args, kwargs)
+    dim, index = (*rest, *(more[name] for name in ("dim", "index")[len(rest) :]))
+    others = set(range(x.dim())) - {dim % max(x.dim(), 1)}
+    if all(x.shape[one] == index.shape[one] for one in others):
+        return function(*args, **kwargs)
+    return _whole(function, args, kwargs, where)
+
+
+def _pooled(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """A picture without a batch has channels first: torch's rules take them for the batch."""
+    x, (rest, kwargs) = first(args, kwargs)
+    batched = x.dim() == (4 if function is F.avg_pool2d else 5)
+    return on_parts(function, (x, *rest), kwargs, where, {0, 1} if batched else {0})
+
+
+def _shuffled(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """Picture by picture: torch's backward may take a split of channels for one of rows."""
+    x, (rest, kwargs) = first(args, kwargs)
+    return on_parts(function, (x, *rest), kwargs, where, range(x.dim() - 3))
+
+
+def _padded(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """With what lies inside, on parts split along dimensions that are not padded: torch has no rule for it."""
+    x, (rest, more) = first(args, kwargs)
+    if (rest[1] if len(rest) > 1 else more.get("mode", "constant")) == "constant":
+        return function(*args, **kwargs)
+    padded = len(rest[0] if rest else more["pad"]) // 2
+    return on_parts(function, (x, *rest), more, where, range(x.dim() - padded))
+
+
+def _repeated(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
+    """As often as a tensor says: torch has no rule for it."""
+    counted = any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values()))
+    return _whole(function, args, kwargs, where) if counted else function(*args, **kwargs)
 
 
 def _pinned(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Of no sum, and its gradient lies as it does, and is none: torch changes both in place in backward."""
-    result = settled(function(*_no_sums(args, where), **_no_sums(kwargs, where)), where)
+    result = settled(function(*no_sums(args, where), **no_sums(kwargs, where)), where)
     return moved(result, gradient_like(result), where)
-
-
-def _of_no_sum(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
-    """The ranks of a mesh of two axes send different things in torch's backward of the greatest of a sum, and hang."""
-    return function(*_no_sums(args, where), **_no_sums(kwargs, where))
 
 
 # ---- what is read, and what is changed in place
@@ -191,7 +185,7 @@ def _of_no_sum(function: Callable, args: tuple, kwargs: dict, where: str) -> Any
 
 def _read(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Of the whole tensor: torch reads this rank's part, and of a sum only this rank's summand."""
-    (x,) = _all_whole(args[:1], where)
+    (x,) = all_whole(args[:1], where)
     return function(x.to_local(), *args[1:], **kwargs)
 
 
@@ -218,16 +212,16 @@ def _assigned(function: Callable, args: tuple, kwargs: dict, where: str) -> None
         x[index] = value
         return x
 
-    result = _on_parts(changed, args, kwargs, where, range(before), alike=2)
+    result = on_parts(changed, args, kwargs, where, range(before), alike=2)
     x.copy_(moved(result, x.placements, where))
 
 
 def _changed(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """A change in place at places that tensors name, in a whole copy, and back: torch adds to each summand of a sum,
     and its backward takes this rank's part for the whole."""
-    x, (rest, kwargs) = _first(args, kwargs)
+    x, (rest, kwargs) = first(args, kwargs)
     refuse_sum(x)
-    result = _on_parts(_not_in_place(function), (x, *rest), kwargs, where, ())
+    result = on_parts(_not_in_place(function), (x, *rest), kwargs, where, ())
     return x.copy_(moved(result, x.placements, where))
 
 
@@ -248,7 +242,7 @@ def _pieces(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
 
 def _unbound(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    near = moved(x, _kept(x, set(range(x.dim())) - {dim % x.dim()}), where)
+    near = moved(x, split_in(x, set(range(x.dim())) - {dim % x.dim()}), where)
     pieces = _pieces(function, (near, dim), {}, where)
     for piece in pieces if near is not x else ():
         copied(piece, OTHERWISE)
@@ -282,46 +276,14 @@ def _product(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     kept = bool(kwargs.get("keepdim", len(args) > 2 and args[2]))
     dims = () if dim is None else range(x.dim()) if kept else range(dim % x.dim())
-    return _on_parts(function, args, kwargs, where, set(dims) - {dim % x.dim() if dim is not None else -1})
+    return on_parts(function, args, kwargs, where, set(dims) - {dim % x.dim() if dim is not None else -1})
 
 
 def _prelu(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
-    x, (rest, kwargs) = _first(args, kwargs)
+    x, (rest, kwargs) = first(args, kwargs)
     weight = rest[0] if rest else kwargs["weight"]
     shape = [1, -1] + [1] * (x.dim() - 2)
     return torch.where(x > 0, x, x * (weight.view(shape) if weight.numel() > 1 else weight))
-
-
-# ---- batch norm by sums
-
-
-def _batch_norm(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
-    """By sums of C numbers over the ranks: torch gathers the whole input of a split batch."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = {"training": False, "momentum": 0.1, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
-    x, mean, var = given["input"], given["running_mean"], given["running_var"]
-    shape, dims = [1, -1] + [1] * (x.dim() - 2), [dim for dim in range(x.dim()) if dim != 1]
-    x = moved(x, _kept(x, range(x.dim())), where)
-    if given["training"] or mean is None:
-        count = x.numel() // x.shape[1]
-        if count == 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-        by_channel = [Shard(0) if isinstance(one, Shard) and one.dim == 1 else Replicate() for one in x.placements]
-        batch_mean = moved(x.sum(dims), by_channel, where) / count
-        batch_var = moved((x - batch_mean.view(shape)).square().sum(dims), by_channel, where) / count
-        if mean is not None:
-            if copy_of(mean) or copy_of(var):
-                raise StrategyError(
-                    f"{where}: its running statistics are {copy_of(mean) or copy_of(var)}: leave them out"
-                )
-            with torch.no_grad():
-                for kept, new in ((mean, batch_mean), (var, batch_var * (count / (count - 1)))):
-                    kept.lerp_(moved(new, kept.placements, where).to(kept.dtype), given["momentum"])
-        mean, var = batch_mean, batch_var
-    y = (x - mean.view(shape)) * torch.rsqrt(var + given["eps"]).view(shape)
-    if given.get("weight") is not None:
-        y = y * given["weight"].view(shape)
-    return y if given.get("bias") is None else y + given["bias"].view(shape)
 
 
 # ---- means over what is split unevenly, or divided by the numbers of a part
@@ -345,7 +307,7 @@ def _likelihood(function: Callable, args: tuple, kwargs: dict, where: str) -> An
     total = settled(function(**{**given, "reduction": "sum"}), where)
     counted = target != given["ignore_index"]
     if given.get("weight") is not None:
-        weight = _all_whole((given["weight"],), where)[0]
+        weight = all_whole((given["weight"],), where)[0]
         counted = counted * F.embedding(target.where(counted, 0), weight.unsqueeze(1)).squeeze(-1)
     return moved(total, [Replicate()] * total.device_mesh.ndim, where) / settled(counted.sum(), where)
 
@@ -377,17 +339,17 @@ def _warn_of_randomness(mesh: DeviceMesh) -> None:
 
 def _random(function: Callable, args: tuple, kwargs: dict, where: str) -> Any:
     """Drawn for the whole tensor on all ranks, of which each takes its part."""
-    x, (rest, more) = _first(args, kwargs)
+    x, (rest, more) = first(args, kwargs)
     if _draws_together(x.device_mesh) or not _trains(function, args, kwargs):
         return function(*args, **kwargs)
     _warn_of_randomness(x.device_mesh)
     if kwargs.get("inplace"):
         refuse_sum(x)
-        return x.copy_(moved(_on_parts(function, args, {**kwargs, "inplace": False}, where, ()), x.placements, where))
+        return x.copy_(moved(on_parts(function, args, {**kwargs, "inplace": False}, where, ()), x.placements, where))
     if function in _MASKS_IN_PLACE:
         return _changed(function, args, kwargs, where)
     if function not in _BY_SHAPE:
-        result = _on_parts(function, args, kwargs, where, ())
+        result = on_parts(function, args, kwargs, where, ())
         alike = isinstance(result, DTensor) and result.shape == x.shape
         return moved(result, gradient_like(x), where) if alike else result
     like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -427,8 +389,13 @@ def _scaled_dot_product(function: Callable, args: tuple, kwargs: dict, where: st
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
     query, key, mask, value = given["query"], given["key"], given["attn_mask"], given["value"]
-    if not given["dropout_p"] or _draws_together(query.device_mesh):
+    if _draws_together(query.device_mesh) or not given["dropout_p"] and mask is None:
         return function(*args, **kwargs)
+    if not given["dropout_p"]:  # torch's rules for the CPU know of no mask
+        alike = [dim for dim in (0, 1) if query.dim() == 4 and query.shape[dim] == key.shape[dim] == value.shape[dim]]
+        dims = {dim for dim in alike if mask.dim() < 4 - dim or mask.shape[dim - 4] == 1}
+        more = {name: one for name, one in given.items() if name not in names[:3]}
+        return on_parts(function, (query, key, value), more, where, dims, alike=3)
     if given.get("enable_gqa"):
         key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
     scores = query @ key.transpose(-2, -1) * (given.get("scale") or query.shape[-1] ** -0.5)
@@ -473,13 +440,29 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.group_norm, torch.group_norm, F.unfold, F.fold), _of_rows),
     **dict.fromkeys((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), _of_rows),
     **dict.fromkeys((F.max_pool3d, F.adaptive_avg_pool3d), _of_rows),
+    **dict.fromkeys((F.avg_pool2d, F.avg_pool3d), _pooled),
+    **dict.fromkeys((F.pixel_shuffle, F.pixel_unshuffle, torch.pixel_shuffle, torch.pixel_unshuffle), _shuffled),
     **dict.fromkeys((F.logsigmoid, F.hardsigmoid, F.hardswish, F.hardtanh, F.relu6), _element_by_element),
+    **dict.fromkeys((F.hardshrink, F.softshrink), _by_element),
+    **_both("__lshift__ __rshift__ bitwise_left_shift bitwise_right_shift", _by_element),
+    **_both("any", _any),
+    **_both("sgn", _sgn),
+    **_both("nansum", _nansum),
+    **_both("nanmean", _of_no_sum),
+    **_both("gather", _gathered),
+    **_both("repeat_interleave", _repeated),
+    F.pad: _padded,
     torch.Tensor.unfold: _unfold,
     torch._weight_norm: _whole,
     **dict.fromkeys((torch.trace, torch.Tensor.trace, torch.cumprod, torch.Tensor.cumprod), _whole),
     **dict.fromkeys((torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile), _whole),
     **_both("take put index_put index_add index_copy scatter_add scatter_reduce masked_scatter masked_select", _whole),
-    **_both("nonzero bincount _is_all_true", _whole),
+    **_both("nonzero argwhere bincount unique_consecutive histogram searchsorted allclose _is_all_true", _whole),
+    **_both("slice_scatter select_scatter diagonal_scatter copysign cdist renorm addbmm", _whole),
+    **dict.fromkeys((torch.polar, torch.combinations, torch.block_diag, torch.affine_grid_generator), _whole),
+    **dict.fromkeys((F.pdist, torch.pdist, F.affine_grid, F.multi_margin_loss, F.multilabel_margin_loss), _whole),
+    **dict.fromkeys((F.multilabel_soft_margin_loss, F.hinge_embedding_loss, F.ctc_loss), _whole),
+    **dict.fromkeys((torch.linalg.lstsq, torch.special.multigammaln, torch.mvlgamma, torch.segment_reduce), _whole),
     **_both(
         "put_ index_put_ index_add_ index_copy_ index_fill_ scatter_add_ scatter_reduce_ masked_scatter_", _changed
     ),
@@ -500,14 +483,13 @@ INSTEAD: dict[Callable, Callable] = {
     **dict.fromkeys((F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss), _mean_loss),
     **dict.fromkeys((F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.l1_loss), _mean_loss),
     **dict.fromkeys((F.cross_entropy, F.nll_loss), _likelihood),
-    F.rms_norm: _rms_norm,
+    F.rms_norm: norms.rms_norm,
     F.normalize: _normalize,
     **dict.fromkeys((torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm), _pinned),
     torch.linalg.matrix_norm: _pinned,
-    **_both("amax amin aminmax", _of_no_sum),
     **dict.fromkeys((torch.dist, torch.Tensor.dist, F.cosine_similarity), _pinned),
-    F.batch_norm: _batch_norm,
-    F.instance_norm: _instance_norm,
+    F.batch_norm: norms.batch_norm,
+    F.instance_norm: norms.instance_norm,
     torch.Tensor.__setitem__: _assigned,
     torch.Tensor.fill_: _filled,
     **dict.fromkeys((torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__), _read),
@@ -527,24 +509,28 @@ INSTEAD: dict[Callable, Callable] = {
 # ---- rules that torch has not
 
 
-def _batch_or_heads(inputs: int, outputs: int, dims: Collection[int]) -> Callable:
-    """Whole, or all split alike along one of `dims`: `inputs` tensors come first, then what is no tensor."""
+def _batch_or_heads(inputs: int, outputs: int, dims: Collection[int], after: int) -> Callable:
+    """Whole, or all split alike along one of `dims`: `inputs` tensors come first, then what is no tensor.
+
+    after: so many dimensions come after these; where there are fewer, they are others.
+    """
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         rest = [None] * (len(args) - inputs)
-        choices: list[Any] = [Replicate(), *map(Shard, dims)]
+        missing = max(dims) + 1 + after - len(args[0].shape)
+        choices: list[Any] = [Replicate(), *(Shard(dim - missing) for dim in dims if dim >= missing)]
         return [([one] * outputs, [*[one] * inputs, *rest]) for one in choices]
 
     return rule
 
 
 _RULES = {
-    "_scaled_dot_product_flash_attention_for_cpu": (3, 2, (0, 1)),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (6, 3, (0, 1)),
-    "avg_pool2d_backward": (2, 1, (0, 1)),
-    "avg_pool3d_backward": (2, 1, (0, 1)),
+    "_scaled_dot_product_flash_attention_for_cpu": (3, 2, (0, 1), 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (6, 3, (0, 1), 2),
+    "avg_pool2d_backward": (2, 1, (0, 1), 2),
+    "avg_pool3d_backward": (2, 1, (0, 1), 3),
 }
-"""Inputs, outputs, and along which dimensions both may be split."""
+"""Inputs, outputs, along which dimensions both may be split, and how many come after these."""
 
 
 def compare_random_states(mesh: DeviceMesh) -> None:
@@ -556,12 +542,13 @@ def compare_random_states(mesh: DeviceMesh) -> None:
 
 
 def register() -> None:
-    """Give DTensor the rules that it has not; what it has stays."""
+    """Give DTensor the rules that it has not, and let it choose as it should; what is right stays."""
+    propagation.correct()
     propagator = DTensor._op_dispatcher.sharding_propagator
-    for name, (inputs, outputs, dims) in _RULES.items():
+    for name, about in _RULES.items():
         operator = getattr(aten, name).default
         if operator not in propagator.op_strategy_funcs and not _has_single(propagator, operator):
-            register_sharding(operator)(_batch_or_heads(inputs, outputs, dims))
+            register_sharding(operator)(_batch_or_heads(*about))
 
 
 def _has_single(propagator: Any, operator: Any) -> bool:

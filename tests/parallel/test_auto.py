@@ -1,5 +1,6 @@
 """Plans that `auto` finds, run on ranks: they train as one device does, as people would split, within memory."""
 
+import argparse
 import copy
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 
 from mindspeed_mem import parallel
 from tests.parallel_models import GPT, Block, full, gpt_batch
+from tests.sweeping import but
 from tests.worlds import on_ranks
 
 # Computing is dear and nothing has to be begun: so small shapes are split as large ones are.
@@ -172,26 +174,49 @@ def test_a_language_model_trains_by_a_plan_that_was_saved_and_read(tmp_path):
     assert told.startswith("blocks.*.fc1:linear.0") and "instead of" in told
 
 
-def benchmark(machine):
-    """The plans of `benchmarks/parallel.py` for small shapes: bytes as predicted and as sent."""
+def small_benchmark():
+    """`benchmarks/parallel.py`, for small shapes."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     try:
         import parallel as script
-        from parallel_auto import planned
     finally:
         del sys.path[0]
     script.SHAPE.update(hidden=32, length=16)
+    return script
+
+
+def benchmark(machine):
+    """Its plans: bytes as predicted and as sent."""
+    script = small_benchmark()
     torch.manual_seed(1)
     x = torch.randn(8, 16, 32)
-    *_, rows = planned(script.blocks, x, machine)
+    *_, rows = sys.modules["parallel_auto"].planned(script.blocks, x, machine)
     return [(name, row["predicted_bytes"], row["bytes"]) for name, row in rows.items()]
 
 
 LATE = parallel.Machine(tflops=0.1, gbps=0.5, latency_us=500, launch_us=200)
 
 
-@pytest.mark.parametrize("machine", [MACHINE, pytest.param(LATE, marks=pytest.mark.sweep)], ids=["links", "host"])
-def test_predicted_bytes_are_those_that_are_sent(machine):
-    found = on_ranks(2, benchmark, machine)[0]
+CASES = {"links": (2, MACHINE), "host": (2, LATE), "4 ranks": (4, MACHINE)}
+
+
+@pytest.mark.parametrize("case", but(CASES, "host", "4 ranks"))
+def test_predicted_bytes_are_those_that_are_sent(case):
+    found = on_ranks(CASES[case][0], benchmark, CASES[case][1])[0]
     assert len(found) == 12 and sum(sent > 0 for *_, sent in found) >= 10
     assert [one for one in found if one[1] != one[2]] == []
+
+
+def beside_by_hand():
+    script = small_benchmark()
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(1)
+    found = script.beside_by_hand(rank, ranks, torch.randn(8, 16, 32), argparse.Namespace(rounds=1))
+    return [row["loss"] for row in found["variants"].values()]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("ranks", [2, 4])  # as --ranks allows
+def test_what_the_benchmark_compares_is_the_same(ranks):
+    for losses in on_ranks(ranks, beside_by_hand):
+        assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, rel=1e-5)

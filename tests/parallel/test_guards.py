@@ -4,16 +4,20 @@ When the second half of a case fails, torch has mended it: the row in `mindspeed
 """
 
 import contextlib
+import functools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mindspeed_mem import parallel
-from mindspeed_mem.parallel import rules
+from mindspeed_mem.parallel import meshes, propagation, rules
 from tests.worlds import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -87,13 +91,18 @@ def without_our_rules():
     """DTensor as torch ships it."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     ours = {getattr(torch.ops.aten, name).default for name in rules._RULES}
-    kept = {one: propagator.op_strategy_funcs.pop(one) for one in ours if one in propagator.op_strategy_funcs}
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    kept = dict(propagator.op_strategy_funcs)
+    for operator, rule in kept.items():
+        if operator in ours:
+            del propagator.op_strategy_funcs[operator]
+        elif isinstance(rule, functools.partial) and rule.func is propagation._asked:
+            propagator.op_strategy_funcs[operator] = rule.args[0]
+    meshes.forget_choices()
     try:
         yield
     finally:
         propagator.op_strategy_funcs.update(kept)
-        torch._C._clear_DTensor_sharding_propagator_cache()
+        meshes.forget_choices()
 
 
 def cases(size):
@@ -206,3 +215,55 @@ def unpinned():
 def test_a_sum_for_a_gradient_is_made_at_the_boundary():
     for ours, torchs in on_ranks(4, unpinned):
         assert not ours and torchs
+
+
+REDUCED = ("sum", "nansum", "mean", "amax", "amin", "std", "var")
+
+
+def over_no_dims():
+    """How reductions over an empty list of dimensions, which is all of them, are laid out: by us, and by torch."""
+    rows = distribute_tensor(torch.ones(4, 4), parallel.mesh("cpu", x=2), [Shard(0)])
+    rules.register()
+    functions = {name: getattr(torch, name) for name in REDUCED} | {"norm": torch.linalg.vector_norm}
+
+    def made():
+        return {name: function(rows, dim=[], keepdim=True).placements[0] for name, function in functions.items()}
+
+    ours = made()
+    with without_our_rules():
+        return ours, made()
+
+
+def test_an_empty_list_of_dimensions_is_all_of_them():
+    for ours, torchs in on_ranks(2, over_no_dims):
+        assert all(one.is_replicate() or isinstance(one, Partial) for one in ours.values()), ours
+        assert all(isinstance(one, Shard) for one in torchs.values()), "torch knows it now"
+
+
+CHOICE = """
+import sys, torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from mindspeed_mem import parallel
+from mindspeed_mem.parallel import rules
+torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = parallel.mesh("cpu", x=2, y=2)
+if sys.argv[1] == "ours":
+    rules.register()
+for one in ([Partial(), Replicate()], [Replicate(), Partial()]):
+    x = DTensor.from_local(torch.ones(8, 8), mesh, one, run_check=False)
+    print(torch.addr(x, x[0], x[1]).placements)
+"""
+
+
+@pytest.mark.sweep
+def test_ranks_whose_strings_hash_otherwise_choose_alike():
+    def chosen(whose, seed):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        done = subprocess.run(
+            [sys.executable, "-c", CHOICE, whose], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert chosen("ours", 1) == chosen("ours", 7)
+    assert chosen("torch's", 1) != chosen("torch's", 7), "torch's are in order now"

@@ -1,0 +1,95 @@
+"""What DTensor gets wrong before an operator runs, where it chooses layouts: ranks must choose alike, and for all dims.
+
+Facts are of torch 2.13; each has a test that fails when torch does better.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mindspeed_mem.parallel.meshes import forget_choices
+
+aten = torch.ops.aten
+
+
+def _all_if_empty(place: int, given: tuple, more: dict) -> tuple[tuple, dict]:
+    """For these reductions an empty list of dimensions is all of them. (For any and all it is none of them.) torch's
+    rules take it for none: the parts are reduced, and the result is called split."""
+    if len(given) <= place or not isinstance(given[place], (list, tuple)) or given[place]:
+        return given, more
+    return (*given[:place], list(range(given[0].ndim)), *given[place + 1 :]), more
+
+
+def _from_the_front(given: tuple, more: dict) -> tuple[tuple, dict]:
+    """Dimensions counted from the end: torch's rules take them as they are, and find no split there."""
+    _, sizes, dim = given[:3]
+    return (*given[:2], dim % len(sizes), *given[3:]), more
+
+
+def _kept(given: tuple, more: dict) -> tuple[tuple, dict]:
+    """torch's rule looks for keepdim where it never is."""
+    return given, ({**more, "keepdim": given[2]} if len(given) > 2 else more)
+
+
+_CORRECTED: dict[Any, Callable[[tuple, dict], tuple[tuple, dict]]] = {
+    aten.linalg_vector_norm.default: functools.partial(_all_if_empty, 2),
+    aten.select_backward.default: _from_the_front,
+    aten.slice_backward.default: _from_the_front,
+    aten.logsumexp.default: _kept,
+    **dict.fromkeys(
+        (
+            *(aten.sum.dim_IntList, aten.nansum.default, aten.mean.dim, aten.amax.default, aten.amin.default),
+            *(aten.std.correction, aten.var.correction, aten.var_mean.correction),
+        ),
+        functools.partial(_all_if_empty, 1),
+    ),
+}
+"""What torch's rule for an operator is to be asked instead."""
+
+
+def correct() -> None:
+    """From now on DTensor chooses as it should; where it has been corrected nothing happens."""
+    from torch.distributed.tensor._ops import single_dim_strategy  # torch 2.13 and newer
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    if isinstance(propagator.decomp_strategy._get_candidate_placements, _Sorted):
+        return
+    for operator, correction in _CORRECTED.items():
+        if rule := propagator.op_strategy_funcs.get(operator):
+            propagator.op_strategy_funcs[operator] = functools.partial(_asked, rule, correction)
+    propagator.decomp_strategy._get_candidate_placements = _Sorted(propagator.decomp_strategy._get_candidate_placements)
+    single_dim_strategy._get_neighbor_placements = functools.partial(
+        _neighbors, single_dim_strategy._get_neighbor_placements
+    )
+    forget_choices()
+
+
+def _asked(rule: Callable, correction: Callable, schema: Any) -> Any:
+    given, more = correction(schema.args_schema, schema.kwargs_schema)
+    if given is not schema.args_schema or more is not schema.kwargs_schema:
+        schema = type(schema)(schema.op, given, more, schema_info=schema.schema_info)
+    return rule(schema)
+
+
+class _Sorted:
+    """Layouts to try for an operator without a rule, in an order of their own.
+
+    torch's is that of a set with hashes of strings in it, which each process seeds otherwise: of two equally dear ones
+    ranks then took different ones, and waited for each other.
+    """
+
+    def __init__(self, original: Callable[[Any], Iterable[Any]]) -> None:
+        self.original = original
+
+    def __call__(self, schema: Any) -> list[Any]:
+        return sorted(self.original(schema), key=repr)
+
+
+def _neighbors(original: Callable, splits: Iterable[Any], sums: Iterable[Any], *rest: Any) -> Any:
+    """Likewise, of the layouts one step away."""
+    return original(sorted(splits, key=repr), sorted(sums, key=repr), *rest)
