@@ -76,6 +76,8 @@ CASES = {
                 ffn_hidden_size=11008,
                 num_query_groups=32,
                 kv_channels=128,
+                vocab_size=32000,
+                untied=True,
                 **LLAMA,
             ),
             Degrees(micro_batches=1),

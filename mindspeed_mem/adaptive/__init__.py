@@ -1,7 +1,7 @@
 """Finding a memory plan: a problem described by measured or estimated figures, searched, simulated and written down.
 
     problem/  what is to be planned: layers, stages, link, limits; made from a profile or from a model's shape
-    search/   the plan: decisions, the integer program, hill climbing, simulation, what plans are compared with
+    search/   the plan: decisions, the integer program, descent, simulation, what plans are compared with
     layout/   how a model is split over devices, each split with its best plan
     run/      a training run: from its profile to a settled plan
 

@@ -48,6 +48,8 @@ def test_it_compares_the_plan_with_the_alternatives_and_writes_it(plan, tmp_path
     kept, full, found = (row(out, name) for name in ("keep all", "Megatron's full recompute", "this plan"))
     assert kept[-1] == "no" and found[-1] == "yes" and float(found[-2]) <= 24 < float(kept[-2])
     assert float(kept[0]) <= float(found[0]) < float(full[0]) and full[1:3] == ["+0.0", "%"]
+    slower, costly = (row(out, f"this plan, {what}") for what in ("link at 70 %", "copies cost 5 %"))
+    assert float(slower[0]) >= float(found[0]) <= float(costly[0]) and slower[-2:] == costly[-2:] == found[-2:]
     assert "K keep, S swap, R recompute" in out and "self_attention.linear_qkv" in out
     loaded = load_memory_config(target, num_layers=8)
     assert loaded.notices == () and (loaded.swap.op_swap or loaded.recompute.active)

@@ -71,7 +71,7 @@ def test_all_problems_of_a_file_are_said_at_once(written):
         "origin: got 'guessed'; allowed: measured, estimated",
         "problem.classes[0].groups[1].recompute_seconds: got 'fast'; allowed: a number of at least 0",
         "problem.classes[0].groups[2].bytes: got -1; allowed: a whole number of at least 0",
-        "problem.link.speed: unknown; allowed: out, back, out_alone, back_alone, blocking",
+        "problem.link.speed: unknown; allowed: out, back, out_alone, back_alone, blocking, slows",
         "problem.device_limit: missing",
     )
 

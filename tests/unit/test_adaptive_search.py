@@ -284,7 +284,7 @@ def test_a_plan_that_swaps_lets_copies_be_late_where_that_fits():
 
 
 def headline(tflops, link_gbps):
-    """The 7B shape with 16 layers and long sequences on a device of 105 GB that reaches so much."""
+    """Llama's 7B shape with 16 layers and long sequences on a device of 105 GB that reaches so much."""
     shape = Shape(
         num_layers=16,
         hidden_size=4096,
@@ -294,6 +294,8 @@ def headline(tflops, link_gbps):
         ffn_hidden_size=11008,
         num_query_groups=32,
         kv_channels=128,
+        vocab_size=32000,
+        untied=True,
         swiglu=True,
         normalization="RMSNorm",
         rope=True,
@@ -303,7 +305,7 @@ def headline(tflops, link_gbps):
     return from_shape.problem(shape, Degrees(micro_batches=1), machine)
 
 
-@pytest.mark.parametrize(("tflops", "link", "gain"), [(700, 50, 0.242), (742, 25, 0.207)])
+@pytest.mark.parametrize(("tflops", "link", "gain"), [(700, 50, 0.257), (742, 25, 0.215)])
 def test_on_a_large_model_swap_and_recompute_gain_more_than_recompute_alone(tflops, link, gain):
     problem = headline(tflops, link)
     found = Search(problem).best()

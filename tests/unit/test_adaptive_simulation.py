@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from mindspeed_mem.adaptive import Plan, StagePlan, simulate
 from mindspeed_mem.adaptive.problem.definition import GB
-from mindspeed_mem.adaptive.search.hill_climb import is_valid
+from mindspeed_mem.adaptive.search import many
+from mindspeed_mem.adaptive.search.decisions import is_valid
+from mindspeed_mem.adaptive.search.simulation import StageTrack
 from tests.planning import LAYER, small_problem
 from tests.streams import Machine
 
@@ -76,6 +78,29 @@ def test_a_window_for_late_copies_is_in_time_and_bounds_what_they_hold(case, win
         assert without <= one <= without + (0 if problem.link.blocking else plan.window_bytes)
 
 
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_plans_played_at_once_take_to_the_bit_what_each_takes_by_itself(case, chance):
+    problem, plan = case
+    problem = dataclasses.replace(problem, link=dataclasses.replace(problem.link, slows=chance.choice([0.0, 0.1])))
+    number = chance.randrange(len(plan.stages))
+    mine = plan.stages[number]
+    texts = sorted({text for part in mine.parts for text in part[1:]} | {"K" * len(LAYER.groups)})
+    several = [mine]
+    for _ in range(5):
+        parts = tuple((part[0], *(chance.choice(texts) for _ in part[1:])) for part in mine.parts)
+        several.append(dataclasses.replace(mine, parts=parts))
+    letters = many.letters_of(several)
+    alone = many.alone(problem, number, letters, mine.distance)
+    together = many.Together(problem, plan.stages, number).play(letters, mine.distance)
+    for place, one in enumerate(several):
+        track = StageTrack(problem, number, one)
+        assert (track.alone(), track.peak, track.stall) == tuple(row[place] for row in alone)
+        every = (*plan.stages[:number], one, *plan.stages[number + 1 :])
+        found = simulate(problem, dataclasses.replace(plan, stages=every))
+        assert (found.seconds, found.peaks[number], found.stalls[number]) == tuple(row[place] for row in together)
+
+
 def test_a_window_saves_waiting_for_copies():
     problem = small_problem(layers=4, micro_batches=2, link=0.3)
     moved = StagePlan(parts=(("-SSKKK", *["KSSKKK"] * 3),))
@@ -131,6 +156,19 @@ def test_recomputation_frees_what_it_makes_again_and_takes_its_time():
     without, found = (simulate(problem, Plan(stages=(stage,))) for stage in (kept, again))
     assert found.seconds - without.seconds == pytest.approx(2 * 4 * group.recompute_seconds)
     assert 3 * group.bytes <= without.peaks[0] - found.peaks[0] <= 4 * group.bytes  # one is there while it is needed
+
+
+def test_copies_that_slow_computation_cost_a_share_of_their_time():
+    problem = small_problem(stages=1, layers=3, micro_batches=2, link=1000.0)
+    costly = dataclasses.replace(problem, link=dataclasses.replace(problem.link, slows=0.5))
+    group = LAYER.groups[1]
+    kept = StagePlan(parts=(("-KKKKK", "KKKKKK", "KKKKKK"),))
+    moved = StagePlan(parts=(("-SKKKK", "KSKKKK", "KSKKKK"),), distance=4)
+    before, after = (simulate(problem, Plan(stages=(stage,))).seconds for stage in (kept, moved))
+    assert simulate(costly, Plan(stages=(kept,))).seconds == before
+    slowed = simulate(costly, Plan(stages=(moved,))).seconds
+    copies = 2 * 3 * 2 * group.bytes / GB / 1000.0  # micro-batches, layers, out and back
+    assert slowed - after == pytest.approx(copies / 2, rel=0.01)
 
 
 def test_a_later_stage_waits_for_the_one_before():

@@ -29,7 +29,7 @@ from mindspeed_mem.adaptive.search.search import Found, Search
 
 SWAP, RECOMPUTE, CHUNKS = ALLOWED = ("swap", "recompute", "chunk-zero")
 """What a plan may do."""
-WORK, TREE = 20_000, 20
+WORK, TREE = 100_000, 20
 """Operators simulated for small changes to a plan, and nodes of a solver's tree, at most: far less than `plan` takes,
 which has one layout to plan."""
 _FEW = 4

@@ -129,6 +129,8 @@ class Link:
     blocking: bool = False
     """Computation stands still while anything is copied, as on a CPU, which copies in the computing thread: no copy
     hides behind compute."""
+    slows: float = 0.0
+    """Seconds that computation takes longer for each second of copies beside it, as both need device memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,12 @@ from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
 
 OUT, RELEASE, BACK, AHEAD, WAIT = range(5)
 
-
-_TICK = 2.0**36
+TICK = 2.0**36
 
 
 def exact(seconds: float) -> float:
     """Rounded to whole ticks of 15 ps, of which sums and differences are exact in any order, up to a day."""
-    return round(seconds * _TICK) / _TICK
+    return round(seconds * TICK) / TICK
 
 
 class Script(NamedTuple):
@@ -116,6 +115,9 @@ class PartScripts:
         start = needed + distance
         seconds, early = nbytes / GB, max(0, start - self.count - self._tail)
         self.copies.append(Copy(nbytes, exact(seconds / link.out), exact(seconds / link.back), early))
+        if link.slows and not link.blocking:
+            forward.seconds[saved] += link.slows * seconds / link.out
+            backward.seconds[needed] += link.slows * seconds / link.back
         if start <= self.count + self._tail:
             start = min(start, self.count)
             backward.steps.append((start, BACK, number))

@@ -3,14 +3,15 @@ operator group, a column for each layer, a letter for what is done."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.problem.profile_file import Profile
 from mindspeed_mem.adaptive.search.decisions import Plan, host_bytes
 from mindspeed_mem.adaptive.search.milp import NODES
 from mindspeed_mem.adaptive.search.search import Found
-from mindspeed_mem.adaptive.search.simulation import Simulated
+from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
 from mindspeed_mem.reserve import Reserve
 
 _ESTIMATED = (
@@ -23,6 +24,9 @@ _ESTIMATED = (
 
 LEGEND = "K keep, S swap, R recompute, - given from outside, . no such group"
 _ABSENT = "."
+_SLOWER, _COSTS = 0.7, 0.05
+"""What a plan is tried with besides: the link's speed, as a share of what was said, and the share of copies' time that
+computation takes longer."""
 
 
 def gib(nbytes: float) -> str:
@@ -67,7 +71,7 @@ def lines(
     rows = [("policy", "step s", "throughput", "peak GiB", "fits")]
     policies = [("keep all", kept), ("Megatron's full recompute", full)]
     if found is not None:
-        policies += [*found.rivals.items(), ("this plan", found.simulated)]
+        policies += [*found.rivals.items(), ("this plan", found.simulated), *_otherwise(found)]
     for name, one in policies:
         fits = "yes" if max(one.peaks) <= problem.device_limit else "no"
         gain = f"{100 * (full.seconds / one.seconds - 1):+.1f} %"
@@ -89,6 +93,18 @@ def lines(
         *grid(problem, found.plan, width),
         *_remarks(problem, reserve, found),
     ]
+
+
+def _otherwise(found: Found) -> Iterator[tuple[str, Simulated]]:
+    """What a plan that swaps is worth on a machine that copies worse than was thought."""
+    problem, link = found.problem, found.problem.link
+    if not any(host_bytes(problem, number, stage) for number, stage in enumerate(found.plan.stages)):
+        return
+    slower = replace(link, out=_SLOWER * link.out, back=_SLOWER * link.back)
+    yield f"this plan, link at {100 * _SLOWER:.0f} %", simulate(replace(problem, link=slower), found.plan)
+    if not link.blocking:  # then all of each copy is computation's time anyway
+        costly = replace(link, slows=link.slows + _COSTS)
+        yield f"this plan, copies cost {100 * _COSTS:.0f} %", simulate(replace(problem, link=costly), found.plan)
 
 
 def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) -> list[tuple[str, ...]]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive.problem.definition import Problem
-from mindspeed_mem.adaptive.search import baselines
+from mindspeed_mem.adaptive.search import baselines, many
 from mindspeed_mem.adaptive.search.decisions import SWAP, Plan, StagePlan, host_bytes
-from mindspeed_mem.adaptive.search.hill_climb import WORK, Climb, Judged
+from mindspeed_mem.adaptive.search.descent import WORK, Descent
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.milp import NODES
 from mindspeed_mem.adaptive.search.simulation import Simulated, most_played, simulate
@@ -176,17 +176,10 @@ class Search:
         for number in sorted(
             range(len(stages)), key=lambda number: -self._stages[number].judge(stages[number]).seconds
         ):
-
-            def judge(one: StagePlan, number: int = number) -> Judged:
-                every = (*changed[:number], one, *changed[number + 1 :])
-                found = self.simulated(Plan(stages=every, inputs_move=inputs_move))
-                return Judged(found.seconds, found.peaks[number], found.stalls[number])
-
-            stage = self._stages[number]
-            climb = Climb(
-                problem, number, inputs_move, judge, stage.distances, work, rounds=line.micro_batches, price=price
-            )
-            changed[number], work = climb.run(changed[number]), climb.work
+            played = many.Together(problem, changed, number).play
+            far = self._stages[number].distances
+            descent = Descent(problem, number, inputs_move, played, far, work, price=price)
+            changed[number], work = descent.run(changed[number]), descent.work
         return changed
 
     def _simulate(self, problem: Problem, stages: Sequence[StagePlan], inputs_move: bool) -> None:

@@ -20,7 +20,7 @@ from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes
 from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT, PartScripts, Script, exact
 from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
-from mindspeed_mem.schedule import Span, Timeline
+from mindspeed_mem.schedule import Placement, Span, Timeline
 from mindspeed_mem.schedule.simulation import play
 
 _ROUNDS = 3
@@ -49,13 +49,14 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
     micro_batches, send = problem.pipeline.micro_batches, exact(problem.pipeline.send_seconds)
     few, once = most_played(problem), max(stage.step_seconds for stage in problem.stages)
     tracks = _tracks(problem.with_micro_batches(min(few, micro_batches)), plan)
-    timeline = play(tracks, problem.virtual_stages, send)
+    placement = Placement(len(problem.stages), problem.virtual_stages)
+    timeline = play(tracks, placement, send)
     seconds, stalls = timeline.makespan, tuple(track.stall for track in tracks)
     if micro_batches > few:
-        less = -(-len(problem.stages) // _step(problem)) * _step(problem)
-        before = _tracks(problem.with_micro_batches(few - less), plan, tracks)
-        more = (micro_batches - few) / less
-        seconds += more * (seconds - play(before, problem.virtual_stages, send).makespan)
+        less = fewer(problem)
+        before = _tracks(problem.with_micro_batches(less), plan, tracks)
+        more = (micro_batches - few) / (few - less)
+        seconds += more * (seconds - play(before, placement, send).makespan)
         stalls = tuple(late + more * (late - track.stall) for late, track in zip(stalls, before, strict=True))
     return Simulated(
         seconds=seconds + once,
@@ -70,6 +71,11 @@ def most_played(problem: Problem) -> int:
     """Micro-batches that are played at most."""
     step = _step(problem)
     return -(-max(_FEW, _ROUNDS * len(problem.stages)) // step) * step + problem.pipeline.micro_batches % step
+
+
+def fewer(problem: Problem) -> int:
+    """Micro-batches that are played besides, to see the pace of those that the others are more."""
+    return most_played(problem) - -(-len(problem.stages) // _step(problem)) * _step(problem)
 
 
 def _step(problem: Problem) -> int:
@@ -135,7 +141,7 @@ class StageTrack:
         stage = problem.stages[number]
         self._blocking = problem.link.blocking
         self.passes = problem.passes[number]
-        self._coming = [_coming(work, after) for work, after in zip(self.passes, [*self.passes[1:], None], strict=True)]
+        self._coming = coming(self.passes)
         self.parts = parts or [
             PartScripts(problem, part, letters, plan.distance)
             for part, letters in zip(stage.parts, plan.parts, strict=True)
@@ -252,9 +258,10 @@ class StageTrack:
         return highest
 
 
-def _coming(work: Pass, after: Pass | None) -> Pass | None:
-    """The pass after this one, if it is the backward of another pass: its first copies back start here."""
-    return after if after is not None and after[0] == BACKWARD and after[1:] != work[1:] else None
+def coming(passes: Sequence[Pass]) -> list[Pass | None]:
+    """For each pass the one after it, if that is the backward of another pass: its first copies back start here."""
+    pairs = zip(passes, passes[1:], strict=False)
+    return [*(after if after[0] == BACKWARD and after[1:] != work[1:] else None for work, after in pairs), None]
 
 
 _Key = tuple[int, int, int]

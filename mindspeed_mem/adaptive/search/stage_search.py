@@ -15,8 +15,9 @@ from functools import partial
 from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
+from mindspeed_mem.adaptive.search import many
 from mindspeed_mem.adaptive.search.decisions import SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
-from mindspeed_mem.adaptive.search.hill_climb import Climb, Judged
+from mindspeed_mem.adaptive.search.descent import WORK, Descent
 from mindspeed_mem.adaptive.search.milp import NODES, Rules, Solved, at_once, bound, solve
 from mindspeed_mem.adaptive.search.simulation import StageTrack
 
@@ -33,6 +34,16 @@ _WAYS = 2
 """Ways to lay out counts that are looked at more closely."""
 _STEP = 0.01
 """By what share of the limit memory's price is found."""
+
+
+class Judged(NamedTuple):
+    """What a plan of a stage takes."""
+
+    seconds: float
+    peak: int
+    """Bytes."""
+    stall: float
+    """Of these seconds, those in which computation waits for copies."""
 
 
 class Way(NamedTuple):
@@ -128,8 +139,8 @@ class StageSearch:
         for number, start in enumerate(starts, 1):
             plan = start() if work > 0 and not self.is_good(problem, best, inputs_move, enough) else None
             if plan is not None:
-                climb = Climb(problem, self.number, inputs_move, self.judge, self.distances, work, rounds=self.rounds)
-                found, work = climb.run(plan, deep=number == len(starts)), climb.work
+                descent = self._descent(problem, inputs_move, work)
+                found, work = descent.run(plan, deep=number == len(starts)), descent.work
                 judged = self.judge(found)
                 if judged.peak <= problem.device_limit and judged.seconds < self.judge(best).seconds:
                     best = found
@@ -148,10 +159,19 @@ class StageSearch:
             pool = [plan for plan, valid in self._pool.items() if valid[inputs_move]]
             lowest = min(pool, key=lambda plan: (self.judge(plan).peak, plan.parts), default=self.keep_all)
             none = self._short.with_limit(0)
-            lowest = Climb(none, self.number, inputs_move, self.judge, self.distances, rounds=self.rounds).run(lowest)
+            lowest = self._descent(none, inputs_move, WORK).run(lowest)
             self.remember(lowest)
             self._least[inputs_move] = lowest
         return self._least[inputs_move]
+
+    def _descent(self, problem: Problem, inputs_move: bool, work: int) -> Descent:
+        kinds = (problem.class_of[name] for part in problem.stages[self.number].parts for name in part.layers)
+        price = sum(len(kind.operators) for kind in kinds) * min(8, len(self._short.passes[self.number]))
+
+        def play(rows: many.Array, distance: int) -> many.Several:
+            return many.alone(self._short, self.number, rows, distance)
+
+        return Descent(problem, self.number, inputs_move, play, self.distances, work, price=price)
 
     def remember(self, plan: StagePlan) -> None:
         """It counts from now on, wherever it fits."""

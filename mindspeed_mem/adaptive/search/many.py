@@ -1,0 +1,485 @@
+"""Many plans of one stage played at once: what `simulation.StageTrack` finds for each of them, to the bit.
+
+Plans that are changed a little are played by the thousand when a plan is improved. Those of one distance have the same
+events at the same places; which of them there are is a row of zeros and ones over the plans. So a walk over the events
+of a pass, each a few operations on arrays with a number for each plan ("lane"), plays them all. Sums and maxima of
+whole ticks (`pass_script.exact`) come out alike however they are ordered. There is no window for late copies here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Problem
+from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP, StagePlan
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact
+from mindspeed_mem.adaptive.search.simulation import coming, fewer, most_played
+from mindspeed_mem.passes import FORWARD, Pass
+from mindspeed_mem.schedule import Placement, Span
+from mindspeed_mem.schedule.simulation import play
+
+if TYPE_CHECKING:
+    import numpy
+
+    Array: TypeAlias = "numpy.ndarray[Any, Any]"
+
+LANES = 512
+"""Plans played at once; more are played in turns, so that memory stays small."""
+_REMEMBERED = 4
+"""Ways in which a pass found the streams that are remembered, each with what followed."""
+
+
+class Several(NamedTuple):
+    """What plans of a stage take, a number for each."""
+
+    seconds: Array
+    peaks: Array
+    """Bytes."""
+    stalls: Array
+
+
+def letters_of(plans: Sequence[StagePlan]) -> Array:
+    """(plans, places) of uint8: the letters of all layers of all parts in a row."""
+    import numpy
+
+    text = "".join(["".join(map("".join, plan.parts)) for plan in plans])
+    return numpy.frombuffer(text.encode(), numpy.uint8).reshape(len(plans), -1)
+
+
+def alone(problem: Problem, number: int, letters: Array, distance: int) -> Several:
+    """Stage `number` by itself under plans of this distance: nothing is waited for but copies.
+
+    letters: see `letters_of`.
+    """
+
+    found = []
+    for first in range(0, len(letters), LANES):
+        track = ManyTracks(problem, number, letters[first : first + LANES], distance)
+        found.append(Several(track.alone(), track.peaks, track.stall))
+    return _joined(found)
+
+
+class Together:
+    """All stages, of which one changes; without a window."""
+
+    def __init__(self, problem: Problem, stages: Sequence[StagePlan], number: int):
+        few, count = most_played(problem), problem.pipeline.micro_batches
+        counts = [count] if count <= few else [few, fewer(problem)]
+        self._more = (count - few) / (few - counts[-1]) if count > few else 0.0
+        self._problem, self._number = problem, number
+        self._short = [problem.with_micro_batches(each) for each in counts]
+        self._stages = [
+            (letters_of([plan]), plan.distance, _parts(problem, place, letters_of([plan]), plan.distance))
+            for place, plan in enumerate(stages)
+        ]
+
+    def play(self, letters: Array, distance: int) -> Several:
+        """With this stage under plans of one distance: seconds as those of `simulate`, its own peaks and stalls."""
+        turns = (letters[first : first + LANES] for first in range(0, len(letters), LANES))
+        return _joined([self._play(some, distance) for some in turns])
+
+    def _play(self, letters: Array, distance: int) -> Several:
+        import numpy
+
+        line, number = self._problem.pipeline, self._number
+        parts = _parts(self._problem, number, letters, distance)
+        ends, mine = list[Any](), list[ManyTracks]()
+        for short in self._short:
+            tracks = []
+            for place, fixed in enumerate(self._stages):
+                tracks.append(ManyTracks(short, place, *((letters, distance, parts) if place == number else fixed)))
+            play(tracks, Placement(len(short.stages), short.virtual_stages), exact(line.send_seconds))
+            ends.append(reduce(numpy.maximum, (track.now for track in tracks)))
+            mine.append(tracks[number])
+        seconds = ends[0] + self._more * (ends[0] - ends[-1]) + max(one.step_seconds for one in self._problem.stages)
+        stalls = mine[0].stall + self._more * (mine[0].stall - mine[-1].stall)
+        return Several(seconds, mine[0].peaks, stalls)
+
+
+def _joined(several: Sequence[Several]) -> Several:
+    import numpy
+
+    return several[0] if len(several) == 1 else Several(*map(numpy.concatenate, zip(*several, strict=True)))
+
+
+@dataclass
+class _Copies:
+    """Copies at one place in all plans that have them."""
+
+    has: Array
+    """(lanes) of float64, 1 or 0; a single one for all lanes."""
+    out: float
+    saved: int
+    due: int
+    returns: list[_Return] = field(default_factory=list)
+
+
+class _Return(NamedTuple):
+    """A copy back, in the plans that need it at the same place."""
+
+    number: int
+    """Of the copy, in the order of layers and groups."""
+    has: Array
+    nbytes: int
+    back: float
+    start: int
+    """The operator before whose backward it starts; 0: in the pass before."""
+    early: int
+    needed: int
+
+
+class _Event(NamedTuple):
+    """What happens at a moment in a pass; a number for each lane in the arrays."""
+
+    what: int
+    copy: int
+    moment: int
+    """Row of `_Passes.moments`."""
+    seconds: Any
+    """Of the copy, 0 where there is none; None where none starts."""
+    has: Any
+    """1 where there is one."""
+
+
+class _Passes(NamedTuple):
+    """One kind of pass."""
+
+    events: list[_Event]
+    moments: Array
+    """(places, lanes): seconds of compute until each place."""
+    whole: Array
+    highest: Array
+    net: Array
+    copied: Array
+    """Seconds of all copies that start in it."""
+
+
+class _Part:
+    """One part of the stage under all plans."""
+
+    def __init__(self, problem: Problem, number: int, place: int, letters: Array, distance: int):
+        import numpy
+
+        self.part = part = problem.stages[number].parts[place]
+        self.lanes = len(letters)
+        kinds = [problem.class_of[name] for name in part.layers]
+        bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
+        self.count = bases[-1]
+        self._tail = int(part.after != Outside())
+        shape = (self.count + 2, self.lanes)
+        self._forward_seconds = numpy.zeros((self.count + 2, self.lanes if problem.link.slows else 1))
+        self._backward_seconds = numpy.zeros(shape)
+        self._take, self._regive = numpy.zeros((2, self.count + 2, 1), numpy.int64)  # whatever the letters are
+        self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
+        self._copies: list[_Copies] = []
+        for base, kind in zip(bases, kinds, strict=False):
+            for operator, one in enumerate(kind.operators, base + 1):
+                self._forward_seconds[operator] = one.forward_seconds
+                self._backward_seconds[operator] = one.backward_seconds
+        first = 0
+        self._link, self._distance = problem.link, distance
+        for layer, kind in enumerate(kinds):
+            mine = numpy.ascontiguousarray(letters[:, first : first + len(kind.groups)].T)
+            self._layer(kind, kinds[layer - 1] if layer else None, bases[layer], mine)
+            first += len(kind.groups)
+        late = [one for copy in self._copies for one in copy.returns if one.early]
+        self.early = sorted(late, key=lambda one: (-one.early, -one.number))
+        """The copies back that may start in the pass before, the first of them first."""
+        self._cache: dict[tuple[bool, int | None, bool], _Passes] = {}
+
+    def _layer(self, kind: LayerClass, previous: LayerClass | None, base: int, letters: Array) -> None:
+        import numpy
+
+        alike = (letters == letters[:, :1]).all(axis=1)
+        swapped, again = letters == ord(SWAP), letters == ord(RECOMPUTE)
+        needed: list[int | Array] = [max(kind.index[name] for name in group.used_by) for group in kind.groups]
+        for place in reversed(range(len(kind.groups))):
+            for name in kind.groups[place].needs if again[place].any() else ():
+                other, own = kind.group_index[name], needed[place]
+                if alike[place] and isinstance(own, int) and isinstance(needed[other], int):
+                    needed[other] = max(own, needed[other])
+                else:
+                    needed[other] = numpy.maximum(needed[other], numpy.where(again[place], own, 0))
+        for place, group in enumerate(kind.groups):
+            first = letters[place, 0]
+            if first == ord(NOTHING):
+                continue
+            from_before = previous is not None and group.from_previous
+            maker = previous if previous is not None and from_before else kind
+            at = max(maker.index[name] for name in group.operators if name in maker.index)
+            produced = at + 1 + (base - len(maker.operators) if from_before else base)
+            uses = [base + 1 + kind.index[name] for name in group.used_by]
+            self._take[produced] += group.bytes
+            self._regive[min(uses)] += group.bytes
+            if not alike[place] or first != ord(KEEP):
+                mine = swapped[place], again[place]
+                if alike[place]:
+                    mine = mine[0][:1], mine[1][:1]
+                self._add(group, produced, base + 1, (min(uses), max(uses)), *mine, needed[place])
+
+    def _add(
+        self,
+        group: Group,
+        produced: int,
+        base: int,
+        uses: tuple[int, int],
+        swapped: Array,
+        again: Array,
+        needed: int | Array,
+    ) -> None:
+        """A group that is swapped or recomputed in some plans; `base`: the place of its layer's first operator."""
+        nbytes = group.bytes
+        if again.any():
+            less = nbytes - group.recompute_keeps
+            self._give[max(uses[1], produced)] += again * less
+            for one, there in _cases(needed, again):
+                self._retake[base + one] += there * less
+                self._backward_seconds[base + one] += there * (group.recompute_seconds or 0.0)
+        if not swapped.any():
+            return
+        saved = max(produced, uses[0])
+        due = max(produced + self._distance, saved)
+        if due > self.count:
+            due = self.count if due == self.count + self._tail else self.count + 1
+        self._give[due] += swapped * nbytes
+        seconds = nbytes / GB
+        out, back = exact(seconds / self._link.out), exact(seconds / self._link.back)
+        copy = _Copies(swapped.astype(float), out, saved, due)
+        slows = 0.0 if self._link.blocking else self._link.slows
+        if slows:
+            self._forward_seconds[saved] += swapped * (slows * seconds / self._link.out)
+        for one, there in _cases(needed, swapped):
+            if slows:
+                self._backward_seconds[base + one] += there * (slows * seconds / self._link.back)
+            start = base + one + self._distance
+            early = max(0, start - self.count - self._tail)
+            start = 0 if early else min(start, self.count)
+            if start:
+                self._retake[start] += there * nbytes
+            number = len(self._copies)
+            copy.returns.append(_Return(number, there.astype(float), nbytes, back, start, early, base + one))
+        self._copies.append(copy)
+
+    def passes(self, forward: bool, ahead: int | None, parts: Sequence[_Part], fetched: bool) -> _Passes:
+        """See `PartScripts.script`; ahead: the part whose backward follows."""
+        key = forward, ahead, fetched
+        if key not in self._cache:
+            early = [] if ahead is None else parts[ahead].early
+            self._cache[key] = self._of_forward(early) if forward else self._of_backward(early, fetched)
+        return self._cache[key]
+
+    def _of_forward(self, ahead: Sequence[_Return]) -> _Passes:
+        import numpy
+
+        before, after, count = self.part.before, self.part.after, self.count
+        seconds = self._forward_seconds.copy()
+        seconds[0], seconds[count + 1] = before.forward_seconds, after.forward_seconds
+        steps: list[tuple[int, int, int, int, Any, Any]] = []
+        for number, copy in enumerate(self._copies):
+            steps.append((copy.saved, OUT, number, number, copy.has * copy.out, copy.has))
+            steps.append((copy.due, RELEASE, number, number, None, None))
+        take = self._take.copy()
+        take[count + 1] += after.bytes
+        if ahead:
+            take = numpy.repeat(take, self.lanes, axis=1)
+        for rank, one in enumerate(ahead):
+            at = max(1, count + 1 - one.early)
+            steps.append((at - 1, AHEAD, rank, rank, one.has * one.back, one.has))
+            take[at] += self._bytes(one)
+        start = numpy.full(self.lanes, before.bytes)
+        return _passes(steps, seconds.cumsum(axis=0), start, take[1:], self._give[1:], 0)
+
+    def _of_backward(self, ahead: Sequence[_Return], fetched: bool) -> _Passes:
+        import numpy
+
+        before, after, count = self.part.before, self.part.after, self.count
+        seconds = self._backward_seconds.copy()
+        seconds[count + 1] = after.backward_seconds  # the loss, before the last operator
+        moments = seconds[:0:-1].cumsum(axis=0)
+        moments = numpy.concatenate([moments, moments[-1:] + before.backward_seconds])
+        steps: list[tuple[int, int, int, int, Any, Any]] = []
+        for copy in self._copies:
+            for one in copy.returns:
+                if one.start:
+                    steps.append((count - one.start, BACK, -one.number, _key(one), one.has * one.back, one.has))
+                steps.append((count - one.needed, WAIT, -one.number, _key(one), None, None))
+        take = numpy.concatenate([numpy.zeros((1, self.lanes), numpy.int64), self._retake[count:0:-1]])
+        start = numpy.zeros(self.lanes, numpy.int64)
+        if not fetched:
+            for rank, one in enumerate(self.early):
+                steps.append((-1, BACK, rank, _key(one), one.has * one.back, one.has))
+                start += self._bytes(one)
+        for rank, one in enumerate(ahead):
+            place = count - min(one.early, count)
+            steps.append((place, AHEAD, rank, rank, one.has * one.back, one.has))
+            take[place + 1] += self._bytes(one)
+        give = numpy.concatenate([[[after.bytes]], self._regive[count:0:-1]])
+        return _passes(steps, moments, start, take, give, before.bytes)
+
+    def _bytes(self, one: _Return) -> Array:
+        return one.has.astype("int64") * one.nbytes
+
+
+def _alike(one: Array, other: Array) -> bool:
+    return one is other or bool((one == other).all())
+
+
+def _key(one: _Return) -> int:
+    """Tells the returns of all copies apart."""
+    return one.number << 32 | one.needed
+
+
+def _cases(needed: int | Array, those: Array) -> list[tuple[int, Array]]:
+    """By where it is needed: the lanes of `those` in which it is there."""
+    import numpy
+
+    if isinstance(needed, int):
+        return [(needed, those)]
+    return [(int(one), those & (needed == one)) for one in numpy.unique(needed[those] if len(those) > 1 else needed)]
+
+
+def _passes(steps: list[tuple], moments: Array, at_start: Array, take: Array, give: Array, at_end: int) -> _Passes:
+    import numpy
+
+    moments = numpy.rint(moments * TICK) / TICK
+    events = []
+    copied = numpy.zeros(len(at_start))
+    for place, what, _, copy, seconds, has in sorted(steps, key=lambda one: one[:4]):
+        events.append(_Event(what, copy, place, seconds, has))
+        if seconds is not None:
+            copied += seconds
+    held = take.cumsum(axis=0) + at_start
+    given = give.cumsum(axis=0)
+    net = held[-1] - given[-1] - at_end
+    held = numpy.concatenate([held[:1] + 0 * net, held[1:] - given[:-1]])
+    return _Passes(events, moments, moments[-1], numpy.maximum(at_start, held.max(axis=0)), net, copied)
+
+
+def _parts(problem: Problem, number: int, letters: Array, distance: int) -> list[_Part]:
+    made, first = [], 0
+    for place, part in enumerate(problem.stages[number].parts):
+        end = first + sum(len(problem.class_of[name].groups) for name in part.layers)
+        made.append(_Part(problem, number, place, letters[:, first:end], distance))
+        first = end
+    return made
+
+
+class ManyTracks:
+    """`simulation.StageTrack` for many plans of one distance; a track for `schedule.simulation.play`."""
+
+    def __init__(self, problem: Problem, number: int, letters: Array, distance: int, parts: list[_Part] | None = None):
+        """parts: of the same plans, if they are there."""
+        import numpy
+
+        self.passes, self.spans = problem.passes[number], list[Span]()
+        self._coming = coming(self.passes)
+        self._blocking = problem.link.blocking
+        stage = problem.stages[number]
+        self.parts = parts or _parts(problem, number, letters, distance)
+        self._kinds = [self._kind(place) for place in range(len(self.passes))]
+        held = numpy.zeros(len(letters), numpy.int64)
+        highest = held
+        for kind in self._kinds:
+            highest = numpy.maximum(highest, held + kind.highest)
+            held = held + kind.net
+        self.peaks = highest + (stage.static_bytes + stage.temporary_bytes)
+        self.now = self.stall = numpy.zeros(len(letters))
+        self._out = self._back = self.now
+        self._fetched: list[Array] = []
+        self._known: dict[int, list[tuple[list[Array], tuple]]] = {}
+
+    @property
+    def next(self) -> Pass | None:
+        return self.passes[len(self.spans)] if len(self.spans) < len(self.passes) else None
+
+    def alone(self) -> Array:
+        while self.next is not None:
+            self.run(0.0)
+        return self.now
+
+    def run(self, arrival: Any) -> Any:
+        """Run the next pass; returns when it ends."""
+        import numpy
+
+        place = len(self.spans)
+        kind = self._kinds[place]
+        start = numpy.maximum(self.now, arrival)
+        if self._blocking:
+            stall = kind.copied
+        elif not kind.events:
+            stall, ended = None, start + kind.whole
+            self._later(ended - self.now)
+            self._fetched = []
+            self.now = ended
+        else:
+            self._later(start - self.now)
+            stall = self._played(place, kind)
+        if stall is not None:
+            self.now, self.stall = start + kind.whole + stall, self.stall + stall
+        times: Any = start, self.now
+        self.spans.append(Span(self.passes[place], *times))
+        return self.now
+
+    def _later(self, seconds: Array) -> None:
+        import numpy
+
+        self._out = numpy.maximum(self._out - seconds, 0.0)
+        self._back = numpy.maximum(self._back - seconds, 0.0)
+        self._fetched = [numpy.maximum(one - seconds, 0.0) for one in self._fetched]
+
+    def _played(self, place: int, kind: _Passes) -> Array:
+        """The stall of a pass; passes that all plans find as they found one before take the same."""
+        state = [self._out, self._back, *self._fetched]
+        known = self._known.setdefault(id(kind), [])
+        found = (after for before, after in known if all(map(_alike, before, state)))
+        after = next(found, None)
+        if after is None:
+            after = self._play(place, kind)
+            known[:0] = [(state, after)]
+            del known[_REMEMBERED:]
+        stall, self._out, self._back, self._fetched = after
+        return stall
+
+    def _play(self, place: int, kind: _Passes) -> tuple[Array, Array, Array, list[Array]]:
+        import numpy
+
+        maximum = numpy.maximum
+        direction, _, part = self.passes[place]
+        out, back = self._out, self._back
+        lag = numpy.zeros(len(out))
+        outs: dict[int, Array] = {}
+        backs: dict[int, Array] = {}
+        if direction != FORWARD and self._fetched:
+            backs = {_key(one): done for one, done in zip(self.parts[part].early, self._fetched, strict=True)}
+        following = self._coming[place]
+        fetched: list[Array] = []
+        moments = kind.moments
+        for what, copy, row, seconds, has in kind.events:
+            moment = 0.0 if row < 0 else moments[row]
+            if what == OUT:
+                out = maximum(out, moment + lag) + seconds
+                outs[copy] = out * has
+            elif what == BACK:
+                back = maximum(back, moment + lag) + seconds
+                backs[copy] = back * has
+            elif what == AHEAD:
+                back = maximum(back, moment + lag) + seconds
+                fetched.append(back * has)
+            else:
+                lag = maximum(lag, (backs[copy] if what == WAIT else outs[copy]) - moment)
+        ended = kind.whole + lag
+        out, back = maximum(out - ended, 0.0), maximum(back - ended, 0.0)
+        assert following is not None or not fetched
+        return lag, out, back, [maximum(one - ended, 0.0) for one in fetched]
+
+    def _kind(self, place: int) -> _Passes:
+        direction, _, part = self.passes[place]
+        following = self._coming[place]
+        fetched = place > 0 and self._coming[place - 1] is not None
+        ahead = None if following is None else following[2]
+        return self.parts[part].passes(direction == FORWARD, ahead, self.parts, fetched)
