@@ -5,8 +5,8 @@
 
 Each rank is a stage of one linear layer of Megatron's, whose passes are made longer by sleeping: a forward, the
 gradient of its input and that of its weight take equally long, on as few cores as there are. So this measures the
-loops, what stages send each other and the order of passes, and not how fast anything computes. Variants take turns in
-the same processes; Megatron's schedules run in Megatron's loops.
+loops, what stages send each other and the order of passes, and not how fast anything computes. Ranks keep to a core
+each, as far as there are any. Variants take turns in the same processes; Megatron's schedules run in Megatron's loops.
 """
 
 from __future__ import annotations
@@ -41,10 +41,16 @@ class Variant(NamedTuple):
     """Passes in flight."""
     split: bool = False
     """Zero bubble."""
+    v: bool = False
 
     @property
     def limits(self) -> dict:
-        return {"cap": self.cap, "split": self.split}
+        return {"cap": self.cap, "split": self.split, "v": self.v}
+
+    @property
+    def flags(self) -> dict:
+        schedule = "v" if self.v else "zb" if self.split else "1f1b"
+        return {"max_inflight_microbatches": self.cap, "pipeline_schedule": schedule}
 
 
 def variants(stages: int) -> dict[str, Variant]:
@@ -54,8 +60,10 @@ def variants(stages: int) -> dict[str, Variant]:
         "interleaved, capped at the memory of 1F1B": Variant(2, 2 * stages),
         "zero bubble at the memory of 1F1B": Variant(1, stages, True),
         "zero bubble, 2 virtual stages, at that memory": Variant(2, 2 * stages, True),
+        "V at the memory of 1F1B": Variant(2, 2 * stages, True, True),
         "capped at half of it": Variant(1, stages // 2),
         "zero bubble at half of it": Variant(1, stages // 2, True),
+        "V at half of it": Variant(2, stages // 2 * 2, True, True),
     }
 
 
@@ -63,7 +71,7 @@ def predicted(stages: int, micro_batches: int, one: Variant, seconds: float) -> 
     """Of a simulation in which sending takes no time; ``seconds``: of a third of a micro-batch on a stage."""
     sizes, unit = (stages, one.virtual_stages, micro_batches), seconds / one.virtual_stages
     backward = {"backward": unit, "weight": unit} if one.split else {"backward": 2 * unit}
-    timeline = simulate(order(*sizes, **one.limits), one.virtual_stages, forward=unit, **backward)
+    timeline = simulate(order(*sizes, **one.limits), one.virtual_stages, v=one.v, forward=unit, **backward)
     held = max(peak(*sizes, **one.limits)) / one.virtual_stages
     return {"seconds": timeline.makespan, "idle": timeline.idle_share(), "micro_batches_held": held}
 
@@ -115,9 +123,9 @@ def _in_place(stages: int, one: Variant, seconds: float, state: dict) -> Iterato
     import mindspeed_mem.megatron_adaptor as mem
 
     chunks = one.virtual_stages
+    mem.configure(one.flags)
     parallel_state.initialize_model_parallel(1, stages, chunks if chunks > 1 else None)
     model_parallel_cuda_manual_seed(1)
-    mem.configure({"max_inflight_microbatches": one.cap, "pipeline_schedule": "zb" if one.split else "1f1b"})
     config = TransformerConfig(
         num_layers=stages * chunks,
         hidden_size=HIDDEN,
@@ -140,7 +148,7 @@ def _in_place(stages: int, one: Variant, seconds: float, state: dict) -> Iterato
     finally:
         layers.prepare_input_tensors_for_wgrad_compute = original
         state.clear()
-        mem.configure({"max_inflight_microbatches": None, "pipeline_schedule": "1f1b"})
+        mem.configure(Variant().flags)
         parallel_state.destroy_model_parallel()
 
 
@@ -168,6 +176,9 @@ def _rank(rank: int, ranks: int, meeting: str, given: argparse.Namespace) -> Non
     import mindspeed_mem.megatron_adaptor  # noqa: F401
 
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if cores:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     known, state = variants(ranks), {}
     found = interleaved(

@@ -1,9 +1,9 @@
-"""--max-inflight-microbatches: pipeline schedules that hold fewer micro-batches; --pipeline-schedule zb: those that run
-gradients of weights apart. Both are run by our executor.
+"""--max-inflight-microbatches: pipeline schedules that hold fewer micro-batches; --pipeline-schedule zb and v: those
+that run gradients of weights apart, on the parts as Megatron places them or in a V. All are run by our executor.
 
 Megatron's loops cannot run these orders (`mindspeed_mem.schedule.order` says why). Only a training call that this
-changes leaves Megatron's loop; its passes are still Megatron's ``forward_step`` and ``backward_step``, looked up for
-each call, so that what others put around them stays in force.
+changes leaves Megatron's loop, and in a V evaluations, too; its passes are still Megatron's ``forward_step`` and
+``backward_step``, looked up for each call, so that what others put around them stays in force.
 
 The groups for what stages send are made in ``initialize_model_parallel``: every rank is there, as making groups needs
 it; a training step may be that of a few.
@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed_mem import features
 from mindspeed_mem.passes import BACKWARD, WEIGHT, Listener, Pass, Precedence, Run, ScheduleCall
 from mindspeed_mem.patching import around, join, upstream
 from mindspeed_mem.schedule import (
+    Placement,
     ScheduleError,
     executor,
     order,
@@ -40,12 +42,13 @@ from mindspeed_mem.schedule import (
     wires,
     without_virtual_stages,
 )
+from mindspeed_mem.schedule.checks import Limits
 from mindspeed_mem.schedule.reductions import GradientReductions, ParameterGathers
 from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
 
 logger = logging.getLogger(__name__)
 
-_FLAG, _ZERO_BUBBLE = "--max-inflight-microbatches", "--pipeline-schedule zb"
+_FLAG = "--max-inflight-microbatches"
 # What the names are that Megatron's loops hand on, and what they call with.
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
 _GIVEN_GROUPS = "pg_collection" if upstream.within("megatron", since="0.15") else "grad_finalize_pgs"
@@ -67,9 +70,18 @@ def initialize_model_parallel(original, *args, **kwargs):
     wires.connect(
         pipeline,
         _device_of(pipeline),
-        circle=(state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1,
+        tuple(_placement(pipeline.size(), state.get_virtual_pipeline_model_parallel_world_size() or 1).lines()),
         backend=given.get("pipeline_model_parallel_comm_backend"),
     )
+
+
+def _placement(stages: int, virtual_stages: int) -> Placement:
+    return Placement(stages, virtual_stages, features.in_force().v_placement)
+
+
+def _asked() -> str:
+    """What asks for gradients of weights apart."""
+    return f"--pipeline-schedule {'v' if features.in_force().v_placement else 'zb'}"
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
@@ -84,12 +96,12 @@ class CappedLoop(Listener):
     precedence = Precedence.LOOP
 
     def around_call(self, call: ScheduleCall, run: Run) -> Any:
-        split = features.in_force().zero_bubble
-        if (call.cap is None and not split) or call.forward_only:
+        split, v = features.in_force().zero_bubble, features.in_force().v_placement
+        if (call.cap is None and not split) or (call.forward_only and not v):
             return run(call)
         if call.schedule == "forward_backward_no_pipelining":
             if split:
-                _say_idle(_ZERO_BUBBLE, "without pipeline stages none idles")
+                _say_idle(_asked(), "without pipeline stages none idles")
             if call.cap is not None:
                 _say_idle(f"{_FLAG} {call.cap}", "without pipeline stages one micro-batch is in flight")
             return run(call)
@@ -98,7 +110,7 @@ class CappedLoop(Listener):
         group_size = call.group_size if len(call.models) > 1 else None
         sizes = (call.stages, len(call.models), call.micro_batches)
         if split:
-            return _run(_split(*sizes, group_size, call.cap), call)
+            return _run(_split(*sizes, None if v else group_size, call.cap, v, call.forward_only), call)
         assert call.cap is not None
         orders = _capped(*sizes, group_size, call.cap)
         if orders is not None:
@@ -116,12 +128,13 @@ join("mindspeed_mem.passes:LISTENERS", CappedLoop(), declared_by=__name__)
 
 
 def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
-    """One training step; returns what the loss function gave for each micro-batch, on the last stage."""
+    """One training step or evaluation; returns what the loss function gave for each micro-batch, on the last rank."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.utils import get_model_config
 
     kwargs, models, stage = call.arguments, call.models, call.stage
     interleaved = call.schedule.endswith("with_interleaving")
+    placement = _placement(len(orders), len(models))
     config = get_model_config(models[0])
     _refuse(config, kwargs)
     communicator, groups = kwargs.get("p2p_communicator"), _groups(kwargs.get(_GIVEN_GROUPS))
@@ -139,6 +152,8 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
     rest = (schedules.get_model_type(models[0]), config) if _TYPES_MODELS else (config,)
     last_of_chunk = {chunk: micro_batch for direction, micro_batch, chunk in orders[stage] if direction == BACKWARD}
 
+    first_run = kwargs.get("first_val_step") if call.forward_only else None
+
     def forward(micro_batch, chunk, given):
         gathers.before(chunk)
         output, count = schedules.forward_step(
@@ -151,10 +166,10 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
             config,
             cp_group_size=groups.cp.size(),
             collect_non_loss_data=kwargs.get("collect_non_loss_data", False),
-            is_first_microbatch=micro_batch == 0,
+            is_first_microbatch=micro_batch == 0 and first_run in (None, True),
             current_microbatch=micro_batch,
             vp_stage=chunk if interleaved else None,
-            is_last_stage=stage == len(orders) - 1 and chunk == len(models) - 1,
+            is_last_stage=placement.part(stage, chunk) == placement.parts - 1,
         )
         tokens.add_(count)
         return output
@@ -171,11 +186,13 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
         with reductions.backward(chunk, last=micro_batch == last_of_chunk[chunk]):
             WEIGHT_GRADIENTS.run((micro_batch, chunk))
 
-    circle = len(models) > 1
+    def release(output):
+        schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs and not call.forward_only)
+
     backend = config.pipeline_model_parallel_comm_backend
     carried = wires.Wires(
         pipeline,
-        wires.connect(pipeline, device, circle=circle, backend=backend),
+        wires.connect(pipeline, device, tuple(placement.lines()), backend=backend),
         _shape(schedules, kwargs, config, groups, interleaved),
         config.pipeline_dtype,
         device,
@@ -185,21 +202,52 @@ def _run(orders: Sequence[Sequence[Pass]], call: ScheduleCall) -> list[Any]:
         executor.run(
             orders,
             stage,
-            len(models),
+            placement,
             carried,
             forward=forward,
             backward=backward,
-            release=lambda output: schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs),
+            release=release,
             weight=weight,
+            turn=lambda output: output.detach().requires_grad_(),
         )
+    if placement.v:
+        results = _on_last_rank(results, tokens, pipeline)
+    if call.forward_only:
+        _end(timers)
+        return results
     if config.finalize_model_grads_func is not None:
         more = {name: kwargs.get(name, False) for name in _FINALIZES_WITH}
         counted = tokens if config.calculate_per_token_loss else None
         config.finalize_model_grads_func(models, counted, **{_GIVEN_GROUPS: groups}, **more)
     if getattr(config, "fine_grained_activation_offloading", False):  # since 0.16: what a call recorded is over
         schedules.off_interface.reset()
+    _end(timers)
+    return results
+
+
+def _end(timers: Any) -> None:
     if timers is not None:
         timers("forward-backward").stop()
+
+
+def _on_last_rank(results: list[Any], tokens: torch.Tensor, pipeline: dist.ProcessGroup) -> list[Any]:
+    """In a V the first rank makes losses and counts their tokens. The last one gets both: there Megatron's loops leave
+    them, and scripts look for them."""
+    ranks, stage = dist.get_process_group_ranks(pipeline), pipeline.rank()
+    box: list[Any] = [None]
+    if stage == 0:
+        leaves, tree = tree_flatten((results, tokens))
+        moved = [isinstance(leaf, torch.Tensor) and not leaf.is_cpu for leaf in leaves]
+        box = [([leaf.cpu() if on else leaf for leaf, on in zip(leaves, moved, strict=True)], moved, tree)]
+        dist.send_object_list(box, ranks[-1], group=pipeline)
+        return []
+    if stage < len(ranks) - 1:
+        return []
+    dist.recv_object_list(box, ranks[0], group=pipeline)
+    leaves, moved, tree = box[0]
+    leaves = [leaf.to(tokens.device) if on else leaf for leaf, on in zip(leaves, moved, strict=True)]
+    results, counted = tree_unflatten(leaves, tree)
+    tokens.copy_(counted)
     return results
 
 
@@ -253,19 +301,26 @@ def _capped(
 
 @functools.lru_cache(maxsize=64)
 def _split(
-    stages: int, virtual_stages: int, micro_batches: int, group_size: int | None, cap: int | None
+    stages: int,
+    virtual_stages: int,
+    micro_batches: int,
+    group_size: int | None,
+    cap: int | None,
+    v: bool,
+    forward_only: bool,
 ) -> list[list[Pass]]:
     """The order of every stage with gradients of weights in passes of their own."""
+    limits: Limits = {"group_size": group_size, "cap": cap, "split": True, "v": v}
     try:
-        return order(stages, virtual_stages, micro_batches, group_size=group_size, cap=cap, split=True)
+        return order(stages, virtual_stages, micro_batches, **limits, forward_only=forward_only)
     except ScheduleError as error:
-        raise ScheduleError(f"{_ZERO_BUBBLE}: {error}") from error
+        raise ScheduleError(f"{_asked()}: {error}") from error
 
 
 def _refuse(config: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise FeatureError with what the executor cannot do, before anything was sent."""
     found = []
-    flag = _ZERO_BUBBLE if features.in_force().zero_bubble else _FLAG
+    flag = _asked() if features.in_force().zero_bubble else _FLAG
     if kwargs.get("adjust_tensor_shapes_fn") is not None:
         found.append(f"{flag} needs one tensor of one shape between stages: adjust_tensor_shapes_fn has to be None")
     if isinstance(kwargs["model"], list) and len(kwargs["model"]) > 1 and not isinstance(kwargs["data_iterator"], list):

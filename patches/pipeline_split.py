@@ -66,10 +66,17 @@ join("mindspeed_mem.passes:LISTENERS", _CALLS, declared_by=__name__)
 def _say_idle() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(
-            "%s has no effect: none of this stage's layers is a linear layer of Megatron's local spec "
+            "%s: none of this stage's layers is a linear layer of Megatron's local spec "
             "(--transformer-impl local); all others compute gradients of weights at once",
-            "--pipeline-schedule zb" if features.in_force().zero_bubble else "--split-backward",
+            _idle(),
         )
+
+
+def _idle() -> str:
+    now = features.in_force()
+    if now.v_placement:
+        return "--pipeline-schedule v splits no backward"
+    return f"{'--pipeline-schedule zb' if now.zero_bubble else '--split-backward'} has no effect"
 
 
 @around("megatron.core.pipeline_parallel.schedules:backward_step")

@@ -3,10 +3,12 @@
 from mindspeed_mem.schedule.checks import ScheduleError, problems
 from mindspeed_mem.schedule.order import order, warm_up, without_virtual_stages
 from mindspeed_mem.schedule.peak import in_flight, peak
+from mindspeed_mem.schedule.placement import Placement
 from mindspeed_mem.schedule.simulation import DeadlockError, Span, Timeline, simulate
 
 __all__ = [
     "DeadlockError",
+    "Placement",
     "ScheduleError",
     "Span",
     "Timeline",

@@ -19,6 +19,7 @@ class Limits(TypedDict, total=False):
     cap: int | None
     megatron_loop: bool
     split: bool
+    v: bool
 
 
 def problems(
@@ -30,10 +31,11 @@ def problems(
     cap: int | None = None,
     megatron_loop: bool = False,
     split: bool = False,
+    v: bool = False,
 ) -> list[str]:
     """Every reason, in words, why `order` has no such schedule for these arguments; an empty list if it has.
 
-    Without a cap these are Megatron-core 0.16.1's own conditions.
+    Without a cap these are Megatron-core 0.16.1's own conditions; those of its groups do not concern a V.
     """
     given = {
         "the number of pipeline stages": stages,
@@ -47,19 +49,37 @@ def problems(
         return found
     if split and megatron_loop:
         return ["Megatron's own loop has no order for a split backward: leave one of them out"]
+    if v:
+        return _of_v(stages, virtual_stages, cap, split)
     if virtual_stages == 1:
         return [] if group_size is None else ["a group size needs virtual stages: without them there are no groups"]
-    if cap is not None and cap < virtual_stages:
-        found.append(
-            f"the cap of passes in flight is {cap}, but the first backward pass of a micro-batch comes after its "
-            f"forward passes on all {virtual_stages} virtual stages: at least {virtual_stages} are in flight"
-        )
+    found += _of_cap(virtual_stages, cap)
     if stages == 1:
         return [*found, f"{virtual_stages} virtual stages need a pipeline of at least 2 stages, not 1"]
     wrong = _of_groups(stages, micro_batches, group_size)
     if cap is not None and megatron_loop and not (found or wrong):
         found += _of_loop(stages, virtual_stages, micro_batches, cap)
     return found + wrong
+
+
+def _of_v(stages: int, virtual_stages: int, cap: int | None, split: bool) -> list[str]:
+    found = _of_cap(virtual_stages, cap)
+    if virtual_stages != 2:
+        found.append(f"the number of virtual stages is {virtual_stages}, but a V has exactly 2: one down, one back")
+    if stages == 1:
+        found.append("a V needs a pipeline of at least 2 stages, not 1")
+    if not split:
+        found.append("the order of a V has the backward split")
+    return found
+
+
+def _of_cap(virtual_stages: int, cap: int | None) -> list[str]:
+    if cap is None or cap >= virtual_stages:
+        return []
+    return [
+        f"the cap of passes in flight is {cap}, but the first backward pass of a micro-batch comes after its "
+        f"forward passes on all {virtual_stages} virtual stages: at least {virtual_stages} are in flight"
+    ]
 
 
 def _of_groups(stages: int, micro_batches: int, group_size: int | None) -> list[str]:

@@ -6,7 +6,7 @@ pass ahead, so that data travel while a stage computes; nothing but arrivals is 
 [Note: when a send is done] gloo and NCCL may complete a send only after its receiver has asked for it. Waiting for that
 right after the send could make two stages wait for each other. So a send is waited for when a result has arrived that
 its receiver made later than it took what was sent: then the wait ends at once, on every transport. A forward's output
-is known to be received at the latest when its gradient arrives.
+is known to be received at the latest when its gradient arrives; where there are none, in an evaluation, at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mindspeed_mem.passes import FORWARD, WEIGHT, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from mindspeed_mem.schedule.placement import Placement
 from mindspeed_mem.schedule.simulation import after, before
 
 
@@ -40,27 +41,31 @@ class Carrier(Protocol):
 def run(
     orders: Sequence[Sequence[Pass]],
     stage: int,
-    virtual_stages: int,
+    placement: Placement,
     wires: Carrier,
     *,
     forward: Callable[[int | None, int, Any], Any],
     backward: Callable[[int | None, int, Any, Any, Any], Any],
     release: Callable[[Any], object],
     weight: Callable[[int | None, int], object] | None = None,
+    turn: Callable[[Any], Any] = lambda output: output,
 ) -> None:
     """Run the passes of one stage; call it on all stages at once, with the same orders of at least two stages.
 
     Args:
-        orders: the passes of each stage.
+        orders: the passes of each stage; those of an evaluation are all forward.
+        placement: where the parts of the model lie.
         forward: (micro-batch, chunk, input) -> output; the input is None where the model begins.
         backward: (micro-batch, chunk, input, output, gradient of the output) -> gradient of the input; the gradient
             of the output is None where the model ends.
         release: called with each output that was sent, when its receiver has it, and before its backward.
         weight: (micro-batch, chunk), for orders in which gradients of weights are passes of their own.
+        turn: makes of a forward's output the input of the next part where that lies on the same stage.
 
     What a pass raises, or the wires do, leaves at once: nothing is waited for.
     """
-    mail = _Mail(orders, stage, virtual_stages, wires, release)
+    mail = _Mail(orders, stage, placement, wires, release, turn)
+    goes_back = any(work[0] == BACKWARD for work in orders[stage])
     held: dict[tuple[int | None, int], tuple[Any, Any]] = {}
     for place, work in enumerate(orders[stage]):
         direction, micro_batch, chunk = work
@@ -72,7 +77,8 @@ def run(
             continue
         if direction == FORWARD:
             result = forward(micro_batch, chunk, given)
-            held[micro_batch, chunk] = given, result
+            if goes_back:
+                held[micro_batch, chunk] = given, result
         else:
             result = backward(micro_batch, chunk, *held.pop((micro_batch, chunk)), given)
         mail.send(work, result)
@@ -96,18 +102,20 @@ class _Mail:
         self,
         orders: Sequence[Sequence[Pass]],
         stage: int,
-        virtual_stages: int,
+        placement: Placement,
         wires: Carrier,
         release: Callable[[Any], object],
+        turn: Callable[[Any], Any],
     ) -> None:
-        self._sizes = stage, len(orders), virtual_stages
-        self._wires, self._release = wires, release
-        neighbours = {(stage - 1) % len(orders), (stage + 1) % len(orders)}
+        self._stage, self._placement = stage, placement
+        self._wires, self._release, self._turn = wires, release, turn
+        neighbours = {peer for _, *ends in placement.lines() if stage in ends for peer in ends if peer != stage}
+        self._turned: dict[Pass, Any] = {}
         self._places = {peer: {work: place for place, work in enumerate(orders[peer])} for peer in neighbours}
         self._coming: dict[tuple[str, int], deque[Pass]] = {}
         for peer in neighbours:
             for work in orders[peer]:
-                goal = after(work, peer, *self._sizes[1:])
+                goal = after(work, peer, placement)
                 if goal is not None and goal[0] == stage:
                     self._coming.setdefault((work[0], peer), deque()).append(goal[1])
         self._asked: dict[Pass, Pending] = {}
@@ -121,10 +129,10 @@ class _Mail:
         self._next.reverse()
 
     def take(self, work: Pass) -> Any:
-        """What this pass works on, as soon as it is there; None if no other stage sends it."""
+        """What this pass works on, as soon as it is there; None if no other pass hands it on."""
         source = self._source(work)
         if source is None:
-            return None
+            return self._turned.pop(work, None)
         self._ask(work, source[0])
         value = self._asked.pop(work).wait()
         self._settle(source[0], self._places[source[0]][source[1]])
@@ -137,10 +145,15 @@ class _Mail:
             self._ask(*following)
 
     def send(self, work: Pass, value: Any) -> None:
-        """Send the result of this pass to where the model goes on, if it does so on another stage."""
-        goal = after(work, *self._sizes)
+        """Send the result of this pass to where the model goes on, if it does so on another stage, or keep it."""
+        goal = after(work, self._stage, self._placement)
         if goal is not None:
             peer, taker = goal
+            if peer == self._stage:
+                self._turned[taker] = self._turn(value) if work[0] == FORWARD else value
+                if work[0] == FORWARD:
+                    self._release(value)
+                return
             pending = self._wires.send(work[0], peer, value)
             self._sent[peer].append(_Sent(self._places[peer][taker], work[0], value, pending))
 
@@ -150,8 +163,8 @@ class _Mail:
             self._settle(peer, len(of_peer))
 
     def _source(self, work: Pass) -> tuple[int, Pass] | None:
-        source = before(work, *self._sizes)
-        return None if source is None or source[0] == self._sizes[0] else source
+        source = before(work, self._stage, self._placement)
+        return None if source is None or source[0] == self._stage else source
 
     def _ask(self, work: Pass, sender: int) -> None:
         """Ask for what comes on this line, in the order in which it is sent, up to what this pass needs."""

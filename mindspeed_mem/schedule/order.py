@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import listed
 from mindspeed_mem.schedule.checks import Limits, check, fits
+from mindspeed_mem.schedule.placement import Placement
 from mindspeed_mem.schedule.simulation import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def order(
         split: the backward is split: gradients of weights are passes of their own, which fill idle time. What they need
             is in flight until then; without a cap as many micro-batches as stages, as in 1F1B, or with virtual stages
             as many passes of one chunk as hold the same.
+        v: the parts of the model lie in a V (placement.py); that needs two virtual stages and `split`. Chunks take
+            turns as the simulation says: no group size changes that.
 
     Raises:
         ScheduleError: there is no such schedule; the message lists every reason.
@@ -66,6 +69,8 @@ def order(
     check(*sizes, **limits)
     cap = limits["cap"] = None if forward_only else limits.get("cap")
     if forward_only:
+        if limits.get("v"):
+            limits["group_size"] = None
         forwards = _table(virtual_stages, micro_batches, group_under(*sizes, **limits))
         return [[(FORWARD, micro_batch, chunk) for micro_batch, chunk in forwards] for _ in range(stages)]
     if limits.get("split"):
@@ -110,7 +115,10 @@ def _split(stages: int, virtual_stages: int, micro_batches: int, **limits: Unpac
     """The order with gradients of weights where stages would idle, if that is no slower than the whole backward's."""
     sizes, cap = (stages, virtual_stages, micro_batches), limits.get("cap")
     cap = stages * virtual_stages if cap is None else cap
-    found = [list(of_stage) for of_stage in listed.split(*sizes, cap)]
+    v = limits.get("v", False)
+    found = [list(of_stage) for of_stage in listed.split(Placement(stages, virtual_stages, v), micro_batches, cap)]
+    if v:  # nothing else runs on such stages
+        return found
     without: Limits = {**limits, "cap": cap, "split": False}
     whole = order(*sizes, **without)
     forward, backward = listed.FORWARD_TIME, listed.BACKWARD_TIME

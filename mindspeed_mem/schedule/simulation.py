@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from mindspeed_mem.schedule.placement import Placement
 
 
 class DeadlockError(RuntimeError):
@@ -41,37 +42,40 @@ class Timeline:
         return 1 - sum(span.end - span.start for spans in stages for span in spans) / whole if whole else 0.0
 
 
-def before(work: Pass, stage: int, stages: int, virtual_stages: int) -> tuple[int, Pass] | None:
-    """The (stage, pass) whose result this pass works on, or None for the first chunk's forward.
+def before(work: Pass, stage: int, placement: Placement) -> tuple[int, Pass] | None:
+    """The (stage, pass) whose result this pass works on, or None for the first part's forward.
 
-    Chunk c of stage p is part c * stages + p of the model. A forward works on what the part before it sends, a
-    backward on what the part after it sends, and the last part's backward on its own forward; gradients of weights on
-    what the backward before them has left.
+    A forward works on what the part before it sends, a backward on what the part after it sends, and the last part's
+    backward on its own forward; gradients of weights on what the backward before them has left.
     """
     direction, micro_batch, chunk = work
     if direction == WEIGHT:
         return stage, (BACKWARD, micro_batch, chunk)
-    part, last = chunk * stages + stage, stages * virtual_stages - 1
-    if direction == FORWARD:
-        return ((part - 1) % stages, (FORWARD, micro_batch, (part - 1) // stages)) if part else None
-    if part == last:
+    part = placement.part(stage, chunk)
+    if direction == BACKWARD and part == placement.parts - 1:
         return stage, (FORWARD, micro_batch, chunk)
-    return (part + 1) % stages, (BACKWARD, micro_batch, (part + 1) // stages)
+    return _neighbour(work, part + (-1 if direction == FORWARD else 1), placement)
 
 
-def after(work: Pass, stage: int, stages: int, virtual_stages: int) -> tuple[int, Pass] | None:
-    """The (stage, pass) that works on what this pass sends, or None where the model ends in this direction."""
-    direction, micro_batch, chunk = work
-    if direction == WEIGHT:
+def after(work: Pass, stage: int, placement: Placement) -> tuple[int, Pass] | None:
+    """The (stage, pass) that works on what this pass hands on, or None where the model ends in this direction."""
+    if work[0] == WEIGHT:
         return None
-    part = chunk * stages + stage + (1 if direction == FORWARD else -1)
-    return (part % stages, (direction, micro_batch, part // stages)) if 0 <= part < stages * virtual_stages else None
+    return _neighbour(work, placement.part(stage, work[2]) + (1 if work[0] == FORWARD else -1), placement)
+
+
+def _neighbour(work: Pass, part: int, placement: Placement) -> tuple[int, Pass] | None:
+    if not 0 <= part < placement.parts:
+        return None
+    stage, chunk = placement.place(part)
+    return stage, (work[0], work[1], chunk)
 
 
 def simulate(
     passes: Sequence[Sequence[Pass]],
     virtual_stages: int = 1,
     *,
+    v: bool = False,
     forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0,
     weight: float | Sequence[float] = 1.0,
@@ -82,6 +86,7 @@ def simulate(
     Args:
         passes: of each stage, as `order` returns them.
         virtual_stages: model chunks of each stage.
+        v: they lie in a V (placement.py).
         forward, backward: the time of one pass, of every stage or of each; in any unit, the result has the same.
         weight: the time of the gradients of weights, where they are passes of their own and no part of the backward.
         send: what passes between the end of a pass and the arrival of its result on another stage. Sends and receives
@@ -96,8 +101,9 @@ def simulate(
         _Uniform(of_stage, {way: of_way[stage] for way, of_way in times.items()})
         for stage, of_stage in enumerate(passes)
     ]
-    timeline = play(tracks, virtual_stages, send)
-    _check_done(passes, timeline, virtual_stages)
+    placement = Placement(count, virtual_stages, v)
+    timeline = play(tracks, placement, send)
+    _check_done(passes, timeline, placement)
     return timeline
 
 
@@ -115,7 +121,7 @@ class Track(Protocol):
         """Run that pass, no earlier than what it works on arrives; returns when it ends."""
 
 
-def play(tracks: Sequence[Track], virtual_stages: int, send: float) -> Timeline:
+def play(tracks: Sequence[Track], placement: Placement, send: float) -> Timeline:
     """Run the passes of all stages, each when what it works on has arrived, for as long as any can run."""
     ended: dict[tuple[int, Pass], float] = {}
     waiting: dict[tuple[int, Pass], list[int]] = {}
@@ -124,7 +130,7 @@ def play(tracks: Sequence[Track], virtual_stages: int, send: float) -> Timeline:
         stage = runnable.popleft()
         track = tracks[stage]
         while (work := track.next) is not None:
-            need = before(work, stage, len(tracks), virtual_stages)
+            need = before(work, stage, placement)
             if need is not None and need not in ended:
                 waiting.setdefault(need, []).append(stage)
                 break
@@ -156,12 +162,12 @@ def _of_each(time: float | Sequence[float], count: int) -> list[float]:
     return [float(time)] * count if isinstance(time, (int, float)) else [float(t) for t in time]
 
 
-def _check_done(passes: Sequence[Sequence[Pass]], timeline: Timeline, virtual_stages: int) -> None:
+def _check_done(passes: Sequence[Sequence[Pass]], timeline: Timeline, placement: Placement) -> None:
     stuck = []
     for stage, (all_of_it, done) in enumerate(zip(passes, timeline.stages, strict=True)):
         if len(done) < len(all_of_it):
             work = all_of_it[len(done)]
-            needed_on, needed = before(work, stage, len(passes), virtual_stages) or (stage, work)
+            needed_on, needed = before(work, stage, placement) or (stage, work)
             stuck.append(f"stage {stage} cannot run {name(work)}: it waits for {name(needed)} of stage {needed_on}")
     if stuck:
         raise DeadlockError("; ".join(stuck))

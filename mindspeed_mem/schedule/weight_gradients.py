@@ -66,8 +66,19 @@ class WeightGradients:
         return True
 
     def run(self, key: Hashable) -> None:
-        """Compute what was put off in the backward of the pass ``key``, and let go of it."""
+        """Compute what was put off in the backward of the pass ``key``, and let go of it. If that fails, no parameter
+        keeps a part of a gradient, which a later pass would take for its own."""
         one = self._passes.pop(key)
+        without = [parameter for parameter in one.parameters if parameter.grad is None]
+        try:
+            self._run(one)
+        except BaseException:
+            for parameter in without:
+                parameter.grad = None
+            raise
+
+    @staticmethod
+    def _run(one: _Pass) -> None:
         for parameter, gradient in one.from_elsewhere.items():
             parameter.grad = gradient
         for put_off in one.put_off.values():  # each backward's sums by themselves, as they reach parameters

@@ -3,8 +3,9 @@
 [Note: a communicator for each line] A line goes from one stage to a neighbour, in one direction of the model. On NCCL
 and HCCL the operations of a rank on one communicator run one after the other, a receive that waits holding up the
 send behind it. So no rank both sends and receives in one group here, or is in it with two neighbours: the lines of one
-direction are split by whether the sender's number is even, and the line that closes the circle between the last and
-the first stage, which virtual stages need, has a group of its own. These are at most 6 groups for a pipeline.
+direction are split by whether they go to a later stage, and whether the sender's number is even; the line that closes
+the circle between the last and the first stage, which virtual stages need, has a group of its own. These are at most 6
+groups for a pipeline, and 8 for a V.
 
 [Note: greetings] NCCL sets up a connection when a pair first uses it, and blocks both until the other comes. An order
 of passes may use lines in any order, so each line carries one greeting right after its group was made.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,26 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import FORWARD
 from mindspeed_mem.ranks import gather
+from mindspeed_mem.schedule.placement import Line
 
 
-def lines(stages: int, circle: bool) -> Iterator[tuple[str, int, int]]:
-    """All lines of a pipeline as (group's name, sender, receiver), the same order on every rank.
-
-    ``circle``: with those between the last and the first stage.
-    """
-    for direction, step in ((FORWARD, 1), (BACKWARD, -1)):
-        for sender in range(stages):
-            if circle or 0 <= sender + step < stages:
-                yield group_name(direction, sender, stages), sender, (sender + step) % stages
-
-
-def group_name(direction: str, sender: int, stages: int) -> str:
-    """Which group of a pipeline carries what this stage sends in this direction."""
-    if sender == (stages - 1 if direction == FORWARD else 0):
-        return f"{direction}, circle"
-    return f"{direction}, {'odd' if sender % 2 else 'even'}"
+def group_name(line: Line) -> str:
+    """Which group of a pipeline carries what goes along this line."""
+    direction, sender, receiver = line
+    way = {1: "down", -1: "up"}.get(receiver - sender, "circle")
+    return f"{direction}, {way}, {'odd' if sender % 2 else 'even'}"
 
 
 class _Known:
@@ -54,9 +45,9 @@ class _Known:
 
 
 def connect(
-    pipeline: dist.ProcessGroup, device: torch.device | str, *, circle: bool, backend: str | None = None
+    pipeline: dist.ProcessGroup, device: torch.device | str, lines: Sequence[Line], *, backend: str | None = None
 ) -> dict[str, dist.ProcessGroup]:
-    """The groups of the lines of this rank's pipeline, by name.
+    """The groups of these lines of this rank's pipeline, by name.
 
     The first call for a pipeline makes those of all pipelines and is collective: every rank of the default group has
     to make it, whatever its pipeline. They end with the default group.
@@ -64,18 +55,18 @@ def connect(
     world = dist.group.WORLD
     if _Known.world() is not world:
         _Known.world, _Known.groups = weakref.ref(world), {}
-    mine = (tuple(dist.get_process_group_ranks(pipeline)), circle, backend)
-    names = {name for name, _, _ in lines(pipeline.size(), circle)}
+    mine = (tuple(dist.get_process_group_ranks(pipeline)), tuple(lines), backend)
+    names = {group_name(line) for line in lines}
     if set(_Known.groups.get(mine, ())) != names:
         everyone = gather(mine)
         timeout = _timeout(pipeline, device)
         made = {}
         for one in sorted(set(everyone), key=repr):
-            for name in dict.fromkeys(name for name, _, _ in lines(len(one[0]), one[1])):
+            for name in dict.fromkeys(map(group_name, one[1])):
                 group = dist.new_group(list(one[0]), timeout=timeout, backend=one[2])
                 if one == mine:
                     made[name] = group
-        _greet(made, pipeline, device, circle)
+        _greet(made, pipeline, device, lines)
         _Known.groups[mine] = weakref.WeakValueDictionary(made)
     return dict(_Known.groups[mine])
 
@@ -112,7 +103,7 @@ class Wires:
                 f"stage {self._stage} made ({found}) in a {direction} pass, but stage {receiver} expects one tensor "
                 f"({self._shape}, {self._dtype}): between stages a capped schedule passes on nothing else"
             )
-        group = self._groups[group_name(direction, self._stage, len(self._ranks))]
+        group = self._groups[group_name((direction, self._stage, receiver))]
         tensor = value.detach().contiguous()
         work = _begun(dist.isend(tensor, self._ranks[receiver], group=group))
         return _Transfer(tensor, work, contextlib.nullcontext())
@@ -120,7 +111,7 @@ class Wires:
     def receive(self, direction: str, sender: int) -> _Transfer:
         """Ask for a tensor; what comes forward requires a gradient."""
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device, requires_grad=direction == FORWARD)
-        group = self._groups[group_name(direction, sender, len(self._ranks))]
+        group = self._groups[group_name((direction, sender, self._stage))]
         work = _begun(dist.irecv(tensor, self._ranks[sender], group=group))
         return _Transfer(tensor, work, self._timed(f"{direction}-recv"))
 
@@ -145,15 +136,19 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 
 def _greet(
-    groups: dict[str, dist.ProcessGroup], pipeline: dist.ProcessGroup, device: torch.device | str, circle: bool
+    groups: dict[str, dist.ProcessGroup],
+    pipeline: dist.ProcessGroup,
+    device: torch.device | str,
+    lines: Sequence[Line],
 ) -> None:
     ranks, stage = dist.get_process_group_ranks(pipeline), pipeline.rank()
     token = torch.zeros(1, device=device)
-    for name, sender, receiver in lines(len(ranks), circle):
+    for line in lines:
+        _, sender, receiver = line
         if stage == sender:
-            _begun(dist.isend(token, ranks[receiver], group=groups[name])).wait()
+            _begun(dist.isend(token, ranks[receiver], group=groups[group_name(line)])).wait()
         elif stage == receiver:
-            _begun(dist.irecv(token, ranks[sender], group=groups[name])).wait()
+            _begun(dist.irecv(token, ranks[sender], group=groups[group_name(line)])).wait()
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device | str) -> timedelta | None:

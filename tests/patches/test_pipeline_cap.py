@@ -91,7 +91,7 @@ def refused(layout: dict, cap: int | None, model: dict, split: bool = False, **c
         ({"pp": 2}, 1, {"pipeline_dtype": None}, {}, ["pipeline_dtype"]),
         ({"pp": 2}, 1, {}, {"adjust_tensor_shapes_fn": max}, ["adjust_tensor_shapes_fn has to be None"]),
         ({"pp": 2, "vpp": 2}, 3, {}, {"data_iterator": None}, ["data_iterator has to be a list"]),
-        ({"pp": 2}, 1, {}, {"p2p_communicator": 1}, ["process groups"]),  # Megatron's own words
+        ({"pp": 2}, 1, {}, {"p2p_communicator": 1}, ["p2p_communicator", "pg_collection"]),  # Megatron's own words
         ({"pp": 2}, None, {"pipeline_dtype": None}, {"split": True}, ["--pipeline-schedule zb needs pipeline_dtype"]),
         ({"pp": 2, "vpp": 2}, 1, {}, {"split": True}, ["--pipeline-schedule zb: the cap", "virtual stages"]),
     ],

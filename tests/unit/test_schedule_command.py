@@ -89,6 +89,36 @@ def test_it_shows_a_split_backward_beside_a_whole_one(schedule):
     )
 
 
+def test_it_shows_a_v_beside_what_holds_no_more(schedule):
+    status, out, err = schedule("--pp 2 --microbatches 3 --pipeline-schedule v --max-inflight 3")
+    assert (status, err) == (0, "")
+    assert out.startswith(
+        "2 stages, 2 virtual stages, 3 micro-batches, in an order found by simulation, in a V, the back"
+    )
+    assert "stage 1: at most 3 in flight; idle 21.7%\n  F0.0 F0.1 B0.1 B0.0 W0.1 F1.0" in out
+    assert "without the cap: at most 4 in flight, idle 5.3%" in out
+    assert out.endswith("without virtual stages (--pipeline-schedule zb), holding no more: idle 40.0%, time +30.4%\n")
+    status, out, _ = schedule("--pp 2 --vpp 2 --microbatches 3 --pipeline-schedule v --forward-only")
+    assert status == 0 and "in a V, forward only" in out
+
+
+def test_all_schedules_stand_in_a_table_and_the_best_is_named(schedule):
+    status, out, err = schedule("--pp 8 --microbatches 32 --pipeline-schedule all --max-inflight 4 --mib 10")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "8 stages, 32 micro-batches, at most 4 in flight on a stage",
+        "                               in flight      MiB    idle     time",
+        "1f1b                                   4       40   52.2%   +72.5%",
+        "interleaved, 2 virtual stages          4       40   48.1%   +58.8%",
+        "zb                                     4       40   37.3%   +31.3%",
+        "zb, 2 virtual stages                   4       40   26.4%   +12.0%",
+        "v, 2 virtual stages                    4       40   17.6%     best",
+    ]
+    _, out, _ = schedule("--pp 4 --microbatches 6 --pipeline-schedule all")
+    assert "interleaved, 2 virtual stages  not possible: the group size is 4" in out
+    assert out.endswith("7.7%     best\n")
+
+
 def test_megatrons_names_say_the_same(schedule):
     short = "--pp 4 --vpp 2 --group-size 4 --max-inflight 9"
     long = "--pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 2 --max-inflight-microbatches 9"
@@ -132,6 +162,14 @@ def test_forward_only_passes_hold_nothing(schedule):
         (
             "--pp 4 --microbatches 8 --pipeline-schedule zb --max-inflight 2 --megatron-loop",
             ["Megatron's own loop has no order for a split backward"],
+        ),
+        (
+            "--pp 2 --microbatches 2 --pipeline-schedule all --forward-only --group-size 2",
+            ["--forward-only is for one schedule, not for --pipeline-schedule all", "--group-size is for one schedule"],
+        ),
+        (
+            "--pp 2 --vpp 3 --microbatches 2 --pipeline-schedule v --group-size 2",
+            ["--group-size has no effect with --pipeline-schedule v", "the number of virtual stages is 3, but a V has"],
         ),
         ("--microbatches 2 --weight-ratio 1", ["--weight-ratio is for --pipeline-schedule zb"]),
         (

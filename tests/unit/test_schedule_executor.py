@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
-from mindspeed_mem.schedule import executor, in_flight, order, peak, problems
-from mindspeed_mem.schedule.wires import group_name, lines
+from mindspeed_mem.schedule import Placement, executor, in_flight, order, peak, problems
+from mindspeed_mem.schedule.wires import group_name
 from tests.pipeline_loops import Stuck, Wires
 
 SIZES = [
@@ -25,14 +25,14 @@ SIZES = [
 class _Lines:
     """One stage's lines on `tests.pipeline_loops.Wires`; a member of a group is a stage of its own there."""
 
-    def __init__(self, wires: Wires, stage: int, stages: int) -> None:
-        self.wires, self.stage, self.stages = wires, stage, stages
+    def __init__(self, wires: Wires, stage: int) -> None:
+        self.wires, self.stage = wires, stage
 
     def send(self, direction, receiver, value):
-        return self._post("send", group_name(direction, self.stage, self.stages), receiver, value)
+        return self._post("send", group_name((direction, self.stage, receiver)), receiver, value)
 
     def receive(self, direction, sender):
-        return self._post("recv", group_name(direction, sender, self.stages), sender, None)
+        return self._post("recv", group_name((direction, sender, self.stage)), sender, None)
 
     def _post(self, kind, group, peer, value):
         [op] = self.wires.post([(kind, (group, self.stage), (group, peer), value)])
@@ -48,9 +48,10 @@ class _Pending:
         return self.op.value
 
 
-def play(orders, virtual, streams) -> list[list[tuple]]:
+def play(orders, virtual, streams, v=False) -> list[list[tuple]]:
     """The passes of each stage as the executor runs them, one thread for each; outputs freed are among them."""
     stages = len(orders)
+    placement = Placement(stages, virtual, v)
     wires = Wires(stages, streams)
     ran: list[list[tuple]] = [[] for _ in orders]
     errors: list[BaseException] = []
@@ -61,13 +62,13 @@ def play(orders, virtual, streams) -> list[list[tuple]]:
 
     def of_stage(stage):
         def forward(micro_batch, chunk, given):
-            part = chunk * stages + stage
+            part = placement.part(stage, chunk)
             assert given == ((FORWARD, micro_batch, part - 1) if part else None)
             ran[stage].append((FORWARD, micro_batch, chunk))
             return FORWARD, micro_batch, part
 
         def backward(micro_batch, chunk, given, output, gradient):
-            part = chunk * stages + stage
+            part = placement.part(stage, chunk)
             assert given == ((FORWARD, micro_batch, part - 1) if part else None)
             assert output == (FORWARD, micro_batch, part)
             assert gradient == ((BACKWARD, micro_batch, part + 1) if part < last else None)
@@ -75,14 +76,14 @@ def play(orders, virtual, streams) -> list[list[tuple]]:
             return BACKWARD, micro_batch, part
 
         def release(output):
-            direction, micro_batch, part = output
-            ran[stage].append(("freed", micro_batch, part // stages))
+            _, micro_batch, part = output
+            ran[stage].append(("freed", micro_batch, placement.place(part)[1]))
 
         try:
-            mine = _Lines(wires, stage, stages)
+            mine = _Lines(wires, stage)
             weight = functools.partial(of_weights, stage)
             executor.run(
-                orders, stage, virtual, mine, forward=forward, backward=backward, release=release, weight=weight
+                orders, stage, placement, mine, forward=forward, backward=backward, release=release, weight=weight
             )
         except BaseException as error:
             errors.append(error)
@@ -129,6 +130,19 @@ def test_orders_with_a_split_backward_come_to_their_end(streams):
         assert [[one for one in passes if one[0] != "freed"] for passes in ran] == orders
 
 
+@pytest.mark.parametrize("streams", [None, "batched"])
+def test_orders_of_parts_in_a_v_come_to_their_end(streams):
+    """Those of evaluations, too; what goes from a part to the next on one stage is handed over there."""
+    for stages, number, cap in itertools.product((2, 3, 5), (1, 2, 5, 6), (None, 2, 3, 4)):
+        for forward_only in (False, True) if cap is None else (False,):
+            orders = order(stages, 2, number, cap=cap, split=True, v=True, forward_only=forward_only)
+            ran = play(orders, 2, streams, v=True)
+            assert [[one for one in passes if one[0] != "freed"] for passes in ran] == orders
+            for stage, passes in enumerate(ran):
+                freed = [one[1:] for one in passes if one[0] == "freed"]
+                assert sorted(freed) == sorted(itertools.product(range(number), (0, 1) if stage else (0,)))
+
+
 def test_other_orders_than_ours():
     """All forwards first; and each stage as far ahead of the next as it can be."""
     gpipe = [(FORWARD, n, 0) for n in range(6)] + [(BACKWARD, n, 0) for n in range(6)]
@@ -171,16 +185,16 @@ def test_what_a_pass_raises_leaves_at_once(direction):
     calls = {"forward": lambda *_: "output", "backward": lambda *_: "gradient", "release": lambda _: None}
     calls[direction] = fails
     with pytest.raises(ValueError, match="in a pass"):
-        executor.run(order(2, 1, 4), 1, 1, OneWay(), **calls)
+        executor.run(order(2, 1, 4), 1, Placement(2), OneWay(), **calls)
 
 
-@pytest.mark.parametrize("circle", [False, True])
+@pytest.mark.parametrize("virtual, v", [(1, False), (2, False), (2, True)], ids=["line", "circle", "v"])
 @pytest.mark.parametrize("stages", [2, 3, 4, 7])
-def test_in_a_group_a_stage_sends_or_receives_and_has_one_neighbour(stages, circle):
+def test_in_a_group_a_stage_sends_or_receives_and_has_one_neighbour(stages, virtual, v):
     """What makes it safe that all of a stage's operations in a group come one after the other."""
-    found = list(lines(stages, circle))
-    assert len({(name, sender, receiver) for name, sender, receiver in found}) == len(found)
-    assert len(found) == 2 * (stages if circle else stages - 1)
-    ends = [(name, end) for name, sender, receiver in found for end in (sender, receiver)]
+    found = list(Placement(stages, virtual, v).lines())
+    assert len(set(found)) == len(found)
+    assert len(found) == {(1, False): 2 * (stages - 1), (2, False): 2 * stages, (2, True): 4 * (stages - 1)}[virtual, v]
+    ends = [(group_name(line), end) for line in found for end in line[1:]]
     assert len(ends) == len(set(ends))
-    assert len({name for name, _, _ in found}) <= (6 if circle else 4)
+    assert len({group_name(line) for line in found}) <= {(1, False): 4, (2, False): 6, (2, True): 8}[virtual, v]

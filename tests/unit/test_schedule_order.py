@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 from mindspeed_mem.schedule import (
     DeadlockError,
+    Placement,
     ScheduleError,
     in_flight,
     order,
@@ -211,6 +212,45 @@ def test_gradients_of_weights_fill_the_bubble(sizes, cap, idle):
         assert order(*sizes, split=True) == order(*sizes, cap=cap, split=True)
 
 
+@given(st.integers(2, 8), st.integers(1, 24), st.none() | st.integers(2, 20))
+@settings(max_examples=60)
+def test_every_order_in_a_v_is_whole_ends_and_keeps_its_cap(stages, number, cap):
+    passes = order(stages, 2, number, cap=cap, split=True, v=True)
+    for of_stage in passes:
+        assert len(of_stage) == 3 * 2 * number
+        for way, chunk in itertools.product((FORWARD, BACKWARD, WEIGHT), range(2)):
+            assert [work for work in of_stage if work[::2] == (way, chunk)] == [(way, n, chunk) for n in range(number)]
+    simulate(passes, 2, v=True)  # all that a pass needs comes before it: otherwise DeadlockError
+    peaks = [max(in_flight(of_stage)) for of_stage in passes]
+    assert peaks == peak(stages, 2, number, cap=cap, split=True, v=True)
+    assert max(peaks) <= (2 * stages if cap is None else cap)
+    simulate(order(stages, 2, number, cap=cap, split=True, v=True, forward_only=True), 2, v=True)
+
+
+@pytest.mark.parametrize(
+    "stages, micro_batches, cap, idle",
+    [(4, 16, 8, 0.030), (4, 16, 6, 0.068), (8, 32, 16, 0.035), (8, 32, 8, 0.176), (8, 32, 6, 0.360)],
+)
+def test_parts_in_a_v_idle_no_more_than_zero_bubble_at_the_same_memory(stages, micro_batches, cap, idle):
+    line = simulate(order(stages, 2, micro_batches, cap=cap, split=True, v=True), 2, v=True, backward=1, weight=1)
+    assert line.idle_share() == pytest.approx(idle, abs=5e-4)
+    straight = order(stages, 1, micro_batches, cap=cap // 2, split=True)
+    assert line.idle_share() < simulate(straight, backward=1, weight=1).idle_share()
+
+
+def test_a_v_comes_back_to_the_first_stage():
+    placement = Placement(3, 2, v=True)
+    assert [placement.place(part) for part in range(placement.parts)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (1, 1),
+        (0, 1),
+    ]
+    assert [placement.part(*placement.place(part)) for part in range(placement.parts)] == list(range(6))
+
+
 def test_where_filling_idle_time_is_slower_gradients_of_weights_follow_their_backward():
     split, whole = order(3, 2, 24, cap=5, split=True), order(3, 2, 24, cap=5)
     assert [[work for work in of_stage if work[0] != WEIGHT] for of_stage in split] == whole
@@ -238,6 +278,8 @@ def test_a_split_backward_is_as_drawn():
         ((4, 2, 10), {"split": True}, ["last group of 2"]),
         ((4, 2, 8), {"split": True, "cap": 1}, ["cap of passes in flight is 1"]),
         ((4, 1, 8), {"split": True, "megatron_loop": True}, ["own loop has no order for a split backward"]),
+        ((4, 3, 8), {"split": True, "v": True, "cap": 2}, ["cap of passes in flight is 2", "exactly 2"]),
+        ((1, 2, 8), {"v": True}, ["at least 2 stages", "backward split"]),
     ],
 )
 def test_sizes_without_a_schedule_are_refused_with_all_reasons(sizes, more, words):
