@@ -7,24 +7,32 @@ The tensors are so small that computing and copying them counts for nothing: wha
 calls. On a device that is what a step of small layers takes, however fast the device is. All variants run interleaved
 in one process, on one thread and one model; a figure is the median over rounds of the difference to the plain model in
 the same round, divided by layers (micro-seconds), by the tensors that a layer saves for backward, and by the plain
-model's own time (the share). Full recompute of Megatron and torch's `save_on_cpu` stand beside.
+model's own time (the share). What others cost stands beside: Megatron's full recompute, and torch's own saved-tensor
+hooks that do nothing, its `save_on_cpu` and its checkpoint of whole layers (which stops early, as ours). Whether the
+compiled part of the engine's hooks is used (`python -m mindspeed_mem build-native`) is said.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import gc
 import logging
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402
 from timing import interleaved  # noqa: E402
 from variants import Settings, Variant, set_up, write  # noqa: E402
+
+from mindspeed_mem.device import fast_tensors  # noqa: E402
 
 LAYERS = 16
 SHAPES = {
@@ -40,7 +48,23 @@ def swap(prefetch: int, *operators: str) -> dict:
     return {"swap_config": {"swap": True, "op_swap": [entry] if operators else []}}
 
 
-def variants(prefetch: int) -> dict[str, Variant]:
+def hooks_that_do_nothing() -> contextlib.AbstractContextManager:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+@contextlib.contextmanager
+def torch_checkpoints(model) -> Iterator[None]:
+    """Each layer under torch's non-reentrant checkpoint."""
+    for layer in model.decoder.layers:
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in model.decoder.layers:
+            del layer.forward
+
+
+def variants(prefetch: int, model) -> dict[str, Variant]:
     everything = {"layer_swap": [{"backward_prefetch": prefetch, "layers": True}]}
     return {
         "no pack": Variant(),
@@ -55,6 +79,8 @@ def variants(prefetch: int) -> dict[str, Variant]:
         "recompute whole layers": Variant({"recompute_config": {"recompute": True}}),
         "all through handles, kept": Variant({}),
         "Megatron full recompute": Variant(full=LAYERS, peer=True),
+        "torch checkpoint of layers": Variant(around=functools.partial(torch_checkpoints, model), peer=True),
+        "torch hooks that do nothing": Variant(around=hooks_that_do_nothing, peer=True),
         "torch save_on_cpu": Variant(around=torch.autograd.graph.save_on_cpu, peer=True),
     }
 
@@ -116,7 +142,7 @@ def main() -> None:
     logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
     backend, model, step, shape = set_up(args, SHAPES, swap(args.prefetch))
     saved = saved_per_layer(model, step)
-    chosen = {k: v for k, v in variants(args.prefetch).items() if not args.only or k in ("no pack", *args.only)}
+    chosen = {k: v for k, v in variants(args.prefetch, model).items() if not args.only or k in ("no pack", *args.only)}
     setting = Settings(model, backend, chosen)
 
     def steps() -> None:
@@ -130,6 +156,8 @@ def main() -> None:
     gc.freeze()
     seconds = interleaved(list(chosen), setting, steps, args.rounds, lambda: None, time.process_time, warm=1)
     rows = rows_of(seconds, args.steps, saved)
+    built = "in C++" if fast_tensors.view_of is not fast_tensors.view_in_python else "in Python"
+    print(f"the engine's work on saved tensors is {built}")
     print(f"{saved:g} saved tensors a layer; its own time: {rows['no pack']['own_us_per_layer']:.0f} us")
     print(table(rows))
     write(args, "host_cost", backend, shape, args.rounds, rows)

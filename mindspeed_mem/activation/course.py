@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_mem.activation.storage.ledger import Token
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
-from mindspeed_mem.activation.storage.records import HOST, Record
+from mindspeed_mem.activation.storage.records import HOST, STAYS, Owner, Record
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.plan_in_force import PlanInForce
@@ -19,6 +19,19 @@ Signature = tuple[Any, ...]
 that."""
 
 
+class Save(NamedTuple):
+    """A tensor that is saved, of a storage that leaves."""
+
+    owner: Owner
+    """Who produced the storage."""
+    made_by: tuple[int, str]
+    """The same, without its number."""
+    owned: bool
+    """As the ledger has it."""
+    nbytes: int
+    distance: int
+
+
 class Course:
     """What a forward of one kind does, by the numbers of its operators (from 1)."""
 
@@ -26,12 +39,15 @@ class Course:
         "operators",
         "hooked",
         "quiet",
-        "kinds",
+        "inside",
+        "again",
+        "saves",
         "signed",
         "kept",
         "layers",
         "natively",
         "held",
+        "small_bytes",
         "uses",
         "at",
         "index",
@@ -42,10 +58,17 @@ class Course:
         """Layer and path."""
         self.hooked: list[bool] = [False]
         """Whether the hook is to be in force while it runs, what it contains included."""
-        self.quiet: list[tuple[int, str] | None] = []
-        """As `operators`, but None for those of which anybody wants to know when they run."""
-        self.kinds: dict[int, tuple[bool, ...]] = {}
-        """Of each tensor saved in turn when so many operators have started, whether it needs a handle."""
+        self.quiet: list[tuple[int, str, bool] | None] = []
+        """As `operators`, and whether they are inline code; None for those of which anybody wants to know when they
+        run."""
+        self.inside: list[tuple[int, str, bool] | None] = []
+        """The same for what runs where the hook is in force: who made what is saved there is known. Empty if it is
+        not."""
+        self.again: list[tuple[int, str, bool] | None] = []
+        """The same for what runs in a recomputed operator."""
+        self.saves: dict[int, tuple[Save | bool, ...]] = {}
+        """Of each tensor saved in turn when so many operators have started what is known, or whether it needs a
+        handle."""
         self.signed: set[int] = set()
         """Those whose backward is to be told, though they have no hook: something is due there."""
         self.kept: dict[int, tuple[int, int]] = {}
@@ -55,6 +78,8 @@ class Course:
         """How many tensors are saved without a handle."""
         self.held = 0
         """How many storages that have left are held by others all the same."""
+        self.small_bytes = 0
+        """Of what is selected and saved without a handle, since it is too small."""
         self.uses = 0
         self.at = self.index = 0  # where the forward that goes by it is: operators started, tensors saved since
 
@@ -62,28 +87,20 @@ class Course:
         """Where other bytes are saved, if both run the same operators."""
         if self.operators != other.operators or self.layers != other.layers:
             return set()
-        places = self.kept.keys() | other.kept.keys() | self.kinds.keys() | other.kinds.keys()
-        return {n for n in places if (self.kept.get(n), self.kinds.get(n)) != (other.kept.get(n), other.kinds.get(n))}
-
-    def needs_handle(self, number: int) -> bool:
-        """Whether the next tensor that is saved through the hook, when ``number`` operators have started, needs one."""
-        if number != self.at:
-            self.at, self.index = number, 0
-        index, self.index = self.index, self.index + 1
-        kinds = self.kinds.get(number, ())
-        return index >= len(kinds) or kinds[index]
+        places = self.kept.keys() | other.kept.keys() | self.saves.keys() | other.saves.keys()
+        return {n for n in places if (self.kept.get(n), self.saves.get(n)) != (other.kept.get(n), other.saves.get(n))}
 
     def same(self, other: Course) -> bool:
         return all(
             getattr(self, name) == getattr(other, name)
-            for name in ("operators", "hooked", "kinds", "signed", "kept", "layers")
+            for name in ("operators", "hooked", "saves", "signed", "kept", "layers")
         )
 
 
 class _Entry:
     """A storage that the ledger counts: who saves it."""
 
-    __slots__ = ("watch", "number", "savers", "token_bytes", "owned", "held")
+    __slots__ = ("watch", "number", "savers", "token_bytes", "owned", "held", "small")
 
     def __init__(self, watch: Watch, number: int, token: Token):
         self.watch: Watch | None = watch
@@ -91,6 +108,7 @@ class _Entry:
         self.savers: set[tuple[int, bool]] = set()  # operators, and whether that tensor needs a handle
         self.token_bytes, self.owned = token.nbytes, token.owned
         self.held = False  # it is counted in any case
+        self.small = False  # it stays for its size
 
 
 class Watch:
@@ -103,11 +121,13 @@ class Watch:
     def __init__(self, varying: Collection[int]) -> None:
         self._varying = varying
         self._operators: list[tuple[int, str]] = [(-1, "")]
+        self._inline = [False]
         self._parents = [0]
         self._results = [False]  # whether what it returns is known
         self._open: list[int] = [0]
         self._needed: set[int] = set()
-        self._kinds: dict[int, list[bool]] = {}
+        self._saves: dict[int, list[Save | bool]] = {}
+        self._small_bytes = 0
         self._saved: list[tuple[int, bool]] = []
         self._numbers: list[int] = []
         self._entries: list[_Entry] = []
@@ -116,6 +136,7 @@ class Watch:
         self._parents.append(self._open[-1])
         self._open.append(len(self._operators))
         self._operators.append((layer, path))
+        self._inline.append(marker)
         self._results.append(not marker)
 
     def returns(self) -> None:
@@ -125,16 +146,24 @@ class Watch:
     def stops(self, depth: int) -> None:
         del self._open[depth + 1 :]
 
-    def saves(self, number: int, token: Token | None, handle: bool, again: bool) -> None:
+    def saves(self, number: int, token: Token | None, handle: bool, again: bool, of: Record | None = None) -> None:
         """What runs saves a tensor, when ``number`` operators have started. ``handle``: it needs one; ``again``: it is
-        in an operator that runs again."""
+        in an operator that runs again; ``of``: of a storage that leaves, or is too small for that."""
         running = self._open[-1]
         entry = None if token is None else self._entry(token, number)
+        if of is not None and of.distance == STAYS and not again:
+            handle = False
+            if entry is not None and not entry.small:
+                entry.small = True
+                self._small_bytes += of.nbytes
         handle = handle or again or number in self._varying or (entry is not None and entry.number in self._varying)
         if handle:
             self._needed.add(running)
         if not again:
-            self._kinds.setdefault(number, []).append(handle)
+            save: Save | bool = handle
+            if of is not None and token is not None and number not in self._varying and of.distance != STAYS:
+                save = Save((of.layer, of.op, of.number), (of.layer, of.op), token.owned, of.nbytes, of.distance)
+            self._saves.setdefault(number, []).append(save)
         self._saved.append((running, handle))
         if not self._numbers or self._numbers[-1] != number:
             self._numbers.append(number)
@@ -158,10 +187,12 @@ class Watch:
     def course(self, micro_batch: MicroBatch, in_force: PlanInForce, layers: list[tuple[int, Signature]]) -> Course:
         """What was seen, once the forward has ended."""
         plan, course = in_force.the_plan, Course()
-        needed = self._needed
+        needed, again = self._needed, set[int]()
         for number, (layer, path) in enumerate(self._operators):
             known = 0 <= layer < in_force.num_layers
-            if known and (plan.decision(layer, path) is not None or plan.recompute(layer, path) is not None):
+            if known and plan.recompute(layer, path) is not None:
+                again.add(number)
+            if number in again or (known and plan.decision(layer, path) is not None):
                 needed.add(number)  # also an expert that had no tokens
         moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
         course.held = held(moved)
@@ -176,13 +207,18 @@ class Watch:
         course.operators, course.layers = self._operators, layers
         course.signed = {number for number in signed if not course.hooked[number]}
         heard = [hooked or number in course.signed for number, hooked in enumerate(course.hooked)]
-        course.quiet = [None if one else running for one, running in zip(heard, self._operators, strict=True)]
+        quiet = zip(heard, self._operators, self._inline, strict=True)
+        course.quiet = [None if one else (*running, inline) for one, running, inline in quiet]
         kept: Counter[tuple[int, bool]] = Counter()
         for entry in self._entries:
             if not entry.held and not any(handle and course.hooked[saver] for saver, handle in entry.savers):
                 kept[entry.number, entry.owned] += entry.token_bytes
         course.kept = {number: (kept[number, True], kept[number, False]) for number, _ in kept}
-        course.kinds = {number: tuple(kinds) for number, kinds in self._kinds.items() if not all(kinds)}
+        course.saves = {number: tuple(saves) for number, saves in self._saves.items()}
+        if not self._varying:
+            course.again = [(*running, inline) for running, inline in zip(self._operators, self._inline, strict=True)]
+            course.inside = [None if number in again else entry for number, entry in enumerate(course.again)]
+        course.small_bytes = self._small_bytes
         course.natively = sum(not (handle and course.hooked[saver]) for saver, handle in self._saved)
         for entry in self._entries:
             entry.watch = None  # the token may outlive this
@@ -190,7 +226,7 @@ class Watch:
 
 
 def held(moved: Sequence[Record]) -> int:
-    return sum(record.state == HOST and record.storage() is not None for record in moved)
+    return sum([record.state == HOST and record.storage() is not None for record in moved])
 
 
 UNKNOWN = Course()

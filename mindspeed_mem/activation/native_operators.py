@@ -98,6 +98,7 @@ class NativeOperators:
                 self.depart()
                 position.course = None
                 return False
+            micro_batch.mover.staying.small_bytes += course.small_bytes
         elif watch is not None and self._layers:
             seen = watch.course(micro_batch, self._in_force, self._layers)
             known = self._courses.get(kind) or self._candidates.get(kind)

@@ -47,9 +47,6 @@ class OperatorRuns:
         self._position, self._in_force, self._saved, self._second_runs = position, in_force, saved, second_runs
         self._passes, self._observation, self._resolve = passes, observation, resolve
         self._natives = natives
-        self._hooked = (
-            0  # how many operators were running when the hook came into force, that one included; 0: it is not
-        )
 
     # ---- modules and functions
     def run(self, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
@@ -60,24 +57,7 @@ class OperatorRuns:
             under_way[-1].enters_again(path, args, kwargs)
             return original(module, *args, **kwargs)
         if stack:
-            depth = len(stack)
-            if not self._quietly(layer, path, False):
-                return self._run_module(layer, path, original, module, args, kwargs)
-            try:
-                result = original(module, *args, **kwargs)
-            except BaseException:
-                self._second_runs.cut_tape(depth)
-                self._leave(depth)
-                raise
-            if self._hooked or self._position.rerun is not None:
-                self._stop(depth)
-            else:
-                micro_batch = self._position.micro_batch
-                if micro_batch is not None and len(stack) > depth:
-                    del stack[depth:]
-                    if micro_batch.fresh or micro_batch.due or micro_batch.mover.late.nbytes:
-                        micro_batch.operator_ended()
-            return result
+            return self._run_module(layer, path, original, module, args, kwargs)
         in_force, second_runs = self._in_force, self._second_runs
         if path or in_force.idle or not regions.may_save():
             if not path and in_force.recomputes and torch.is_grad_enabled():
@@ -156,10 +136,9 @@ class OperatorRuns:
             begin = functools.partial(self._start, layer, path, False)
             result = second_runs.run(layer, path, call, args, kwargs, begin, again, state)
         except BaseException:
-            second_runs.cut_tape(depth)
-            self._leave(depth)
+            self.abandoned(depth)
             raise
-        self._stop(depth)
+        self.ended(depth)
         course = self._position.course
         if course is not None and number in course.signed:
             self._sign_at(result, number)
@@ -177,10 +156,9 @@ class OperatorRuns:
             self._start(layer, path, False)
             result = call(*args, **kwargs)
         except BaseException:
-            self._second_runs.cut_tape(depth)
-            self._leave(depth)
+            self.abandoned(depth)
             raise
-        self._stop(depth)
+        self.ended(depth)
         course = position.course
         if course is not None and number in course.signed:
             self._sign_at(result, number)
@@ -215,8 +193,6 @@ class OperatorRuns:
         if stack and not under_way:
             layer, parent, _ = stack[-1]
             path = regions.inline_path(parent, name)
-            if self._quietly(layer, path, True):
-                return
             self._start(layer, path, True)
             if self._in_force.recomputes and self._position.rerun is None:
                 self._second_runs.start_tape(layer, path)
@@ -224,32 +200,13 @@ class OperatorRuns:
     def mark_stop(self, name: str) -> None:
         stack = self._position.stack
         if stack and stack[-1][2] and not under_way and regions.last_of(stack[-1][1]) == regions.inline_path("", name):
-            self._stop(len(stack) - 1)
+            self.ended(len(stack) - 1)
 
     # ---- where we are
-    def _quietly(self, layer: int, path: str, marker: bool) -> bool:
-        """Start an operator if nobody has to know: by the course nothing that it saves matters, and no hook or tape is
-        in force. Where it is all of what runs already, that stays as it is."""
-        position, micro_batch = self._position, self._position.micro_batch
-        course = position.course
-        if course is None or micro_batch is None or self._hooked or position.rerun is not None:
-            return False
-        stack, number, quiet = position.stack, micro_batch.count, course.quiet
-        top = stack[-1]
-        within = top[1] == path and top[0] == layer  # it is all of what runs already
-        if not within:
-            number += 1
-        if number >= len(quiet) or quiet[number] != (layer, path):
-            return False
-        if within:
-            return True
-        micro_batch.count = number
-        stack.append((layer, path, marker))
-        if number in course.kept:
-            micro_batch.native.add(number, course.kept[number])
-        if micro_batch.ahead is not None:
-            micro_batch.forward_reaches(self._passes.operators_of[micro_batch.key[1]])
-        return True
+    def abandoned(self, depth: int) -> None:
+        """What runs above ``depth`` has raised."""
+        self._second_runs.cut_tape(depth)
+        self._leave(depth)
 
     def _start(self, layer: int, path: str, marker: bool) -> None:
         micro_batch = self._position.micro_batch
@@ -261,19 +218,19 @@ class OperatorRuns:
             self._by_course(micro_batch, layer, path)
         elif position.watch is not None:
             position.watch.starts(layer, path, marker)
-        if not path or position.course is None or self._hooked or self._in_force.recomputes:
+        if not path or position.course is None or position.hooked or self._in_force.recomputes:
             micro_batch.switch(layer, path, micro_batch.count)
         if self._observation.stopwatch is not None:
             self._observation.stopwatch.switch(layer, path)
         if micro_batch.ahead is not None:
-            micro_batch.forward_reaches(self._passes.operators_of[micro_batch.key[1]])
+            self._passes.forward_reaches(micro_batch)
 
-    def _stop(self, depth: int) -> None:
+    def ended(self, depth: int) -> None:
         """What runs above ``depth`` ends: what it produced is complete, and some releases are due."""
         position = self._position
         stack, micro_batch = position.stack, position.micro_batch
         assert micro_batch is not None
-        if position.course is not None and not self._hooked and not self._in_force.recomputes:
+        if position.course is not None and not position.hooked and not self._in_force.recomputes:
             # Nobody asks which operator runs: there is no hook, and no second run takes what it makes.
             del stack[depth:]
         else:
@@ -301,11 +258,11 @@ class OperatorRuns:
                     return
             else:
                 self._natives.depart()
-        if not self._hooked and self._second_runs.hooked and regions.hooks_are_ours_alone():
+        if not self._position.hooked and self._second_runs.hooked and regions.hooks_are_ours_alone():
             # under a checkpoint, whose hooks must stay innermost, or where somebody has disabled hooks: run natively
             with contextlib.suppress(RuntimeError):
                 torch._C._autograd._push_saved_tensors_default_hooks(*self._saved.hooks)
-                self._hooked = len(self._position.stack)
+                self._position.hooked = len(self._position.stack)
 
     def _leave(self, depth: int) -> None:
         """What runs above ``depth`` has ended. Markers may stand anywhere: hooks of others on top of ours go first."""
@@ -313,11 +270,11 @@ class OperatorRuns:
         del position.stack[depth:]
         if position.watch is not None:
             position.watch.stops(depth)
-        if self._hooked > depth:
+        if position.hooked > depth:
             top = torch._C._autograd._top_saved_tensors_default_hooks(False)
             if top is not None and top[0] is self._saved.hooks[0]:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
-                self._hooked = 0
+                position.hooked = 0
 
     def _enter_layer(self, layer: int, training: bool, args: tuple, kwargs: dict) -> None:
         self._passes.enter_layer(layer)

@@ -193,6 +193,10 @@ class Passes:
         if observed.profiler is not None:
             observed.profiler.begin_pass(FORWARD, key)
 
+    def forward_reaches(self, micro_batch: MicroBatch) -> None:
+        """One more operator starts in a forward that a backward follows."""
+        micro_batch.forward_reaches(self.operators_of[micro_batch.key[1]])
+
     def end_forward(self, output: Any) -> None:
         """It has ended, the loss included; ``output`` is what the schedule will hand to `begin_backward`."""
         micro_batch, self._position.micro_batch = self._position.micro_batch, None
@@ -215,7 +219,7 @@ class Passes:
         if as_expected:  # otherwise it is what ran natively that holds it
             self.pinned.check(moved, output)
         away = LEDGER.without.now - LEDGER.held.now + self._mover.late.nbytes
-        self.balance.passed(sum(record.nbytes for record in moved), away, len(self._in_flight))
+        self.balance.passed(sum([record.nbytes for record in moved]), away, len(self._in_flight))
         if observed.counting is not None:
             observed.counting.finish(micro_batch.key[1])
         if self._in_force.recomputes:

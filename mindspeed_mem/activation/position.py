@@ -12,7 +12,7 @@ NO_OPERATOR = (-1, "", False)
 class Position:
     """The operators that run now, and of which micro-batch."""
 
-    __slots__ = ("stack", "micro_batch", "rerun", "about_to_run", "course", "watch")
+    __slots__ = ("stack", "micro_batch", "rerun", "about_to_run", "course", "watch", "hooked", "known")
 
     def __init__(self) -> None:
         self.stack: list[tuple[int, str, bool]] = []
@@ -26,6 +26,11 @@ class Position:
         """By which the forward goes: which operators need no hook. None: all have it."""
         self.watch: Watch | None = None
         """What follows the forward, where that is not known yet."""
+        self.known = False
+        """Of the recomputed operator that runs it is known what it saves."""
+        self.hooked = 0
+        """How many operators were running when the hook came into force by a course, that one included; 0: it did
+        not."""
 
     def running(self) -> tuple[int, str] | None:
         """The operator that runs now, as (layer, path)."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_mem.activation.course import Save
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.plan_in_force import PlanInForce
@@ -22,9 +23,11 @@ from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import Tape
 from mindspeed_mem.activation.storage import marks, own_tensors
 from mindspeed_mem.activation.storage.ledger import LEDGER, Token
-from mindspeed_mem.activation.storage.micro_batch import NO_OWNER
+from mindspeed_mem.activation.storage.micro_batch import NO_OWNER, MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import (
+    COPYING,
+    DEVICE,
     DROPPED,
     HOST,
     KEPT,
@@ -36,12 +39,13 @@ from mindspeed_mem.activation.storage.records import (
     Owner,
     Part,
     Record,
-    movable,
     native,
     part_of,
 )
+from mindspeed_mem.device import fast_tensors
 
 _AWAY = (HOST, LOADED, DROPPED)
+_LEAVING = (DEVICE, COPYING, HOST)
 
 
 class SavedTensors:
@@ -75,12 +79,22 @@ class SavedTensors:
         rerun, micro_batch = position.rerun, position.micro_batch
         if rerun is None:
             course = position.course
-            number = 0 if micro_batch is None else micro_batch.count
-            if course is not None and number in course.kinds and not course.needs_handle(number):
-                if by_function:
-                    return own_tensors.own(native(tensor), tensor)
-                # as `native`, without a handle
-                return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+            if course is not None and micro_batch is not None:
+                number = micro_batch.count
+                if number != course.at:
+                    course.at, course.index = number, 0
+                index, saves = course.index, course.saves.get(number, ())
+                course.index = index + 1
+                save = saves[index] if index < len(saves) else True
+                if save is False:
+                    if by_function:
+                        return own_tensors.own(native(tensor), tensor)
+                    # as `native`, without a handle
+                    return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+                if save is not True:
+                    handle = self._keep_as_known(tensor, save, micro_batch, by_function)
+                    if handle is not None:
+                        return own_tensors.own(handle, tensor) if by_function else handle
         elif type(rerun) is ModuleRerun and rerun.saved.program is not None:
             assert micro_batch is not None
             slot = rerun.saved.drops(rerun, tensor, micro_batch, by_function)
@@ -148,7 +162,7 @@ class SavedTensors:
 
     # ---- saved tensors
     def _keep(self, tensor: torch.Tensor, rerun: ModuleRerun | None, by_function: bool) -> Any:
-        if movable(tensor, self._device_type):
+        if fast_tensors.is_plain(tensor, self._device_type):
             return self._keep_plain(tensor, tensor, rerun, by_function)
         local = None if by_function else part_of(tensor, self._device_type)
         if local is None:
@@ -159,6 +173,51 @@ class SavedTensors:
                 self._position.watch.saves(self._position.micro_batch.count, None, again, again)
             return native(tensor)
         return Part(self._keep_plain(local, tensor, rerun, by_function), tensor)
+
+    def _keep_as_known(
+        self, tensor: torch.Tensor, save: Save, micro_batch: MicroBatch, by_function: bool
+    ) -> Handle | None:
+        """Keep a tensor of which the course knows what becomes of it; None if it is not as expected."""
+        mover = self._mover
+        backend = mover.backend
+        if mover.several or not (backend.one_stream or backend.stream_key() == micro_batch.home_key):
+            return None
+        if not fast_tensors.is_plain(tensor, self._device_type):
+            return None
+        storage, number = tensor.untyped_storage(), micro_batch.count
+        attributes = storage.__dict__
+        found: marks.Marks | None = attributes.get(marks.NAME)
+        if found is None:
+            nbytes = save.nbytes
+            if storage.nbytes() != nbytes:
+                return None
+            if by_function and (own_tensors.stays_itself(tensor) or own_tensors.told_to_stay(tensor)):
+                return None
+            found = attributes[marks.NAME] = marks.Marks()
+            found.token = token = LEDGER.token(LEDGER, nbytes, save.owned, False, save.made_by)
+            record = Record(mover, micro_batch, save.owner, storage, token, tensor)
+            record.distance, record.state = save.distance, DEVICE
+            found.record = ref = weakref.ref(record)
+            handle = Handle(tensor, record, micro_batch, number)
+            record.handles.append(weakref.ref(handle))
+            if number > record.last_use:
+                record.last_use = number
+            micro_batch.fresh.append(ref)
+            if record.number < number:
+                micro_batch.copy_fresh()
+            return handle
+        known: Record | None = None if found.record is None else found.record()
+        if known is None or known.micro_batch is not micro_batch or known.way_back is not mover:
+            return None
+        if known.state not in _LEAVING or not known.holds(tensor) or (by_function and own_tensors.stays_itself(tensor)):
+            return None
+        handle = Handle(tensor, known, micro_batch, number)
+        known.handles.append(weakref.ref(handle))
+        if number > known.last_use:
+            known.last_use = number
+        if known.state == HOST:
+            handle.let_go()
+        return handle
 
     def _keep_plain(
         self, tensor: torch.Tensor, saved: torch.Tensor, rerun: ModuleRerun | None, by_function: bool
@@ -185,8 +244,10 @@ class SavedTensors:
                 census.add((record.layer, record.op, record.number), (*position.stack[-1][:2], number), tensor, storage)
         if rerun is not None:
             rerun.saves(record, tensor)
-        if position.watch is not None:
-            position.watch.saves(number, found.token, record is not None, position.rerun is not None)
+        watch = position.watch
+        if watch is not None and (record is None or position.rerun is not None or record.way_back is not self._mover):
+            watch.saves(number, found.token, record is not None, position.rerun is not None)
+            watch = None
         if record is None and self._in_force.watch_only and not by_function and self.may_drop() and saved is tensor:
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version  # nothing moves: nobody waits for it
         handle = Handle(tensor, record, micro_batch, number)
@@ -206,11 +267,15 @@ class SavedTensors:
                     micro_batch.select(record, distance, at_once=type(position.rerun) is not Tape)
         elif state in _AWAY:
             handle.let_go()
+        if watch is not None:
+            small = record.distance == STAYS and record.nbytes < self._mover.staying.smallest
+            known = record.state in _LEAVING or (record.state == KEPT and small)
+            watch.saves(number, found.token, True, False, record if known else None)
         return handle
 
     def _keep_outside(self, tensor: torch.Tensor, by_function: bool) -> Handle:
         micro_batch = self._position.micro_batch
-        if micro_batch is None or not movable(tensor, self._device_type):
+        if micro_batch is None or not fast_tensors.is_plain(tensor, self._device_type):
             return native(tensor)
         storage = tensor.untyped_storage()
         found = marks.of(storage)
@@ -236,7 +301,8 @@ class SavedTensors:
     def _attach(self, handle: Handle, record: Record, tensor: torch.Tensor) -> None:
         """``handle`` is of ``tensor``, one more of the storage of ``record``."""
         mover = self._mover
-        if mover.several or mover.backend.stream_key() != record.micro_batch.home_key:
+        backend = mover.backend
+        if mover.several or not (backend.one_stream or backend.stream_key() == record.micro_batch.home_key):
             mover.saves(record, tensor, first=not record.handles)
         record.handles.append(weakref.ref(handle))
 
@@ -268,7 +334,7 @@ class SavedTensors:
         return handle
 
     def _hold(self, tensor: torch.Tensor) -> Handle:
-        if not movable(tensor, self._device_type):
+        if not fast_tensors.is_plain(tensor, self._device_type):
             return native(tensor)
         storage = tensor.untyped_storage()
         found = marks.of(storage)

@@ -126,12 +126,15 @@ class SecondRuns:
         trial = Trial(of, rerun, partners, device_type) if verdict is None else None
         begin()
         rerun.number = micro_batch.count
-        position.rerun = rerun
+        position.rerun, position.known = rerun, rerun.saved.program is not None
         try:
-            with trial or contextlib.nullcontext():
+            if trial is None:
                 result = call(*args, **kwargs)
+            else:
+                with trial:
+                    result = call(*args, **kwargs)
         finally:
-            position.rerun = None
+            position.rerun, position.known = None, False
         rerun.ends()
         if trial is not None:
             trial.settle(result if path else None, any(tensor.numel() for tensor, _ in given) or not given)

@@ -6,9 +6,8 @@ straight through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,21 +17,8 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.rerun.arguments import attributes_of
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
-from mindspeed_mem.patching import REGISTRY, Direct
-
-
-@Direct
-def region_forward(original: Callable) -> Callable:
-    tag, compiling = regions.TAG, torch.compiler.is_compiling
-
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        engine = engines.in_use
-        # compiled code has no regions inside: a compiled module is one operator
-        if engine is None or compiling() or tag not in module.__dict__:
-            return original(module, *args, **kwargs)
-        return engine.operators.run(original, module, args, kwargs)
-
-    return forward
+from mindspeed_mem.activation.wrappers import region_forward
+from mindspeed_mem.patching import REGISTRY
 
 
 def tag_stack(

@@ -78,6 +78,9 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
     copies_block: bool = False
     """Whether computation stands still while anything is copied: `copy` returns when it is done."""
 
+    one_stream: bool = False
+    """Whether all computation is on one stream: `stream_key` never changes."""
+
     @property
     def tensor_type(self) -> str:
         """The type of its tensors' `torch.device`."""

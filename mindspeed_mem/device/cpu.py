@@ -114,7 +114,7 @@ class CpuBackend(HostBackend[Stream, Event]):
     """The CPU: everything has happened when a call returns."""
 
     type = "cpu"
-    copies_block = True
+    copies_block = one_stream = True
 
     def __init__(self) -> None:
         super().__init__()

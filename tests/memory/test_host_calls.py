@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = str(ROOT / "mindspeed_mem"), str(ROOT / "patches")
 MOST = {
     "nothing": (entry(op_swap=[]), 105),
-    "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 700),
-    "everything": (EVERYTHING, 1950),
-    "whole layers": (again(recompute=True), 1550),
-    "watched": ({}, 450),
+    "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 470),
+    "everything": (EVERYTHING, 1200),
+    "whole layers": (again(recompute=True), 930),
+    "watched": ({}, 180),
 }
 """A plan, and the most calls of a layer; some more than there are."""
 

@@ -10,7 +10,8 @@ import torch
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.storage import marks, own_tensors
 from mindspeed_mem.activation.storage.ledger import LEDGER
-from mindspeed_mem.activation.storage.records import Handle, movable, native
+from mindspeed_mem.activation.storage.records import Handle, native
+from mindspeed_mem.device import fast_tensors
 
 
 class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
@@ -28,7 +29,7 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         by_function = sys._getframe(1).f_code is own_tensors.APPLY
-        if movable(tensor, self._device_type):
+        if fast_tensors.is_plain(tensor, self._device_type):
             storage = tensor.untyped_storage()
             if storage.nbytes() and not marks.is_static(storage):
                 LEDGER.enter(storage, owned=False)

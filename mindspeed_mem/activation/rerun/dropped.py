@@ -25,15 +25,15 @@ from mindspeed_mem.activation.storage.records import (
     Record,
     base_of,
     layout_of,
-    movable,
-    view_of,
 )
+from mindspeed_mem.device import fast_tensors
 
 if TYPE_CHECKING:
     from mindspeed_mem.device.base import Stream
 
 
 _NOTHING = torch.empty(0, device="cpu")
+_finalizing = sys.is_finalizing
 
 
 class Program(NamedTuple):
@@ -48,21 +48,12 @@ class Program(NamedTuple):
 class Made:
     """One such storage."""
 
-    __slots__ = (
-        "rerun",
-        "micro_batch",
-        "layout",
-        "nbytes",
-        "state",
-        "storage",
-        "tensor",
-        "version",
-        "base",
-        "stream",
-        "others",
-        "attributes",
-        "__weakref__",
-    )
+    state = DROPPED
+    tensor: torch.Tensor | None = None
+    version = 0
+    base: weakref.ref[torch.Tensor] | None = None
+    others: tuple[Stream, ...] = ()
+    attributes: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -75,17 +66,16 @@ class Made:
     ):
         """Of ``storage``, with marks ``found``, of which ``tensor`` is saved first."""
         self.rerun, self.micro_batch, self.layout = rerun, micro_batch, layout
-        self.nbytes, self.state = storage.nbytes(), DROPPED
-        owner = rerun.layer, rerun.op
-        found.token = token = LEDGER.token(LEDGER, self.nbytes, owned=True, owner=owner)  # while it happens to be there
+        self.nbytes = nbytes = storage.nbytes()
+        # while it happens to be there
+        found.token = token = LEDGER.token(LEDGER, nbytes, True, False, rerun.owner)
         token.moved = True
         self.storage = weakref.ref(storage)
-        self.tensor: torch.Tensor | None = None
-        self.version = tensor._version
-        self.base = weakref.ref(base_of(tensor)) if self.version else None
+        if tensor._version:
+            self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
         self.stream: Stream = rerun.stream
-        self.others: tuple[Stream, ...] = ()
-        self.attributes = marks.set_by_others(storage) if len(storage.__dict__) > 1 else None
+        if len(storage.__dict__) > 1:
+            self.attributes = marks.set_by_others(storage)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """As `Record.holds`, until it is made again."""
@@ -97,19 +87,21 @@ class Made:
         """As `Record.buffer`."""
         return self.tensor
 
-    def fill(self, tensor: torch.Tensor, layout: Layout) -> None:
+    def fill(self, tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> None:
         """It has been made again, in the storage of ``tensor``, which lies there as ``layout`` says."""
-        storage = tensor.untyped_storage()
-        self.tensor = tensor.detach() if layout == self.layout else view_of(storage, *self.layout)
-        self.version = self.tensor._version
-        self.state = REMADE
-        LEDGER.enter_copy(storage, owned=True, owner=(self.rerun.layer, self.rerun.op))
+        self.tensor = again = tensor.detach() if layout == self.layout else fast_tensors.view_of(storage, *self.layout)
+        self.version, self.state = again._version, REMADE
+        attributes = storage.__dict__
+        found = attributes.get(marks.NAME)
+        if found is None:
+            found = attributes[marks.NAME] = marks.Marks()
+        found.token = LEDGER.token(LEDGER, self.nbytes, True, True, self.rerun.owner)
         if self.attributes:
-            storage.__dict__.update(self.attributes)
+            attributes.update(self.attributes)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
-            LEDGER.forget_moved(self.nbytes)
+        if not _finalizing():
+            LEDGER.without.now -= self.nbytes
 
 
 class Saver:
@@ -130,11 +122,12 @@ class Slot:
 
     __slots__ = ("made", "alias", "own", "layout", "saver")  # in this order they go: memory first
 
+    own: tuple[type | None, dict[str, Any]] | None  # what a custom function may look for on it
+
     def __init__(self, made: Made, layout: Layout | None, saver: Saver):
         self.made, self.saver = made, saver
         self.layout = layout  # None: as the first of its storage
-        self.alias = _NOTHING
-        self.own: tuple[type | None, dict[str, Any]] | None = None  # what a custom function may look for on it
+        self.alias, self.own = _NOTHING, None
 
     def bring_back(self) -> torch.Tensor:
         """The saved tensor. Raises OverwrittenError if it has been modified in place since it was made again."""
@@ -148,7 +141,7 @@ class Slot:
         if rerun.mover.several:
             rerun.mover.await_second_run(made)
         if self.layout is not None:
-            tensor = view_of(tensor.untyped_storage(), *self.layout)
+            tensor = fast_tensors.view_of(tensor.untyped_storage(), *self.layout)
         if self.own is not None:
             self.alias = tensor
         return tensor
@@ -214,20 +207,25 @@ class Saves:
         number = len(slots)
         if program is None or number >= len(program.saves) or type(tensor) is not torch.Tensor:
             return None
-        first = program.saves[number]
-        if first < 0 or mover.several or mover.backend.stream_key() != micro_batch.home_key:
+        first, backend = program.saves[number], mover.backend
+        if first < 0 or mover.several or not (backend.one_stream or backend.stream_key() == micro_batch.home_key):
             return None
         storage = tensor.untyped_storage()
         layout = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
         made = self._made.get(first) if first != number else None
         if made is not None:
-            same = layout == made.layout or movable(tensor, storage.device.type)
+            same = layout == made.layout or fast_tensors.is_plain(tensor, storage.device.type)
             if made.storage() is not storage or not made.holds(tensor) or not same:
                 return None
             slots.append(None)
         else:
-            found = marks.of(storage)
-            if first != number or found.token is not None or found.stays or found.static or found.made_by is not None:
+            attributes = storage.__dict__
+            found = attributes.get(marks.NAME)
+            if found is None:
+                found = attributes[marks.NAME] = marks.Marks()
+            elif found.token is not None or found.stays or found.static or found.made_by is not None:
+                return None
+            if first != number:
                 return None
             if by_function and tensor.requires_grad and tensor.is_leaf:
                 return None
@@ -239,7 +237,8 @@ class Saves:
         saver = self._saver
         if saver is None or saver.number != micro_batch.count:
             saver = self._saver = Saver(micro_batch, micro_batch.count)
-            rerun.used_at(micro_batch.count)
+            if rerun.moves_inputs:
+                rerun.used_at(micro_batch.count)
         return Slot(made, None if layout == made.layout else layout, saver)
 
     def _was_taken(self, number: int, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:

@@ -41,9 +41,8 @@ from mindspeed_mem.activation.storage.records import (
     Record,
     layout_of,
     local_of,
-    view_of,
 )
-from mindspeed_mem.device import is_host_device
+from mindspeed_mem.device import fast_tensors, is_host_device
 
 TAKE_OUT = "Take it out of recompute_config"
 under_way: list[ModuleRerun] = []
@@ -135,6 +134,7 @@ class ModuleRerun(Rerun):
             return hold(tensor), tensor.requires_grad, dict(vars(tensor))
 
         self._given = split((args, kwargs, attributes), take, self.inputs)
+        self.moves_inputs = any([handle.record is not None for handle, *_ in self.inputs])
         self.saved = Saves()
         self._random = rng.capture(handle.alias for handle, *_ in self.inputs)
         self._autocast = _autocast_now()
@@ -216,25 +216,33 @@ class ModuleRerun(Rerun):
         except OverwrittenError as error:
             hint = f"{self} is recomputed from it. {TAKE_OUT}, or recompute what produces its input, too"
             raise OverwrittenError(f"{error}; {hint}") from error
-        index = 0
+        index, slots, mover = 0, self.saved.slots, self.mover
+        beside = mover.several or not mover.backend.one_stream
 
         def pack(tensor: torch.Tensor) -> None:
             nonlocal index
-            if index == len(self.saved.slots):
+            if index == len(slots):
                 self._differs(tensor, None)
-            slot = self.saved.slots[index]
+            slot = slots[index]
             index += 1
             if slot is None:
                 return
             record, layout = slot[0](), slot[1]
-            if record is not None and record.state == DROPPED:
-                if type(tensor) is not torch.Tensor:
-                    tensor = local_of(tensor)
-                if layout_of(tensor) != layout or tensor.untyped_storage().nbytes() != record.nbytes:
-                    self._differs(tensor, layout)
+            if record is None or record.state != DROPPED:
+                return
+            if type(tensor) is not torch.Tensor:
+                tensor = local_of(tensor)
+            storage = tensor.untyped_storage()
+            found = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+            if found != layout or storage.nbytes() != record.nbytes:
+                self._differs(tensor, layout)
+            if type(record) is Made and not beside:
+                self._remaining -= 1
+                record.fill(tensor, storage, layout)
+            else:
                 self._fill(record, tensor, layout)
-                if not self._remaining:
-                    raise _Enough
+            if not self._remaining:
+                raise _Enough
 
         self._entered_again, self._filled = 0, []
         try:
@@ -401,10 +409,8 @@ class ModuleRerun(Rerun):
     def _fill(self, record: Record | Made, tensor: torch.Tensor, layout: Layout | None = None) -> None:
         self._remaining -= 1
         if isinstance(record, Made):
-            record.fill(tensor, layout or layout_of(tensor))
-            mover = self.mover
-            if mover.several or mover.backend.stream_key() != record.micro_batch.home_key:
-                mover.saves(record, tensor, first=True)
+            record.fill(tensor, tensor.untyped_storage(), layout or layout_of(tensor))
+            self.mover.saves(record, tensor, first=True)
             return
         storage = tensor.untyped_storage()
         if any(storage is other() for other in self._filled):
@@ -460,7 +466,7 @@ def _content(record: Record, layout: Layout, like: torch.Tensor) -> torch.Tensor
         storage = record.buffer.untyped_storage()
     if layout_of(like) != layout or like.untyped_storage().nbytes() != storage.nbytes():
         return None
-    return view_of(storage, *layout)
+    return fast_tensors.view_of(storage, *layout)
 
 
 def _known(storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:

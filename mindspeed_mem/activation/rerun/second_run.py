@@ -32,12 +32,15 @@ without their hooks, and with the tensors that are read besides, weights among t
 class Rerun(abc.ABC):
     """One run of an operator of a layer, which brings back what it made by running again."""
 
-    __slots__ = ("layer", "op", "number", "mover", "stream", "why_not", "__weakref__")
+    __slots__ = ("layer", "op", "owner", "number", "mover", "stream", "why_not", "moves_inputs", "__weakref__")
 
     def __init__(self, layer: int, op: str, number: int, mover: Mover):
         self.layer, self.op, self.number = layer, op, number
+        self.owner = layer, op
         self.mover = mover  # with the streams that operators run on
         self.stream = mover.backend.current_stream()  # that it runs on, and will again
+        self.moves_inputs = True
+        """An input may have to come back before it runs again."""
         self.why_not = ""
         """Why it cannot run again; empty if it can, or if nobody knows."""
 

@@ -21,7 +21,8 @@ from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
 from mindspeed_mem.activation.rerun.second_run import READERS, Rerun
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import DROPPED, Handle, Owner, Record, view_of, whole
+from mindspeed_mem.activation.storage.records import DROPPED, Handle, Owner, Record, whole
+from mindspeed_mem.device import fast_tensors
 from mindspeed_mem.device.op_rules import written_arguments
 
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -223,7 +224,7 @@ class Tape(Rerun, TorchDispatchMode):
         last = {key: index for index, step in enumerate(steps) for key in step.reads | step.writes}
         with torch.no_grad():
             for index, step in enumerate(steps):
-                args, kwargs = join(step.given, [view_of(there[ref.key], *ref[1:]) for ref in step.refs])
+                args, kwargs = join(step.given, [fast_tensors.view_of(there[ref.key], *ref[1:]) for ref in step.refs])
                 if step.random is None:
                     result = step.function(*args, **kwargs)
                 else:

@@ -89,7 +89,11 @@ class Ledger:
 
     def enter_copy(self, storage: torch.UntypedStorage, owned: bool, owner: Owner = NOBODY) -> None:
         """Count a device buffer that an activation was copied back into; `without` has counted it already."""
-        marks.of(storage).token = self.token(self, storage.nbytes(), owned, moved=True, owner=owner)
+        attributes = storage.__dict__
+        found = attributes.get(marks.NAME)
+        if found is None:
+            found = attributes[marks.NAME] = marks.Marks()
+        found.token = self.token(self, storage.nbytes(), owned, True, owner)
 
     def forget_moved(self, nbytes: int) -> None:
         """Backward no longer needs an activation that had been moved to the host."""
@@ -149,18 +153,18 @@ class Unseen:
     """Bytes that the operators of one forward keep and nobody has looked at, by the operators' numbers: counted until
     they are dropped, or nobody holds this."""
 
-    __slots__ = ("_ledger", "_kept")
+    __slots__ = ("_ledger", "kept")
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._kept: list[tuple[int, tuple[int, int]]] = []
+        self.kept: list[tuple[int, tuple[int, int]]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._kept)
+        return bool(self.kept)
 
     def add(self, number: int, kept: tuple[int, int]) -> None:
         """Operator ``number`` keeps so many bytes that operators of a layer made, and so many others."""
-        self._kept.append((number, kept))
+        self.kept.append((number, kept))
         ledger, nbytes = self._ledger, kept[0] + kept[1]
         for counter, more in ((ledger.without, nbytes), (ledger.held, nbytes), (ledger.owned, kept[0])):
             counter.now = now = counter.now + more
@@ -169,7 +173,7 @@ class Unseen:
 
     def drop(self, above: int = -1) -> None:
         """What operators with higher numbers kept is gone."""
-        kept, ledger = self._kept, self._ledger
+        kept, ledger = self.kept, self._ledger
         while kept and kept[-1][0] > above:
             owned, others = kept.pop()[1]
             ledger.owned.now -= owned

@@ -11,33 +11,33 @@ from typing import Any
 
 import torch
 
-_NAME = "_mindspeed_mem"
+NAME = "_mindspeed_mem"
 
 
 class Marks:
-    """What is known of one storage. Types are those of the modules that set them, which lie above this one."""
+    """What is known of one storage. Types are those of the modules that set them, which lie above this one.
 
-    __slots__ = ("record", "stays", "static", "managed", "token", "made_by", "entry", "tape", "watch")
+    Defaults are the class's: most are never set, and there is one for each storage that is saved.
+    """
 
-    def __init__(self) -> None:
-        self.record: weakref.ref[Any] | None = None
-        """The `Record` of what it holds."""
-        self.stays = False
-        """It stays on the device for good."""
-        self.static = False
-        """It was there before the model ran: parameters, buffers, tables."""
-        self.managed = False
-        """Somebody else empties, refills or writes over it."""
-        self.token: Any = None
-        """The ledger's `Token`."""
-        self.made_by: Any = None
-        """What can make it again, should anybody save it (`MadeBy`)."""
-        self.entry: Any = None
-        """The first operator inside a recomputed one that took it (`Entry`)."""
-        self.tape: tuple[weakref.ref[Any], int] | None = None
-        """The inline operator that touched it last, and its number there."""
-        self.watch: tuple[object, int] | None = None
-        """Who counts it while a forward is watched, and its number there."""
+    record: weakref.ref[Any] | None = None
+    """The `Record` of what it holds."""
+    stays = False
+    """It stays on the device for good."""
+    static = False
+    """It was there before the model ran: parameters, buffers, tables."""
+    managed = False
+    """Somebody else empties, refills or writes over it."""
+    token: Any = None
+    """The ledger's `Token`."""
+    made_by: Any = None
+    """What can make it again, should anybody save it (`MadeBy`)."""
+    entry: Any = None
+    """The first operator inside a recomputed one that took it (`Entry`)."""
+    tape: tuple[weakref.ref[Any], int] | None = None
+    """The inline operator that touched it last, and its number there."""
+    watch: tuple[object, int] | None = None
+    """Who counts it while a forward is watched, and its number there."""
 
     def keep(self) -> None:
         """It stays on the device for good."""
@@ -46,27 +46,27 @@ class Marks:
 
 def known(storage: torch.UntypedStorage) -> Marks | None:
     """None: nobody has looked at it."""
-    return storage.__dict__.get(_NAME)
+    return storage.__dict__.get(NAME)
 
 
 def of(storage: torch.UntypedStorage) -> Marks:
     """Made where there are none yet."""
     attributes = storage.__dict__
-    found = attributes.get(_NAME)
+    found = attributes.get(NAME)
     if found is None:
-        found = attributes[_NAME] = Marks()
+        found = attributes[NAME] = Marks()
     return found
 
 
 def forget(tensor: torch.Tensor) -> None:
     """Leave nothing on the storage of ``tensor``."""
     if tensor.layout is torch.strided:
-        tensor.untyped_storage().__dict__.pop(_NAME, None)
+        tensor.untyped_storage().__dict__.pop(NAME, None)
 
 
 def set_by_others(storage: torch.UntypedStorage) -> dict[str, Any] | None:
     """The attributes that a program has set on it; None if there are none."""
-    return {name: value for name, value in storage.__dict__.items() if name != _NAME} or None
+    return {name: value for name, value in storage.__dict__.items() if name != NAME} or None
 
 
 def is_static(storage: torch.UntypedStorage) -> bool:

@@ -35,8 +35,8 @@ class MicroBatch:
         self.last_layer = -1
         self.forward_done = False
         self.stays = False  # nothing of it is moved
-        self._bounds: list[int] = []  # autograd sequence numbers at which the running operator changed
-        self._running: list[Owner] = []
+        self.bounds: list[int] = []  # autograd sequence numbers at which the running operator changed
+        self.running: list[Owner] = []  # to which
         self.fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
         self.due: list[tuple[int, int, weakref.ref[Record]]] = []
         self._tie = count()
@@ -53,8 +53,8 @@ class MicroBatch:
     # ---- forward
     def switch(self, layer: int, op: str, number: int) -> None:
         """From now on this operator runs."""
-        self._bounds.append(_sequence_nr())
-        self._running.append((layer, op, number))
+        self.bounds.append(_sequence_nr())
+        self.running.append((layer, op, number))
 
     def owner_of(self, tensor: torch.Tensor) -> Owner:
         """The operator that was running when the storage of ``tensor``, seen for the first time, was allocated.
@@ -65,9 +65,9 @@ class MicroBatch:
         base = tensor._base if tensor._base is not None else tensor
         node = base.grad_fn
         if node is None:
-            return NO_OWNER if base.requires_grad else self._running[-1]
-        position = bisect_right(self._bounds, node._sequence_nr()) - 1
-        return self._running[position] if position >= 0 else NO_OWNER
+            return NO_OWNER if base.requires_grad else self.running[-1]
+        position = bisect_right(self.bounds, node._sequence_nr()) - 1
+        return self.running[position] if position >= 0 else NO_OWNER
 
     def saved_by(self, number: int) -> None:
         """Operator ``number`` saves one more tensor."""
@@ -160,11 +160,17 @@ class MicroBatch:
         if number >= self._reached:
             return
         self._reached = number
-        self.native.drop(above=number)
+        kept = self.native.kept
+        if kept and kept[-1][0] > number:
+            self.native.drop(above=number)
         if self._queue is None:
-            live = [record for ref in self.moved if (record := ref()) is not None and record.state in (HOST, COPYING)]
-            live.sort(key=lambda r: (r.last_use + r.distance, r.last_use, r.number), reverse=True)
-            self._queue = [(record.last_use + record.distance, weakref.ref(record)) for record in live]
+            live = [
+                (r.last_use + r.distance, r.last_use, r.number, -index, ref)
+                for index, ref in enumerate(self.moved)
+                if (r := ref()) is not None and r.state in (HOST, COPYING)
+            ]
+            live.sort(reverse=True)
+            self._queue = [(one[0], one[4]) for one in live]
         start = self._cursor
         while self._cursor < len(self._queue) and self._queue[self._cursor][0] >= number:
             self._cursor += 1

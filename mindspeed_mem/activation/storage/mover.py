@@ -182,7 +182,10 @@ class Mover:
         """Copy ``source``, the record's bytes, to ``slab``; the stream has waited for compute."""
         if slab.ready is not None:
             self.backend.wait(out_stream, slab.ready, OUT_AFTER_SLAB)
-        self.timing.copy(self.backend, record, slab.buffer, source, out_stream)
+        if self.timing is UNTIMED:
+            self.backend.copy(slab.buffer, source, out_stream)
+        else:
+            self.timing.copy(self.backend, record, slab.buffer, source, out_stream)
         record.slab, record.source, record.state = slab, source, COPYING
         record.out_event = self.backend.record(out_stream)
         self.bytes_out += record.nbytes
@@ -265,7 +268,8 @@ class Mover:
             for record in wanted:
                 record.buffer = self.backend.empty(record.nbytes)
                 LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0, (record.layer, record.op))
-                record.mark(record.buffer.untyped_storage())
+                if record.attributes:
+                    record.mark(record.buffer.untyped_storage())
             # after the allocations: the buffers' previous users are on compute
             self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
             for record in wanted:
@@ -273,7 +277,10 @@ class Mover:
                 if record.stream is not compute and record.stream != compute:
                     self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
                 record.stream, record.others = compute, ()
-                self.timing.copy(self.backend, record, record.buffer, record.slab.buffer, in_stream)
+                if self.timing is UNTIMED:
+                    self.backend.copy(record.buffer, record.slab.buffer, in_stream)
+                else:
+                    self.timing.copy(self.backend, record, record.buffer, record.slab.buffer, in_stream)
                 record.in_event = self.backend.record(in_stream)
                 record.state = LOADED
                 self._give_back(record, record.in_event)
@@ -285,7 +292,8 @@ class Mover:
         if record.state == HOST:
             self.load((record,))
         assert record.in_event is not None and record.buffer is not None
-        compute, auto = self.backend.current_stream(), self.auto
+        compute = record.stream if self.backend.one_stream else self.backend.current_stream()
+        auto = self.auto
         timed = auto if auto is not None and not auto.settled and auto.measures(record) else None
         begin = self.backend.timestamp(compute) if timed is not None else None
         self.timing.wait(self.backend, record, compute, record.in_event, COMPUTE_AFTER_IN)

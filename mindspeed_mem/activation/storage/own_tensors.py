@@ -85,7 +85,7 @@ def told_to_stay(tensor: torch.Tensor) -> bool:
 
 def own(handle: Saved, tensor: torch.Tensor) -> Saved:
     """``handle`` is of ``tensor``, which a custom function saves."""
-    if stays_itself(tensor):
+    if tensor.requires_grad and tensor.is_leaf:  # as `stays_itself`
         handle.alias = tensor
     if _returned(tensor):  # comes back plain from autograd itself, too; its attributes may lead to the node, a cycle
         handle.own = None, {}
@@ -110,17 +110,23 @@ def reader(native: Callable[[Any], tuple]) -> Callable[[Any], tuple]:
             tensors = native(ctx)
         finally:
             _reading.handles = outer
-        if not handles or len(handles) != sum(tensor is not None for tensor in tensors):  # somebody else's hooks
+        if not handles:
+            return tensors
+        found = 0
+        for tensor in tensors:
+            found += tensor is not None
+        if len(handles) != found:  # somebody else's hooks
             return tensors
         following = iter(handles)
-        return tuple(tensor if tensor is None else _as_saved(tensor, next(following)) for tensor in tensors)
+        return tuple([tensor if tensor is None else _as_saved(tensor, next(following)) for tensor in tensors])
 
     return read
 
 
 def _as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
-    if stays_itself(handle.alias):
-        return handle.alias
+    alias = handle.alias
+    if alias.requires_grad and alias.is_leaf:  # as `stays_itself`
+        return alias
     assert handle.own is not None
     kind, attributes = handle.own
     if kind is not None and type(tensor) is not kind:

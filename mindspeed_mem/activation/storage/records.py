@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.ledger import LEDGER, Token
+from mindspeed_mem.device import fast_tensors
 
 if TYPE_CHECKING:
     from mindspeed_mem.device.base import Event, Stream
@@ -35,11 +35,6 @@ Owner = tuple[int, str, int]
 
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int | torch.SymInt]
 """How a tensor lies in its storage: dtype, size, stride, offset."""
-
-_keys = torch._C._dispatch_keys
-_PLAIN: dict[tuple[int, str], bool] = {}  # by a tensor's dispatch keys, which have its device, layout and what is lazy
-
-_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 class WayBack(Protocol):
@@ -106,27 +101,6 @@ class OverwrittenError(RuntimeError):
     """A tensor that backward needs was modified in place meanwhile."""
 
 
-def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    found = _EMPTY.get((dtype, device))
-    if found is None:
-        found = _EMPTY[dtype, device] = torch.empty(0, dtype=dtype, device=device)
-    return found
-
-
-def movable(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether a saved tensor is an ordinary activation on the device: no parameter, subclass or other layout."""
-    if type(tensor) is not torch.Tensor:
-        return False
-    kind = _keys(tensor).raw_repr(), device_type
-    plain = _PLAIN.get(kind)
-    if plain is None:
-        plain = tensor.layout is torch.strided and tensor.device.type == device_type
-        # a layout alone does not say what they are
-        plain = _PLAIN[kind] = plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
-    base = tensor._base  # aten's linear saves ``weight.t()``, an ordinary tensor
-    return plain and (base is None or type(base) is torch.Tensor)
-
-
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Of a DTensor this rank's part, any other tensor itself."""
     return tensor if type(tensor) is torch.Tensor else getattr(tensor, "_local_tensor", tensor)
@@ -141,7 +115,7 @@ def part_of(tensor: torch.Tensor, device_type: str) -> torch.Tensor | None:
     base = tensor if tensor._base is None else tensor._base
     if local is tensor or tensor._version or tensor.is_leaf or isinstance(base, torch.nn.Parameter):
         return None
-    return local if movable(local, device_type) else None
+    return local if fast_tensors.is_plain(local, device_type) else None
 
 
 def native(tensor: torch.Tensor) -> Handle:
@@ -297,13 +271,13 @@ class Handle:
 
     def let_go(self) -> None:
         alias = self.alias
-        self.layout = layout_of(alias)
-        alias.data = _empty(alias.dtype, alias.device)
+        self.layout = alias.dtype, alias.size(), alias.stride(), alias.storage_offset()
+        alias.data = fast_tensors.empty(alias.dtype, alias.device)
 
     def put_back(self, storage: torch.UntypedStorage) -> None:
         """Its memory has been there all the time."""
         assert self.layout is not None
-        self.alias.data = view_of(storage, *self.layout)
+        self.alias.data = fast_tensors.view_of(storage, *self.layout)
         self.layout = None
 
     def changed(self) -> bool:
@@ -333,7 +307,7 @@ class Handle:
         assert record is not None
         record.way_back.bring_back(record)
         assert record.buffer is not None
-        return view_of(record.buffer.untyped_storage(), *layout)
+        return fast_tensors.view_of(record.buffer.untyped_storage(), *layout)
 
 
 class Part:
@@ -364,17 +338,4 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of it as uint8 [nbytes]."""
-    return view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
-
-
-def view_of(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    size: Sequence[int],
-    stride: Sequence[int],
-    offset: int | torch.SymInt,
-) -> torch.Tensor:
-    empty = _EMPTY.get((dtype, storage.device))
-    if empty is None:
-        empty = _empty(dtype, storage.device)
-    return empty.new_empty(0).set_(storage, offset, size, stride)
+    return fast_tensors.view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)

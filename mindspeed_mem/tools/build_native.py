@@ -1,0 +1,37 @@
+"""``python -m mindspeed_mem build-native``: builds what the engine does with each saved tensor, in C++."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mindspeed_mem import requirements
+
+DESCRIPTION = """\
+Builds a small library with what the engine does with each saved tensor: the host then needs less time for it, most of
+all where much is swapped or recomputed. Training uses it where it is there, with the same results, and does without it
+elsewhere. It is built for the torch and the Python that are installed, into the user's cache folder, in about a minute;
+it needs a C++ compiler and Python's headers. MINDSPEED_MEM_NATIVE=0 leaves it aside.
+
+    python -m mindspeed_mem build-native
+"""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """There are none."""
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    reason = requirements.absent("torch")
+    if reason is not None:
+        print(f"mindspeed_mem build-native: {reason}", file=sys.stderr)
+        return 1
+    from mindspeed_mem.device import DeviceError, fast_tensors
+
+    try:
+        print(fast_tensors.build())
+    except DeviceError as error:
+        print(f"mindspeed_mem build-native: {error}", file=sys.stderr)
+        return 2
+    return 0
