@@ -11,32 +11,20 @@ import sys
 
 import torch
 
-from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.wrappers import range_begins, range_ends
 from mindspeed_mem.patching import Direct, around, join
 
 
-def _marker(method):
-    @Direct
-    def make(original):
-        compiling, names = torch.compiler.is_compiling, original.__globals__
-
-        def marker(msg=None, suffix=None):
-            engine = None if compiling() else engines.in_use
-            if engine is not None and engine.position.stack and msg is None and suffix is not None:
-                getattr(engine.operators, method)(suffix)
-            if msg is None and names.get("_nvtx_enabled"):
-                # With ranges enabled upstream names a range after its caller, which must not be this file.
-                caller = sys._getframe(1)
-                msg = f"{caller.f_globals.get('__name__')}.{caller.f_code.co_name}"
-            return original(msg, suffix)
-
-        return marker
-
-    return make
+@around("megatron.core.utils:nvtx_range_push", since="0.14")
+@Direct
+def range_push(original):
+    return range_begins(original)
 
 
-around("megatron.core.utils:nvtx_range_push", since="0.14")(_marker("mark_start"))
-around("megatron.core.utils:nvtx_range_pop", since="0.14")(_marker("mark_stop"))
+@around("megatron.core.utils:nvtx_range_pop", since="0.14")
+@Direct
+def range_pop(original):
+    return range_ends(original)
 
 
 @contextlib.contextmanager

@@ -7,12 +7,9 @@ all data-parallel ranks, is that of the first run: counts are held as they were,
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.rerun import module_rerun
-from mindspeed_mem.patching import around, join
+from mindspeed_mem.patching import around
 
 
 def _in_first_run(original, *args, **kwargs):
@@ -37,31 +34,6 @@ def routing(original, self, *args, **kwargs):
         return original(self, *args, **kwargs)
     finally:
         self.local_tokens_per_expert = counted
-
-
-_HANDED_ON = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
-_begun: list[Any] = []
-"""Shared experts that run again, step by step beside the dispatch."""
-
-
-@around(_MOE + "shared_experts:SharedExpertMLP.pre_forward_comm")
-def pre_forward_comm(original, self, *args, **kwargs):
-    if module_rerun.running():
-        _begun.append(self)
-    return original(self, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _nothing_handed_on():
-    """A second run that stops early leaves what one step has for the next; a forward begins with nothing."""
-    try:
-        yield
-    finally:
-        while _begun:
-            vars(_begun.pop()).update(dict.fromkeys(_HANDED_ON))
-
-
-join("mindspeed_mem.activation.rerun.second_run:GUARDS", _nothing_handed_on, declared_by=__name__)
 
 
 _over_all_ranks = [False]

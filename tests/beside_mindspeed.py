@@ -3,7 +3,8 @@
 MINDSPEED names a checkout. What it needs besides (acl, triton, torchair) has stand-ins that do nothing. DEVICE is
 `cpu`, where torch_npu is one of them and our import brings MindSpeed in as it does on an NPU; or `npu`, the tests'
 accelerator (ACCELERATOR: its library). ORDER is who is imported first: `ours`, `theirs`, or `alone`: MindSpeed without
-us, but for what lets megatron-core train there. The flags are ours.
+us, but for what lets megatron-core train there. The flags are ours, but for --use-distributed-optimizer: with it,
+losses and norms of gradients are compared, after steps of the optimizer.
 
 Prints a line of JSON: what was trained before and after MindSpeed's `repatch`, what is wrong with our patches then, and
 what moved or ran again.
@@ -122,9 +123,10 @@ def main() -> None:
     from mindspeed_mem.patching import REGISTRY
 
     mem.configure({})
-    found: dict[str, Any] = {"before": _trained(device)}
-    theirs.repatch({"use_distributed_optimizer": False})
-    found["after"] = _trained(device)
+    sharded = "--use-distributed-optimizer" in flags
+    found: dict[str, Any] = {"before": _trained(device, sharded)}
+    theirs.repatch({"use_distributed_optimizer": sharded})
+    found["after"] = _trained(device, sharded)
     manager.set_features_list(list(manager.FEATURES_LIST[:3]))
     found["in their list"] = [one.feature_name for one in manager.FEATURES_LIST][3:]
     ours = [patch for patch in REGISTRY.patches if ".cpu_" not in patch.declared_by]
@@ -145,24 +147,25 @@ def _patches_of_theirs() -> Any:
     return [one for one in MindSpeedPatchesManager.patches_info.values() if one.is_applied]
 
 
-def _trained(device: str) -> list[str]:
-    """Losses and gradients of two steps, as digests."""
+def _trained(device: str, sharded: bool) -> list[str]:
+    """Losses and gradients, or norms of these, of two steps, as digests."""
     import torch.distributed as dist
 
     from mindspeed_mem.device import get_backend
-    from tests.models import build_gpt, train_step
+    from tests.models import build_gpt, build_optimizer, train_step
     from tests.worlds import parallel
 
     if not dist.is_initialized():
         dist.init_process_group(get_backend(device).collectives, store=dist.HashStore(), rank=0, world_size=1)
     accelerator = sys.modules.get("tests.accelerator.stand_in")
     with accelerator.lagging(random=200) if accelerator else contextlib.nullcontext(), parallel():
-        chunks = build_gpt("dropout", layers=2)
-        results = [train_step(chunks, step=step, micro_batches=2, attention_mask=True) for step in range(2)]
+        chunks = build_gpt("dropout", layers=2, ddp={"use_distributed_optimizer": True} if sharded else None)
+        more = {"micro_batches": 2, "attention_mask": True, "optimizer": build_optimizer(chunks) if sharded else None}
+        results = [train_step(chunks, step=step, **more) for step in range(2)]
     digests = []
     for one in results:
-        digest = hashlib.sha256(repr(one.loss).encode())
-        for name in sorted(one.grads):
+        digest = hashlib.sha256(repr((one.loss, one.grad_norm)).encode())
+        for name in () if sharded else sorted(one.grads):
             digest.update(one.grads[name].cpu().numpy().tobytes())
         digests.append(digest.hexdigest()[:16])
     return digests

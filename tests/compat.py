@@ -1,6 +1,6 @@
 """`make compat`: what works on which megatron-core. Writes mindspeed_mem/compat.json and docs/versions.md.
 
-    python -m tests.compat --folder .venv-compat --python python3.12 [--only 0.19.2 ...]
+    python -m tests.compat --folder .venv-compat --python python3.12 [--only 0.19.2 ...] [--features swap ...]
 
 One environment per version: a folder with that megatron-core and nothing else, in front of one that all share (torch,
 and what the tests need). In each the doctor runs, then the cases of each feature below: tests of this suite which
@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mindspeed_mem import requirements
+from mindspeed_mem import features, requirements
+from mindspeed_mem.features.rows import Feature
 from tests.pages import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +50,10 @@ FEATURES: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "survival of out-of-memory": (
         "--survive-oom",
-        ["tests/memory/test_survive_oom.py::test_with_less_and_less_memory_every_bit_is_the_same[moe]"],
+        [
+            "tests/memory/test_survive_oom.py::test_with_less_and_less_memory_every_bit_is_the_same[moe]",
+            "tests/memory/test_survive_oom.py::test_a_second_attempt_after_shared_experts_that_were_left_half_way",
+        ],
         ["tests/memory/test_survive_oom.py::test_one_rank_alone_lacks_memory[pipeline]"],
     ),
     "adaptive plans": (
@@ -86,7 +90,36 @@ FEATURES: dict[str, tuple[str, list[str], list[str]]] = {
             for one in ("fp32-dp2", "fp16-dp2")
         ],
     ),
+    "split backward": (
+        "--split-backward",
+        ["tests/numerics/test_split_backward.py::test_every_kind_of_model[bf16]"],
+        ["tests/numerics/test_split_backward.py::test_every_layout[fp32]"],
+    ),
+    "zero bubble": (
+        "--pipeline-schedule zb",
+        [],
+        [
+            f"tests/numerics/test_pipeline_cap.py::test_gradients_of_weights_in_idle_time_are_bit_identical[{one}]"
+            for one in ("dropout-pp2", "pp2-vpp2")
+        ],
+    ),
+    "Adam on the host": (
+        "--host-optimizer-step",
+        [],
+        ["tests/numerics/test_chunk_placement.py::test_the_host_steps_what_rests_there"],
+    ),
+    "attention by SDPA": (
+        "--sdpa-attention",
+        [f"tests/numerics/test_sdpa.py::test_equals_megatrons_own[{one}]" for one in ("grouped", "dropout")],
+        ["tests/numerics/test_sdpa.py::test_a_model_trains_alike[2-dropout-True-layout3]"],
+    ),
+    "traces": (
+        "--memory-trace",
+        [f"tests/memory/test_trace.py::{one}" for one in ("test_swapped_steps", "test_second_runs")],
+        [],
+    ),
 }
+"""By feature: its flag, and the cases on one rank and on two."""
 QUICK = (
     "tests/numerics/test_swap.py::test_every_layout[PP2]",
     "tests/numerics/test_recompute.py::test_other_kinds_of_model[dropout]",
@@ -116,6 +149,7 @@ def main() -> int:
     parser.add_argument("--python", help=f"3.12 or newer (default: {' or '.join(PYTHONS)}, on PATH or of pyenv)")
     parser.add_argument("--torch", default=_pinned_torch(), metavar="VERSION")
     parser.add_argument("--only", nargs="+", metavar="VERSION")
+    parser.add_argument("--features", nargs="+", choices=FEATURES, help="these rows; the others keep what they say")
     parser.add_argument("--quick", action="store_true", help="a few cases with the newest and the oldest; no table")
     parser.add_argument("--install", action="store_true", help="only make the environments")
     given = parser.parse_args()
@@ -138,13 +172,23 @@ def main() -> int:
             examined = at_once.map(lambda one: _examined(folder, one, QUICK), versions)
             return _shown(dict(zip(versions, examined, strict=True)))
     found = json.loads(TABLE.read_text()) if TABLE.is_file() else {}
+    only = tuple(case for name in given.features or () for cases in FEATURES[name][1:] for case in cases)
     for version in versions:
-        found[version] = _examined(folder, version)
+        examined = _examined(folder, version, only)
+        if only:
+            examined["features"] = found[version]["features"] | examined["features"]
+        found[version] = examined
         found = {one: found[one] for one in sorted(found, key=lambda v: [int(n) for n in v.split(".")])}
         TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(found), encoding="utf-8")
         print(f"{version}: {json.dumps(found[version]['features'])}", flush=True)
     return _shown(found)
+
+
+def row(flag: str) -> Feature:
+    """Of the table of features: who says from which version on `flag`, or a value of it, can be had."""
+    (found,) = (one for one in features.FEATURES if one.flag == flag.partition(" ")[0])
+    return found if found.since or len(found.needs_features) != 1 else row(*found.needs_features)
 
 
 def _shown(found: dict[str, Any]) -> int:
@@ -208,7 +252,8 @@ def _examined(folder: Path, version: str, only: tuple[str, ...] = ()) -> dict[st
 
     doctor = json.loads(ask("-m", "mindspeed_mem", "doctor", "--json"))
     python, torch, refused = json.loads(ask("-c", _ASK).splitlines()[-1])
-    cases = {name: [*one, *two] for name, (flag, one, two) in FEATURES.items() if not refused[flag]}
+    refused = {name: refused[row(flag).flag] for name, (flag, *_) in FEATURES.items()}
+    cases = {name: [*one, *two] for name, (_, one, two) in FEATURES.items() if not refused[name]}
     less = {name: what for (version, name), what in LESS.items() if version == own.name}
     cases |= {name: [case for case in cases[name] if case != left_out] for name, (left_out, _) in less.items()}
     if only:
@@ -217,20 +262,20 @@ def _examined(folder: Path, version: str, only: tuple[str, ...] = ()) -> dict[st
     report.unlink(missing_ok=True)
     ask("-m", "pytest", "-q", "--sweep", f"--junitxml={report}", *(case for some in cases.values() for case in some))
     outcomes = _outcomes(report)
-    features = {}
-    for name, (flag, *_) in FEATURES.items():
-        if only and name not in cases:
+    results = {}
+    for name in FEATURES:
+        if only and name not in cases and not refused[name]:
             continue
         failed = [case for case in cases.get(name, ()) if outcomes.get(_short(case)) != "passed"]
-        features[name] = f"refused: {refused[flag]}" if refused[flag] else ": ".join(("works", *less.get(name, ())[1:]))
+        results[name] = f"refused: {refused[name]}" if refused[name] else ": ".join(("works", *less.get(name, ())[1:]))
         if failed:
-            features[name] = "fails: " + ", ".join(f"{_short(case)} {outcomes.get(_short(case))}" for case in failed)
+            results[name] = "fails: " + ", ".join(f"{_short(case)} {outcomes.get(_short(case))}" for case in failed)
     problems = doctor["problems"]
     return {
         "python": python,
         "torch": torch,
         "doctor": "works" if not problems else f"{len(problems)} wrong: {'; '.join(problems)}",
-        "features": features,
+        "features": results,
     }
 
 
@@ -250,7 +295,8 @@ _INTRODUCTION = """\
 # Versions of megatron-core
 
 In each of these the doctor found nothing wrong, and every feature that works trained small models to the same bits as
-Megatron alone, on one rank and on two, on a CPU. megatron-core 0.17 and newer need Python 3.12 or newer.
+Megatron alone (attention by SDPA and Adam on the host: up to rounding), on one rank and on two, on a CPU. megatron-core
+0.17 and newer need Python 3.12 or newer.
 `make compat` makes this page; what holds for the version that is installed is part of what this prints:
 
 ```console
@@ -271,7 +317,8 @@ def page(found: dict[str, Any]) -> str:
     """The page that shows the table."""
     rows = {what: [one[what] for one in found.values()] for what in ("python", "torch")}
     rows |= {
-        f"{name} (`{flag}`)": [one["features"][name] for one in found.values()] for name, (flag, *_) in FEATURES.items()
+        f"{name} (`{flag}`)": [one["features"].get(name, "not run") for one in found.values()]
+        for name, (flag, *_) in FEATURES.items()
     }
     return "\n".join([*_INTRODUCTION, *table(found, rows), "", *_END])
 

@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
-from mindspeed_mem.activation.stacks import region_forward
+from mindspeed_mem.activation.wrappers import region_forward
 from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.device.simulated import SimulatedBackend
 from mindspeed_mem.patching import REGISTRY

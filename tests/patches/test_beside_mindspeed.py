@@ -45,20 +45,30 @@ def plan(tmp_path):
     return str(file)
 
 
+SHARDED = "--use-distributed-optimizer"
+ALONE = {
+    "survive": ["--survive-oom"],
+    "adaptive": ["--adaptive-memory-optimization"],
+    "cap": ["--max-inflight-microbatches", "1"],
+    "split": ["--split-backward"],
+    "zero bubble": ["--pipeline-schedule", "zb"],
+    "chunks": [SHARDED, "--chunk-zero-stage", "3"],
+    "chunks on the host": [SHARDED, "--chunk-zero-stage", "3", "--placement-policy", "host"],
+}
+
+
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("order", ["ours", "theirs"])
-@pytest.mark.parametrize("feature", ["swap", "recompute", "survive"])
+@pytest.mark.parametrize("feature", ["swap", "recompute", *ALONE])
 def test_training_keeps_its_bits_and_our_patches_stay(device, order, feature, plan):
-    flags = {
-        "swap": ["--memory-config", plan],
-        "recompute": ["--recompute-layers", "all"],
-        "survive": ["--survive-oom"],
-    }
-    alone, found = run(device, "alone"), run(device, order, *flags[feature])
+    memory = {"swap": ["--memory-config", plan], "recompute": ["--recompute-layers", "all"]}
+    flags = (memory | ALONE)[feature]
+    sharded = [flag for flag in flags if flag == SHARDED]
+    alone, found = run(device, "alone", *sharded), run(device, order, *flags)
     assert len(set(alone["before"])) == 2 and alone["theirs"] > 50
     assert found["before"] == found["after"] == alone["before"]
     assert not found["lost"] and found["in their list"] == ["mindspeed_mem"] and found["theirs"] >= alone["theirs"]
-    assert {"swap": found["moved"], "recompute": found["again"], "survive": True}[feature]
+    assert {"swap": found["moved"], "recompute": found["again"]}.get(feature, True)
 
 
 @pytest.mark.parametrize(

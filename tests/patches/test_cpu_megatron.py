@@ -150,7 +150,7 @@ def state_space():
 
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, is_hybrid_model=True)
     with parallel(), pytest.raises(ImportError, match="(?i)mamba.?ssm"):
-        MambaModel(config, mamba_layer_specs.mamba_stack_spec, 256, 32)
+        MambaModel(config, mamba_layer_specs.mamba_stack_spec, 256, 32, hybrid_override_pattern="M")
 
 
 def test_a_state_space_model_says_what_it_lacks():

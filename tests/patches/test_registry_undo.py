@@ -311,7 +311,7 @@ EVERYTHING = """
 def test_undoing_all_patches_of_this_package_restores_every_binding(tmp_path):
     """The shipped patches, on the installed megatron-core: functions, methods and each copy of them in any module."""
     written = tmp_path / "upstream.json"
-    (line,) = fresh(EVERYTHING, str(written))
+    *_, line = fresh(EVERYTHING, str(written))  # modules of the newest megatron-core print, too
     statuses, changed, wrong, (at_import, on, off), drifted = json.loads(line)
     assert wrong == []
     assert (at_import, off) == ([], []) and {"_ranges_closed", "reads", "recomputes", "_capture", "_restore"} <= set(on)
@@ -322,6 +322,7 @@ def test_undoing_all_patches_of_this_package_restores_every_binding(tmp_path):
         "SurvivePasses",
         "ChunkPasses",
         "ActivationPasses",
+        "Unfinished",
         "CappedLoop",
     }
     assert listeners <= set(on)
