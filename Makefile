@@ -11,6 +11,9 @@
 # make device     what is to be known of an accelerator, in pieces: installs nothing, PYTHON has to have torch and
 #                 megatron-core (DEVICE=npu, MINUTES=9, ONLY=bits-chunks,swap, RESULTS=folder; goes on where it stopped)
 # make check      ruff, types and the unit tests: the quick loop
+# make wheel-check  the wheel in a fresh environment of each Python that is found, outside the checkout: doctor and demo
+#                 (VERSIONS="3.10 3.13" for some, WHEELS=folder for the environments, which go afterwards)
+# make docs       the pages as HTML in build/docs, warnings and links that lead nowhere being errors (.venv-docs; DOCS=folder)
 # make lint, make types, make doctor, make clean
 #
 # PYTHON=python3.12       the interpreter to make the environment with (3.10 to 3.13)
@@ -29,6 +32,8 @@ MINUTES ?= 25
 ONLY ?=
 RESULTS ?=
 COMPAT ?= .venv-compat
+DOCS ?= .venv-docs
+WHEELS ?=
 VERSIONS ?=
 OLDEST := 2.6.0
 OLDEST_TESTS := tests/asynchrony/test_swap_waits.py tests/memory/test_life_cycle.py \
@@ -42,8 +47,8 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
-.PHONY: help pretrain test test-oldest test-newest compat megatron-lm peer-suite check lint types doctor device hashes \
-    clean environment
+.PHONY: help pretrain test test-oldest test-newest compat megatron-lm peer-suite check lint types doctor device hashes docs \
+    wheel-check clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -104,7 +109,15 @@ device:
 hashes: environment
 	$(ENVIRONMENT) MINDSPEED_MEM_DEVICE=cpu $(RUN) -c "from mindspeed_mem.tools import examination; examination.write_hashes()"
 
+wheel-check: environment
+	$(ENVIRONMENT) $(RUN) -m tests.wheels $(VERSIONS) $(if $(WHEELS),--folder "$(WHEELS)") \
+	    $(if $(TORCH),--torch "$(patsubst torch==%,%,$(TORCH))")
+
+# Its environment has Sphinx and nothing of the others.
+docs:
+	PYTHON="$(PYTHON)" VENV="$(DOCS)" .ci/docs
+
 # Only the default environments: one that VENV names may hold other people's packages.
 clean:
-	rm -rf .venv .venv-oldest .venv-compat build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-compat .venv-docs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -159,7 +159,7 @@ def train(args):
                 f"step {step + 1}: loss {loss.item():.4f}, {seconds:.3f} s, {tflops:.3f} TFLOP/s per rank", flush=True
             )
 
-    counts, peak = model.chunk_manager.residency.counts, backend.peak()
+    counts, peak = model.chunk_manager.gathering.counts, backend.peak()
     if rank == 0:
         memory = "not counted on this device (--memory_limit_gib counts)" if peak is None else f"{peak:,} bytes"
         print(

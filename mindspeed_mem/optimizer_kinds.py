@@ -19,6 +19,7 @@ _PER_PARAMETER = "Adafactor Muon SparseAdam".split()
 _FUSED_ADAM = {  # by the module and the qualified name of `step`
     ("transformer_engine.pytorch.optimizers.fused_adam", "FusedAdam.step"),
     ("apex.optimizers.fused_adam", "FusedAdam.step"),
+    ("mindspeed.core.optimizer.adamw", "AdamW.step"),  # which takes the place of the others there
 }
 _FUSED_SGD = {
     ("transformer_engine.pytorch.optimizers.fused_sgd", "FusedSGD.step"),
@@ -44,14 +45,14 @@ def is_torch_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is a FusedAdam (Apex, TransformerEngine), which counts steps in its groups."""
+    """Whether `optimizer` is a FusedAdam (Apex, TransformerEngine, MindSpeed), which counts steps in its groups."""
     return _place_of_step(optimizer) in _FUSED_ADAM
 
 
 def decouples_decay(optimizer: Any, group: dict[str, Any]) -> bool:
     """Whether a step of `group`, of an Adam known here, takes its weight decay off the parameter itself (AdamW)."""
     if is_fused_adam(optimizer):
-        return bool(optimizer.adam_w_mode)
+        return bool(getattr(optimizer, "adam_w_mode", True))  # MindSpeed's has no other
     return group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
 
 

@@ -78,7 +78,7 @@ class Precedence(enum.IntEnum):
     ACTIVATION = enum.auto()
     """Follows the passes themselves, so nothing but what belongs to running them is further in."""
     WEIGHTS = enum.auto()
-    """Lets go of what a call has put off before anybody further out looks at what it left."""
+    """Lets go of what a call has put off, or left half done, before anybody further out looks at what it left."""
     LOOP = enum.auto()
     """Runs the passes in place of Megatron's loop: what was further in would not run."""
 

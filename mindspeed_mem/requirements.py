@@ -36,12 +36,22 @@ def old_python() -> str | None:
     )
 
 
+def compat(version: str | None) -> dict[str, str]:
+    """By feature, what holds for it on this version of megatron-core; empty where no test has run with that."""
+    return COMPAT.get(_released(version or ""), {}).get("features", {})
+
+
+def _released(version: str) -> str:
+    """Without what a build adds, as ``+cpu``: megatron-core 0.19 adds the commit of a checkout that it lies in."""
+    return version.partition("+")[0]
+
+
 def untested(versions: Mapping[str, str | None]) -> list[str]:
     """A sentence for each package whose version is another than the tests have run with, or unknown."""
     found = []
     for name, tested in TESTED.items():
         number = versions.get(name)
-        if number is None or any((number.partition("+")[0] + ".").startswith(one + ".") for one in tested):
+        if number is None or any((_released(number) + ".").startswith(one + ".") for one in tested):
             continue
         with_what = f"with {', '.join(tested)}, and patches may not do what they should" if tested else "with none"
         found.append(f"{name} {number} is untested: this version of mindspeed_mem was tested {with_what}")

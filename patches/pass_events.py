@@ -57,7 +57,8 @@ def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
     models = kwargs["model"] if isinstance(kwargs["model"], list | tuple) else [kwargs["model"]]
     stage, stages = _stage(schedule, kwargs)
     virtual_stages, group_size = _model_chunks(schedule, models)
-    number, cap, split = kwargs["num_microbatches"], features.in_force().max_inflight, features.in_force().zero_bubble
+    number, now = kwargs["num_microbatches"], features.in_force()
+    limits = now.max_inflight, now.zero_bubble, now.v_placement
     forward_only = bool(kwargs.get("forward_only", False))
     return ScheduleCall(
         schedule=schedule,
@@ -70,8 +71,8 @@ def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
         stages=stages,
         virtual_stages=virtual_stages,
         group_size=group_size,
-        cap=cap,
-        passes=lambda: _passes(stage, (stages, virtual_stages, number), group_size, cap, split, forward_only),
+        cap=now.max_inflight,
+        passes=lambda: _passes(stage, (stages, virtual_stages, number), group_size, *limits, forward_only),
         arguments=kwargs,
     )
 
@@ -96,12 +97,18 @@ def _model_chunks(schedule: str, models: Sequence[Any]) -> tuple[int, int | None
 
 @functools.lru_cache(maxsize=16)
 def _passes(
-    stage: int, sizes: tuple[int, int, int], group_size: int | None, cap: int | None, split: bool, forward_only: bool
+    stage: int,
+    sizes: tuple[int, int, int],
+    group_size: int | None,
+    cap: int | None,
+    split: bool,
+    v: bool,
+    forward_only: bool,
 ) -> Sequence[Pass] | None:
     """The order of this stage; None for sizes that the pure function does not know."""
-    split = split and sizes[0] > 1  # else Megatron's loop runs
+    split, v = split and sizes[0] > 1, v and sizes[0] > 1  # else Megatron's loop runs
     try:
-        found = order(*sizes, group_size=group_size, cap=cap, split=split, forward_only=forward_only)[stage]
+        found = order(*sizes, group_size=group_size, cap=cap, split=split, v=v, forward_only=forward_only)[stage]
         return [work for work in found if work[0] != WEIGHT]
     except (ScheduleError, TypeError):
         return None

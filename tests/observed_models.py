@@ -24,7 +24,7 @@ from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.adaptive import Plan, StagePlan
 from mindspeed_mem.adaptive.problem import from_profile
 from mindspeed_mem.adaptive.problem.definition import Pipeline, Problem
-from mindspeed_mem.adaptive.search.hill_climb import is_valid
+from mindspeed_mem.adaptive.search.decisions import is_valid
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.link_speed import LinkSpeed
 from mindspeed_mem.plan import load_memory_config

@@ -219,7 +219,7 @@ def _start(device: str | None) -> _Rank:
     if device:
         from tests.accelerator import building
 
-        library = building.library()
+        library = building.library(device)
     # Not a daemon: daemons may not start processes, as distributed checkpoints do.
     process = context.Process(target=_serve, args=(theirs, str(log), device, library))
     process.start()

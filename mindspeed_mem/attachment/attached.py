@@ -27,10 +27,11 @@ from mindspeed_mem import ranks, requirements
 from mindspeed_mem.activation import asked, regions
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.engine import Engine
-from mindspeed_mem.activation.stacks import mark_static, region_forward
+from mindspeed_mem.activation.stacks import mark_static
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.activation.wording import ATTACH
+from mindspeed_mem.activation.wrappers import region_forward
 from mindspeed_mem.attachment import blocks, second_attempt
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.parallel.recompute import recompute

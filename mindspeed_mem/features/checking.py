@@ -16,7 +16,7 @@ from typing import Any
 from mindspeed_mem import requirements
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.features.rows import Feature, Option, dest_of
-from mindspeed_mem.features.table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES
+from mindspeed_mem.features.table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES, V_PATCHES
 from mindspeed_mem.patching import upstream
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
@@ -55,6 +55,8 @@ class Settings:
     """Passes whose activations a pipeline stage may hold."""
     zero_bubble: bool = False
     """Pipelines run gradients of weights in what would be idle time."""
+    v_placement: bool = False
+    """And the parts of the model lie in a V."""
     pipeline_stages: tuple[int, ...] | None = None
     """Layers of each stage, or the stage of each layer."""
     chunk: ChunkSettings = ChunkSettings()
@@ -92,6 +94,7 @@ def plan_facts(settings: Settings) -> dict[str, Any]:
     return {name: value if isinstance(value, _PLAIN) else str(value) for name, value in named.items()}
 
 
+V_SINCE = "0.16"
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
@@ -126,6 +129,11 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or f.flag in others]
         memory = None
     problems += [why for f in on if (why := too_old(f))]
+    if values["--pipeline-schedule"] == "v" and not upstream.within("megatron", since=V_SINCE):
+        problems.append(
+            f"--pipeline-schedule v needs megatron-core {V_SINCE} or newer, and {upstream.version_of('megatron')} is "
+            "installed: it is told in other places what a chunk has. Install a newer one, or give zb"
+        )
     problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)
     given = [f.flag for f in FEATURES if getattr(args, f.dest, f.default) not in (f.default, None)]
     problems += [
@@ -144,6 +152,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         raise FeatureError(problems)
     patches = [*(ON_HOST if backend and backend.is_host else ()), *(p for f in on for p in f.patches)]
     patches += RECOMPUTE_PATCHES if recomputes else ()
+    v = values["--pipeline-schedule"] == "v"
+    patches += V_PATCHES if v else ()
     notices += tuple(requirements.untested({"megatron-core": upstream.version_of("megatron")}) if patches else ())
     limit = _bytes(values["--swap-host-memory-gib"]) if swaps or survives else None
     folder = values["--memory-report"]
@@ -158,7 +168,8 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         plan_file=values["--adaptive-plan-file"],
         device_limit_bytes=_bytes(values["--device-memory-gib"]),
         max_inflight=values["--max-inflight-microbatches"],
-        zero_bubble=values["--pipeline-schedule"] == "zb",
+        zero_bubble=values["--pipeline-schedule"] != "1f1b",
+        v_placement=v,
         pipeline_stages=values["--pipeline-stages"],
         chunk=_chunk(values, backend),
         optimizer_parallel=values["--optimizer-parallel"],

@@ -188,7 +188,23 @@ SPLIT_BACKWARD = (
     of_mindspeed("--use-multiparameter-pipeline-model-parallel", _OWN_PASSES),
 )
 
-ZERO_BUBBLE = tuple({(bar.origin, bar.flag): bar for bar in (*INFLIGHT_CAP, *SPLIT_BACKWARD)}.values())
+
+def _no_v(args: Any) -> bool:
+    return str(getattr(args, "pipeline_schedule", None)) != "v"
+
+
+_BY_RANK = "its files name parts by their rank: on another placement they would be mixed up, without a word"
+_OWN_PLACES = "it places its layers by itself"
+V = (
+    of_core("--mtp-num-layers", _NOT_YET, unless=_no_v),
+    of_core("--is-hybrid-model", _OWN_PLACES, unless=_no_v),
+    of_megatron_lm("--hybrid-override-pattern", _OWN_PLACES, unless=_no_v),
+    of_megatron_lm("--hybrid-layer-pattern", _OWN_PLACES, unless=_no_v),
+    of_megatron_lm("--ckpt-format", _BY_RANK, value="torch", unless=_no_v),
+    of_megatron_lm("--ckpt-format", _BY_RANK, value="torch_dcp", unless=_no_v),
+    of_mindspeed("--noop-layers", _OWN_PLACES, unless=_no_v),
+)
+ZERO_BUBBLE = (*{(bar.origin, bar.flag): bar for bar in (*INFLIGHT_CAP, *SPLIT_BACKWARD)}.values(), *V)
 
 _FINDS = "it finds out itself what to swap and what to recompute"
 ADAPTIVE = (

@@ -22,6 +22,8 @@ from mindspeed_mem.zero.core.placement import placement
 
 MEMORY_PATCHES = ("activation_*",)
 RECOMPUTE_PATCHES = ("recompute_*",)
+V_PATCHES = ("pipeline_v",)
+"""Of --pipeline-schedule v alone."""
 
 FEATURES = (
     Feature(
@@ -58,11 +60,12 @@ FEATURES = (
     ),
     Feature(
         flag="--pipeline-schedule",
-        choices=("1f1b", "zb"),
+        choices=("1f1b", "zb", "v"),
         default="1f1b",
         help="1f1b (default): Megatron's own; zb: gradients of weights, put off as with --split-backward, run where a "
         "pipeline stage would idle, with as many micro-batches in flight as stages, or as --max-inflight-microbatches "
-        "allows",
+        "allows; v: the same with two virtual stages whose second half comes back, so that the first rank has the "
+        "first part and the last",
         patches=("pipeline_cap", "pipeline_split"),
         since="0.14",
         before_that="its passes take no number of a stage",

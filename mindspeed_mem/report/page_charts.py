@@ -35,6 +35,13 @@ COLOURS = {
     "keep": "#9aa5b1",
 }
 """Which can be told apart on white, on black and, for the most part, without colours."""
+_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    # Newer plotlies offer to upload a chart; selecting does nothing here, and the key Tab would stop at each button.
+    "modeBarButtonsToRemove": ["sendChartToCloud", "sendDataToCloud", "select2d", "lasso2d"],
+    "plotlyServerURL": "",
+}
 _EDGE = "rgba(255,255,255,0.6)"
 _GRID = "rgba(128,128,128,0.3)"
 
@@ -229,7 +236,8 @@ def _planned(measured: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
     if len(took) < 2:
         return []
     try:
-        timeline = simulate(order, chunks, forward=took[FORWARD], backward=took[BACKWARD])
+        v = chunks == 2 and _turns_back(measured)
+        timeline = simulate(order, chunks, v=v, forward=took[FORWARD], backward=took[BACKWARD])
     except (DeadlockError, ValueError):
         return []
     return [
@@ -237,6 +245,15 @@ def _planned(measured: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
         for number, spans in enumerate(timeline.stages)
         for one in spans
     ]
+
+
+def _turns_back(measured: Sequence[Sequence[Span]]) -> bool:
+    """Whether the second chunks lie in a V: then the last stage runs its own before the first stage does."""
+    first, last = (
+        min((one.begin for one in stage if _direction(one) == FORWARD and one.more["model chunk"] == 1), default=0.0)
+        for stage in (measured[0], measured[-1])
+    )
+    return last < first
 
 
 def _stages(numbers: Sequence[int]) -> str:
@@ -442,7 +459,7 @@ def _chart(figure: Figure, height: int, words: str, columns: Sequence[str], rows
     )
     figure.update_xaxes(gridcolor=_GRID, zerolinecolor=_GRID, automargin=True)
     figure.update_yaxes(gridcolor=_GRID, zerolinecolor=_GRID, automargin=True)
-    html = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    html = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG)
     return Chart(html, words, columns, first_of(rows, FINEST))
 
 

@@ -39,11 +39,20 @@ def begin(file: Path, about: dict[str, Any], events: Iterable[dict[str, Any]]) -
 
 
 def extend(file: Path, events: Sequence[dict[str, Any]]) -> None:
-    """Add events to a file that `begin` has written."""
-    if events:
-        with open(file, "r+b") as opened:
-            opened.seek(-len(_END), os.SEEK_END)
-            opened.write(f",\n{_lines(events)}{_END}".encode())
+    """Add events to a file that `begin` has written. Where that raises OSError, the file is as it was before."""
+    if not events:
+        return
+    data = memoryview(f",\n{_lines(events)}{_END}".encode())
+    with open(file, "r+b", buffering=0) as opened:
+        end = opened.seek(-len(_END), os.SEEK_END)
+        try:
+            while data:
+                data = data[opened.write(data) :]
+        except OSError:
+            opened.truncate(end)
+            opened.seek(end)
+            opened.write(_END.encode())  # it had room for that
+            raise
 
 
 def merged(files: Iterable[Path]) -> dict[str, Any]:

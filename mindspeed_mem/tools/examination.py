@@ -41,7 +41,7 @@ def examine() -> dict[str, Any]:
     problems = [f"{name} is not installed" for name in PACKAGES if name in REQUIRED and versions[name] is None]
     problems += [f"{p['file']}: {p['target']}: {'; '.join([p['status'], *p['notes']])}" for p in patches if p["wrong"]]
     found = {"versions": versions, "untested": requirements.untested(versions), "devices": devices}
-    found["features"] = requirements.COMPAT.get(str(versions["megatron-core"]), {}).get("features", {})
+    found["features"] = requirements.compat(versions["megatron-core"])
     return {**found, "optional": optional, "patches": patches, "problems": problems}
 
 

@@ -11,7 +11,20 @@ import os
 import sys
 
 from mindspeed_mem import __version__, interruption
-from mindspeed_mem.tools import build_allocator, chunks, demo, doctor, layout, ops, plan, report, run, schedule, trace
+from mindspeed_mem.tools import (
+    build_allocator,
+    build_native,
+    chunks,
+    demo,
+    doctor,
+    layout,
+    ops,
+    plan,
+    report,
+    run,
+    schedule,
+    trace,
+)
 
 COMMANDS = (
     ("run", "run a training script with this package switched on by its flags", run),
@@ -24,6 +37,7 @@ COMMANDS = (
     ("report", "make one page of what a run has left", report),
     ("demo", "train a small GPT without and with this package", demo),
     ("doctor", "check versions, devices and patches", doctor),
+    ("build-native", "build the engine's work on saved tensors in C++", build_native),
     ("build-allocator", "build the delegating allocator", build_allocator),
 )
 

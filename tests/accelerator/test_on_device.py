@@ -22,7 +22,7 @@ OF_TIME = ("- MISSED: cap 0.5: ", "- MISSED: each of Megatron's is matched with 
 
 @pytest.mark.sweep
 def test_every_piece_runs_and_no_bit_is_another(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(STARTS.format(library=str(library())))
+    (tmp_path / "sitecustomize.py").write_text(STARTS.format(library=str(library("cuda"))))
     results = tmp_path / "results"
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "on_device.py"), "--device", "cuda", "--tiny", "--results", results],

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import itertools
 import logging
 
 import pytest
@@ -71,11 +72,18 @@ def test_with_lora(name, plan):
     assert figures.bytes_out or figures.recomputed_bytes
 
 
-def trained(folder, callbacks, **settings):
-    """Parameters after some steps of Hugging Face's Trainer, and the model."""
+def trained(folder, callbacks, fails=None, **settings):
+    """Parameters after some steps of Hugging Face's Trainer, and the model; the forward numbered `fails` raises."""
     import transformers
 
     model, _ = build("llama")
+    forwards = itertools.count()
+
+    def fail(*_):
+        if next(forwards) == fails:
+            raise ArithmeticError("in the middle of a step")
+
+    model.lm_head.register_forward_hook(fail)
     data = [{"input_ids": one, "labels": one} for one in IDS.repeat(6, 2)]
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=14, per_device_train_batch_size=2, save_strategy="no", report_to=[], **settings
@@ -103,6 +111,21 @@ def test_trainer(arguments, tmp_path, caplog):
     assert same(found, plain)
     assert "activation memory, per rank" in caplog.text
     assert arguments["plan"] != "auto" or "settled on plan" in caplog.text
+    assert callback.attached is None and not any("forward" in vars(one) for one in model.modules())
+
+
+def test_trainer_after_a_training_that_failed(tmp_path, caplog):
+    pytest.importorskip("accelerate")
+    caplog.set_level(logging.INFO, "mindspeed_mem")
+    settings = {"use_cpu": True, "disable_tqdm": True}
+    plain, _ = trained(tmp_path, None, **settings)
+    callback = mindspeed_mem.trainer_callback("auto", device_memory_gib=0.5)
+    with pytest.raises(ArithmeticError):
+        trained(tmp_path, [callback], fails=3, **settings)
+    assert "are profiled" in caplog.text and callback.attached is not None
+    found, model = trained(tmp_path, [callback], **settings)
+    assert same(found, plain)
+    assert "settled on plan" in caplog.text
     assert callback.attached is None and not any("forward" in vars(one) for one in model.modules())
 
 

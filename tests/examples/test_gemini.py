@@ -12,10 +12,10 @@ SMALL = """--model_type gpt2_tiny --vocab_size 257 --batch_size 2 --sequence_len
 --learning_rate 3e-3 --search_range_mb 0.01 --min_chunk_size_mb 0.03 --memory_limit_gib 2""".split()
 
 
-def run(*arguments, ranks=1):
+def run(*arguments, ranks=1, before=()):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launch, EXAMPLES / "train_gpt_gemini.py", *SMALL, *arguments]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [*before, str(ROOT), os.environ.get("PYTHONPATH")]))
     return start(command, {"PYTHONPATH": path})
 
 
@@ -48,13 +48,14 @@ def test_it_learns_with_less_device_memory_on_two_ranks_and_the_host():
     assert peaks[1] < peaks[0]
 
 
-def test_errors_are_told():
+def test_errors_are_told(tmp_path):
     run("--batch_size", "0", "--tp_degree", "3").refused(
         "are at least 1", "--tp_degree 3 does not divide 2 attention heads, 256 feed-forward columns, 1 ranks"
     )
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        run().refused('pip install "mindspeed-mem[gemini]"')
-    else:
-        run("--placement", "nowhere").refused("placement_policy is one of device")
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError(name='transformers')")
+    run(before=[str(tmp_path)]).refused('pip install "mindspeed-mem[gemini]"')
+
+
+def test_a_placement_that_there_is_not_is_refused():
+    pytest.importorskip("transformers")
+    run("--placement", "nowhere").refused("placement_policy is one of device")

@@ -24,7 +24,10 @@ def losses(job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks"), [("hf_llama.py", 1), ("hf_llama.py", 2), ("fsdp2_llama.py", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("hf_llama.py", 1), pytest.param("hf_llama.py", 2, marks=pytest.mark.sweep), ("fsdp2_llama.py", 2)],
+)
 def test_losses_are_the_same_with_a_plan(name, ranks):
     pytest.importorskip("transformers")
     if name == "hf_llama.py":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mem.patching import upstream
 from tests.memory.test_adaptive_bytes import plan_of
 from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
@@ -187,7 +188,9 @@ def test_ranks_share_what_they_keep_and_their_parameters(case):
     ranks = on_ranks(2, shared, kind, layout, {**fields, **more})
     assert {18 * parameters for _, parameters in ranks} == {problem.stages[0].static_bytes}
     kept = [one["bytes"] for storages, _ in ranks for one in storages if one["layer"] == 1]  # which has more is chance
-    assert sum(kept) == 2 * sum(group.bytes for group in problem.classes[0].groups)
+    # From 0.17 on its own permutation keeps positions, of 8 bytes, in place of a map.
+    positions = upstream.within("megatron", since="0.17") and "experts" in of
+    assert sum(kept) == pytest.approx(2 * sum(group.bytes for group in problem.classes[0].groups), 0.01 * positions)
 
 
 SOME = (

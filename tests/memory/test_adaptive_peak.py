@@ -21,7 +21,7 @@ def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
     from mindspeed_mem.adaptive.problem import from_shape
     from mindspeed_mem.adaptive.problem.layer_bytes import stream_bytes
     from mindspeed_mem.adaptive.problem.shape import Degrees, Machine
-    from mindspeed_mem.adaptive.search.hill_climb import is_valid
+    from mindspeed_mem.adaptive.search.decisions import is_valid
 
     shape = dataclasses.replace(shape_of(CASE), num_layers=LAYERS)
     problem = from_shape.problem(shape, Degrees(), Machine(memory_bytes=10**12))

@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
-from mindspeed_mem.activation.stacks import region_forward
+from mindspeed_mem.activation.wrappers import region_forward
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config

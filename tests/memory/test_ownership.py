@@ -111,7 +111,7 @@ class _SavesViews(torch.autograd.Function):
 def tagged(layers: list[torch.nn.Module], engine) -> None:
     """Make these modules the layers of the engine's model."""
     from mindspeed_mem.activation import regions
-    from mindspeed_mem.activation.stacks import region_forward
+    from mindspeed_mem.activation.wrappers import region_forward
     from mindspeed_mem.patching import REGISTRY
 
     for index, layer in enumerate(layers):

@@ -15,12 +15,19 @@ import pytest
 
 from mindspeed_mem.report import page_data
 from mindspeed_mem.report.page import page as page_of
+from tests import browser
 from tests.memory.test_trace import traced
 from tests.worlds import on_ranks, parallel
 
 pytest.importorskip("plotly")
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+DRIVER = shutil.which("chromedriver")
+FOCUSED = """
+const one = document.activeElement;
+return [one.tagName, one.getAttribute("aria-label") || one.textContent.trim(), getComputedStyle(one).outlineStyle];
+"""
 
 pytestmark = pytest.mark.distributed
 
@@ -137,6 +144,33 @@ def test_a_browser_draws_it(run, tmp_path):
     drawn = done.stdout.count('class="main-svg"')
     assert drawn >= 2 * 4  # memory, plan, copies, iterations
     assert "stroke" in done.stdout and "copy out" in done.stdout
+    assert "Zoom in" in done.stdout and "Share" not in done.stdout.replace(_plotly(done.stdout), "")  # nothing leaves
+
+
+@pytest.mark.skipif(None in (CHROMIUM, DRIVER), reason="no Chromium with its driver")
+@pytest.mark.sweep
+def test_the_keyboard_reaches_all_of_it(run, tmp_path):
+    folder, _ = run
+    with browser.opened(DRIVER, CHROMIUM, tmp_path, (folder / "index.html").as_uri()) as page:
+        reached = []
+        for _ in range(120):
+            page.press(browser.TAB)
+            reached.append(page.run(FOCUSED))
+            if reached[-1][0] == "BODY":
+                break
+        assert reached.pop()[0] == "BODY"  # it gets out at the end
+        count = {tag: sum(one[0] == tag for one in reached) for tag in ("A", "SUMMARY", "DIV", "BUTTON")}
+        assert count["A"] == page.run("return document.querySelectorAll('nav a').length") > 4
+        assert count["SUMMARY"] == page.run("return document.querySelectorAll('summary').length") > 1
+        assert count["DIV"] > 0 < count["BUTTON"]
+        assert all(name and outline != "none" for _, name, outline in reached)  # each is named, and shows that it is it
+        page.run("document.querySelector('summary').focus()")
+        for key, opened in ((browser.ENTER, True), (" ", False)):
+            page.press(key)
+            assert page.run("return document.querySelector('details').open") is opened
+        page.run("document.querySelector('nav a').focus()")
+        page.press(browser.ENTER)
+        assert page.run("return location.hash.length > 1")
 
 
 def stalling(file: str) -> float:

@@ -203,8 +203,11 @@ def test_what_cannot_be_rescued_says_what_it_needs_and_leaves_a_process_to_go_on
     assert found == []
 
 
-def unseen(layout: dict | None = None, accumulate: bool = False) -> tuple[list[str], list[str], str]:
-    """On the last rank, layer 5 asks for memory where no operator is: only a second attempt can help.
+def unseen(
+    layout: dict | None = None, accumulate: bool = False, kind: str = "dropout", inside: str = "", **model
+) -> tuple[list[str], list[str], str]:
+    """On the last rank, layer 5 or a module inside of it asks for memory where no operator is: only a second attempt
+    can help.
 
     Returns what differs, the warnings and the error.
     """
@@ -219,11 +222,13 @@ def unseen(layout: dict | None = None, accumulate: bool = False) -> tuple[list[s
     layout = layout or {}
 
     def train(engine=None, limit=None, nbytes=0) -> tuple[list, int, str]:
-        training, results, error = Training(memory, "dropout", layers=LAYERS), [], ""
+        training, results, error = Training(memory, kind, layers=LAYERS, **model), [], ""
         results.append(training.step())
         if limit is not None:
             layer = training.chunks[0].module.decoder.layers[5]
-            layer.register_forward_hook(lambda *_: torch.empty(0).untyped_storage().resize_(nbytes) and None)
+            layer.get_submodule(inside).register_forward_hook(
+                lambda *_: torch.empty(0).untyped_storage().resize_(nbytes) and None
+            )
         training.zero = not accumulate
         before = settled(memory)
         try:
@@ -262,6 +267,16 @@ def test_what_no_operator_asked_for_is_had_in_a_second_attempt_at_the_step(layou
         assert (found, error) == ([], "")
     warnings = [message for message in ranks[-1][1] if "tried again with all activations swapped" in message]
     assert len(warnings) == 2
+
+
+@pytest.mark.sweep
+def test_a_second_attempt_after_shared_experts_that_were_left_half_way():
+    """From 0.18 on they know which of their calls is next, and take no other."""
+    shared = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
+    given = {"kind": "moe", "inside": "mlp.shared_experts.linear_fc1", **shared}
+    [(found, messages, error)] = on_ranks(1, unseen, timeout=60, **given)
+    assert (found, error) == ([], "")
+    assert sum("tried again with all activations swapped" in message for message in messages) == 2
 
 
 def test_no_second_attempt_on_top_of_earlier_gradients():

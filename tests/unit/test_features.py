@@ -30,7 +30,7 @@ FLAGS = {  # each as on a command line, and what it stands for
 WITH_VALUES = {
     "--pipeline-stages": "3,5",
     "--max-inflight-microbatches": "2",
-    "--pipeline-schedule": "zb",
+    "--pipeline-schedule": "v",
     "--chunk-zero-stage": "3",
     "--optimizer-parallel": "sharding",
     "--memory-trace": "trace.json",
@@ -407,6 +407,20 @@ def test_the_options_of_megatron_near_ours_are_no_mistake():
     assert check(names) == Settings()
 
 
+def test_a_v_has_bars_of_its_own(monkeypatch):
+    for schedule, expected in (("zb", 0), ("v", 3)):
+        asked = {"device": "cpu", "pipeline_schedule": schedule, "mtp_num_layers": 1, "is_hybrid_model": True}
+        found = [] if not expected else problems_of({**asked, "ckpt_format": "torch"})
+        assert len(found) == expected and all("--pipeline-schedule cannot be combined with" in one for one in found)
+        assert check({**asked, "ckpt_format": "torch"}) if not expected else "--ckpt-format torch" in str(found)
+    arguments = ["--device", "cpu", "--pipeline-schedule", "v", "--ckpt-format", "torch"]
+    assert len(problems_of(scan(arguments))) == 1
+    monkeypatch.setattr(upstream, "version_of", lambda _: "0.15.3")
+    (problem,) = problems_of({"device": "cpu", "pipeline_schedule": "v"})
+    assert "needs megatron-core 0.16 or newer" in problem and "give zb" in problem
+    assert check({"device": "cpu", "pipeline_schedule": "zb"}).zero_bubble
+
+
 def test_a_cap_is_a_whole_number():
     parser = add_arguments(argparse.ArgumentParser())
     arguments = ["--device", "cpu", "--max-inflight-microbatches", "2"]
@@ -416,6 +430,9 @@ def test_a_cap_is_a_whole_number():
     assert check({}).max_inflight is None and not check({}).zero_bubble
     zb = check({"device": "cpu", "pipeline_schedule": "zb"})
     assert zb.zero_bubble and zb.patches == ("cpu_*", "pipeline_cap", "pipeline_split")
+    v = check({"device": "cpu", "pipeline_schedule": "v"})
+    assert v.zero_bubble and v.v_placement and not zb.v_placement
+    assert v.patches == ("cpu_*", "pipeline_cap", "pipeline_split", "pipeline_v")
     assert check({"device": "cpu", "pipeline_schedule": "1f1b"}) == check({"device": "cpu"})
     (problem,) = problems_of({"device": "cpu", "pipeline_schedule": "interleaved"})
     assert problem.startswith("--pipeline-schedule: got 'interleaved'") and "1f1b" in problem
@@ -477,7 +494,7 @@ def test_the_table_of_versions_is_that_of_the_features():
     for version, found in requirements.COMPAT.items():
         assert found["doctor"] == "works" and found["features"].keys() == compat.FEATURES.keys()
         for name, result in found["features"].items():
-            (feature,) = (one for one in FEATURES if one.flag == compat.FEATURES[name][0])
-            refused = bool(feature.since) and upstream.parts(version) < upstream.parts(feature.since)
+            since = compat.row(compat.FEATURES[name][0]).since
+            refused = bool(since) and upstream.parts(version) < upstream.parts(since)
             assert result.partition(": ")[0] == ("refused" if refused else "works"), (version, name)
     assert compat.PAGE.read_text(encoding="utf-8") == compat.page(requirements.COMPAT)

@@ -1,5 +1,7 @@
 """Files that commands write: refused before the work where that cannot go well, and never left half-written."""
 
+import contextlib
+import json
 import os
 import resource
 import signal
@@ -11,6 +13,7 @@ import pytest
 
 from mindspeed_mem import output
 from mindspeed_mem.__main__ import main
+from mindspeed_mem.report import trace_file
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (
@@ -19,21 +22,23 @@ SHAPE = (
 PLAN = ["plan", *SHAPE.split(), "--device-memory-gib", "8"]
 
 
-@pytest.fixture
-def small_disk(monkeypatch):
-    """No file may grow beyond 100 bytes: for a writer that is like a full disk."""
+@contextlib.contextmanager
+def small_disk(nbytes=100):
+    """Inside, no file may grow beyond that: for a writer that is like a full disk. pytest may write to a file, too."""
     earlier = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, earlier)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, earlier)
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, small_disk):
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     target = tmp_path / "plan.yaml"
     output.write(target, "earlier")
-    with pytest.raises(OSError) as failed:
+    with small_disk(), pytest.raises(OSError) as failed:
         output.write(target, "x" * 200)
     assert failed.value.filename == str(target) and failed.value.strerror == "File too large"
     assert target.read_text() == "earlier" and os.listdir(tmp_path) == ["plan.yaml"]
@@ -75,12 +80,23 @@ def test_pictures_are_refused_in_the_same_way(tmp_path, capsys, command):
     assert captured.out == "" and f"  --picture: {target} is a folder; name a file in it\n" in captured.err
 
 
-def test_a_disk_that_fills_up_is_told_with_the_path(tmp_path, capsys, small_disk):
+def test_a_disk_that_fills_up_is_told_with_the_path(tmp_path, capsys):
     target = tmp_path / "plan.yaml"
-    assert main([*PLAN, "--output", str(target)]) == 1
+    with small_disk():
+        assert main([*PLAN, "--output", str(target)]) == 1
     captured = capsys.readouterr()
     assert captured.err == f"mindspeed_mem plan: {target} cannot be written or read: File too large\n"
     assert "this plan" in captured.out and os.listdir(tmp_path) == []
+
+
+def test_a_trace_that_no_longer_grows_stays_one(tmp_path):
+    file, event = tmp_path / "trace.json", {"ph": "X", "name": "x" * 50}
+    trace_file.begin(file, {"rank": 0, "origin_ns": 0}, [event])
+    with small_disk(500), pytest.raises(OSError, match="File too large"):
+        trace_file.extend(file, [event] * 10)
+    assert json.loads(file.read_text())["traceEvents"] == [event]
+    trace_file.extend(file, [event] * 2)
+    assert json.loads(file.read_text())["traceEvents"] == [event] * 3
 
 
 def test_output_that_goes_nowhere_is_told():

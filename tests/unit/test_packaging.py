@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.wheels import SOURCES
+
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("mindspeed_mem", "patches", "examples", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 # Prints where the two packages lie and which patch files are found, without importing the patches' own needs.
 PROBE = """

@@ -1,5 +1,6 @@
 """The page of files that are not as one would like them, and of runs that are not simple."""
 
+import functools
 import html
 import json
 import logging
@@ -9,9 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from mindspeed_mem.__main__ import main
+from mindspeed_mem.passes import WEIGHT
 from mindspeed_mem.report import page_data, run_file, trace_file
 from mindspeed_mem.report.page import MOST_ROWS, page
 from mindspeed_mem.report.page_data import WHOLE
+from mindspeed_mem.schedule import order, simulate
 
 pytest.importorskip("plotly")
 MS = 1000.0
@@ -144,6 +147,24 @@ def test_what_was_planned_takes_a_trace_of_each_stage(tmp_path):
     text = text_of(page_data.read(files[1:]))
     assert "Passes of 1 of 2 pipeline stages" in text and "there is none of stage 0" in text
     assert "planned" not in re.sub(r"would have been planned", "", text)
+
+
+@pytest.mark.parametrize("v", [False, True])
+def test_what_was_planned_knows_a_v_by_who_runs_its_second_chunk_first(tmp_path, v):
+    orders = [[one for one in of_stage if one[0] != WEIGHT] for of_stage in order(2, 2, 4, cap=3, split=True, v=v)]
+    timeline = simulate(orders, 2, v=v, forward=0.25, backward=0.25)
+
+    def events(stage, begin):
+        return [
+            span(f"{way} {number}", begin + one.start, begin + one.end, **{"micro-batch": number, "model chunk": chunk})
+            for one in timeline.stages[stage]
+            for way, number, chunk in [one.work]
+        ]
+
+    files = [write(tmp_path, rank, (5,), functools.partial(events, rank), stage=rank, stages=2) for rank in (0, 1)]
+    assert f"That would take {timeline.makespan:.1f} ms" in text_of(page_data.read(files))
+    if v:  # in Megatron's circle the same order would take another time
+        assert simulate(orders, 2, forward=0.25, backward=0.25).makespan != timeline.makespan
 
 
 def test_ranks_without_a_trace_are_named(tmp_path):

@@ -105,6 +105,12 @@ def test_versions_that_no_test_has_run_with_are_named():
     assert "0.16.1, 0.17.1, 0.18.2, 0.19.2, and patches may not do what they should" in said[1]
 
 
+def test_what_a_build_adds_to_a_version_makes_no_other_one_of_it():
+    works = requirements.compat("0.19.2+1a2b3c4")
+    assert works == requirements.compat("0.19.2") and works["swap"] == "works"
+    assert requirements.compat("0.99.0") == requirements.compat(None) == {}
+
+
 def test_nothing_is_planned_without_the_solver(mem):
     status, out, err = mem(WITHOUT.format(names=["scipy"]), *PLAN.split())
     assert (status, out) == (2, "") and "pip install scipy, or 'mindspeed-mem[adaptive]'" in err

@@ -91,6 +91,7 @@ def draw(layout: Layout, target: str | Path, title: str) -> None:
     """Write the picture to `target`. Raises ImportError if matplotlib is not installed."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, min(16, max(3, 1.8 + 0.22 * layout.count))), layout="constrained")
     axes = figure.subplots()
@@ -103,7 +104,7 @@ def draw(layout: Layout, target: str | Path, title: str) -> None:
             axes.barh(rows, widths, left=lefts, height=0.8, color=colour, edgecolor=line, linewidth=edge)
     axes.set_ylim(layout.count - 0.5, -0.5)
     axes.set_xlim(0, layout.largest * BF16 / MIB)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("chunk")
     axes.set_xlabel("MiB in bf16")
     axes.set_title(title, fontsize=9)

@@ -83,7 +83,7 @@ def adam_problems(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
     if not (is_torch_adam(optimizer) or is_fused_adam(optimizer)):
         return [
             f"the optimizer is {kind}; allowed are torch.optim.Adam and AdamW, their subclasses with the same step, "
-            "and FusedAdam of Apex and TransformerEngine"
+            "FusedAdam of Apex and TransformerEngine, and AdamW of MindSpeed"
         ]
     wanted = {"amsgrad": False, "differentiable": False, "bias_correction": True}
     found = [
