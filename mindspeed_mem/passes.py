@@ -77,7 +77,7 @@ class Precedence(enum.IntEnum):
     go of whole parameters when no activation can ask for them any more."""
     ACTIVATION = enum.auto()
     """Follows the passes themselves, so nothing but what belongs to running them is further in."""
-    WEIGHTS = enum.auto()
+    LEFT_OVER = enum.auto()
     """Lets go of what a call has put off, or left half done, before anybody further out looks at what it left."""
     LOOP = enum.auto()
     """Runs the passes in place of Megatron's loop: what was further in would not run."""

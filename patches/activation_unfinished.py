@@ -43,7 +43,7 @@ def _forget(module: Any) -> None:
 
 
 class Unfinished(Listener):
-    precedence = Precedence.WEIGHTS
+    precedence = Precedence.LEFT_OVER
 
     def begin_call(self, call: ScheduleCall) -> None:
         _begun.append(set())

@@ -34,7 +34,7 @@ _PASS = "the backward that runs"
 
 
 class SplitBackward(Listener):
-    precedence = Precedence.WEIGHTS
+    precedence = Precedence.LEFT_OVER
 
     def __init__(self) -> None:
         self._before = 0

@@ -394,6 +394,16 @@ def refused(call):
     return list(caught.value.problems)
 
 
+@torch.library.custom_op("mindspeed_mem_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@halved.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
 def refusals():
     mesh = parallel.mesh("cpu", dp=2, tp=2)
     found = {}
@@ -431,9 +441,7 @@ def refusals():
         lambda: parallel.shard(lambda x: x.view(4, 3, 2), ((None, "tp"),), mesh=mesh, name="cut")(torch.ones(4, 6))
     )
     found["no rule"] = refused(
-        lambda: parallel.shard(
-            lambda x: F.multi_margin_loss(x, torch.arange(4)), (("tp", None),), mesh=mesh, name="margin"
-        )(torch.ones(4, 6))
+        lambda: parallel.shard(lambda x: halved(x), (("tp", None),), mesh=mesh, name="half")(torch.ones(4, 6))
     )
     found["function"] = refused(lambda: parallel.shard(F.relu, parameter_plan={"weight": ()}, mesh=mesh))
     with pytest.MonkeyPatch.context() as patch:
@@ -477,7 +485,7 @@ def test_what_is_refused():
         assert "'whole', 'local'" in found["inputs"][0] and "cannot be read" in found["file"][0]
         assert "different plans" in found["ranks"][0]
         assert "cut:view: inputs (4, 6) tp:1; Cannot unflatten unevenly" in found["operator"][0]
-        assert found["no rule"][0].startswith("margin:multi_margin_loss: inputs (4, 6) tp:0")
+        assert found["no rule"][0].startswith("half:halved.default: inputs (4, 6) tp:0")
         assert "parallel.local" in found["no rule"][0]
         assert "parameter_plan is for modules" in found["function"][0]
         assert found["torch"] == [

@@ -216,8 +216,8 @@ LISTENING = """
 
 def test_who_listens_is_in_the_same_order_however_it_came_and_gone_when_off(swap_file):
     out, errors = python(LISTENING, "--device", "cpu", "--memory-config", swap_file)
-    swaps = ["FIRST_STEP", "OWN_CONFIGS", "ACTIVATION"]
-    adapts = ["FIRST_STEP", "OWN_CONFIGS", "ADAPTIVE", "SURVIVE", "CHUNKS", "ACTIVATION"]
+    swaps = ["FIRST_STEP", "OWN_CONFIGS", "ACTIVATION", "LEFT_OVER"]
+    adapts = ["FIRST_STEP", "OWN_CONFIGS", "ADAPTIVE", "SURVIVE", "CHUNKS", "ACTIVATION", "LEFT_OVER"]
     on = [[1, who, 1] for who in (swaps, [*swaps, "LOOP"], swaps, adapts)]
     assert json.loads(out.splitlines()[-1]) == [*on, [0, [], 0]]
     assert "cannot be undone" not in errors
