@@ -70,7 +70,14 @@ def recorded() -> Iterator[list[Pass]]:
 
 
 def trained(
-    kind: str, model: dict[str, Any], micro_batches: int, *, evaluate: bool = False, align: bool = False, steps: int = 2
+    kind: str,
+    model: dict[str, Any],
+    micro_batches: int,
+    *,
+    evaluate: bool = False,
+    align: bool = False,
+    steps: int = 2,
+    optimizer: dict[str, Any] | None = None,
 ) -> tuple[list, list[list[Pass]]]:
     """The results and the passes of a few steps of a new model.
 
@@ -83,7 +90,7 @@ def trained(
 
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     chunks = build_gpt(kind, **model)
-    optimizer = build_optimizer(chunks)
+    stepped = build_optimizer(chunks, **(optimizer or {}))
     gathered: list[Any] = []
     if align:
         config = chunks[0].config
@@ -97,7 +104,7 @@ def trained(
             results.append(train_step(chunks, micro_batches=micro_batches, micro_batch_size=1, forward_only=True))
         with recorded() as ran:
             results.append(
-                train_step(chunks, micro_batches=micro_batches, micro_batch_size=1, step=step, optimizer=optimizer)
+                train_step(chunks, micro_batches=micro_batches, micro_batch_size=1, step=step, optimizer=stepped)
             )
         passes.append(ran)
     if align and len(chunks) > 1:

@@ -97,13 +97,20 @@ class Training:
     allocates is none of it. Gradients and parameters are kept by numpy, which is not counted.
     """
 
-    def __init__(self, memory: LimitedMemory | DeviceMemory, kind: str = "dense", micro_batches: int = 2, **model: Any):
+    def __init__(
+        self,
+        memory: LimitedMemory | DeviceMemory,
+        kind: str = "dense",
+        micro_batches: int = 2,
+        optimizer: dict[str, Any] | None = None,
+        **model: Any,
+    ):
         self.memory, self.micro_batches = memory, micro_batches
         if isinstance(memory, DeviceMemory):  # else pieces of this model keep what an earlier one had
             gc.collect()
             memory.backend.give_back()
         self.chunks = build_gpt(kind, **model)
-        self.optimizer = build_optimizer(self.chunks)
+        self.optimizer = build_optimizer(self.chunks, **(optimizer or {}))
         self.number = 0
         self.zero = True
         """Zero the gradients before each step."""

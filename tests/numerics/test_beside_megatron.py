@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +21,12 @@ PREDICTION = {"kind": "dropout", "mtp_num_layers": 2}
 
 
 def memory_features(
-    layout: dict, model: dict, around=contextlib.nullcontext, recomputes: bool = True, plans: list | None = None
+    layout: dict,
+    model: dict,
+    around=contextlib.nullcontext,
+    recomputes: bool = True,
+    plans: list | None = None,
+    **of_optimizer,
 ) -> tuple:
     """What differs from Megatron alone with everything swapped, and with operators and layers recomputed (or by
     `plans`); which operators of which layers moved, and which layers ran again."""
@@ -30,7 +37,7 @@ def memory_features(
     def run() -> list:
         with around(), parallel(**layout):
             chunks = models.build_gpt(layers=2, **model)
-            optimizer = build_optimizer(chunks)
+            optimizer = build_optimizer(chunks, **of_optimizer)
             results = [train_step(chunks, optimizer=optimizer, step=number) for number in range(2)]
             forget_routing(chunks)
             return results
@@ -47,6 +54,40 @@ def memory_features(
         moved |= {(row.layer, row.op) for row in report.moved_by_operator if row.bytes}
         ran |= {row.layer for row in report.recomputed_by_operator if row.bytes}
     return found, moved, ran
+
+
+def with_less_memory(model: dict, around=contextlib.nullcontext, **of_optimizer) -> tuple[list[str], int]:
+    """What differs where a step has 60 % of the memory that it takes alone, and the bytes that left the device."""
+    from tests.limited_runs import Training, counted, different, surviving
+
+    def training(memory) -> Training:
+        return Training(memory, optimizer=of_optimizer, layers=4, **model)
+
+    with counted() as memory:
+        with around(), parallel():
+            plain = training(memory)
+            expected = [plain.step() for _ in range(2)]
+            peak = plain.peak
+        with surviving() as engine, around(), parallel():
+            limited = training(memory)
+            found = [different(limited.step(), expected[0]), different(limited.step(int(0.6 * peak)), expected[1])]
+            return sum(found, []), engine.mover.bytes_out
+
+
+def under_a_cap(model: dict, around=contextlib.nullcontext, **of_optimizer) -> list[str]:
+    """What differs in a pipeline of two stages that hold one micro-batch each."""
+    from tests.capped_runs import capped, trained
+    from tests.swap_runs import difference
+
+    kind, more = model["kind"], {name: value for name, value in model.items() if name != "kind"}
+
+    def run() -> list:
+        with around(), parallel(pp=2):
+            return trained(kind, more, 4, optimizer=of_optimizer)[0]
+
+    without = run()
+    with capped(1):
+        return [what for one, other in zip(run(), without, strict=True) for what in difference(one, other)]
 
 
 def test_multi_token_prediction():
@@ -126,17 +167,18 @@ def test_context_parallelism():
         assert not found and moved and ran == {0, 1}
 
 
-def chunked_or_split(layout: dict, model: dict, stages: tuple[int, ...]) -> list[str]:
+def chunked_or_split(layout: dict, model: dict, stages: tuple[int, ...], around=contextlib.nullcontext) -> list[str]:
     """The same for chunk ZeRO of these stages, and for optimizers split over ranks."""
     from mindspeed_mem.features import Settings, put_into_force
+    from tests import models
     from tests.chunk_runs import chunked
-    from tests.models import build_gpt, build_optimizer, forget_routing, train_step
+    from tests.models import build_optimizer, forget_routing, train_step
     from tests.swap_runs import difference
     from tests.worlds import applied
 
     def run(**more) -> list:
-        with parallel(**layout):
-            chunks = build_gpt(layers=2, **more, **model)
+        with around(), parallel(**layout):
+            chunks = models.build_gpt(layers=2, **more, **model)
             optimizer = build_optimizer(chunks)
             results = [train_step(chunks, optimizer=optimizer, step=number) for number in range(2)]
             forget_routing(chunks)
@@ -153,7 +195,7 @@ def chunked_or_split(layout: dict, model: dict, stages: tuple[int, ...]) -> list
         put_into_force(Settings())
     found = [what for one, other in zip(split, run(), strict=True) for what in difference(one, other)]
     expected: list = []
-    for stage in (0, *stages):
+    for stage in (0, *stages) if stages else ():
         with chunked(stage):
             got = numbers(run(ddp={"use_distributed_optimizer": True}))
         expected = expected or got
@@ -164,6 +206,11 @@ def chunked_or_split(layout: dict, model: dict, stages: tuple[int, ...]) -> list
 def test_parameters_in_chunks_beside_context_parallelism():
     model = {"kind": "dense", "change_spec": gathered, **CUT}
     assert on_ranks(2, chunked_or_split, CUT, model, (3,)) == [[], []]
+
+
+def test_optimizers_split_over_ranks_beside_layers_in_graphs():
+    model = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]}
+    assert on_ranks(2, chunked_or_split, {}, model, (), graphed) == [[], []]
 
 
 def test_parameters_in_chunks_beside_layers_that_run_in_pieces():
@@ -185,6 +232,94 @@ def test_parameters_in_chunks_beside_pieces_on_streams_that_lag(lag):
 
     given = (with_ranges, chunked_or_split, {"ep": 2}, PIECES, (2, 3))
     assert on_ranks(2, under, lag, *given, device="cuda") == [[], []]
+
+
+# ---- an optimizer that keeps parameters and states in the precisions it was given
+
+
+@contextlib.contextmanager
+def precision_aware() -> Iterator[None]:
+    """A stand-in for TransformerEngine's Adam, with the parameters and the state that Megatron asks it for."""
+    from megatron.core import optimizer as optimizers
+    from megatron.core import utils
+    from megatron.core.optimizer import distrib_optimizer
+
+    class FusedAdam(torch.optim.Optimizer):
+        def __init__(
+            self,
+            params,
+            lr,
+            weight_decay,
+            betas,
+            eps,
+            adam_w_mode=True,
+            exp_avg_dtype=torch.float32,
+            exp_avg_sq_dtype=torch.float32,
+            master_weights=False,
+            use_decoupled_grad=False,
+            master_weight_dtype=torch.float32,
+            store_param_remainders=False,
+        ):
+            assert adam_w_mode and master_weights and use_decoupled_grad
+            self.kept = exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype
+            super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+        @torch.no_grad()
+        def step(self, closure=None, grad_scaler=None):
+            for group in self.param_groups:
+                group["step"] = number = group.get("step", 0) + 1
+                for one in group["params"]:
+                    if one.decoupled_grad is None or not one.numel():
+                        continue
+                    state = self.state[one]
+                    if not state:
+                        places = ("exp_avg", "exp_avg_sq", "master_param")
+                        given = (torch.zeros_like(one), torch.zeros_like(one), one)
+                        state.update((name, it.to(d)) for name, it, d in zip(places, given, self.kept, strict=True))
+                    gradient, first, second = one.decoupled_grad.float(), state["exp_avg"], state["exp_avg_sq"]
+                    beta, gamma = group["betas"]
+                    first.copy_(first.float().lerp(gradient, 1 - beta))
+                    second.copy_(second.float().lerp(gradient.square(), 1 - gamma))
+                    scale = second.float().div(1 - gamma**number).sqrt() + group["eps"]
+                    master = state["master_param"].float() * (1 - group["lr"] * group["weight_decay"])
+                    state["master_param"].copy_(master - group["lr"] / (1 - beta**number) * first.float() / scale)
+                    one.copy_(state["master_param"])
+
+    names = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"]
+    added = {name: types.ModuleType(name) for name in names if name not in sys.modules}
+    places = [(optimizers, "USING_PYTORCH_OPTIMIZER", False), (optimizers, "Adam", FusedAdam)]
+    places += [(distrib_optimizer, "Adam", FusedAdam), (utils, "_te_version", None)]
+    before = [(home, name, getattr(home, name, None)) for home, name, _ in places]
+    for home, name, what in places:
+        setattr(home, name, what)
+    sys.modules.update(added)
+    added[names[0]].__version__ = "2.20.0"
+    added[names[-1]].FusedAdam = FusedAdam
+    try:
+        yield
+    finally:
+        for home, name, what in before:
+            setattr(home, name, what)
+        for name in added:
+            del sys.modules[name]
+
+
+PRECISIONS = {
+    "use_precision_aware_optimizer": True,
+    "main_grads_dtype": torch.bfloat16,
+    "exp_avg_dtype": torch.bfloat16,
+    "exp_avg_sq_dtype": torch.bfloat16,
+}
+LOW = {"kind": "dense", "dtype": torch.bfloat16}
+LOW |= {"ddp": {"use_distributed_optimizer": True, "grad_reduce_in_fp32": False}}
+
+
+def test_an_optimizer_of_low_precision_beside_plans_survival_and_caps():
+    [(found, moved, ran)] = on_ranks(1, memory_features, {}, LOW, precision_aware, **PRECISIONS)
+    assert not found and moved and ran == {0, 1}
+    [(found, nbytes)] = on_ranks(1, with_less_memory, LOW, precision_aware, **PRECISIONS)
+    assert not found and nbytes
+    assert on_ranks(2, under_a_cap, LOW, precision_aware, **PRECISIONS) == [[], []]
 
 
 # ---- Megatron's own offloading, in a pipeline with a cap

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_mem.plan import MemoryConfigError, load_memory_config, resolve
-from tests.numerics.test_beside_megatron import memory_features
+from tests.numerics.test_beside_megatron import chunked_or_split, memory_features, under_a_cap, with_less_memory
 from tests.swap_runs import EVERYTHING, again, entry, op
 from tests.worlds import on_ranks
 
@@ -88,6 +88,22 @@ def test_swapped_and_recomputed_to_the_same_bits(spec):
     of_layer = {name for layer, name in moved if layer == 0}
     assert {"self_attention.linear_qkv", "self_attention.core_attention.flash_attention", "mlp.linear_fc1"} <= of_layer
     assert not any("norm" in name for name in of_layer)
+
+
+@pytest.mark.distributed
+def test_survived_capped_and_in_chunks_to_the_same_bits():
+    model = {"kind": "dense", "change_spec": of_transformer_engine}
+    [(found, nbytes)] = on_ranks(1, with_less_memory, model)
+    assert not found and nbytes
+    assert on_ranks(2, under_a_cap, model) == on_ranks(2, chunked_or_split, {}, model, (2, 3)) == [[], []]
+
+
+@pytest.mark.distributed
+def test_copies_of_weights_in_low_precision_with_less_memory_and_in_a_capped_pipeline():
+    model = {"kind": "dense", "change_spec": of_transformer_engine_in_low_precision}
+    [(found, nbytes)] = on_ranks(1, with_less_memory, model)
+    assert not found and nbytes
+    assert on_ranks(2, under_a_cap, model) == [[], []]
 
 
 def grouped_experts(spec) -> None:
