@@ -15,6 +15,7 @@ from hf_llama import attach, llama, parser, texts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from mindspeed_mem import ranks
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.interruption import in_one_line
 
@@ -53,7 +54,7 @@ def main():
         if report:
             print(report, flush=True)
         attached.detach()
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from gpt_corpus import documents, stdlib_files
 
 import mindspeed_mem
+from mindspeed_mem import ranks
 from mindspeed_mem.interruption import in_one_line
 
 FILES = 40
@@ -98,8 +99,7 @@ def main():
         data = [{"input_ids": piece, "labels": piece} for piece in texts(args.seq_length)]
         callbacks = [mindspeed_mem.trainer_callback(args.plan, **limits(args))] if wanted(args) else None
         Trainer(model=model, args=settings, train_dataset=data, callbacks=callbacks).train()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from gpt_arguments import UsageError, make_parser
 from gpt_validation import complete
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from mindspeed_mem import ranks
 from mindspeed_mem.device import DeviceError, get_backend
 from mindspeed_mem.interruption import in_one_line
 from mindspeed_mem.plan import MemoryConfigError
@@ -99,9 +100,7 @@ def train(args):
         log(f" continuing after iteration {start} of {args.load}")
     Trainer(args, backend, device, chunks, optimizer, schedule, samples).run(start, consumed)
     mem.report()
-    torch.distributed.barrier()
-    # Only here: after an error the process just ends, and torchrun ends the others.
-    torch.distributed.destroy_process_group()
+    ranks.leave()  # only here: after an error the process just ends, and torchrun ends the others
 
 
 def set_device(args):

@@ -25,6 +25,7 @@ from gpt_corpus import ByteTokenizer, documents, stdlib_files
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini import GeminiAdamOptimizer, GeminiDDP, OptionError, ProcessGroup, lazy_init
 from mindspeed_mem.interruption import in_one_line
+from mindspeed_mem.ranks import leave
 
 MODELS = {  # hidden size, layers, heads
     "gpt2_tiny": (64, 2, 2),
@@ -166,9 +167,7 @@ def train(args):
             f"peak device memory {memory}; {counts.gathers / args.num_steps:.1f} gathers per step, "
             f"at most {counts.peak_bytes:,} bytes gathered at once"
         )
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave()
 
 
 def main():

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from gpt_corpus import documents, stdlib_files
 from torch import nn
 
-from mindspeed_mem import parallel
+from mindspeed_mem import parallel, ranks
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.interruption import in_one_line
 
@@ -218,10 +218,10 @@ def hybrid(args, device):
     model.load_state_dict(state)
     for layer in model.layers if args.recompute else ():
         layer.recompute()
-    parameters, ranks, rank = list(model.parameters()), mesh["dp"].size(), mesh.get_local_rank("dp")
+    parameters, count, rank = list(model.parameters()), mesh["dp"].size(), mesh.get_local_rank("dp")
 
     def step(x, kinds):
-        loss = F.cross_entropy(model(x.chunk(ranks)[rank]), kinds.chunk(ranks)[rank]) / ranks
+        loss = F.cross_entropy(model(x.chunk(count)[rank]), kinds.chunk(count)[rank]) / count
         loss.backward()
         loss = loss.detach()
         for tensor in (loss, *(one.grad for one in parameters)):
@@ -265,9 +265,7 @@ def train(args):
             print(f"step {number + 1}: loss {loss.item():.6f}, {time.perf_counter() - begin:.3f} s", flush=True)
     if first and args.mode in ("data", "semi_auto", "auto"):
         print("\n".join(["redistributed in the first step:", *str(parallel.report()).splitlines()[-12:]]))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    ranks.leave()
 
 
 def main():

@@ -131,18 +131,11 @@ def activation_meter(backend: Backend) -> ActivationMeter:
     return ActivationMeter(backend)
 
 
-def leave() -> None:
-    """Take the ranks down together: gloo's threads do not survive an interpreter that ends around them. Collective."""
-    if ranks.is_initialized():  # the script may have seen to it on its way out
-        dist.barrier()
-        dist.destroy_process_group()
-
-
 def _finished() -> None:
     """Megatron-LM's pretrain has ended, and leaves the process group as it is."""
     report()
     if ranks.is_initialized() and dist.get_backend() == "gloo":
-        leave()
+        ranks.leave()
 
 
 def observe() -> None:

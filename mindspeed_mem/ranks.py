@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -104,3 +107,47 @@ def all_gather(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
         return
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     getattr(dist, name)(whole, own, group=group)
+
+
+def leave() -> None:
+    """The end of a script: take the ranks down together, if that was not done. Collective."""
+    if is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    let_gloo_finish()
+
+
+def let_gloo_finish(seconds: float = 5.0) -> None:
+    """Wait until gloo's threads sleep, for at most so many seconds.
+
+    After a collective, when nobody waits for it any more, they let go of its tensors, and that takes the GIL: a thread
+    that asks for it when the interpreter has ended aborts the process. `destroy_process_group` joins them only where
+    nobody holds the group; meshes of torch and globals of Megatron do.
+    """
+    end, before = time.monotonic() + seconds, None
+    while time.monotonic() < end:
+        seen = _gloo_threads()
+        if seen is None:
+            return time.sleep(0.1)
+        if seen == before and all("S (sleeping)" in states for states in seen):
+            return None
+        before = seen
+        time.sleep(0.002)  # whoever waits for the GIL has it now, and has run when we look again
+    return None
+
+
+def _gloo_threads() -> list[tuple[str, ...]] | None:
+    """What the system says of each: what it does, and how often it was taken up; None where it does not say."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return None
+    found = []
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # one that has just ended
+            lines = (task / "status").read_text().splitlines()
+            if lines[0].endswith("pt_gloo_runloop"):
+                found.append(tuple(line.partition(":")[2].strip() for line in lines if line.startswith(_TOLD)))
+    return found
+
+
+_TOLD = ("Pid", "State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")

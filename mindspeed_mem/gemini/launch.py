@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini.options import refuse, say_once
+from mindspeed_mem.ranks import let_gloo_finish
 from mindspeed_mem.zero.core.shard_memory import device_of
 
 
@@ -87,6 +88,7 @@ def _leave() -> None:
         with contextlib.suppress(RuntimeError):  # another rank has failed: do not wait for it
             dist.monitored_barrier(timeout=datetime.timedelta(seconds=10))  # else its last messages may be lost
         dist.destroy_process_group()
+    let_gloo_finish()
 
 
 class DistributedLogger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import math
@@ -38,18 +39,20 @@ def mesh(device: str | None = None, **axes: int) -> DeviceMesh:
 
     Raises StrategyError where the sizes do not multiply to the number of ranks.
     """
-    ranks = dist.get_world_size()
+    count = dist.get_world_size()
     sizes = dict(axes or {"dp": -1})
     open_ones = [name for name, size in sizes.items() if size == -1]
     given = math.prod(size for size in sizes.values() if size != -1)
-    if len(open_ones) == 1 and given > 0 and ranks % given == 0:
-        sizes[open_ones[0]] = ranks // given
-    if math.prod(sizes.values()) != ranks or min(sizes.values()) < 1:
+    if len(open_ones) == 1 and given > 0 and count % given == 0:
+        sizes[open_ones[0]] = count // given
+    if math.prod(sizes.values()) != count or min(sizes.values()) < 1:
         text = ", ".join(f"{name}={size}" for name, size in axes.items())
-        raise StrategyError(f"mesh({text}) does not fit {ranks} ranks; the sizes have to multiply to that")
+        raise StrategyError(f"mesh({text}) does not fit {count} ranks; the sizes have to multiply to that")
     _calls.clear()
     forget_choices()  # they name the groups of an equal mesh, which may have been destroyed since
     made = init_device_mesh(get_backend(device).tensor_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if not _latest:
+        atexit.register(ranks.let_gloo_finish)
     _latest[:] = [made]
     return made
 

@@ -32,6 +32,8 @@ class Finished(SystemExit):
 
 def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
+    from mindspeed_mem import ranks
+
     adaptor = run.prepare(given)
     if adaptor is None:
         return 2
@@ -39,7 +41,7 @@ def main(given: argparse.Namespace) -> int:
     with contextlib.suppress(Finished):  # torch's @record swallows it on its way here
         run.start(given.script)
     if _printed:
-        adaptor.leave()
+        ranks.leave()
         return 0
     print(f"mindspeed_mem ops: {_NO_STEP}", file=sys.stderr)
     return 1

