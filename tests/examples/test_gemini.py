@@ -35,6 +35,7 @@ def test_layers_split_over_ranks_learn_as_whole_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_it_learns_with_less_device_memory_on_two_ranks_and_the_host():
     pytest.importorskip("transformers")
     peaks = []

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.examples.jobs import numbers, rows, train
-from tests.sweeping import but
 
 CASES = {
     "tensor and sequence parallel, grouped queries, dropout": """--tensor-model-parallel-size 2 --sequence-parallel
@@ -16,7 +15,8 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", but(CASES, "tensor and sequence parallel, grouped queries, dropout"))
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", CASES)
 def test_swap_changes_no_bit(case, everything, tmp_path):
     arguments = ["--train-iters", "4", *CASES[case].split(), "--metrics-file"]
     train(*arguments, tmp_path / "without", ranks=2).succeeded()

@@ -111,6 +111,7 @@ def test_chunks_on_the_host_train_alike_and_are_reported(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.sweep
 def test_swap_on_uneven_pipeline_stages(tmp_path):
     """That it changes no bit, numerics/test_pipeline_stages.py shows."""
     path = tmp_path / "metrics"

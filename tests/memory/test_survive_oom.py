@@ -13,7 +13,7 @@ from tests.guarding import settled
 from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
 
-SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2)  # of what a step needs beyond parameters, gradients and optimizer
+SHARES = (0.9, 0.5, 0.3, 0.2)  # of what a step needs beyond parameters, gradients and optimizer
 LAYERS = 6
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
 

@@ -21,8 +21,14 @@ def measured(problem, found, *, seconds=1.0, over=0, stall=0.0, evicted=0, retri
     return [Measured(n, time, peak + over, stalled + stall, evicted, retries) for n, (peak, stalled) in enumerate(rows)]
 
 
+TWO_STAGES = {"stages": 2, "layers": 3, "micro_batches": 4, "link": 0.5}
+
+
+either = pytest.mark.parametrize("problem", [{}, TWO_STAGES], ids=["one stage", "two stages"], indirect=True)
+
+
 @pytest.fixture(
-    params=[{}, {"stages": 2, "layers": 3, "micro_batches": 4, "link": 0.5}], ids=["one stage", "two stages"]
+    params=[pytest.param({}, id="one stage"), pytest.param(TWO_STAGES, id="two stages", marks=pytest.mark.sweep)]
 )
 def problem(request):
     found = small_problem(**request.param)
@@ -31,6 +37,7 @@ def problem(request):
     return dataclasses.replace(found, device_limit=(2 * lowest + highest) // 3)
 
 
+@either
 def test_what_came_as_predicted_is_settled_on(problem):
     planner = Planner(problem)
     first = planner.start()
@@ -50,6 +57,7 @@ def test_what_came_as_predicted_is_settled_on(problem):
     }
 
 
+@either
 def test_memory_that_was_overlooked_makes_a_smaller_plan(problem):
     planner = Planner(problem)
     planner.start()
