@@ -148,7 +148,6 @@ def test_a_browser_draws_it(run, tmp_path):
 
 
 @pytest.mark.skipif(None in (CHROMIUM, DRIVER), reason="no Chromium with its driver")
-@pytest.mark.sweep
 def test_the_keyboard_reaches_all_of_it(run, tmp_path):
     folder, _ = run
     with browser.opened(DRIVER, CHROMIUM, tmp_path, (folder / "index.html").as_uri()) as page:
