@@ -183,15 +183,15 @@ def _anneal(
     letters = numpy.frombuffer(b"KSR", numpy.uint8)
     best = math.inf
 
-    def energy(some: numpy.ndarray) -> numpy.ndarray:
+    def energy(some: numpy.ndarray, fine: numpy.ndarray) -> numpy.ndarray:
         nonlocal best
         played = many.alone(problem, 0, some, distance)
-        fits = played.peaks <= limit
+        fits = fine & (played.peaks <= limit)
         best = min(best, float(played.seconds[fits].min(initial=math.inf)))
         return played.seconds + numpy.maximum(0, played.peaks - limit) / 1e9 * scale
 
     scale = 0.02 * float(many.alone(problem, 0, rows[:1], distance).seconds[0])
-    energies = energy(rows)
+    energies = energy(rows, numpy.ones(_LANES, bool))
     for step in range(_STEPS):
         heat = 0.1 * scale * (1 - step / _STEPS) ** 2 + 1e-9
         other = rows.copy()
@@ -201,7 +201,7 @@ def _anneal(
                 other[lanes, place] == ord("-"), ord("-"), letters[random_numbers.integers(0, 3, _LANES)]
             )
         fine = _valid(kind, other.reshape(_LANES, layers, size), inputs_move)
-        now = energy(other)
+        now = energy(other, fine)
         chances = numpy.exp(numpy.minimum(0, (energies - now) / heat))
         taken = fine & (random_numbers.random(_LANES) < chances)
         rows[taken], energies[taken] = other[taken], now[taken]
