@@ -1,5 +1,6 @@
 """`benchmarks/adaptive.py --replay`: what is predicted of all policies, from a profile alone."""
 
+import json
 import os
 import subprocess
 import sys
@@ -53,3 +54,19 @@ def test_two_benchmarks_run_at_once():
     environment.pop("MASTER_PORT", None)
     code = "import mindspeed_mem.megatron_adaptor as mem; mem.configure({'device': 'cpu'}); " + code
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
+def test_plans_of_small_problems_are_compared_with_all_there_are(tmp_path):
+    words = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "planner_gaps.py"),
+        "--count",
+        "1",
+        "--json",
+        str(tmp_path / "g"),
+    ]
+    words += [word for kind in ("one stage", "two stages", "two stages of two parts") for word in ("--kind", kind)]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads((tmp_path / "g").read_text())["kinds"]
+    assert len(found) == 3 and all(row["problems"] == 1 and row["worst_percent"] < 0.5 for row in found.values())
