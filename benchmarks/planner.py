@@ -1,17 +1,24 @@
 """How long the planner takes, and what its plans are predicted to gain: ``python benchmarks/planner.py``.
 
-Needs neither Megatron nor a device. The goal is a second for 96 layers of 12 groups on 8 stages. Plans are estimates
-from FLOPs (mindspeed_mem/adaptive/problem/from_shape.py); only the times of the planner are measured here.
+Needs neither Megatron nor a device. Plans are estimates from FLOPs (mindspeed_mem/adaptive/problem/from_shape.py); only
+the times of the planner are measured here. ``--growth``: how these times grow with layers, stages, virtual stages,
+groups, kinds of layers and micro-batches. Goals, in seconds of CPU: 1 for 96 layers of 12 groups on 8 stages, 2 for 128
+layers of 16, for 3 virtual stages and for 60 kinds of layers, none above 5; a simulation of 512 micro-batches on 64
+stages in 0.2; memory below 200 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import platform
+import resource
 import statistics
 import time
+from pathlib import Path
 
-from mindspeed_mem.adaptive import Problem, Search
+from mindspeed_mem.adaptive import Problem, Search, simulate
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import GIB
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
@@ -100,10 +107,14 @@ def problems() -> dict[str, Problem]:
 
 
 def _twelve(problem: Problem) -> Problem:
-    """Every layer with 12 groups: the largest are cut into parts, each of which is decided on its own."""
+    return _with_groups(problem, 12)
+
+
+def _with_groups(problem: Problem, count: int) -> Problem:
+    """Every layer with so many groups: the largest are cut into parts, each of which is decided on its own."""
     kind = problem.classes[0]
     groups = list(kind.groups)
-    while len(groups) < 12:
+    while len(groups) < count:
         largest = max(groups, key=lambda group: group.bytes if not group.from_previous else 0)
         place, half = groups.index(largest), largest.bytes // 2
         seconds = largest.recompute_seconds / 2
@@ -113,6 +124,86 @@ def _twelve(problem: Problem) -> Problem:
         )
         groups[place : place + 1] = parts
     return dataclasses.replace(problem, classes=(dataclasses.replace(kind, groups=tuple(groups)),))
+
+
+GROWTH = {
+    "layers": [{"layers": n} for n in (16, 32, 64, 96, 128)],
+    "stages": [{"stages": n} for n in (1, 2, 4, 8, 16)],
+    "virtual stages": [{"virtual": n} for n in (1, 2, 3)],
+    "groups of a layer": [{"groups": n} for n in (9, 12, 16)],
+    "kinds of layers": [{"layers": 60, "stages": 4, "kinds": n} for n in (1, 10, 30, 60)],
+    "large": [{"layers": 128, "groups": 16}],
+}
+"""Of 96 layers of 12 groups on 8 stages with 32 micro-batches, unless it says otherwise."""
+SIMULATED = [(8, 64), (16, 128), (32, 256), (64, 512), (64, 2048)]
+"""Stages and micro-batches, with two layers on each stage."""
+
+
+def of_size(
+    layers: int = 96, stages: int = 8, virtual: int = 1, groups: int = 12, kinds: int = 1, micro_batches: int = 32
+) -> Problem:
+    """A problem of that size, with 45 % of the device memory that its activations would take."""
+    shape = dataclasses.replace(CASES["175B shape, 96 layers, TP 8, 8 stages"][0], num_layers=layers)
+    degrees = Degrees(
+        tensor=8,
+        pipeline=stages,
+        virtual=virtual,
+        data=8,
+        micro_batches=micro_batches,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+    )
+    problem = _with_groups(from_shape.problem(shape, degrees, Machine(memory_bytes=10**12, link_gbps=25)), groups)
+    problem = _of_kinds(problem, kinds)
+    kept = keep_all(problem)
+    static = [stage.static_bytes + stage.temporary_bytes for stage in problem.stages]
+    room = [round(own + 0.45 * (peak - own)) for own, peak in zip(static, kept.peaks, strict=True)]
+    return dataclasses.replace(problem, device_limit=max(room))
+
+
+def _of_kinds(problem: Problem, count: int) -> Problem:
+    """The layers in turn of so many kinds, which differ in their bytes."""
+    if count == 1:
+        return problem
+    [kind] = problem.classes
+    classes = []
+    for number in range(count):
+        groups = [dataclasses.replace(one, bytes=one.bytes + number * 2**16) for one in kind.groups]
+        classes.append(dataclasses.replace(kind, name=f"{kind.name} {number}", groups=tuple(groups)))
+    stages = []
+    for stage in problem.stages:
+        parts = [
+            dataclasses.replace(
+                part, layers=tuple(classes[(part.first_layer + n) % count].name for n in range(len(part.layers)))
+            )
+            for part in stage.parts
+        ]
+        stages.append(dataclasses.replace(stage, parts=tuple(parts)))
+    return dataclasses.replace(problem, classes=tuple(classes), stages=tuple(stages))
+
+
+def growth(repeats: int) -> dict[str, list[dict]]:
+    """Prints and returns CPU seconds of each search and simulation."""
+    found: dict[str, list[dict]] = {}
+    for name, sizes in GROWTH.items():
+        for size in sizes:
+            _, cpus, _ = measure(of_size(**size), repeats)
+            row = size | {"cpu_seconds": round(statistics.median(cpus), 3)}
+            found.setdefault(name, []).append(row)
+            print(
+                f"{name} | {', '.join(f'{key} {n}' for key, n in size.items())} | {row['cpu_seconds']:.2f}", flush=True
+            )
+    for stages, micro_batches in SIMULATED:
+        problem = of_size(layers=2 * stages, stages=stages, micro_batches=micro_batches)
+        plan, cpus = Search(problem).keep_all, []
+        for _ in range(repeats):
+            cpu = time.process_time()
+            simulate(problem, plan)
+            cpus.append(time.process_time() - cpu)
+        row = {"stages": stages, "micro_batches": micro_batches, "cpu_seconds": round(statistics.median(cpus), 4)}
+        found.setdefault("simulation", []).append(row)
+        print(f"simulation | stages {stages}, micro-batches {micro_batches} | {row['cpu_seconds']:.3f}", flush=True)
+    return found
 
 
 def measure(problem: Problem, repeats: int) -> tuple[list[float], list[float], Search]:
@@ -133,7 +224,18 @@ def _gain(full: float, other: Simulated | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--growth", action="store_true", help="how the times grow instead")
+    parser.add_argument("--json", type=Path, help="file for the figures of --growth")
     given = parser.parse_args()
+    if given.growth:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = growth(given.repeats)
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"memory of the process: {most:.0f} MiB at most, {before / 1024:.0f} before the first search")
+        if given.json:
+            of = {"machine": f"{platform.processor() or platform.machine()}, CPU", "date": time.strftime("%Y-%m-%d")}
+            given.json.write_text(json.dumps(of | {"peak_rss_mib": round(most), "growth": found}, indent=1) + "\n")
+        return
     head = ("case", "wall s", "CPU s", "step s", "over full", "without swap", "under keep-all", "peak GiB", "limit GiB")
     print(" | ".join(head))
     for name, problem in problems().items():

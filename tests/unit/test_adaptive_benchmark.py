@@ -57,14 +57,7 @@ def test_two_benchmarks_run_at_once():
 
 
 def test_plans_of_small_problems_are_compared_with_all_there_are(tmp_path):
-    words = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "planner_gaps.py"),
-        "--count",
-        "1",
-        "--json",
-        str(tmp_path / "g"),
-    ]
+    words = [sys.executable, str(ROOT / "benchmarks/planner_gaps.py"), "--count", "1", "--json", str(tmp_path / "g")]
     words += [word for kind in ("one stage", "two stages", "two stages of two parts") for word in ("--kind", kind)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stderr) == (0, "")
