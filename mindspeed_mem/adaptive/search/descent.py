@@ -117,6 +117,8 @@ class Descent:
             best = self._best(score if best is None else best[0], rows, self._played(rows, distance), distance) or best
         if best is None or not deep:
             for other in self._others(distance):
+                if self.work <= 0:
+                    break
                 found = self._best(score, row[None], self._played(row[None], other), other)
                 if found is not None and (best is None or found[0] < best[0]):
                     best = found

@@ -176,6 +176,8 @@ class Search:
         for number in sorted(
             range(len(stages)), key=lambda number: -self._stages[number].judge(stages[number]).seconds
         ):
+            if work <= 0:
+                break
             played = many.Together(problem, changed, number).play
             far = self._stages[number].distances
             descent = Descent(problem, number, inputs_move, played, far, work, price=price)
