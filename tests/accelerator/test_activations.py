@@ -88,7 +88,7 @@ def test_recompute_and_mixes(lag, model):
     [
         pytest.param(2, {"tp": 2}, {"sequence_parallel": True}, "random", marks=sweep),
         pytest.param(2, {"pp": 2, "vpp": 2}, {}, "computation late", marks=sweep),
-        (2, {}, {"layers": 2, "ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True}}, "copies late"),
+        (2, {}, {"ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True}}, "copies late"),
         pytest.param(4, {"tp": 2, "pp": 2}, {"sequence_parallel": True}, "random", marks=sweep),
     ],
     ids=["TP2", "PP2 x VPP2", "DP2", "TP2 x PP2"],
