@@ -126,20 +126,28 @@ def test_each_wait_of_the_mover(wait):
     assert bool(found) == (wait is not None)
 
 
-def branches_beside(tells: bool) -> list[str]:
+def branches_beside(tells: bool, plans: list[str]) -> list[str]:
     expected, _ = side_streams.run(None, tells=tells)
     found = []
-    for name, plan in PLANS.items():
-        gradients, _ = side_streams.run(plan, tells=tells)
+    for name in plans:
+        gradients, _ = side_streams.run(PLANS[name], tells=tells)
         if not all(map(torch.equal, gradients, expected)):
             found.append(name)
     return found
 
 
+FEW = ["swapped, released late", "layers recomputed", "branch recomputed", "recomputed from the host"]
+
+
 @pytest.mark.parametrize("tells", but([True, False], True), ids=["told", "untold"])
-@pytest.mark.parametrize("lag", [lag if lag == "random" else pytest.param(lag, marks=sweep) for lag in LAGS])
-def test_a_branch_on_a_stream_of_its_own(lag, tells):
-    assert on_ranks(1, under, lag, branches_beside, tells, device="cuda") == [[]]
+@pytest.mark.parametrize(
+    ("lag", "plans"),
+    [("random", FEW), *(pytest.param(lag, list(PLANS), marks=sweep) for lag in LAGS)],
+    ids=["random, few plans", *LAGS],
+)
+def test_a_branch_on_a_stream_of_its_own(lag, plans, tells):
+    """`tests.asynchrony.test_several_streams` runs all plans on the simulated device."""
+    assert on_ranks(1, under, lag, branches_beside, tells, plans, device="cuda") == [[]]
 
 
 def steady(plan: dict | None, steps: int = 12) -> dict[str, int]:
