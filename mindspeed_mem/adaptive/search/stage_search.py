@@ -134,13 +134,17 @@ class StageSearch:
         kinds = [replace(rules, ahead=0.0), replace(rules, recompute=False)]
         starts: list[Callable[[], StagePlan | None]] = [lambda: best, lambda: self._without_swap(problem)]
         starts.append(lambda: self._nearly(problem, best, inputs_move))
+        starts += [partial(self._further, problem, best, inputs_move, far) for far in (2.0, 0.5)]
         starts += [partial(self._refine, problem, kind, enough) for kind in kinds]
         starts += [lambda: self.least(inputs_move), lambda: best]
+        most = work // 3
         for number, start in enumerate(starts, 1):
             plan = start() if work > 0 and not self.is_good(problem, best, inputs_move, enough) else None
             if plan is not None:
-                descent = self._descent(problem, inputs_move, work)
-                found, work = descent.run(plan, deep=number == len(starts)), descent.work
+                mine = work if number == len(starts) else min(work, most)
+                descent = self._descent(problem, inputs_move, mine)
+                found = descent.run(plan, deep=number == len(starts))
+                work += descent.work - mine
                 judged = self.judge(found)
                 if judged.peak <= problem.device_limit and judged.seconds < self.judge(best).seconds:
                     best = found
@@ -198,6 +202,12 @@ class StageSearch:
         faster = [plan for plan in pool if self.judge(plan).seconds < self.judge(best).seconds]
         over = (plan for plan in faster if self.judge(plan).peak > problem.device_limit)
         return min(over, key=lambda plan: (self.judge(plan).peak, self.judge(plan).seconds, plan.parts), default=None)
+
+    def _further(self, problem: Problem, best: StagePlan, inputs_move: bool, far: float) -> StagePlan | None:
+        """The fastest whose copies come back so many times as early, or more; of a share below one, that much later."""
+        limit = best.distance * far
+        found = self.fitting(problem, inputs_move)
+        return next((plan for plan in found if (plan.distance - limit) * (far - 1) >= 0), None)
 
     def _refine(self, problem: Problem, rules: Rules, enough: float) -> StagePlan | None:
         """Solve, lay out and simulate in every way, then solve again for the ways that come out best, each with the
