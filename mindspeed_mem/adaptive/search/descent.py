@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Play = Callable[[Array, int], Several]
     # plays plans of one distance, given as rows of letters
 
-WORK = 4_000_000
+WORK = 6_000_000
 """Operators played at most: tiny problems are searched through."""
 _CHANGES = 400
 """Changes of a plan that are played, those of layers at the ends of a row of equal layers first."""

@@ -137,7 +137,7 @@ class StageSearch:
         starts += [partial(self._further, problem, best, inputs_move, far) for far in (2.0, 0.5)]
         starts += [partial(self._refine, problem, kind, enough) for kind in kinds]
         starts += [lambda: self.least(inputs_move), lambda: best]
-        most = work // 3
+        most = work // 4
         for number, start in enumerate(starts, 1):
             plan = start() if work > 0 and not self.is_good(problem, best, inputs_move, enough) else None
             if plan is not None:
