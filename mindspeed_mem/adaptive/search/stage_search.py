@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
 from mindspeed_mem.adaptive.search import many
 from mindspeed_mem.adaptive.search.decisions import SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
-from mindspeed_mem.adaptive.search.descent import WORK, Descent
+from mindspeed_mem.adaptive.search.descent import Descent
 from mindspeed_mem.adaptive.search.milp import NODES, Rules, Solved, at_once, bound, solve
 from mindspeed_mem.adaptive.search.simulation import StageTrack
 
@@ -34,6 +34,8 @@ _WAYS = 2
 """Ways to lay out counts that are looked at more closely."""
 _STEP = 0.01
 """By what share of the limit memory's price is found."""
+_LEAST = 1_000_000
+"""Operators played at most for the plan of the lowest peak."""
 
 
 class Judged(NamedTuple):
@@ -163,7 +165,7 @@ class StageSearch:
             pool = [plan for plan, valid in self._pool.items() if valid[inputs_move]]
             lowest = min(pool, key=lambda plan: (self.judge(plan).peak, plan.parts), default=self.keep_all)
             none = self._short.with_limit(0)
-            lowest = self._descent(none, inputs_move, WORK).run(lowest)
+            lowest = self._descent(none, inputs_move, _LEAST).run(lowest)
             self.remember(lowest)
             self._least[inputs_move] = lowest
         return self._least[inputs_move]
