@@ -26,7 +26,10 @@ def losses(job):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("hf_llama.py", 1), pytest.param("hf_llama.py", 2, marks=pytest.mark.sweep), ("fsdp2_llama.py", 2)],
+    [
+        ("hf_llama.py", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.sweep) for name in ("hf_llama.py", "fsdp2_llama.py")),
+    ],
 )
 def test_losses_are_the_same_with_a_plan(name, ranks):
     pytest.importorskip("transformers")
