@@ -9,7 +9,7 @@ in one process, on one thread and one model; a figure is the median over rounds 
 the same round, divided by layers (micro-seconds), by the tensors that a layer saves for backward, and by the plain
 model's own time (the share). What others cost stands beside: Megatron's full recompute, and torch's own saved-tensor
 hooks that do nothing, its `save_on_cpu` and its checkpoint of whole layers (which stops early, as ours). Whether the
-compiled part of the engine's hooks is used (`python -m mindspeed_mem build-native`) is said.
+engine's hot path in C++ is used (`python -m mindspeed_mem build-native`) is said.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.utils.checkpoint  # noqa: E402
 from timing import interleaved  # noqa: E402
 from variants import Settings, Variant, set_up, write  # noqa: E402
 
-from mindspeed_mem.device import fast_tensors  # noqa: E402
+from mindspeed_mem.activation import hot_path  # noqa: E402
 
 LAYERS = 16
 SHAPES = {
@@ -156,8 +156,7 @@ def main() -> None:
     gc.freeze()
     seconds = interleaved(list(chosen), setting, steps, args.rounds, lambda: None, time.process_time, warm=1)
     rows = rows_of(seconds, args.steps, saved)
-    built = "in C++" if fast_tensors.view_of is not fast_tensors.view_in_python else "in Python"
-    print(f"the engine's work on saved tensors is {built}")
+    print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")
     print(f"{saved:g} saved tensors a layer; its own time: {rows['no pack']['own_us_per_layer']:.0f} us")
     print(table(rows))
     write(args, "host_cost", backend, shape, args.rounds, rows)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_mem import ranks, reserve
+from mindspeed_mem.activation import taking_over as taking_over  # whoever has an engine has its hot path
 from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.native_operators import NativeOperators

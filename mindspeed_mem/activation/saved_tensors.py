@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.course import Save
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.observation import Observation
@@ -67,8 +68,12 @@ class SavedTensors:
         self._position, self._in_force, self._mover = position, in_force, mover
         self._observation, self._no_effect = observation, no_effect
         self.every_record = every_record
-        self.hooks = self.pack, self.unpack  # these very objects: whoever finds hooks in force can tell whose they are
         self._device_type = mover.backend.tensor_type
+        # these very objects: whoever finds hooks in force can tell whose they are
+        if hot_path.native is None:
+            self.hooks = self.pack, self.unpack
+        else:
+            self.hooks = hot_path.native.hooks(self, position, mover, observation, self._device_type)
 
     # ---- the hooks
     def pack(self, tensor: torch.Tensor, by_function: bool | None = None) -> Any:
@@ -100,6 +105,11 @@ class SavedTensors:
             slot = rerun.saved.drops(rerun, tensor, micro_batch, by_function)
             if slot is not None:
                 return own_tensors.own(slot, tensor) if by_function else slot
+        return self.pack_slowly(tensor, by_function)
+
+    def pack_slowly(self, tensor: torch.Tensor, by_function: bool) -> Any:
+        """The same where nothing is known of it."""
+        rerun = self._position.rerun
         if type(rerun) is not Tape:
             kept = self._keep(tensor, rerun if type(rerun) is ModuleRerun else None, by_function)
             if self._observation.stopwatch is not None:

@@ -16,7 +16,7 @@ from mindspeed_mem.device.ledger import DeviceLedger
 from mindspeed_mem.device.limited_cpu import CompilerError, LimitedMemory
 
 _STREAM = Stream("cpu", "cpu", side=False)
-_DONE = Event()
+DONE = Event()
 
 
 def why_absent() -> str | None:
@@ -130,7 +130,7 @@ class CpuBackend(HostBackend[Stream, Event]):
         return Stream(object(), name, side=True)
 
     def record(self, stream: Stream) -> Event:
-        return _DONE
+        return DONE
 
     def wait(self, stream: Stream, event: Event, reason: str) -> None:
         pass

@@ -1,29 +1,19 @@
-"""What the engine does with each saved tensor, as fast as can be: in C++ where that has been built, else in Python.
-
-    python -m mindspeed_mem build-native           # once for each torch and Python; needs a C++ compiler
-    MINDSPEED_MEM_NATIVE=0                         # leaves it aside
+"""What the engine asks of each saved tensor, as fast as can be: in C++ where that has been built, else in Python.
 
 Both do the same. Whoever calls `view_of` and `is_plain` looks them up here each time: see `use`.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import os
-import sys
-import sysconfig
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from mindspeed_mem.device.native_build import SOURCES, CompilerError, cache_folder, compile_library, library_name
+from mindspeed_mem.device.extensions import Extension
+from mindspeed_mem.device.native_build import SOURCES
 
-VARIABLE = "MINDSPEED_MEM_NATIVE"
-_SOURCE = SOURCES / "fast_tensors.cpp"
 _keys = torch._C._dispatch_keys
 _PLAIN: dict[tuple[int, str], bool] = {}  # by a tensor's dispatch keys, which have its device, layout and what is lazy
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -69,36 +59,7 @@ view_of: Callable[[torch.UntypedStorage, torch.dtype, Sequence[int], Sequence[in
 is_plain: Callable[[torch.Tensor, str], bool]
 
 
-def build() -> Path:
-    """Compile it, for the torch and the Python that run, into the user's cache folder; about a minute.
-
-    Raises CompilerError where there is no compiler, or no headers of Python.
-    """
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").exists():
-        raise CompilerError(f"Python's headers are missing ({headers}/Python.h): install python3-dev, or the like")
-    target = cache_folder() / _name()
-    if not target.exists():
-        folders = (Path(torch.__file__).parent / "include/torch/csrc/api/include", headers)
-        libraries = ("c10", "torch", "torch_cpu", "torch_python")
-        compile_library(_SOURCE, target, purpose="the engine's hooks", includes=folders, libraries=libraries)
-    return target
-
-
-def compiled() -> ModuleType | None:
-    """What has been built; None if nothing has, or it cannot be loaded."""
-    target = cache_folder(create=False) / _name()
-    if not target.exists():
-        return None
-    try:
-        loader = importlib.machinery.ExtensionFileLoader("fast_tensors", str(target))
-        spec = importlib.util.spec_from_file_location("fast_tensors", str(target), loader=loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-    except (ImportError, OSError):
-        return None
-    return module
+EXTENSION = Extension(SOURCES / "fast_tensors.cpp", "the engine's hooks", (SOURCES / "fast_tensors.h",))
 
 
 def use(module: ModuleType | None) -> None:
@@ -108,8 +69,4 @@ def use(module: ModuleType | None) -> None:
     is_plain = is_plain_in_python if module is None else module.is_plain
 
 
-def _name() -> str:
-    return library_name(_SOURCE, sys.implementation.cache_tag or sys.version)
-
-
-use(None if os.environ.get(VARIABLE) == "0" else compiled())
+use(EXTENSION.wanted())

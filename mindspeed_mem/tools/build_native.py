@@ -1,4 +1,4 @@
-"""``python -m mindspeed_mem build-native``: builds what the engine does with each saved tensor, in C++."""
+"""``python -m mindspeed_mem build-native``: builds the engine's hot path in C++."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from mindspeed_mem import requirements
 
 DESCRIPTION = """\
-Builds a small library with what the engine does with each saved tensor: the host then needs less time for it, most of
-all where much is swapped or recomputed. Training uses it where it is there, with the same results, and does without it
-elsewhere. It is built for the torch and the Python that are installed, into the user's cache folder, in about a minute;
-it needs a C++ compiler and Python's headers. MINDSPEED_MEM_NATIVE=0 leaves it aside.
+Builds in C++ what the engine does around each operator and for each saved tensor: the host then needs less time for it.
+Training uses it where it is there, with the same results, and does without it elsewhere. It is built for the torch and
+the Python that are installed, into the user's cache folder, in a minute or two; it needs a C++ compiler and Python's
+headers. MINDSPEED_MEM_NATIVE=0 leaves it aside.
 
     python -m mindspeed_mem build-native
 """
@@ -27,10 +27,12 @@ def main(given: argparse.Namespace) -> int:
     if reason is not None:
         print(f"mindspeed_mem build-native: {reason}", file=sys.stderr)
         return 1
+    from mindspeed_mem.activation import hot_path
     from mindspeed_mem.device import DeviceError, fast_tensors
 
     try:
-        print(fast_tensors.build())
+        for extension in (fast_tensors.EXTENSION, hot_path.EXTENSION):
+            print(extension.build())
     except DeviceError as error:
         print(f"mindspeed_mem build-native: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mem.activation import hot_path
+from mindspeed_mem.device import fast_tensors, native_build
 from tests.swap_runs import EVERYTHING, again, entry, op
 from tests.worlds import on_ranks, parallel
 
@@ -15,13 +17,13 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
 OURS = str(ROOT / "mindspeed_mem"), str(ROOT / "patches")
 MOST = {
-    "nothing": (entry(op_swap=[]), 105),
-    "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 470),
-    "everything": (EVERYTHING, 1200),
-    "whole layers": (again(recompute=True), 930),
-    "watched": ({}, 180),
+    "nothing": (entry(op_swap=[]), 105, 100),
+    "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 470, 220),
+    "everything": (EVERYTHING, 1200, 260),
+    "whole layers": (again(recompute=True), 930, 560),
+    "watched": ({}, 180, 160),
 }
-"""A plan, and the most calls of a layer; some more than there are."""
+"""A plan, and the most calls of a layer, without and with what is in C++; some more than there are."""
 
 
 def calls_of_a_layer(plan: dict) -> float:
@@ -50,8 +52,16 @@ def calls_of_a_layer(plan: dict) -> float:
         return found[0] / len(chunks[0].module.decoder.layers)
 
 
-def all_plans() -> tuple[dict[str, float], list[tuple[bool, int]]]:
-    return {name: calls_of_a_layer(plan) for name, (plan, _) in MOST.items()}, one_plan_after_the_other()
+def all_plans(native: bool) -> tuple[dict[str, float], list[tuple[bool, int]]]:
+    from mindspeed_mem.activation import taking_over
+
+    taking_over.use(hot_path.EXTENSION.load() if native else None)
+    fast_tensors.use(fast_tensors.EXTENSION.load() if native else None)
+    try:
+        return {name: calls_of_a_layer(plan) for name, (plan, *_) in MOST.items()}, one_plan_after_the_other()
+    finally:
+        taking_over.use(None)
+        fast_tensors.use(None)
 
 
 def one_plan_after_the_other() -> list[tuple[bool, int]]:
@@ -78,8 +88,13 @@ def one_plan_after_the_other() -> list[tuple[bool, int]]:
     return found
 
 
-def test_an_operator_of_which_nothing_is_selected_costs_a_few_calls():
-    [(found, plans)] = on_ranks(1, all_plans)
-    assert {name: n for name, n in found.items() if n > MOST[name][1]} == {}, found
+@pytest.mark.parametrize("native", [False, True], ids=["Python", "C++"])
+def test_an_operator_of_which_nothing_is_selected_costs_a_few_calls(native):
+    if native and native_build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    for extension in (fast_tensors.EXTENSION, hot_path.EXTENSION) if native else ():
+        extension.build()
+    [(found, plans)] = on_ranks(1, all_plans, native)
+    assert {name: n for name, n in found.items() if n > MOST[name][1 + native]} == {}, found
     (_, none), (there, some), (there_still, none_now) = plans
     assert there and some > 0 and (none, there_still, none_now) == (0, False, 0), plans

@@ -9,8 +9,6 @@ import torch
 
 from mindspeed_mem.device import DeviceError, fast_tensors
 from mindspeed_mem.device.native_build import find_compiler
-from mindspeed_mem.tools.main import main
-from tests.worlds import on_ranks
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -18,12 +16,12 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 @pytest.fixture(scope="module")
 def compiled():
     try:
-        fast_tensors.build()
+        fast_tensors.EXTENSION.build()
     except DeviceError as error:
         if "headers" in str(error):
             pytest.skip(str(error))
         raise
-    return fast_tensors.compiled()
+    return fast_tensors.EXTENSION.load()
 
 
 LAYOUTS = [((), (), 0), ((0,), (1,), 0), ((4, 3), (3, 1), 0), ((3, 4), (1, 3), 2), ((2, 2, 2), (0, 3, 1), 5)]
@@ -80,28 +78,3 @@ def test_what_is_plain_is_the_same(compiled):
     for tensor, kind in itertools.product(tensors, ("cpu", "cuda", "meta")):
         assert compiled.is_plain(tensor, kind) is fast_tensors.is_plain_in_python(tensor, kind), (tensor, kind)
     assert compiled.is_plain(plain, "cpu") and not compiled.is_plain("cpu", "cpu")
-
-
-def trained(native: bool) -> list[str]:
-    from tests.swap_runs import EVERYTHING, again, mismatches
-
-    fast_tensors.use(fast_tensors.compiled() if native else None)
-    try:
-        plans = {"everything": EVERYTHING, "layers": again(recompute=True), "norms": again({".*norm": True})}
-        return mismatches(plans, {}, {"kind": "dropout"})
-    finally:
-        fast_tensors.use(None)
-
-
-@pytest.mark.distributed
-def test_the_engine_gives_the_same_bits_on_it(compiled):
-    assert on_ranks(1, trained, True) == [[]]
-
-
-def test_the_command_builds_it(compiled, capsys, monkeypatch):
-    assert main(["build-native"]) == 0
-    assert capsys.readouterr().out.strip().endswith(".so")
-    monkeypatch.setenv("CXX", "/none")
-    monkeypatch.setattr(fast_tensors, "cache_folder", lambda create=True: fast_tensors.SOURCES)
-    monkeypatch.setenv("PATH", "")
-    assert main(["build-native"]) == 2 and "compiler" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mindspeed_mem.activation import hot_path
+
 _LEAVES = {type(None), bool, int, float, str, torch.dtype, torch.device}
 """Types of much that operators take: looked up faster than gone through."""
 
@@ -26,6 +28,8 @@ def split(value: Any, take: Callable[[torch.Tensor], Any], taken: list[Any]) -> 
 
     What it returned is appended to ``taken``; a tensor for which it returns None stays where it is.
     """
+    if hot_path.native is not None:
+        return hot_path.native.split(value, take, taken)
     kind = type(value)
     if isinstance(value, torch.Tensor):
         found = take(value)
@@ -44,6 +48,8 @@ def split(value: Any, take: Callable[[torch.Tensor], Any], taken: list[Any]) -> 
 
 def join(value: Any, tensors: Sequence[Any]) -> Any:
     """What `split` took apart, with ``tensors`` in its slots."""
+    if hot_path.native is not None:
+        return hot_path.native.join(value, tensors)
     kind = type(value)
     if kind is Slot:
         return tensors[value.number]
@@ -58,6 +64,8 @@ def join(value: Any, tensors: Sequence[Any]) -> Any:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of nested arguments or results, in order."""
+    if hot_path.native is not None:
+        return hot_path.native.tensors_in(value)
     found: list[torch.Tensor] = []
     waiting = [value]
     while waiting:

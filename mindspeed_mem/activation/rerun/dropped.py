@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mindspeed_mem.device.base import Stream
 
 
-_NOTHING = torch.empty(0, device="cpu")
+NOTHING = torch.empty(0, device="cpu")
 _finalizing = sys.is_finalizing
 
 
@@ -48,12 +48,21 @@ class Program(NamedTuple):
 class Made:
     """One such storage."""
 
-    state = DROPPED
-    tensor: torch.Tensor | None = None
-    version = 0
-    base: weakref.ref[torch.Tensor] | None = None
-    others: tuple[Stream, ...] = ()
-    attributes: dict[str, Any] | None = None
+    __slots__ = (
+        "rerun",
+        "micro_batch",
+        "layout",
+        "nbytes",
+        "storage",
+        "state",
+        "tensor",
+        "version",
+        "base",
+        "stream",
+        "others",
+        "attributes",
+        "__weakref__",
+    )
 
     def __init__(
         self,
@@ -71,11 +80,11 @@ class Made:
         found.token = token = LEDGER.token(LEDGER, nbytes, True, False, rerun.owner)
         token.moved = True
         self.storage = weakref.ref(storage)
-        if tensor._version:
-            self.version, self.base = tensor._version, weakref.ref(base_of(tensor))
+        self.state, self.tensor = DROPPED, None
+        self.version, self.base = tensor._version, weakref.ref(base_of(tensor)) if tensor._version else None
         self.stream: Stream = rerun.stream
-        if len(storage.__dict__) > 1:
-            self.attributes = marks.set_by_others(storage)
+        self.others: tuple[Stream, ...] = ()
+        self.attributes = marks.set_by_others(storage) if len(storage.__dict__) > 1 else None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """As `Record.holds`, until it is made again."""
@@ -127,7 +136,7 @@ class Slot:
     def __init__(self, made: Made, layout: Layout | None, saver: Saver):
         self.made, self.saver = made, saver
         self.layout = layout  # None: as the first of its storage
-        self.alias, self.own = _NOTHING, None
+        self.alias, self.own = NOTHING, None
 
     def bring_back(self) -> torch.Tensor:
         """The saved tensor. Raises OverwrittenError if it has been modified in place since it was made again."""

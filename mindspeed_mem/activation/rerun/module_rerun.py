@@ -54,7 +54,7 @@ def running() -> ModuleRerun | None:
     return under_way[-1] if under_way else None
 
 
-class _Enough(BaseException):
+class Enough(BaseException):
     """All that was wanted is there. No Exception: nobody on the way may swallow it."""
 
 
@@ -91,6 +91,7 @@ class ModuleRerun(Rerun):
         "_then",
         "_noted_again",
         "_entered_again",
+        "_saved_again",
         "_filled",
         "_remaining",
     )
@@ -142,7 +143,7 @@ class ModuleRerun(Rerun):
         self.noted: list[Any] = []  # see `SecondRuns.once`
         self._noted_again = 0
         self._remaining = 0
-        self._entered_again = 0
+        self._entered_again = self._saved_again = 0
         self._filled: list[weakref.ref[torch.UntypedStorage]] = []
 
     # ---- the first run
@@ -216,37 +217,9 @@ class ModuleRerun(Rerun):
         except OverwrittenError as error:
             hint = f"{self} is recomputed from it. {TAKE_OUT}, or recompute what produces its input, too"
             raise OverwrittenError(f"{error}; {hint}") from error
-        index, slots, mover = 0, self.saved.slots, self.mover
-        beside = mover.several or not mover.backend.one_stream
-
-        def pack(tensor: torch.Tensor) -> None:
-            nonlocal index
-            if index == len(slots):
-                self._differs(tensor, None)
-            slot = slots[index]
-            index += 1
-            if slot is None:
-                return
-            record, layout = slot[0](), slot[1]
-            if record is None or record.state != DROPPED:
-                return
-            if type(tensor) is not torch.Tensor:
-                tensor = local_of(tensor)
-            storage = tensor.untyped_storage()
-            found = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-            if found != layout or storage.nbytes() != record.nbytes:
-                self._differs(tensor, layout)
-            if type(record) is Made and not beside:
-                self._remaining -= 1
-                record.fill(tensor, storage, layout)
-            else:
-                self._fill(record, tensor, layout)
-            if not self._remaining:
-                raise _Enough
-
-        self._entered_again, self._filled = 0, []
+        self._entered_again, self._saved_again, self._filled = 0, 0, []
         try:
-            with self._as_then(tensors, pack) as run, contextlib.suppress(_Enough):
+            with self._as_then(tensors, self.refill) as run, contextlib.suppress(Enough):
                 for ref, tensor in zip(self.outputs, tensors_in(run()), strict=False):
                     if ref is not None and (record := ref()) is not None and record.state == DROPPED:
                         self._fill(record, local_of(tensor))
@@ -256,6 +229,34 @@ class ModuleRerun(Rerun):
             self._differs(None, None)
         self.inputs = None
         self._then.clear()
+
+    def refill(self, tensor: torch.Tensor) -> None:
+        """The second run saves ``tensor``: its memory is that of what the first run saved then."""
+        slots, index = self.saved.slots, self._saved_again
+        self._saved_again = index + 1
+        if index == len(slots):
+            self._differs(tensor, None)
+        slot = slots[index]
+        if slot is None:
+            return
+        record, layout = slot[0](), slot[1]
+        if record is None or record.state != DROPPED:
+            return
+        if type(tensor) is not torch.Tensor:
+            tensor = local_of(tensor)
+        storage = tensor.untyped_storage()
+        found = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        if found != layout or storage.nbytes() != record.nbytes:
+            self._differs(tensor, layout)
+        if type(record) is Made and self.mover.backend.one_stream and not self.mover.several:
+            self._remaining -= 1
+            record.fill(tensor, storage, layout)
+        else:
+            self._fill(record, tensor, layout)
+        if not self._remaining:
+            raise Enough
+
+    refill_slowly = refill  # where the other is in C++
 
     @contextlib.contextmanager
     def _as_then(self, leaves: list[torch.Tensor], pack: Callable[[torch.Tensor], None]) -> Iterator[Callable[[], Any]]:
@@ -341,7 +342,7 @@ class ModuleRerun(Rerun):
                 tensor = local_of(tensor)
                 compare(_content(*before, tensor), tensor)
             if index == len(saved) and result is None:
-                raise _Enough
+                raise Enough
 
         why_not = ""
         now = rng.capture(leaf for leaf, _ in leaves_then)
@@ -349,7 +350,7 @@ class ModuleRerun(Rerun):
         leaves = [_leaf(leaf, wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
         self.untried.leaves = leaves_then = []
         try:
-            with put_back(places, changed), self._as_then(leaves, pack) as run, contextlib.suppress(_Enough):
+            with put_back(places, changed), self._as_then(leaves, pack) as run, contextlib.suppress(Enough):
                 again, before = tensors_in(run()), tensors_in(result)
                 otherwise = otherwise or index != len(saved)
                 for one, other in zip_longest(before, again) if result is not None else ():
@@ -399,7 +400,7 @@ class ModuleRerun(Rerun):
                     self._differs(tensors[position], None)
                 self._fill(record, tensors[position])
         if not self._remaining:
-            raise _Enough
+            raise Enough
 
     def noted_before(self) -> Any:
         """In the second run, the next of what the first one noted."""

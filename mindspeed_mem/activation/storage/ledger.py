@@ -81,7 +81,7 @@ class Ledger:
             found = marks.of(storage)
         token: Token | None = found.token
         if token is None:
-            token = found.token = self.token(self, storage.nbytes(), owned, owner=owner)
+            token = found.token = self.token(self, storage.nbytes(), owned, False, owner)
         elif token.moved:  # it outlived the graph that had moved it, and is saved again
             token.moved = False
             self.without.add(token.nbytes)
@@ -123,13 +123,16 @@ class Token:
             if now > without.peak:
                 without.peak = now
 
-    def __del__(self) -> None:
+    def leave(self) -> None:
+        """The memory is free."""
         ledger = self.ledger
         ledger.held.now -= self.nbytes
         if self.owned:
             ledger.owned.now -= self.nbytes
         if not self.moved:
             ledger.without.now -= self.nbytes
+
+    __del__ = leave
 
 
 def logged(log: Log) -> type[Token]:

@@ -28,6 +28,33 @@ _sequence_nr = torch._C._autograd._get_sequence_nr
 class MicroBatch:
     """Bookkeeping of one forward and its backward. Holds records weakly: an abandoned forward leaves nothing."""
 
+    __slots__ = (
+        "mover",
+        "key",
+        "home",
+        "home_key",
+        "count",
+        "last_layer",
+        "forward_done",
+        "stays",
+        "bounds",
+        "running",
+        "fresh",
+        "due",
+        "moved",
+        "recomputed",
+        "native",
+        "ahead",
+        "in_backward",
+        "_tie",
+        "_saving",
+        "_alive",
+        "_queue",
+        "_cursor",
+        "_reached",
+        "__weakref__",
+    )
+
     def __init__(self, mover: Mover, key: tuple[int | None, int]):
         self.mover, self.key = mover, key
         self.home, self.home_key = mover.backend.current_stream(), mover.backend.stream_key()
@@ -149,8 +176,12 @@ class MicroBatch:
         """One of the tensors that operator ``number`` saved is gone."""
         alive = self._alive[number] = self._alive[number] - 1
         if not alive and number == self.in_backward and torch._C._current_graph_task_id() != -1:
-            position = bisect_left(self._saving, number)
-            self.backward_reaches(self._saving[position - 1] + 1 if position else 1)
+            self.backward_below(number)
+
+    def backward_below(self, number: int) -> None:
+        """Backward of operator ``number`` has ended."""
+        position = bisect_left(self._saving, number)
+        self.backward_reaches(self._saving[position - 1] + 1 if position else 1)
 
     def backward_reaches(self, number: int) -> None:
         """Backward of operator ``number`` is about to start; start the copies back that are due by then.
@@ -164,13 +195,8 @@ class MicroBatch:
         if kept and kept[-1][0] > number:
             self.native.drop(above=number)
         if self._queue is None:
-            live = [
-                (r.last_use + r.distance, r.last_use, r.number, -index, ref)
-                for index, ref in enumerate(self.moved)
-                if (r := ref()) is not None and r.state in (HOST, COPYING)
-            ]
-            live.sort(reverse=True)
-            self._queue = [(one[0], one[4]) for one in live]
+            self.queue_up()
+        assert self._queue is not None
         start = self._cursor
         while self._cursor < len(self._queue) and self._queue[self._cursor][0] >= number:
             self._cursor += 1
@@ -180,6 +206,16 @@ class MicroBatch:
             self.ahead.backward_reaches(self.ahead.count + number)
         if self.mover.late.nbytes:
             self.mover.release_late()
+
+    def queue_up(self) -> None:
+        """In which order to copy back what has left."""
+        live = [
+            (r.last_use + r.distance, r.last_use, r.number, -index, ref)
+            for index, ref in enumerate(self.moved)
+            if (r := ref()) is not None and r.state in (HOST, COPYING)
+        ]
+        live.sort(reverse=True)
+        self._queue = [(one[0], one[4]) for one in live]
 
     def forward_reaches(self, total: int) -> None:
         """Forward of operator `count` out of ``total`` starts."""

@@ -1,15 +1,6 @@
-// What the engine does with each saved tensor, without torch's parsing of Python arguments and its dispatcher; see
-// fast_tensors.py, which has the same in Python.
+// What the engine does with each saved tensor, in C++; see fast_tensors.py, which has the same in Python.
 
-#include <Python.h>
-
-#include <ATen/ATen.h>
-#include <c10/core/TensorImpl.h>
-#include <torch/csrc/Device.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/Storage.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include "fast_tensors.h"
 
 namespace {
 
@@ -27,9 +18,6 @@ bool sizes_of(PyObject* given, c10::SmallVector<int64_t, 6>& found) {
   return true;
 }
 
-// No subclass, nor a parameter.
-bool is_tensor(PyObject* given) { return reinterpret_cast<PyObject*>(Py_TYPE(given)) == THPVariableClass; }
-
 // view_of(storage, dtype, size, stride, offset)
 PyObject* view_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -41,20 +29,8 @@ PyObject* view_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!sizes_of(args[2], size) || !sizes_of(args[3], stride)) return nullptr;
   const long long offset = PyLong_AsLongLong(args[4]);
   if (offset == -1 && PyErr_Occurred()) return nullptr;
-  c10::Storage storage = THPStorage_Unpack(args[0]);
   const auto type = reinterpret_cast<THPDtype*>(args[1])->scalar_type;
-  const auto device = storage.device();
-  if (device.is_cpu() || device.is_cuda()) {
-    const c10::DispatchKeySet keys(c10::computeDispatchKey(type, c10::nullopt, device));
-    const auto meta = c10::scalarTypeToTypeMeta(type);
-    auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, meta);
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
-    return THPVariable_Wrap(std::move(made));
-  }
-  // others may have tensors of their own kind
-  auto made = at::empty({0}, at::TensorOptions().dtype(type).device(device));
-  made.set_(storage, offset, size, stride);
-  return THPVariable_Wrap(std::move(made));
+  return THPVariable_Wrap(fast_tensors::view_of(THPStorage_Unpack(args[0]), type, size, stride, offset));
   END_HANDLE_TH_ERRORS
 }
 
@@ -75,20 +51,7 @@ PyObject* is_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_XDECREF(last);
     last = args[1];
   }
-  if (!is_tensor(args[0])) Py_RETURN_FALSE;
-  const at::Tensor& tensor = THPVariable_Unpack(args[0]);
-  if (tensor.layout() != c10::kStrided || tensor.device().type() != wanted || tensor.is_conj() || tensor.is_neg() ||
-      tensor.is_nested()) {
-    Py_RETURN_FALSE;
-  }
-  if (tensor.is_view()) {  // aten's linear saves ``weight.t()``, an ordinary tensor
-    PyObject* base = THPVariable_Wrap(tensor._base());
-    if (base == nullptr) return nullptr;
-    const bool exact = is_tensor(base);
-    Py_DECREF(base);
-    if (!exact) Py_RETURN_FALSE;
-  }
-  Py_RETURN_TRUE;
+  return PyBool_FromLong(fast_tensors::is_plain(args[0], wanted));
   END_HANDLE_TH_ERRORS
 }
 

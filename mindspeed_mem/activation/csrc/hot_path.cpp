@@ -1,0 +1,177 @@
+// What the engine does for each operator and each saved tensor, on the very objects that it has in Python; hot_path.py
+// says what it takes the place of. What is out of the ordinary goes on there.
+
+#include "arguments.h"
+#include "operators.h"
+#include "saves.h"
+
+namespace hot {
+namespace {
+
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+struct Method {
+  const char* of;
+  PyMethodDef definition;
+};
+
+// By class: methods that take the place of Python's.
+Method methods[] = {
+    {"Token", {"__del__", token_dies, METH_NOARGS, nullptr}},
+    {"Token", {"__init__", token_begins, METH_VARARGS, nullptr}},
+    {"Unseen", {"add", fast(unseen_adds), METH_FASTCALL, nullptr}},
+    {"Handle", {"__init__", handle_begins, METH_VARARGS, nullptr}},
+    {"Handle", {"__del__", handle_dies, METH_NOARGS, nullptr}},
+    {"Handle", {"let_go", handle_lets_go, METH_NOARGS, nullptr}},
+    {"Record", {"__del__", record_dies, METH_NOARGS, nullptr}},
+    {"Record", {"leave", fast(record_leaves), METH_FASTCALL, nullptr}},
+    {"Made", {"__del__", made_dies, METH_NOARGS, nullptr}},
+    {"ModuleRerun", {"refill", refill, METH_O, nullptr}},
+    {"Saver", {"__del__", saver_dies, METH_NOARGS, nullptr}},
+    {"MicroBatch", {"operator_ended", micro_batch_operator_ended, METH_NOARGS, nullptr}},
+    {"MicroBatch", {"copy_fresh", micro_batch_copies_fresh, METH_NOARGS, nullptr}},
+    {"MicroBatch", {"switch", fast(micro_batch_switches), METH_FASTCALL, nullptr}},
+    {"MicroBatch", {"saved_by", micro_batch_saved_by, METH_O, nullptr}},
+    {"MicroBatch", {"dropped", micro_batch_dropped, METH_O, nullptr}},
+    {"MicroBatch", {"unpacks", micro_batch_unpacks, METH_O, nullptr}},
+    {"MicroBatch", {"backward_reaches", micro_batch_backward_reaches, METH_O, nullptr}},
+};
+
+void find_slots(PyObject* classes) {
+  const auto in = [&](const char* name, std::initializer_list<Slot*> slots) {
+    PyObject* type = PyDict_GetItemString(classes, name);
+    if (type == nullptr) {
+      PyErr_SetString(PyExc_KeyError, name);
+      throw python_error();
+    }
+    for (Slot* slot : slots) slot->find(type);
+  };
+  in("Position", {&position.stack, &position.micro_batch, &position.rerun, &position.course, &position.hooked,
+                  &position.known});
+  in("Course",
+     {&course.quiet, &course.inside, &course.again, &course.saves, &course.kept, &course.at, &course.index});
+  in("MicroBatch",
+     {&micro_batch.mover, &micro_batch.home, &micro_batch.home_key, &micro_batch.count, &micro_batch.forward_done,
+      &micro_batch.bounds, &micro_batch.running, &micro_batch.fresh, &micro_batch.due, &micro_batch.tie,
+      &micro_batch.moved, &micro_batch.saving, &micro_batch.alive, &micro_batch.native, &micro_batch.ahead,
+      &micro_batch.queue, &micro_batch.cursor, &micro_batch.reached, &micro_batch.in_backward});
+  in("Record",
+     {&record.way_back, &record.micro_batch, &record.layer, &record.op, &record.number, &record.last_use,
+      &record.distance, &record.nbytes, &record.state, &record.storage, &record.token, &record.handles,
+      &record.version, &record.base, &record.slab, &record.source, &record.out_event, &record.buffer,
+      &record.in_event, &record.stream, &record.others, &record.attributes});
+  in("Handle", {&handle.alias, &handle.version, &handle.record, &handle.micro_batch, &handle.number, &handle.layout,
+                &handle.own});
+  in("Token", {&token.ledger, &token.nbytes, &token.owned, &token.moved, &token.entry});
+  in("Counter", {&counter.now, &counter.peak});
+  in("Unseen", {&unseen.kept});
+  in("Slab", {&slab.buffer, &slab.whole, &slab.nbytes, &slab.ready});
+  in("Made", {&made.rerun, &made.micro_batch, &made.layout, &made.nbytes, &made.storage, &made.version, &made.base,
+              &made.stream, &made.others, &made.attributes, &made.state, &made.tensor});
+  in("Saver", {&saver.micro_batch, &saver.number});
+  in("SavedSlot",
+     {&saved_slot.made, &saved_slot.alias, &saved_slot.own, &saved_slot.layout, &saved_slot.saver});
+  in("Saves", {&saves.program, &saves.slots, &saves.entered, &saves.made, &saves.saver, &saves.nbytes, &saves.taken});
+  in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
+                     &saved_again});
+  in("Observation", {&stopwatch});
+}
+
+// connect(classes, others): what the engine has, by name; returns {class: {method: what takes its place}}.
+PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 2 || !PyDict_Check(args[0]) || !PyDict_Check(args[1])) {
+      PyErr_SetString(PyExc_TypeError, "connect takes the engine's classes and what else it has, as dictionaries");
+      return nullptr;
+    }
+    const auto take = [](PyObject* from, const char* name, PyObject** to) {
+      PyObject* found = PyDict_GetItemString(from, name);
+      if (found == nullptr) {
+        PyErr_SetString(PyExc_KeyError, name);
+        throw python_error();
+      }
+      Py_INCREF(found);
+      Py_XSETREF(*to, found);
+    };
+    find_slots(args[0]);
+    const std::pair<const char*, PyTypeObject**> types[] = {
+        {"Record", &engine.Record},         {"Handle", &engine.Handle},       {"Token", &engine.Token},
+        {"Marks", &engine.Marks},           {"Mover", &engine.Mover},         {"CpuBackend", &engine.CpuBackend},
+        {"ModuleRerun", &engine.ModuleRerun}, {"SavedSlot", &engine.SavedSlot}, {"Made", &engine.Made},
+        {"Saver", &engine.Saver},
+    };
+    for (const auto& [name, to] : types) take(args[0], name, reinterpret_cast<PyObject**>(to));
+    const std::pair<const char*, PyObject**> others[] = {
+        {"DEVICE", &engine.DEVICE},
+        {"COPYING", &engine.COPYING},
+        {"HOST", &engine.HOST},
+        {"LOADED", &engine.LOADED},
+        {"KEPT", &engine.KEPT},
+        {"DROPPED", &engine.DROPPED},
+        {"REMADE", &engine.REMADE},
+        {"LEDGER", &engine.LEDGER},
+        {"APPLY", &engine.APPLY},
+        {"UNTIMED", &engine.UNTIMED},
+        {"DONE", &engine.DONE},
+        {"NOTHING", &engine.NOTHING},
+        {"NO_OPERATOR", &engine.NO_OPERATOR},
+        {"own", &engine.own},
+        {"native", &engine.native},
+        {"told_to_stay", &engine.told_to_stay},
+        {"unpacked", &engine.unpacked},
+        {"Slot", &slot_type},
+        {"heappush", &engine.heappush},
+        {"heappop", &engine.heappop},
+        {"inline_path", &engine.inline_path},
+        {"last_of", &engine.last_of},
+        {"set_by_others", &engine.set_by_others},
+        {"empty", &engine.empty},
+        {"enough", &enough},
+    };
+    for (const auto& [name, to] : others) take(args[1], name, to);
+    for (const auto& [name, to] : {std::pair<const char*, PyObject**>{"held", &engine.held},
+                                   {"owned", &engine.owned},
+                                   {"without", &engine.without}}) {
+      Own found = own(PyObject_GetAttrString(engine.LEDGER, name));
+      Py_XSETREF(*to, found.release());
+    }
+    Own made = own(PyDict_New());
+    for (Method& one : methods) {
+      PyObject* type = PyDict_GetItemString(args[0], one.of);
+      if (type == nullptr) {
+        PyErr_SetString(PyExc_KeyError, one.of);
+        throw python_error();
+      }
+      Own key = own(PyTuple_Pack(2, type, own(PyUnicode_FromString(one.definition.ml_name)).get()));
+      Own method = own(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &one.definition));
+      must(PyDict_SetItem(made.get(), key.get(), method.get()));
+    }
+    return made.release();
+  });
+}
+
+PyMethodDef functions[] = {
+    {"connect", fast(connect), METH_FASTCALL, nullptr},
+    {"hooks", fast(hooks), METH_FASTCALL, nullptr},
+    {"enters", fast(enters), METH_FASTCALL, nullptr},
+    {"leaves", fast(leaves), METH_FASTCALL, nullptr},
+    {"marks_start", fast(marks_start), METH_FASTCALL, nullptr},
+    {"marks_stop", fast(marks_stop), METH_FASTCALL, nullptr},
+    {"marks_of", marks_of, METH_O, nullptr},
+    {"tensors_in", tensors_in, METH_O, nullptr},
+    {"split", fast(split), METH_FASTCALL, nullptr},
+    {"join", fast(join), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "hot_path", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace hot
+
+PyMODINIT_FUNC PyInit_hot_path() {
+  if (PyType_Ready(&hot::HooksType) < 0) return nullptr;
+  return PyModule_Create(&hot::module);
+}

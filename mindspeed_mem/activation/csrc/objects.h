@@ -1,0 +1,254 @@
+// The engine's Python objects as C++ sees them. They are Python's own (position.py, course.py, storage/), with
+// `__slots__`, whose places in memory are looked up once: there is no second copy of any state.
+
+#pragma once
+
+#include "fast_tensors.h"
+
+#include <structmember.h>
+
+#include <utility>
+
+namespace hot {
+
+// A reference that is let go of at the end of a scope.
+class Own {
+ public:
+  Own() = default;
+  explicit Own(PyObject* owned) : object_(owned) {}
+  Own(Own&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Own& operator=(Own&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  Own(const Own&) = delete;
+  Own& operator=(const Own&) = delete;
+  ~Own() { Py_XDECREF(object_); }
+
+  static Own of(PyObject* borrowed) {
+    Py_XINCREF(borrowed);
+    return Own(borrowed);
+  }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// What a call of Python's C interface returned; throws where it has failed.
+inline PyObject* must(PyObject* returned) {
+  if (returned == nullptr) throw python_error();
+  return returned;
+}
+inline int must(int returned) {
+  if (returned < 0) throw python_error();
+  return returned;
+}
+inline Own own(PyObject* returned) { return Own(must(returned)); }
+
+template <class Body>
+PyObject* guarded(Body&& body) {
+  HANDLE_TH_ERRORS
+  return body();
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* new_reference(PyObject* borrowed) {
+  Py_INCREF(borrowed);
+  return borrowed;
+}
+
+inline long long number_of(PyObject* object) {
+  const long long found = PyLong_AsLongLong(object);
+  if (found == -1 && PyErr_Occurred()) throw python_error();
+  return found;
+}
+
+// What a weak reference is of; empty where that is gone.
+inline Own target_of(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  must(PyWeakref_GetRef(reference, &found));
+  return Own(found);
+#else
+  PyObject* found = must(PyWeakref_GetObject(reference));
+  return found == Py_None ? Own() : Own::of(found);
+#endif
+}
+
+// One of an object's `__slots__`.
+class Slot {
+ public:
+  explicit Slot(const char* name) : name(name) {}
+
+  // Borrowed; never nothing where the object has been made as its class makes it.
+  PyObject* get(PyObject* of) const {
+    PyObject* found = *place(of);
+    if (found == nullptr) {
+      PyErr_SetString(PyExc_AttributeError, name);
+      throw python_error();
+    }
+    return found;
+  }
+  PyObject* maybe(PyObject* of) const { return *place(of); }
+  void set(PyObject* of, PyObject* owned) const {
+    PyObject** at = place(of);
+    PyObject* before = *at;
+    *at = owned;
+    Py_XDECREF(before);
+  }
+  void set(PyObject* of, Own owned) const { set(of, owned.release()); }
+  void set_borrowed(PyObject* of, PyObject* borrowed) const { set(of, new_reference(borrowed)); }
+  long long number(PyObject* of) const { return number_of(get(of)); }
+  void set_number(PyObject* of, long long value) const { set(of, must(PyLong_FromLongLong(value))); }
+  bool is_none(PyObject* of) const { return get(of) == Py_None; }
+
+  void find(PyObject* type) {
+    Own descriptor = own(PyObject_GetAttrString(type, name));
+    if (Py_TYPE(descriptor.get()) != &PyMemberDescr_Type) {
+      PyErr_Format(PyExc_TypeError, "%s of %R is no slot", name, type);
+      throw python_error();
+    }
+    offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.get())->d_member->offset;
+  }
+
+  const char* name;
+
+ private:
+  PyObject** place(PyObject* of) const {
+    return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(of) + offset_);
+  }
+  Py_ssize_t offset_ = 0;
+};
+
+// The name of an attribute of an object without slots, or of a method.
+class Name {
+ public:
+  explicit Name(const char* text) : text_(text) {}
+  PyObject* object() {
+    if (object_ == nullptr) object_ = must(PyUnicode_InternFromString(text_));
+    return object_;
+  }
+  Own of(PyObject* holder) { return own(PyObject_GetAttr(holder, object())); }
+  void set(PyObject* holder, PyObject* value) { must(PyObject_SetAttr(holder, object(), value)); }
+  long long number(PyObject* holder) { return number_of(of(holder).get()); }
+  bool is_true(PyObject* holder) { return must(PyObject_IsTrue(of(holder).get())); }
+  void add(PyObject* holder, long long more) {
+    Own sum = own(PyLong_FromLongLong(number(holder) + more));
+    set(holder, sum.get());
+  }
+  // Calls the method of this name.
+  template <class... Arguments>
+  Own call(PyObject* holder, Arguments... arguments) {
+    PyObject* given[] = {holder, arguments...};
+    return own(PyObject_VectorcallMethod(object(), given, sizeof...(Arguments) + 1, nullptr));
+  }
+
+ private:
+  const char* text_;
+  PyObject* object_ = nullptr;
+};
+
+template <class... Arguments>
+Own call(PyObject* callable, Arguments... arguments) {
+  PyObject* given[] = {arguments..., nullptr};
+  return own(PyObject_Vectorcall(callable, given, sizeof...(Arguments), nullptr));
+}
+
+inline struct PositionSlots {
+  Slot stack{"stack"}, micro_batch{"micro_batch"}, rerun{"rerun"}, course{"course"}, hooked{"hooked"}, known{"known"};
+} position;
+
+inline struct CourseSlots {
+  Slot quiet{"quiet"}, inside{"inside"}, again{"again"}, saves{"saves"}, kept{"kept"}, at{"at"}, index{"index"};
+} course;
+
+inline struct MicroBatchSlots {
+  Slot mover{"mover"}, home{"home"}, home_key{"home_key"}, count{"count"}, forward_done{"forward_done"},
+      bounds{"bounds"}, running{"running"}, fresh{"fresh"}, due{"due"}, tie{"_tie"}, moved{"moved"},
+      saving{"_saving"}, alive{"_alive"}, native{"native"}, ahead{"ahead"}, queue{"_queue"}, cursor{"_cursor"},
+      reached{"_reached"}, in_backward{"in_backward"};
+} micro_batch;
+
+inline struct RecordSlots {
+  Slot way_back{"way_back"}, micro_batch{"micro_batch"}, layer{"layer"}, op{"op"}, number{"number"},
+      last_use{"last_use"}, distance{"distance"}, nbytes{"nbytes"}, state{"state"}, storage{"storage"}, token{"token"},
+      handles{"handles"}, version{"version"}, base{"base"}, slab{"slab"}, source{"source"}, out_event{"out_event"},
+      buffer{"buffer"}, in_event{"in_event"}, stream{"stream"}, others{"others"}, attributes{"attributes"};
+} record;
+
+inline struct HandleSlots {
+  Slot alias{"alias"}, version{"version"}, record{"record"}, micro_batch{"micro_batch"}, number{"number"},
+      layout{"layout"}, own{"own"};
+} handle;
+
+inline struct TokenSlots {
+  Slot ledger{"ledger"}, nbytes{"nbytes"}, owned{"owned"}, moved{"moved"}, entry{"entry"};
+} token;
+
+inline struct CounterSlots {
+  Slot now{"now"}, peak{"peak"};
+} counter;
+
+inline struct UnseenSlots {
+  Slot kept{"kept"};
+} unseen;
+
+inline struct SlabSlots {
+  Slot buffer{"buffer"}, whole{"whole"}, nbytes{"nbytes"}, ready{"ready"};
+} slab;
+
+inline struct MadeSlots {
+  Slot rerun{"rerun"}, micro_batch{"micro_batch"}, layout{"layout"}, nbytes{"nbytes"}, storage{"storage"},
+      version{"version"}, base{"base"}, stream{"stream"}, others{"others"}, attributes{"attributes"}, state{"state"},
+      tensor{"tensor"};
+} made;
+
+inline struct SaverSlots {
+  Slot micro_batch{"micro_batch"}, number{"number"};
+} saver;
+
+inline struct SavedSlotSlots {
+  Slot made{"made"}, alias{"alias"}, own{"own"}, layout{"layout"}, saver{"saver"};
+} saved_slot;
+
+inline struct SavesSlots {
+  Slot program{"program"}, slots{"slots"}, entered{"entered"}, made{"_made"}, saver{"_saver"}, nbytes{"_nbytes"},
+      taken{"_taken"};
+} saves;
+
+inline struct RerunSlots {
+  Slot owner{"owner"}, mover{"mover"}, stream{"stream"}, moves_inputs{"moves_inputs"}, saved{"saved"};
+} rerun;
+
+// Classes, functions and constants of the engine, by the names that hot_path.py hands them over with.
+inline struct Engine {
+  PyTypeObject *Record = nullptr, *Handle = nullptr, *Token = nullptr, *Marks = nullptr, *Mover = nullptr,
+               *CpuBackend = nullptr, *ModuleRerun = nullptr, *SavedSlot = nullptr, *Made = nullptr, *Saver = nullptr,
+               *Deque = nullptr;
+  PyObject *DEVICE = nullptr, *COPYING = nullptr, *HOST = nullptr, *LOADED = nullptr, *KEPT = nullptr,
+           *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
+           *DONE = nullptr, *NOTHING = nullptr, *NOBODY = nullptr, *NO_OPERATOR = nullptr, *STAYS = nullptr;
+  PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *unpacked = nullptr, *heappush = nullptr,
+           *heappop = nullptr, *inline_path = nullptr, *last_of = nullptr, *set_by_others = nullptr, *empty = nullptr,
+           *overwritten = nullptr;
+  PyObject *held = nullptr, *owned = nullptr, *without = nullptr;  // the ledger's counters
+} engine;
+
+inline PyObject* marks_name() {
+  static Name name("_mindspeed_mem");
+  return name.object();
+}
+
+// An object of such a class, whose slots are to be set: its `__init__` does not run.
+inline Own make(PyTypeObject* type) { return own(type->tp_alloc(type, 0)); }
+
+inline bool is_empty(PyObject* list) { return PyList_GET_SIZE(list) == 0; }
+
+inline bool same(PyObject* one, PyObject* other) {
+  return one == other || must(PyObject_RichCompareBool(one, other, Py_EQ));
+}
+
+}  // namespace hot

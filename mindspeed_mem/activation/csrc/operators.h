@@ -1,0 +1,180 @@
+// wrappers.py: what stands around operators that matter to nobody, whose number alone is counted.
+
+#pragma once
+
+#include "moves.h"
+
+#include <ATen/SequenceNumber.h>
+
+namespace hot {
+
+enum Quiet { NOTHING_SAVED = 0, INSIDE = 1, AGAIN = 2, AHEAD = 4, ENTERS = 8, BITS = 4 };
+
+// Its entry in the list of operators that nobody has to know of; nullptr: it is none.
+inline PyObject* entry_at(PyObject* quiet, long long number, PyObject* layer, PyObject* path) {
+  if (number >= PyList_GET_SIZE(quiet)) return nullptr;
+  PyObject* found = PyList_GET_ITEM(quiet, number);
+  if (found == Py_None || !same(PyTuple_GET_ITEM(found, 0), layer) || !same(PyTuple_GET_ITEM(found, 1), path)) {
+    return nullptr;
+  }
+  return found;
+}
+
+// `MicroBatch.switch`
+inline void switch_to(PyObject* of, PyObject* layer, PyObject* path) {
+  Own bound = own(PyLong_FromUnsignedLongLong(at::sequence_number::peek()));
+  must(PyList_Append(micro_batch.bounds.get(of), bound.get()));
+  Own running = own(PyTuple_Pack(3, layer, path, micro_batch.count.get(of)));
+  must(PyList_Append(micro_batch.running.get(of), running.get()));
+}
+
+inline PyObject* micro_batch_switches(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 3) {
+      PyErr_SetString(PyExc_TypeError, "switch takes a layer, an operator and its number");
+      return nullptr;
+    }
+    Own bound = own(PyLong_FromUnsignedLongLong(at::sequence_number::peek()));
+    must(PyList_Append(micro_batch.bounds.get(self), bound.get()));
+    Own running = own(PyTuple_Pack(3, args[0], args[1], args[2]));
+    must(PyList_Append(micro_batch.running.get(self), running.get()));
+    return new_reference(Py_None);
+  });
+}
+
+// An operator without a hook starts: returns its kind.
+inline int start(PyObject* where, PyObject* batch, PyObject* of, PyObject* entry, long long number, int kind) {
+  micro_batch.count.set_number(batch, number);
+  must(PyList_Append(position.stack.get(where), entry));
+  PyObject* count = micro_batch.count.get(batch);
+  PyObject* kept = PyDict_GetItemWithError(course.kept.get(of), count);
+  if (kept != nullptr) {
+    add_unseen(micro_batch.native.get(batch), count, kept);
+  } else if (PyErr_Occurred()) {
+    throw python_error();
+  }
+  if (kind != NOTHING_SAVED) switch_to(batch, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
+  return micro_batch.ahead.is_none(batch) ? kind : kind | AHEAD;
+}
+
+inline PyObject* last_of(PyObject* list) { return PyList_GET_ITEM(list, PyList_GET_SIZE(list) - 1); }
+
+// enters(position, tag, rerun): what `leaves` takes; None: it is no such operator, and nothing has happened.
+inline PyObject* enters(PyObject*, PyObject* const* args, Py_ssize_t) {
+  return guarded([&] {
+    PyObject *where = args[0], *tag = args[1], *rerunning = args[2];
+    PyObject *stack = position.stack.get(where), *of = position.course.get(where);
+    if (of == Py_None || is_empty(stack)) return new_reference(Py_None);
+    int kind = AGAIN;
+    if (rerunning == Py_None) {
+      kind = position.hooked.number(where) != 0 ? INSIDE : NOTHING_SAVED;
+    } else if (position.known.get(where) != Py_True) {
+      return new_reference(Py_None);
+    }
+    PyObject* quiet = (kind == AGAIN ? course.again : kind == INSIDE ? course.inside : course.quiet).get(of);
+    PyObject *layer = PyTuple_GET_ITEM(tag, 0), *path = PyTuple_GET_ITEM(tag, 1), *top = last_of(stack);
+    PyObject* batch = position.micro_batch.get(where);
+    const long long depth = PyList_GET_SIZE(stack), number = micro_batch.count.number(batch);
+    int code = kind;
+    if (same(PyTuple_GET_ITEM(top, 1), path) && same(PyTuple_GET_ITEM(top, 0), layer)) {
+      // a subclass calling super: it is all of what runs already
+      if (entry_at(quiet, number, layer, path) == nullptr) return new_reference(Py_None);
+    } else {
+      PyObject* entry = entry_at(quiet, number + 1, layer, path);
+      if (entry == nullptr) return new_reference(Py_None);
+      code = start(where, batch, of, entry, number + 1, kind);
+    }
+    if (kind == AGAIN) {
+      PyObject* saving = rerun.saved.get(rerunning);
+      PyObject* entered = saves.entered.get(saving);
+      Own turn = own(PyLong_FromSsize_t(PyList_GET_SIZE(entered)));
+      static Name entries("entries");
+      Own expected = entries.of(saves.program.get(saving));
+      if (must(PyDict_Contains(expected.get(), turn.get()))) {
+        code |= ENTERS;
+      } else {
+        must(PyList_Append(entered, path));
+      }
+    }
+    return PyLong_FromLongLong((depth << BITS) | code);
+  });
+}
+
+inline void back_to(PyObject* batch, PyObject* stack) {
+  PyObject* top = is_empty(stack) ? engine.NO_OPERATOR : last_of(stack);
+  switch_to(batch, PyTuple_GET_ITEM(top, 0), PyTuple_GET_ITEM(top, 1));
+}
+
+inline void ended(PyObject* batch) {
+  if (is_empty(micro_batch.fresh.get(batch)) && !something_is_due(batch)) {
+    Own late = at_late.of(micro_batch.mover.get(batch));
+    if (at_nbytes.number(late.get()) == 0) return;
+  }
+  operator_ended(batch);
+}
+
+// leaves(position, code, rerun): whether all has been done that is to be done when the operator ends.
+inline PyObject* leaves(PyObject*, PyObject* const* args, Py_ssize_t) {
+  return guarded([&] {
+    PyObject *where = args[0], *rerunning = args[2];
+    const long long code = number_of(args[1]), depth = code >> BITS;
+    if (position.rerun.get(where) != rerunning || position.hooked.number(where) > depth) {
+      return new_reference(Py_False);
+    }
+    PyObject* stack = position.stack.get(where);
+    if (PyList_GET_SIZE(stack) <= depth) return new_reference(Py_True);
+    must(PyList_SetSlice(stack, depth, PyList_GET_SIZE(stack), nullptr));
+    PyObject* batch = position.micro_batch.get(where);
+    if ((code & (INSIDE | AGAIN)) != 0) back_to(batch, stack);
+    ended(batch);
+    return new_reference(Py_True);
+  });
+}
+
+// marks_start(position, suffix): whether inline code of that name is such an operator, which has started; 2: and a
+// backward follows.
+inline PyObject* marks_start(PyObject*, PyObject* const* args, Py_ssize_t) {
+  return guarded([&] {
+    PyObject *where = args[0], *of = position.course.get(where), *rerunning = position.rerun.get(where);
+    if (of == Py_None || (rerunning != Py_None && position.known.get(where) != Py_True)) return PyLong_FromLong(0);
+    const int kind = rerunning != Py_None                     ? AGAIN
+                     : position.hooked.number(where) != 0 ? INSIDE
+                                                              : NOTHING_SAVED;
+    PyObject* quiet = (kind == AGAIN ? course.again : kind == INSIDE ? course.inside : course.quiet).get(of);
+    PyObject* top = last_of(position.stack.get(where));
+    PyObject *layer = PyTuple_GET_ITEM(top, 0), *parent = PyTuple_GET_ITEM(top, 1);
+    Own path = call(engine.inline_path, parent, args[1]);
+    PyObject* batch = position.micro_batch.get(where);
+    const long long number = micro_batch.count.number(batch);
+    if (same(path.get(), parent)) return PyLong_FromLong(entry_at(quiet, number, layer, path.get()) != nullptr);
+    PyObject* entry = entry_at(quiet, number + 1, layer, path.get());
+    if (entry == nullptr) return PyLong_FromLong(0);
+    return PyLong_FromLong((start(where, batch, of, entry, number + 1, kind) & AHEAD) != 0 ? 2 : 1);
+  });
+}
+
+// marks_stop(position, suffix, recomputes): whether such an operator has ended.
+inline PyObject* marks_stop(PyObject*, PyObject* const* args, Py_ssize_t) {
+  return guarded([&] {
+    PyObject *where = args[0], *of = position.course.get(where), *rerunning = position.rerun.get(where);
+    const bool looks = rerunning != Py_None || position.hooked.number(where) != 0;
+    PyObject* stack = position.stack.get(where);
+    PyObject* top = last_of(stack);
+    if (PyTuple_GET_ITEM(top, 2) != Py_True) return new_reference(Py_True);  // no inline code is running
+    if (of == Py_None || (looks && is_empty(course.again.get(of))) ||
+        position.hooked.number(where) >= PyList_GET_SIZE(stack) ||
+        (rerunning != Py_None && position.known.get(where) != Py_True)) {
+      return new_reference(Py_False);
+    }
+    static PyObject* const outermost = must(PyUnicode_InternFromString(""));
+    Own mine = call(engine.last_of, PyTuple_GET_ITEM(top, 1)), named = call(engine.inline_path, outermost, args[1]);
+    if (!same(mine.get(), named.get())) return new_reference(Py_True);
+    must(PyList_SetSlice(stack, PyList_GET_SIZE(stack) - 1, PyList_GET_SIZE(stack), nullptr));
+    PyObject* batch = position.micro_batch.get(where);
+    if (looks || args[2] == Py_True) back_to(batch, stack);
+    ended(batch);
+    return new_reference(Py_True);
+  });
+}
+
+}  // namespace hot
