@@ -50,7 +50,8 @@ def _forward_by(original: Callable, native: Any) -> Callable:
         if code is None:
             return engine.operators.run(original, module, args, kwargs)
         if code & _AHEAD:
-            engine.passes.forward_reaches(position.micro_batch)
+            micro_batch: Any = position.micro_batch  # there is one in a layer
+            engine.passes.forward_reaches(micro_batch)
         if code & _TAKES:
             rerun.saved.enters(rerun, place[1], args, kwargs)
         try:
@@ -158,7 +159,8 @@ def _begin_by(original: Callable, native: Any) -> Callable:
             if not started:
                 engine.operators.mark_start(suffix)
             elif started == 2:
-                engine.passes.forward_reaches(engine.position.micro_batch)
+                micro_batch: Any = engine.position.micro_batch
+                engine.passes.forward_reaches(micro_batch)
         if msg is None and names.get("_nvtx_enabled"):
             msg = _caller()
         return original(msg, suffix)

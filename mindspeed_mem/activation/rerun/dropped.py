@@ -80,8 +80,10 @@ class Made:
         found.token = token = LEDGER.token(LEDGER, nbytes, True, False, rerun.owner)
         token.moved = True
         self.storage = weakref.ref(storage)
-        self.state, self.tensor = DROPPED, None
-        self.version, self.base = tensor._version, weakref.ref(base_of(tensor)) if tensor._version else None
+        self.state = DROPPED
+        self.tensor: torch.Tensor | None = None
+        self.version = tensor._version
+        self.base = weakref.ref(base_of(tensor)) if tensor._version else None
         self.stream: Stream = rerun.stream
         self.others: tuple[Stream, ...] = ()
         self.attributes = marks.set_by_others(storage) if len(storage.__dict__) > 1 else None
