@@ -115,8 +115,8 @@ def linear_backward(original, ctx, grad_output):
         grad_bias = layers.prepare_input_tensors_for_wgrad_compute(grad_output, inputs)[0].sum(dim=0)
     gathered_by = ctx.tp_group if ctx.sequence_parallel else None
     fused = ctx.gradient_accumulation_fusion
-    compute = _WeightGradient(parameter, inputs.detach(), grad_output.detach(), gathered_by, fused)
-    WEIGHT_GRADIENTS.put_off(parameter, compute)
+    holds = inputs.detach(), grad_output.detach()
+    WEIGHT_GRADIENTS.put_off(parameter, _WeightGradient(parameter, *holds, gathered_by, fused), holds)
     if engines.current() is not None:  # of the inputs it may have counted their operator's, until its backward
         for held in (inputs, grad_output):
             LEDGER.enter(held.untyped_storage(), owned=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,13 +46,16 @@ class WeightGradients:
         finally:
             self._now = None
 
-    def put_off(self, parameter: torch.nn.Parameter, compute: Compute) -> None:
-        """``compute`` makes a gradient of ``parameter``; None: it has been added where it belongs."""
+    def put_off(
+        self, parameter: torch.nn.Parameter, compute: Compute, holds: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """``compute`` makes a gradient of ``parameter`` of what it ``holds``; None: it has been added where it
+        belongs."""
         assert self._now is not None
         self.count += 1
         stream = torch.get_device_module(parameter.device).current_stream()
         backward = torch._C._current_graph_task_id()
-        self._now.put_off.setdefault(backward, []).append((parameter, compute, stream))
+        self._now.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds))
         self._now.parameters.add(parameter)
 
     def awaits(self, parameter: torch.nn.Parameter) -> bool:
@@ -84,8 +87,14 @@ class WeightGradients:
         for put_off in one.put_off.values():  # each backward's sums by themselves, as they reach parameters
             roots = []
             while put_off:  # from the end: autograd runs first what was made last
-                roots.append(_later(*put_off.pop()))
+                roots.append(_later(*put_off.pop()[:3]))
             torch.autograd.backward(roots, [root.detach() for root in roots])
+
+    def waiting(self) -> int:
+        """Bytes of all that is held, each storage counted once."""
+        held = (one.holds for passed in self._passes.values() for some in passed.put_off.values() for one in some)
+        storages = (tensor.untyped_storage() for tensors in held for tensor in tensors)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def clear(self) -> int:
         """Drop everything; returns of how many passes."""
@@ -95,11 +104,20 @@ class WeightGradients:
         return count
 
 
+class _PutOff(NamedTuple):
+    """The gradient of one weight of one layer."""
+
+    parameter: torch.nn.Parameter
+    compute: Compute
+    stream: Any
+    holds: tuple[torch.Tensor, ...]
+
+
 class _Pass:
     """What one backward has put off."""
 
     def __init__(self) -> None:
-        self.put_off: dict[int, list[tuple[torch.nn.Parameter, Compute, Any]]] = {}
+        self.put_off: dict[int, list[_PutOff]] = {}
         """By the backward that runs: a checkpoint has its own within that of the pass."""
         self.parameters: set[torch.nn.Parameter] = set()
         self.from_elsewhere: dict[torch.nn.Parameter, torch.Tensor] = {}
