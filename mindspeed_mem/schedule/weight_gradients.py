@@ -47,15 +47,25 @@ class WeightGradients:
             self._now = None
 
     def put_off(
-        self, parameter: torch.nn.Parameter, compute: Compute, holds: tuple[torch.Tensor, ...] = ()
+        self,
+        parameter: torch.nn.Parameter,
+        compute: Compute,
+        holds: tuple[torch.Tensor, ...] = (),
+        fetch: Callable[[], None] | None = None,
     ) -> None:
-        """``compute`` makes a gradient of ``parameter`` of what it ``holds``; None: it has been added where it
-        belongs."""
+        """Put a gradient off.
+
+        Args:
+            parameter: whose it is.
+            compute: makes it; returns None if it has been added where it belongs.
+            holds: what it is made of, as far as that is on the device.
+            fetch: starts to bring the rest there; called once, while the gradient before this is computed.
+        """
         assert self._now is not None
         self.count += 1
         stream = torch.get_device_module(parameter.device).current_stream()
         backward = torch._C._current_graph_task_id()
-        self._now.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds))
+        self._now.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds, fetch))
         self._now.parameters.add(parameter)
 
     def awaits(self, parameter: torch.nn.Parameter) -> bool:
@@ -85,9 +95,14 @@ class WeightGradients:
         for parameter, gradient in one.from_elsewhere.items():
             parameter.grad = gradient
         for put_off in one.put_off.values():  # each backward's sums by themselves, as they reach parameters
-            roots = []
+            roots, following = [], None
             while put_off:  # from the end: autograd runs first what was made last
-                roots.append(_later(*put_off.pop()[:3]))
+                last = put_off.pop()
+                roots.append(_later(last.parameter, _Computes(last.compute, following), last.stream))
+                following = last.fetch
+            if following is not None:
+                following()
+            last = following = None
             torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def waiting(self) -> int:
@@ -111,6 +126,19 @@ class _PutOff(NamedTuple):
     compute: Compute
     stream: Any
     holds: tuple[torch.Tensor, ...]
+    fetch: Callable[[], None] | None
+
+
+class _Computes:
+    """Computes a gradient, while what the one after it needs is on its way."""
+
+    def __init__(self, compute: Compute, following: Callable[[], None] | None) -> None:
+        self._compute, self._following = compute, following
+
+    def __call__(self) -> torch.Tensor | None:
+        if self._following is not None:
+            self._following()
+        return self._compute()
 
 
 class _Pass:

@@ -432,7 +432,9 @@ def _schedule(given: argparse.Namespace, shape: Shape, sizes: tuple[int, int, in
     if schedule not in SCHEDULES:
         wrong.append(f"--pipeline-schedule takes {', '.join(SCHEDULES)}, not {schedule!r}")
     elif sizes[0] == 1 and apart:
-        wrong.append(f"--pipeline-schedule {schedule} needs --pipeline-model-parallel-size above 1: none idles otherwise")
+        wrong.append(
+            f"--pipeline-schedule {schedule} needs --pipeline-model-parallel-size above 1: none idles otherwise"
+        )
     elif sizes[0] == 1 and cap is not None:
         wrong.append("--max-inflight-microbatches needs --pipeline-model-parallel-size above 1: one is in flight else")
     else:

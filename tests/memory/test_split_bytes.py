@@ -77,3 +77,48 @@ def test_what_waits_in_a_layer_and_in_the_head(case):
     whole, each = problem.waiting(0, 0), problem.class_of[layers[0]].weight_bytes
     for found in on_ranks(layout.get("tp", 1), held, case, layout, more):
         assert found == [whole, whole + each]
+
+
+def waiting_beside_swap() -> list[tuple[int, int]]:
+    """Of each pass: bytes on the device that wait, and all that the ledger counts then."""
+    import torch
+
+    from mindspeed_mem.activation.storage.ledger import LEDGER
+    from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
+    from tests.models import build_gpt, train_step
+    from tests.split_runs import split
+    from tests.swap_runs import EVERYTHING, SDPA, left_over, patched, swap
+    from tests.worlds import parallel
+
+    kind, _, fields, _ = model_of("dense GELU")
+    found, native = [], WEIGHT_GRADIENTS.run
+
+    def counted(key):
+        found.append((WEIGHT_GRADIENTS.waiting(), LEDGER.held.now))
+        native(key)
+
+    with patched(SDPA), parallel(), split(), swap(EVERYTHING) as engine:
+        WEIGHT_GRADIENTS.run = counted
+        try:
+            chunks = build_gpt(kind, layers=LAYERS, dtype=torch.bfloat16, tied=False, **fields)
+            train_step(chunks, micro_batches=3, micro_batch_size=1)
+        finally:
+            del WEIGHT_GRADIENTS.run
+        left = left_over(engine)
+        assert not any(left.values()), left
+    return found
+
+
+def test_what_only_gradients_of_weights_need_stays_on_the_host_until_then():
+    from mindspeed_mem.adaptive.problem import from_shape
+    from mindspeed_mem.adaptive.problem.shape import Degrees, Machine
+    from mindspeed_mem.plan.operators import ACTIVATION, INPUT_NORM, MLP_NORM
+
+    *_, shape = model_of("dense GELU")
+    problem = from_shape.problem(shape, Degrees(split_backward=True), Machine(memory_bytes=1))
+    kind = problem.classes[0]
+    on_host = sum(group.weight_bytes for group in kind.groups if group.name in (INPUT_NORM, MLP_NORM, ACTIVATION))
+    [found] = on_ranks(1, waiting_beside_swap)
+    whole = problem.waiting(0, 0)
+    assert [waiting for waiting, _ in found] == [whole, *[whole - LAYERS * on_host] * 2]  # learnt in the first pass
+    assert all(held >= waiting for waiting, held in found) and found[1][1] < found[0][1]
