@@ -157,7 +157,7 @@ class Engine:
         Raises MemoryConfigError, on all ranks; there is no plan then.
         """
         self.second_runs.forget()
-        self.mover.for_weights.clear()
+        self.mover.staying.for_weights.clear()
         self.in_force.adopt(config, tell)
         self.resolve(gather, partners)
         if self.survival is not None:

@@ -22,10 +22,10 @@ from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import Tape
 from mindspeed_mem.activation.storage import marks, own_tensors
+from mindspeed_mem.activation.storage.for_weights import OnHost, ReadsForWeights
 from mindspeed_mem.activation.storage.ledger import LEDGER, Token
 from mindspeed_mem.activation.storage.micro_batch import NO_OWNER, MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.for_weights import OnHost, ReadsForWeights
 from mindspeed_mem.activation.storage.records import (
     COPYING,
     DEVICE,

@@ -54,7 +54,7 @@ class ReadsForWeights:
             return kept.bring_back()
         if record.state not in (HOST, COPYING, LOADED) or len(record.live_handles()) > 1:
             return kept.bring_back()
-        self._mover.for_weights.add(key_of(record))
+        self._mover.staying.for_weights.add(key_of(record))
         if record.state == LOADED:
             return kept.bring_back()
         kept.check_version()

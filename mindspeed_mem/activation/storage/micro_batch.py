@@ -164,7 +164,7 @@ class MicroBatch:
         if kept and kept[-1][0] > number:
             self.native.drop(above=number)
         if self._queue is None:
-            later = self.mover.for_weights
+            later = self.mover.staying.for_weights
             live = [
                 (r.last_use + r.distance, r.last_use, r.number, -index, ref)
                 for index, ref in enumerate(self.moved)

@@ -119,7 +119,6 @@ class Mover:
         self.staying = Staying()
         self.evicted_bytes = self.evictions = 0  # of what left because memory had run out
         self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
-        self.for_weights: set[tuple[int, int, int]] = set()  # what only gradients of weights need (for_weights.py)
         self.auto: AutoDistances | None = None  # while the plan leaves distances to it
         self.timing = UNTIMED
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
@@ -292,7 +291,7 @@ class Mover:
         """Compute waits for the record's copy in, starting it when nobody has."""
         if record.state == HOST:
             self.load((record,))
-            self.for_weights.discard(key_of(record))  # others need it, too
+            self.staying.for_weights.discard(key_of(record))  # others need it, too
         assert record.in_event is not None and record.buffer is not None
         compute = record.stream if self.backend.one_stream else self.backend.current_stream()
         auto = self.auto

@@ -58,7 +58,7 @@ class Group:
     """The groups that the second run reads; one of them that is recomputed as well runs again before it."""
     swappable: bool = True
     weight_bytes: int = 0
-    """Of `bytes`, what gradients of weights are made from: a split backward holds it until then, whatever a plan says."""
+    """Of `bytes`, what gradients of weights are made from: a split backward holds it until then, whatever it plans."""
     from_previous: bool = False
     """`operators` are those of the layer before. The first layer of a part gets them from outside (`Outside.bytes`),
     where nothing can be done about them."""

@@ -111,21 +111,8 @@ def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) ->
     virtual = problem.virtual_stages > 1
     each = ("of each part",) * virtual  # the most of each: several combinations may be the largest together
     waits = ("wait for W",) * problem.pipeline.apart  # passes between backward and gradients of weights
-    rows = [
-        (
-            "stage",
-            "in flight",
-            *each,
-            *waits,
-            "static",
-            "keep all",
-            "full",
-            "this plan",
-            "on host",
-            "waits s",
-            "prefetch",
-        )
-    ]
+    figures = ("static", "keep all", "full", "this plan", "on host", "waits s", "prefetch")
+    rows: list[tuple[str, ...]] = [("stage", "in flight", *each, *waits, *figures)]
     for number, (stage, plan) in enumerate(zip(problem.stages, found.plan.stages, strict=True)):
         held = problem.in_flight[number]
         rows.append(
