@@ -69,7 +69,8 @@ def _say_idle() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.warning(
             "%s: none of this stage's layers is a linear layer of Megatron's local spec "
-            "(--transformer-impl local); all others compute gradients of weights at once",
+            "(--transformer-impl local), or one of TransformerEngine's that can delay gradients of weights (2.3 or "
+            "newer, without --tp-comm-overlap); all others compute them at once",
             _idle(),
         )
 

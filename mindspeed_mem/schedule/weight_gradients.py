@@ -12,12 +12,23 @@ stream that they were used on in the backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 Compute = Callable[[], torch.Tensor | None]
+
+
+class Delayed(Protocol):
+    """What a layer has put off by itself."""
+
+    @property
+    def holds(self) -> tuple[torch.Tensor, ...]:
+        """What it is made of, as far as that is known."""
+
+    def compute(self) -> None:
+        """See that its parameters have their gradients, and who follows these is told."""
 
 
 class WeightGradients:
@@ -26,6 +37,9 @@ class WeightGradients:
     def __init__(self) -> None:
         self._passes: dict[Hashable, _Pass] = {}
         self._now: _Pass | None = None
+        self.sources: list[Callable[[], Sequence[Delayed]]] = []
+        """Whoever knows of layers that put gradients off by themselves: called when the backward of a pass has ended,
+        for what they have put off in it."""
         self.count = 0
         """How many gradients were put off so far."""
 
@@ -40,6 +54,9 @@ class WeightGradients:
         self._now = self._passes[key] = _Pass()
         try:
             yield
+            for source in self.sources:
+                self._now.delayed += source()
+            self.count += len(self._now.delayed)
         except BaseException:
             del self._passes[key]
             raise
@@ -95,19 +112,24 @@ class WeightGradients:
         for parameter, gradient in one.from_elsewhere.items():
             parameter.grad = gradient
         for put_off in one.put_off.values():  # each backward's sums by themselves, as they reach parameters
-            roots, following = [], None
+            roots: list[torch.Tensor] = []
+            following: Callable[[], None] | None = None
             while put_off:  # from the end: autograd runs first what was made last
                 last = put_off.pop()
                 roots.append(_later(last.parameter, _Computes(last.compute, following), last.stream))
                 following = last.fetch
             if following is not None:
                 following()
-            last = following = None
+            del last, following
             torch.autograd.backward(roots, [root.detach() for root in roots])
+        while one.delayed:
+            one.delayed.pop(0).compute()
 
     def waiting(self) -> int:
         """Bytes of all that is held, each storage counted once."""
-        held = (one.holds for passed in self._passes.values() for some in passed.put_off.values() for one in some)
+        passes = self._passes.values()
+        held = [one.holds for passed in passes for some in passed.put_off.values() for one in some]
+        held += [one.holds for passed in passes for one in passed.delayed]
         storages = (tensor.untyped_storage() for tensors in held for tensor in tensors)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -147,6 +169,7 @@ class _Pass:
     def __init__(self) -> None:
         self.put_off: dict[int, list[_PutOff]] = {}
         """By the backward that runs: a checkpoint has its own within that of the pass."""
+        self.delayed: list[Delayed] = []
         self.parameters: set[torch.nn.Parameter] = set()
         self.from_elsewhere: dict[torch.nn.Parameter, torch.Tensor] = {}
 

@@ -209,10 +209,9 @@ def by_name(
         if name is not None and name not in names:
             wrong.append(f"{option} takes {', '.join(names)}, not {name!r}")
     if given.megatron is not None:
-        tables = NUMBERS, SWITCHES, CHOICES, TEXTS
+        tables: tuple[Any, Any, Any, Any] = NUMBERS, SWITCHES, CHOICES, TEXTS
         if hasattr(given, "pipeline_schedule"):
-            of_schedule = SCHEDULE_NUMBERS, SCHEDULE_SWITCHES, SCHEDULE_CHOICES, dict[str, str]()
-            tables = tuple(one | other for one, other in zip(tables, of_schedule, strict=True))
+            tables = NUMBERS | SCHEDULE_NUMBERS, SWITCHES | SCHEDULE_SWITCHES, CHOICES | SCHEDULE_CHOICES, TEXTS
         _fill(given, megatron_line.options(given.megatron, tables, wrong))
     if given.model is not None and given.hf_config is not None:
         wrong.append("--model and --hf-config name two models; give either")

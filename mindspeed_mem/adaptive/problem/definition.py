@@ -106,7 +106,7 @@ class LayerClass:
     @cached_property
     def weight_bytes(self) -> int:
         """What a layer holds from its split backward until its gradients of weights are there."""
-        return sum(one.weight_bytes for one in (*self.operators, *self.groups))
+        return sum(one.weight_bytes for one in self.operators) + sum(one.weight_bytes for one in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,8 @@ class Times:
         query, key = (tokens * width * ELEMENT / tensor for width in (shape.query_width, shape.key_width))
         self.ahead, self.after = self._gathers()
         self.weight: dict[str, float] = {}
-        """Of each linear's backward, what the gradient of its weight takes, with the gather that comes before it."""
+        """Of each linear's backward, what the gradient of its weight takes, with the gather that comes before it, if
+        that is not in the backward as in TransformerEngine's."""
         moved = {
             op.INPUT_NORM: 2 * stream,
             op.ROTARY: 2 * (query + key) * shape.rope,
@@ -105,7 +106,7 @@ class Times:
         seconds = self.product(inner, width, by_columns=begins)
         self.forward[name] = seconds + (self.ahead if begins else self.after)
         self.backward[name] = 2 * seconds + (self.after if begins else 0.0) + self.ahead
-        self.weight[name] = seconds + (self.ahead if begins else 0.0)
+        self.weight[name] = seconds + (self.ahead if begins and not self.shape.te else 0.0)
 
     def _core(self, name: str, query_width: int, value_width: int, key_bytes: float) -> None:
         """Attention itself: two products, of which causality halves each, or a window takes more away."""
@@ -290,13 +291,12 @@ def prediction_class(kind: LayerClass, shape: Shape, split: Degrees, times: Time
     name it alone."""
     stream = stream_bytes(shape, split)
     project = times.product(2 * shape.hidden_size, shape.hidden_size) + times.move(10 * stream)
-    waits = () if shape.te else (2 * stream, shape.tokens * shape.hidden_size * ELEMENT)
     around = PlannedOperator(
         name=PREDICTION,
         forward_seconds=project,
         backward_seconds=2 * project,
-        weight_seconds=times.product(2 * shape.hidden_size, shape.hidden_size) if waits else 0.0,
-        weight_bytes=waits[1] if waits else 0,
+        weight_seconds=times.product(2 * shape.hidden_size, shape.hidden_size),
+        weight_bytes=shape.tokens * shape.hidden_size * ELEMENT,
     )
     kept = Group(
         name=PREDICTION,
@@ -304,7 +304,7 @@ def prediction_class(kind: LayerClass, shape: Shape, split: Degrees, times: Time
         operators=(PREDICTION,),
         used_by=(PREDICTION,),
         swappable=False,
-        weight_bytes=waits[0] if waits else 0,
+        weight_bytes=2 * stream,
     )
     return LayerClass(
         name=f"{kind.name} of multi-token prediction",

@@ -90,13 +90,12 @@ class Waiting(NamedTuple):
 
 
 def waiting_bytes(shape: Shape, split: Degrees, experts: bool = False) -> Waiting:
-    """What waits in a layer whose linears are all Megatron's own; in one of TransformerEngine's nothing does.
+    """What waits in a layer whose linears are all Megatron's own, or all TransformerEngine's (by its sources; nobody
+    has counted them).
 
-    What is gathered forward is held as this rank has it, and gathered again; a gradient that is gathered backward is
-    held whole.
+    What is gathered forward is held as this rank has it, and gathered again, by TransformerEngine in the backward: then
+    it is held whole. So is a gradient that is gathered backward.
     """
-    if shape.te:
-        return Waiting({}, {})
     tokens, tensor, stream = shape.tokens, split.tensor, stream_bytes(shape, split)
     whole = tokens * shape.hidden_size * ELEMENT
     given = {op.INPUT_NORM: stream, op.CORE: tokens * _output_width(shape) * ELEMENT // tensor}
@@ -118,7 +117,7 @@ def waiting_bytes(shape: Shape, split: Degrees, experts: bool = False) -> Waitin
     if not experts:
         given[op.MLP_NORM] = stream
         product(op.FC1, op.ACTIVATION, op.FC2, tokens, shape.ffn_hidden_size, tensor, whole)
-        return Waiting(given, made)
+        return _as_engine(Waiting(given, made), shape, split) if shape.te else Waiting(given, made)
     if shape.shared_expert_size:
         given[op.MLP_NORM] = stream
         names = op.SHARED_FC1, op.SHARED_ACTIVATION, op.SHARED_FC2
@@ -126,7 +125,21 @@ def waiting_bytes(shape: Shape, split: Degrees, experts: bool = False) -> Waitin
     rows, ranks = received(shape, split), split.experts_split
     given[op.DISPATCH] = sent = rows * shape.hidden_size * ELEMENT
     product(op.EXPERT_FC1, op.EXPERT_ACTIVATION, op.ROUTED, rows, shape.moe_ffn_hidden_size, ranks, sent)
-    return Waiting(given, made)
+    return _as_engine(Waiting(given, made), shape, split) if shape.te else Waiting(given, made)
+
+
+def _as_engine(waits: Waiting, shape: Shape, split: Degrees) -> Waiting:
+    """The same of TransformerEngine's layers: what norms return is inside the linears after them, and in fp8 what
+    linears are given takes a byte a number."""
+    given, made = dict(waits.of_groups), dict(waits.of_operators)
+    for norm, linear in ((op.INPUT_NORM, op.QKV), (op.MLP_NORM, op.FC1), (op.MLP_NORM, op.SHARED_FC1)):
+        if norm in given and linear in made:
+            size = given.pop(norm)
+            if split.sequence_parallel:
+                made[linear] += size * split.tensor
+            else:
+                given[norm if linear == op.SHARED_FC1 else linear] = size
+    return Waiting({name: size // (1 + shape.fp8) for name, size in given.items()}, made)
 
 
 def received(shape: Shape, split: Degrees) -> int:
