@@ -1,9 +1,9 @@
-"""--split-backward, --pipeline-schedule zb and v: TransformerEngine's layers put off gradients of weights by themselves.
+"""--split-backward, --pipeline-schedule zb and v: TransformerEngine's layers put gradients of weights off themselves.
 
-Why here: since 2.3 its modules have a store for that (``wgrad_store``), which Megatron switches on only where layers run
-piece by piece (``delay_wgrad_compute`` with ``overlap_moe_expert_parallel_comm``). For a training call each module is
-given one that is on, of its own class; its backward then puts there what the gradient of its weight is made of, and its
-``backward_dw`` computes the oldest. Megatron's wrappers pass that call on only with their own option, so the method
+Why here: since 2.3 its modules have a store for that (``wgrad_store``), which Megatron switches on only where layers
+run piece by piece (``delay_wgrad_compute`` with ``overlap_moe_expert_parallel_comm``). For a training call each module
+is given one that is on, of its own class; its backward then puts there what the gradient of its weight is made of, and
+its ``backward_dw`` computes the oldest. Megatron's wrappers pass that call on only with their own option, so the method
 below theirs is called. It leaves gradients in ``.grad``; DistributedDataParallel's hooks, which found none in the
 backward, are called then. Nothing of TransformerEngine's is replaced or copied.
 
