@@ -77,7 +77,10 @@ SPLIT_LAYER = replace(
         else one
         for one in LAYER.operators
     ),
-    groups=tuple(replace(one, weight_bytes=_FEEDS.get(one.name, 0) * MB) for one in LAYER.groups),
+    groups=tuple(
+        replace(one, weight_bytes=_FEEDS.get(one.name, 0) * MB, weights_only=one.name in ("norm", "act"))
+        for one in LAYER.groups
+    ),
 )
 """The same with what its products put off."""
 

@@ -38,6 +38,7 @@ class Machine:
 
     def __init__(self, problem, plan):
         self.problem, self.plan = problem, plan
+        self.weight_copies = 0
         self.late = [[] for _ in problem.stages]  # events of copies out that are due, with their bytes
         self.streams = [
             [Stream()] * 3 if problem.link.blocking else [Stream() for _ in range(3)] for _ in problem.stages
@@ -162,8 +163,9 @@ class Machine:
                 self.late[number].remove((copied, item["group"].bytes))
                 compute.put(give=item["group"].bytes)
             asked = ("asked", number, key, index)
-            compute.put(take=item["group"].bytes, sets=[asked])
-            seconds = item["group"].bytes / GB / self.problem.link.back
+            size = item["group"].bytes - self._on_host(item)
+            compute.put(take=size, sets=[asked])
+            seconds = size / GB / self.problem.link.back
             # not after the copy out: what is late by then would stay, and is taken to be copied all the same
             back.put(wait=[asked], seconds=seconds, sets=[("back", number, key, index)])
 
@@ -267,6 +269,35 @@ class Machine:
         of_chunk, kinds = self.problem.stages[number].parts[chunk], self._layers(number, chunk)
         outside = (of_chunk.before, of_chunk.after)
         operators = [operator for kind in kinds for operator in kind.operators]
-        given = sum(item["group"].weight_bytes for item in self.items[chunk])
+        given = sum(item["group"].weight_bytes - self._on_host(item) for item in self.items[chunk])
         given += sum(one.weight_bytes for one in (*outside, *operators))
-        self.streams[number][0].put(seconds=sum(one.weight_seconds for one in (*outside, *operators)), give=given)
+        compute, _, back = self.streams[number]
+        linears = [(0, of_chunk.before), *enumerate(operators, 1), (len(operators) + 1, of_chunk.after)]
+        linears = [(place, one) for place, one in reversed(linears) if one.weight_seconds]
+
+        def copies(linear):
+            return [(i, self._on_host(i)) for i in self.items[chunk] if i["last"] == linear and self._on_host(i)]
+
+        def fetch(linear):
+            for item, size in copies(linear):
+                self.weight_copies += 1
+                item["copy"] = ("for weights", number, self.weight_copies)
+                compute.put(take=size, sets=[("asked", item["copy"])])
+                back.put(
+                    wait=[("asked", item["copy"])], seconds=size / GB / self.problem.link.back, sets=[item["copy"]]
+                )
+
+        if linears:
+            fetch(linears[0][0])
+        for place, (linear, one) in enumerate(linears):
+            if place + 1 < len(linears):
+                fetch(linears[place + 1][0])
+            for item, _ in copies(linear):
+                compute.put(wait=[item["copy"]])
+            compute.put(seconds=one.weight_seconds, give=sum(size for _, size in copies(linear)))
+        compute.put(give=given)
+
+    def _on_host(self, item):
+        """What is swapped, and only a gradient of a weight needs, where these are passes."""
+        apart = self.problem.pipeline.schedule != "1f1b"
+        return item["group"].weight_bytes if apart and item["act"] == "S" and item["group"].weights_only else 0

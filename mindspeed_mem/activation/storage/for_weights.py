@@ -1,7 +1,7 @@
 """Where a split backward puts gradients of weights off: what nothing but these needs stays on the host until then.
 
-That a record is such a one shows when its linear layer's backward reads it: nobody else holds a handle of it any more.
-It is told to the mover, so that from the next pass on no copy back is started for that backward.
+Such a record was saved once, by the linear layer that reads it in its backward. It is noted, so that from the next pass
+on no copy back is started for that backward.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReadsForWeights:
         record = kept.record
         if record is None or record.way_back is not self._mover or threading.get_ident() != self._thread:
             return kept.bring_back()
-        if record.state not in (HOST, COPYING, LOADED) or len(record.live_handles()) > 1:
+        if record.state not in (HOST, COPYING, LOADED) or len(record.handles) > 1:
             return kept.bring_back()
         self._mover.staying.for_weights.add(key_of(record))
         if record.state == LOADED:

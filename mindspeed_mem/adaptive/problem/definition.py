@@ -59,6 +59,8 @@ class Group:
     swappable: bool = True
     weight_bytes: int = 0
     """Of `bytes`, what gradients of weights are made from: a split backward holds it until then, whatever it plans."""
+    weights_only: bool = False
+    """Nothing else needs these: swapped, they stay on the host until then, where gradients of weights are passes."""
     from_previous: bool = False
     """`operators` are those of the layer before. The first layer of a part gets them from outside (`Outside.bytes`),
     where nothing can be done about them."""
@@ -235,6 +237,10 @@ class Problem:
         orders = ([one for one in passes if one[0] != WEIGHT] for passes in self.passes)
         pairs = (zip(passes, passes[1:], strict=False) for passes in orders)
         return [{a[2] for a, b in of_stage if a[1:] == b[1:]} for of_stage in pairs]
+
+    def on_host(self, group: Group) -> int:
+        """Bytes of a group that, swapped, stay on the host until gradients of weights are computed."""
+        return group.weight_bytes if group.weights_only and self.pipeline.apart else 0
 
     def waiting(self, stage: int, part: int) -> int:
         """Bytes that a pass of a part holds from its backward until its gradients of weights are there."""

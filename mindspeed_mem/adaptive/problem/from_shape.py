@@ -280,6 +280,7 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
                 needs=needs if can else (),
                 swappable=one.path not in KEPT,
                 weight_bytes=min(size, waits.of_groups.get(one.path, 0)),
+                weights_only=one.path in waits.weights_only,
             )
         )
     name = f"{LAYER} with experts" if experts else LAYER

@@ -87,6 +87,8 @@ class Waiting(NamedTuple):
     """Of what an operator produces, what linears are given,"""
     of_operators: dict[str, int]
     """and the gradients of what each linear returns."""
+    weights_only: tuple[str, ...] = ()
+    """Of the first, those that one linear is given, and nothing else needs."""
 
 
 def waiting_bytes(shape: Shape, split: Degrees, experts: bool = False) -> Waiting:
@@ -117,7 +119,8 @@ def waiting_bytes(shape: Shape, split: Degrees, experts: bool = False) -> Waitin
     if not experts:
         given[op.MLP_NORM] = stream
         product(op.FC1, op.ACTIVATION, op.FC2, tokens, shape.ffn_hidden_size, tensor, whole)
-        return _as_engine(Waiting(given, made), shape, split) if shape.te else Waiting(given, made)
+        alone = (op.MLP_NORM, op.ACTIVATION, *(op.INPUT_NORM,) * (not shape.kv_lora_rank))
+        return _as_engine(Waiting(given, made), shape, split) if shape.te else Waiting(given, made, alone)
     if shape.shared_expert_size:
         given[op.MLP_NORM] = stream
         names = op.SHARED_FC1, op.SHARED_ACTIVATION, op.SHARED_FC2
@@ -125,7 +128,8 @@ def waiting_bytes(shape: Shape, split: Degrees, experts: bool = False) -> Waitin
     rows, ranks = received(shape, split), split.experts_split
     given[op.DISPATCH] = sent = rows * shape.hidden_size * ELEMENT
     product(op.EXPERT_FC1, op.EXPERT_ACTIVATION, op.ROUTED, rows, shape.moe_ffn_hidden_size, ranks, sent)
-    return _as_engine(Waiting(given, made), shape, split) if shape.te else Waiting(given, made)
+    alone = (op.SHARED_ACTIVATION, *(op.INPUT_NORM,) * (not shape.kv_lora_rank))
+    return _as_engine(Waiting(given, made), shape, split) if shape.te else Waiting(given, made, alone)
 
 
 def _as_engine(waits: Waiting, shape: Shape, split: Degrees) -> Waiting:

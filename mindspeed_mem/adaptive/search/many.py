@@ -19,7 +19,7 @@ from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Pro
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP, StagePlan
 from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact
 from mindspeed_mem.adaptive.search.simulation import coming, fewer, most_played
-from mindspeed_mem.passes import FORWARD, WEIGHT, Pass
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span
 from mindspeed_mem.schedule.simulation import play
 
@@ -180,13 +180,18 @@ class _Part:
         line = problem.pipeline
         self._splits, self._apart = line.splits, line.apart
         self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
-        self._waiting = problem.waiting(number, place)
+        self._waiting: Array = numpy.full(self.lanes, problem.waiting(number, place))
+        self._later: list[tuple[int, int, Array]] = []  # (operator, bytes, lanes): see `PartScripts`
+        self._weights = numpy.zeros((self.count + 2, self.lanes))
+        self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
+        self._on_host = problem.on_host
         for base, kind in zip(bases, kinds, strict=False):
             self._weight_seconds += kind.weight_seconds
             for operator, one in enumerate(kind.operators, base + 1):
                 self._forward_seconds[operator] = one.forward_seconds
                 self._backward_seconds[operator] = one.backward_seconds - one.weight_seconds * self._splits
                 self._retake[operator] += one.weight_bytes * self._splits
+                self._weights[operator] = one.weight_seconds
         first = 0
         self._link, self._distance = problem.link, distance
         for layer, kind in enumerate(kinds):
@@ -239,6 +244,8 @@ class _Part:
         needed: int | Array,
     ) -> None:
         """A group that is swapped or recomputed in some plans; `base`: the place of its layer's first operator."""
+        import numpy
+
         nbytes = group.bytes
         if again.any():
             less = nbytes - group.recompute_keeps
@@ -253,22 +260,28 @@ class _Part:
         if due > self.count:
             due = self.count if due == self.count + self._tail else self.count + 1
         self._give[due] += swapped * nbytes
-        seconds = nbytes / GB
-        out, back = exact(seconds / self._link.out), exact(seconds / self._link.back)
-        copy = _Copies(swapped.astype(float), out, saved, due)
+        later = self._on_host(group)
+        back_bytes = nbytes - later
         slows = 0.0 if self._link.blocking else self._link.slows
+        if later:
+            self._later.append((uses[1], later, numpy.broadcast_to(swapped, self.lanes).astype(float)))
+            self._waiting = self._waiting - swapped * later
+            self._weights[uses[1]] += swapped * (slows * later / GB / self._link.back)
+        seconds, seconds_back = nbytes / GB, back_bytes / GB
+        out, back = exact(seconds / self._link.out), exact(seconds_back / self._link.back)
+        copy = _Copies(swapped.astype(float), out, saved, due)
         if slows:
             self._forward_seconds[saved] += swapped * (slows * seconds / self._link.out)
         for one, there in _cases(needed, swapped):
             if slows:
-                self._backward_seconds[base + one] += there * (slows * seconds / self._link.back)
+                self._backward_seconds[base + one] += there * (slows * seconds_back / self._link.back)
             start = base + one + self._distance
             early = max(0, start - self.count - self._tail)
             start = 0 if early else min(start, self.count)
             if start:
-                self._retake[start] += there * nbytes
+                self._retake[start] += there * back_bytes
             number = len(self._copies)
-            copy.returns.append(_Return(number, there.astype(float), nbytes, back, start, early, base + one))
+            copy.returns.append(_Return(number, there.astype(float), back_bytes, back, start, early, base + one))
         self._copies.append(copy)
 
     def passes(self, forward: bool, ahead: int | None, parts: Sequence[_Part], fetched: bool) -> _Passes:
@@ -284,9 +297,22 @@ class _Part:
         """See `PartScripts.weights`."""
         import numpy
 
-        moments = numpy.full((1, 1), exact(self._weight_seconds))
-        none = numpy.zeros(self.lanes, numpy.int64)
-        return _Passes([], moments, moments[0], none, none - self._waiting, numpy.zeros(self.lanes))
+        numbers = [number for number in range(self.count + 1, -1, -1) if self._weights[number].any()]
+        places = {number: place for place, number in enumerate(numbers)}
+        moments = numpy.zeros((len(numbers) + 1, self.lanes))
+        if numbers:
+            moments[1:] = numpy.stack([self._weights[number] for number in numbers]).cumsum(axis=0)
+        sizes = numpy.zeros((len(numbers) + 1, self.lanes), numpy.int64)
+        steps: list[tuple[int, int, int, int, Any, Any]] = []
+        for copy, (number, nbytes, has) in enumerate(self._later):
+            place, seconds = places[number], exact(nbytes / GB / self._link.back)
+            steps.append((place - 1, BACK, nbytes, copy, has * seconds, has))
+            steps.append((place, WAIT, nbytes, copy, None, None))
+            sizes[place] += has.astype("int64") * nbytes
+        if not numbers:
+            none = sizes[0]
+            return _Passes([], moments, moments[-1], none, none - self._waiting, numpy.zeros(self.lanes))
+        return _passes(steps, moments, sizes[0], sizes[1:], sizes[:-1], self._waiting)
 
     def _of_forward(self, ahead: Sequence[_Return]) -> _Passes:
         import numpy
@@ -315,7 +341,8 @@ class _Part:
         before, after, count = self.part.before, self.part.after, self.count
         seconds = self._backward_seconds.copy()
         loss, end = after.backward_seconds, before.backward_seconds
-        of_loss, of_start = after.bytes, before.bytes
+        of_loss = after.bytes
+        of_start: int | Array = before.bytes
         if self._splits:
             loss, end = loss - after.weight_seconds, end - before.weight_seconds
             of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
@@ -366,7 +393,9 @@ def _cases(needed: int | Array, those: Array) -> list[tuple[int, Array]]:
     return [(int(one), those & (needed == one)) for one in numpy.unique(needed[those] if len(those) > 1 else needed)]
 
 
-def _passes(steps: list[tuple], moments: Array, at_start: Array, take: Array, give: Array, at_end: int) -> _Passes:
+def _passes(
+    steps: list[tuple], moments: Array, at_start: Array, take: Array, give: Array, at_end: int | Array
+) -> _Passes:
     import numpy
 
     moments = numpy.rint(moments * TICK) / TICK
@@ -435,7 +464,7 @@ class ManyTracks:
         start = numpy.maximum(self.now, arrival)
         if self._blocking:
             stall = kind.copied
-        elif not kind.events:
+        elif not kind.events:  # such are all gradients of weights, or those that no plan fetches anything for
             stall, ended = None, start + kind.whole
             self._later(ended - self.now)
             if self.passes[place][0] != WEIGHT:
@@ -479,10 +508,10 @@ class ManyTracks:
         lag = numpy.zeros(len(out))
         outs: dict[int, Array] = {}
         backs: dict[int, Array] = {}
-        if direction != FORWARD and self._fetched:
+        if direction == BACKWARD and self._fetched:
             backs = {_key(one): done for one, done in zip(self.parts[part].early, self._fetched, strict=True)}
         following = self._coming[place]
-        fetched: list[Array] = []
+        fetched = list(self._fetched) if direction == WEIGHT else []
         moments = kind.moments
         for what, copy, row, seconds, has in kind.events:
             moment = 0.0 if row < 0 else moments[row]
@@ -499,7 +528,7 @@ class ManyTracks:
                 lag = maximum(lag, (backs[copy] if what == WAIT else outs[copy]) - moment)
         ended = kind.whole + lag
         out, back = maximum(out - ended, 0.0), maximum(back - ended, 0.0)
-        assert following is not None or not fetched
+        assert following is not None or not fetched or direction == WEIGHT
         return lag, out, back, [maximum(one - ended, 0.0) for one in fetched]
 
     def _kinds_of(self, passes: Sequence[Pass]) -> list[_Passes]:

@@ -179,7 +179,7 @@ class StageTrack:
         if self._blocking:
             stall = self._copy_seconds(place)
             done = _Run(script.seconds + stall, stall, _IDLE)
-        elif work[0] == WEIGHT:
+        elif work[0] == WEIGHT and not script.steps:
             done = _Run(script.seconds, 0.0, self._streams.later(start - self._now).later(script.seconds))
         else:
             done = self._run(place, work[1] or 0, script, self._streams.later(start - self._now))
@@ -205,12 +205,15 @@ class StageTrack:
     def _play(self, place: int, script: Script, streams: _Streams) -> _Run:
         """A pass from moment 0 on, micro-batches counted from its own."""
         work = self.passes[place]
-        copies, mine = self.parts[work[2]].copies, (0, work[2])
+        weights = work[0] == WEIGHT
+        part, mine = self.parts[work[2]], (0, work[2])
+        copies = part.weight_copies if weights else part.copies
         out_free, back_free, now, stall = streams.out, streams.back, 0.0, 0.0
         out_done = [0.0] * len(copies) if work[0] == FORWARD else []
-        back_done = list(streams.fetched) or [0.0] * len(copies)
+        back_done = [0.0] * len(copies) if weights or not streams.fetched else list(streams.fetched)
         late = _Late({key[:3]: key[3] for key in streams.due}, self._window, self.parts)
-        ahead, ahead_done, coming = [], [], mine
+        ahead, coming = [], mine
+        ahead_done = list(streams.fetched) if weights else []
         following = self._coming[place]
         if following is not None:
             coming = (following[1] or 0) - (work[1] or 0), following[2]
@@ -222,7 +225,8 @@ class StageTrack:
                 out_free = (out_free if out_free > now else now) + copies[copy].out_seconds
                 out_done[copy] = out_free
             elif what == BACK:
-                late.stays((*mine, copy))
+                if not weights:
+                    late.stays((*mine, copy))
                 back_free = (back_free if back_free > now else now) + copies[copy].back_seconds
                 back_done[copy] = back_free
             elif what == AHEAD:
@@ -240,7 +244,8 @@ class StageTrack:
 
     def _copy_seconds(self, place: int) -> float:
         """All copies that start in a pass, one after the other."""
-        copies = self.parts[self.passes[place][2]].copies
+        direction, _, part = self.passes[place]
+        copies = self.parts[part].weight_copies if direction == WEIGHT else self.parts[part].copies
         following, total = self._coming[place], 0.0
         ahead = [] if following is None else self.parts[following[2]].copies
         for _, what, copy in self._scripts[place].steps:
