@@ -19,7 +19,7 @@ from tests.worlds import applied, parallel
 @contextlib.contextmanager
 def capped(cap: int | None, split: bool = False) -> Iterator[None]:
     """The patch is applied and the setting in force; None: the patch without a cap. ``split``: with zb."""
-    with applied("pipeline_cap", *(["pipeline_split"] if split else [])) as [module, *_]:
+    with applied("pipeline_cap", *(["pipeline_split", "pipeline_delayed"] if split else [])) as [module, *_]:
         import sys
 
         sys.modules[module]._said.clear()

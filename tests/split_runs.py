@@ -19,7 +19,7 @@ from tests.worlds import applied, parallel
 @contextlib.contextmanager
 def split() -> Iterator[None]:
     """The patch is applied."""
-    with applied("pipeline_split") as [module]:
+    with applied("pipeline_split", "pipeline_delayed") as [module, _]:
         import sys
 
         sys.modules[module]._say_idle.cache_clear()

@@ -21,7 +21,7 @@ from tests.worlds import applied, parallel, seed_tracker
 def in_a_v(cap: int | None = None, **layout: Any) -> Iterator[None]:
     """The patches are applied and the setting in force, and the layout's pipeline is a V."""
     settings = features.Settings(max_inflight=cap, zero_bubble=True, v_placement=True)
-    with applied("pipeline_cap", "pipeline_split", "pipeline_v") as [module, *_]:
+    with applied("pipeline_cap", "pipeline_split", "pipeline_delayed", "pipeline_v") as [module, *_]:
         sys.modules[module]._said.clear()
         features.put_into_force(settings)
         try:

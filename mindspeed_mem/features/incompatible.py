@@ -178,7 +178,8 @@ SPLIT_BACKWARD = (
     of_ours("--chunk-zero-stage", "a chunk's gradients are reduced as the backward pass makes them"),
     of_ours(
         "--adaptive-memory-optimization",
-        "its plans do not know how long what gradients of weights need is held; give a plan with --memory-config",
+        "its profile does not measure what gradients of weights hold and take; `python -m mindspeed_mem plan` counts "
+        "that: give its plan with --memory-config",
     ),
     of_mindspeed("--moe-fb-overlap", _BOTH_PUT_OFF),
     of_mindspeed("--schedules-method", _BOTH_PUT_OFF, value="dualpipev"),

@@ -50,9 +50,9 @@ FEATURES = (
         flag="--split-backward",
         read=bool,
         default=False,
-        help="linear layers of the local spec compute gradients of their weights apart from the backward pass; by "
+        help="linear layers compute gradients of their weights apart from the backward pass; by "
         "itself that changes nothing but when: right after the backward of the pass",
-        patches=("pipeline_split",),
+        patches=("pipeline_split", "pipeline_delayed"),
         since="0.14",
         before_that="its linear layers do not know their process groups",
         bars=incompatible.SPLIT_BACKWARD,
@@ -66,7 +66,7 @@ FEATURES = (
         "pipeline stage would idle, with as many micro-batches in flight as stages, or as --max-inflight-microbatches "
         "allows; v: the same with two virtual stages whose second half comes back, so that the first rank has the "
         "first part and the last",
-        patches=("pipeline_cap", "pipeline_split"),
+        patches=("pipeline_cap", "pipeline_split", "pipeline_delayed"),
         since="0.14",
         before_that="its passes take no number of a stage",
         bars=incompatible.ZERO_BUBBLE,

@@ -12,12 +12,23 @@ stream that they were used on in the backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 Compute = Callable[[], torch.Tensor | None]
+
+
+class Delayed(Protocol):
+    """What a layer has put off by itself."""
+
+    @property
+    def holds(self) -> tuple[torch.Tensor, ...]:
+        """What it is made of, as far as that is known."""
+
+    def compute(self) -> None:
+        """See that its parameters have their gradients, and who follows these is told."""
 
 
 class WeightGradients:
@@ -26,6 +37,9 @@ class WeightGradients:
     def __init__(self) -> None:
         self._passes: dict[Hashable, _Pass] = {}
         self._now: _Pass | None = None
+        self.sources: list[Callable[[], Sequence[Delayed]]] = []
+        """Whoever knows of layers that put gradients off by themselves: called when the backward of a pass has ended,
+        for what they have put off in it."""
         self.count = 0
         """How many gradients were put off so far."""
 
@@ -40,19 +54,35 @@ class WeightGradients:
         self._now = self._passes[key] = _Pass()
         try:
             yield
+            for source in self.sources:
+                self._now.delayed += source()
+            self.count += len(self._now.delayed)
         except BaseException:
             del self._passes[key]
             raise
         finally:
             self._now = None
 
-    def put_off(self, parameter: torch.nn.Parameter, compute: Compute) -> None:
-        """``compute`` makes a gradient of ``parameter``; None: it has been added where it belongs."""
+    def put_off(
+        self,
+        parameter: torch.nn.Parameter,
+        compute: Compute,
+        holds: tuple[torch.Tensor, ...] = (),
+        fetch: Callable[[], None] | None = None,
+    ) -> None:
+        """Put a gradient off.
+
+        Args:
+            parameter: whose it is.
+            compute: makes it; returns None if it has been added where it belongs.
+            holds: what it is made of, as far as that is on the device.
+            fetch: starts to bring the rest there; called once, while the gradient before this is computed.
+        """
         assert self._now is not None
         self.count += 1
         stream = torch.get_device_module(parameter.device).current_stream()
         backward = torch._C._current_graph_task_id()
-        self._now.put_off.setdefault(backward, []).append((parameter, compute, stream))
+        self._now.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds, fetch))
         self._now.parameters.add(parameter)
 
     def awaits(self, parameter: torch.nn.Parameter) -> bool:
@@ -82,10 +112,26 @@ class WeightGradients:
         for parameter, gradient in one.from_elsewhere.items():
             parameter.grad = gradient
         for put_off in one.put_off.values():  # each backward's sums by themselves, as they reach parameters
-            roots = []
+            roots: list[torch.Tensor] = []
+            following: Callable[[], None] | None = None
             while put_off:  # from the end: autograd runs first what was made last
-                roots.append(_later(*put_off.pop()))
+                last = put_off.pop()
+                roots.append(_later(last.parameter, _Computes(last.compute, following), last.stream))
+                following = last.fetch
+            if following is not None:
+                following()
+            del last, following
             torch.autograd.backward(roots, [root.detach() for root in roots])
+        while one.delayed:
+            one.delayed.pop(0).compute()
+
+    def waiting(self) -> int:
+        """Bytes of all that is held, each storage counted once."""
+        passes = self._passes.values()
+        held = [one.holds for passed in passes for some in passed.put_off.values() for one in some]
+        held += [one.holds for passed in passes for one in passed.delayed]
+        storages = (tensor.untyped_storage() for tensors in held for tensor in tensors)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def clear(self) -> int:
         """Drop everything; returns of how many passes."""
@@ -95,12 +141,35 @@ class WeightGradients:
         return count
 
 
+class _PutOff(NamedTuple):
+    """The gradient of one weight of one layer."""
+
+    parameter: torch.nn.Parameter
+    compute: Compute
+    stream: Any
+    holds: tuple[torch.Tensor, ...]
+    fetch: Callable[[], None] | None
+
+
+class _Computes:
+    """Computes a gradient, while what the one after it needs is on its way."""
+
+    def __init__(self, compute: Compute, following: Callable[[], None] | None) -> None:
+        self._compute, self._following = compute, following
+
+    def __call__(self) -> torch.Tensor | None:
+        if self._following is not None:
+            self._following()
+        return self._compute()
+
+
 class _Pass:
     """What one backward has put off."""
 
     def __init__(self) -> None:
-        self.put_off: dict[int, list[tuple[torch.nn.Parameter, Compute, Any]]] = {}
+        self.put_off: dict[int, list[_PutOff]] = {}
         """By the backward that runs: a checkpoint has its own within that of the pass."""
+        self.delayed: list[Delayed] = []
         self.parameters: set[torch.nn.Parameter] = set()
         self.from_elsewhere: dict[torch.nn.Parameter, torch.Tensor] = {}
 

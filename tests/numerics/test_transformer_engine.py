@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import queue
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ class LayerNormLinear(torch.autograd.Function):
     with fp8 the first product's operand is a copy in low precision, and that of the weight is held by the module."""
 
     @staticmethod
-    def forward(ctx, inputs, norm_weight, weight, bias, held):
+    def forward(ctx, inputs, norm_weight, weight, bias, held, store):
+        ctx.store = store
         divided = (inputs.float().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
         normed = ((inputs * divided) * norm_weight).to(held.dtype)
         ctx.save_for_backward(inputs, held, weight, bias, norm_weight, normed, None, divided)
@@ -33,8 +35,57 @@ class LayerNormLinear(torch.autograd.Function):
         flat = gradient.flatten(0, -2)
         scaled, unit = into * norm_weight, inputs * divided
         back = divided * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
-        of_weight = flat.t() @ normed.to(gradient.dtype).flatten(0, -2)
-        return back, (into * unit).flatten(0, -2).sum(0), of_weight, flat.sum(0), None
+        of_norm = (into * unit).flatten(0, -2).sum(0)
+
+        def gradients(normed, flat):
+            return flat.t() @ normed.to(flat.dtype).flatten(0, -2), flat.sum(0)
+
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.put([normed, flat], gradients)
+            return back, of_norm, None, None, None, None
+        return back, of_norm, *gradients(normed, flat), None, None
+
+
+class Store:
+    """As its ``WeightGradStore``: tensors and what makes gradients of them, first in, first out."""
+
+    def __init__(self, delay_wgrad_compute=False, ub_bulk_wgrad=False):
+        self.context = queue.Queue() if delay_wgrad_compute else None
+
+    def delay_wgrad_compute(self):
+        return self.context is not None
+
+    def put(self, tensors, function):
+        self.context.put([tensors, function])
+
+    def pop(self):
+        tensors, function = self.context.get(block=False)
+        return function(*tensors), tensors
+
+
+class Delays:
+    """As its base class of modules, where these delay gradients of weights: they overwrite ``.grad`` of a weight, and
+    leave alone that of a bias which has one."""
+
+    count = 0
+
+    def backward_dw(self):
+        if self.wgrad_store.delay_wgrad_compute():
+            Delays.count += 1
+            (of_weight, of_bias), _ = self.wgrad_store.pop()
+            self.weight.grad = of_weight.to(self.weight.dtype)
+            if self.bias is not None and not self.skip_bias_add and self.bias.grad is None:
+                self.bias.grad = of_bias.to(self.bias.dtype)
+
+
+class PassedOn:
+    """As Megatron's wrappers of these modules."""
+
+    __module__ = "megatron.core.extensions.transformer_engine"
+
+    def backward_dw(self):
+        if self.config.delay_wgrad_compute:
+            super().backward_dw()
 
 
 def of_transformer_engine(spec, low: torch.dtype | None = None) -> None:
@@ -42,10 +93,11 @@ def of_transformer_engine(spec, low: torch.dtype | None = None) -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
 
-    class Fused(ColumnParallelLinear):
+    class Fused(PassedOn, Delays, ColumnParallelLinear):
         def __init__(self, input_size, output_size, **more):
             super().__init__(input_size, output_size, **more)
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+            self.wgrad_store = Store()
             self._fp8_workspaces: dict[str, torch.Tensor] = {}
 
         def forward(self, inputs):
@@ -53,7 +105,7 @@ def of_transformer_engine(spec, low: torch.dtype | None = None) -> None:
             if low is not None:  # kept over the micro-batches of a step, which are all that this test has
                 held = self._fp8_workspaces.setdefault("weight", held.to(low))
             bias = torch.zeros_like(self.weight[:, 0]) if self.bias is None or self.skip_bias_add else self.bias
-            output = LayerNormLinear.apply(inputs, self.layer_norm_weight, self.weight, bias, held)
+            output = LayerNormLinear.apply(inputs, self.layer_norm_weight, self.weight, bias, held, self.wgrad_store)
             return output, self.bias if self.skip_bias_add else None
 
     class Flash(torch.nn.Module):
@@ -109,6 +161,38 @@ def test_copies_of_weights_in_low_precision_with_less_memory_and_in_a_capped_pip
     [(found, nbytes)] = on_ranks(1, with_less_memory, model)
     assert not found and nbytes
     assert on_ranks(2, under_a_cap, model) == [[], []]
+
+
+OVERLAPPED = {"ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 20_000}}
+
+
+def delayed(layout: dict, more: dict) -> tuple[list[str], int]:
+    """What differs in any bit with gradients of weights put off, and how many fused linears put off."""
+    from tests.split_runs import departures
+
+    Delays.count = 0
+    found = departures("dense", layout, {"layers": 2, "change_spec": of_transformer_engine, **more}, EVERYTHING)
+    return found, Delays.count
+
+
+def delayed_in_idle_time(model: dict) -> tuple[list[str], int]:
+    """The same in zero bubble."""
+    from tests.capped_runs import departures as in_idle_time
+
+    Delays.count = 0
+    found = in_idle_time("dense", {"pp": 2}, {"change_spec": of_transformer_engine, **model}, [(None, 4)], split=True)
+    return found, Delays.count
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_its_layers_delay_gradients_of_weights_to_the_same_bits(dtype):
+    [(found, count)] = on_ranks(1, delayed, {}, {"dtype": dtype})
+    assert not found and count and not count % 2
+    for found, count in on_ranks(2, delayed, {}, {"dtype": dtype, **OVERLAPPED}):
+        assert not found and count
+    for found, count in on_ranks(2, delayed_in_idle_time, {"dtype": dtype}):
+        assert not found and count
 
 
 def grouped_experts(spec) -> None:

@@ -115,6 +115,16 @@ def test_static_memory_is_18_bytes_a_parameter_or_less_with_a_distributed_optimi
     assert (alone, shared) == (18 * parameters, 9 * parameters)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_transformer_engines_layers_hold_as_much_as_megatrons_but_gathered_inputs_whole(parallel):
+    layout = Degrees(tensor=4, sequence_parallel=parallel)
+    own, theirs = (
+        from_shape.layer_class(dataclasses.replace(LLAMA, te=te), layout, MACHINE).weight_bytes for te in (False, True)
+    )
+    stream = LLAMA.tokens * LLAMA.hidden_size * 2
+    assert theirs - own == 2 * (stream - stream // 4) * parallel
+
+
 def test_twice_the_speed_is_half_the_time():
     slow, fast = (
         from_shape.problem(GPT, Degrees(micro_batches=2), dataclasses.replace(MACHINE, tflops=t, memory_gbps=m))

@@ -429,10 +429,10 @@ def test_a_cap_is_a_whole_number():
     assert settings.max_inflight == 2 and settings.patches == ("cpu_*", "pipeline_cap")
     assert check({}).max_inflight is None and not check({}).zero_bubble
     zb = check({"device": "cpu", "pipeline_schedule": "zb"})
-    assert zb.zero_bubble and zb.patches == ("cpu_*", "pipeline_cap", "pipeline_split")
+    assert zb.zero_bubble and zb.patches == ("cpu_*", "pipeline_cap", "pipeline_split", "pipeline_delayed")
     v = check({"device": "cpu", "pipeline_schedule": "v"})
     assert v.zero_bubble and v.v_placement and not zb.v_placement
-    assert v.patches == ("cpu_*", "pipeline_cap", "pipeline_split", "pipeline_v")
+    assert v.patches == ("cpu_*", "pipeline_cap", "pipeline_split", "pipeline_delayed", "pipeline_v")
     assert check({"device": "cpu", "pipeline_schedule": "1f1b"}) == check({"device": "cpu"})
     (problem,) = problems_of({"device": "cpu", "pipeline_schedule": "interleaved"})
     assert problem.startswith("--pipeline-schedule: got 'interleaved'") and "1f1b" in problem

@@ -400,7 +400,8 @@ inline Own content_of(PyObject* kept) {
 
 inline Own unpacked_handle(Hooks* of, PyObject* kept) {
   PyObject* batch = handle.micro_batch.get(kept);
-  if (!stopwatch.is_none(of->observation)) return Own();
+  static Name reads("_reads");  // for the gradient of a weight that is put off
+  if (!stopwatch.is_none(of->observation) || reads.of(of->saved).get() != Py_None) return Own();
   if (!is_empty(position.stack.get(of->position)) && !position.rerun.is_none(of->position)) return Own();
   const at::Tensor& alias = THPVariable_Unpack(handle.alias.get(kept));
   if (handle.version.is_none(kept) || alias._version() != handle.version.number(kept)) return Own();

@@ -157,10 +157,13 @@ def is_valid_stage(problem: Problem, number: int, plan: StagePlan, inputs_move: 
 
 def host_bytes(problem: Problem, number: int, plan: StagePlan) -> int:
     """The most that a stage has on the host."""
-    parts = []
+    parts, later = [], []  # until the backward, and until gradients of weights
     for letters, part in zip(plan.parts, problem.stages[number].parts, strict=True):
         rows = zip(letters, (problem.class_of[name] for name in part.layers), strict=True)
-        parts.append(
-            sum(g.bytes for text, kind in rows for g, one in zip(kind.groups, text, strict=True) if one == SWAP)
-        )
-    return max(sum(n * size for n, size in zip(held, parts, strict=True)) for held in problem.in_flight[number])
+        swapped = [g for text, kind in rows for g, one in zip(kind.groups, text, strict=True) if one == SWAP]
+        parts.append(sum(group.bytes for group in swapped))
+        later.append(sum(map(problem.on_host, swapped)))
+    both = [*parts, *later]
+    return max(
+        sum(n * size for n, size in zip((*held, *waits), both, strict=True)) for held, waits in problem.held[number]
+    )

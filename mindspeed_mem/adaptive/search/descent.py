@@ -81,14 +81,16 @@ class Descent:
         self.layers: list[_Layer] = []
         self._ends: list[tuple[int, int]] = []  # of the letters of each part
         sizes: list[int] = []
+        later: list[int] = []
         for part, of_part in enumerate(problem.stages[number].parts):
             start = len(sizes)
             for name in of_part.layers:
                 kind = problem.class_of[name]
                 self.layers.append(_Layer(part, kind, len(sizes)))
                 sizes += [group.bytes for group in kind.groups]
+                later += map(problem.on_host, kind.groups)
             self._ends.append((start, len(sizes)))
-        self._sizes = numpy.array(sizes, numpy.int64)
+        self._sizes, self._later = numpy.array(sizes, numpy.int64), numpy.array(later, numpy.int64)
 
     def run(self, plan: StagePlan, deep: bool = True) -> StagePlan:
         """A plan that is at least as good, or comes nearer to the limit; unless `deep` one that is quickly found."""
@@ -234,8 +236,9 @@ class Descent:
         if self.problem.host_limit is None:
             return numpy.zeros(len(rows), numpy.int64)
         swapped = rows == ord(SWAP)
-        parts = [swapped[:, first:end] @ self._sizes[first:end] for first, end in self._ends]
-        flights = self.problem.in_flight[self.number]
+        whole = (self._sizes, self._later)  # until the backward, and until gradients of weights
+        parts = [swapped[:, first:end] @ sizes[first:end] for sizes in whole for first, end in self._ends]
+        flights = [(*held, *waits) for held, waits in self.problem.held[self.number]]
         sums = [sum(n * size for n, size in zip(held, parts, strict=True)) for held in flights]
         return numpy.max(sums, axis=0)
 

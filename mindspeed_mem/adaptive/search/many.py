@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -19,8 +19,8 @@ from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Pro
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP, StagePlan
 from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact
 from mindspeed_mem.adaptive.search.simulation import coming, fewer, most_played
-from mindspeed_mem.passes import FORWARD, Pass
-from mindspeed_mem.schedule import Placement, Span
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from mindspeed_mem.schedule import Span
 from mindspeed_mem.schedule.simulation import play
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Together:
             tracks = []
             for place, fixed in enumerate(self._stages):
                 tracks.append(ManyTracks(short, place, *((letters, distance, parts) if place == number else fixed)))
-            play(tracks, Placement(len(short.stages), short.virtual_stages), exact(line.send_seconds))
+            play(tracks, short.placement, exact(line.send_seconds))
             ends.append(reduce(numpy.maximum, (track.now for track in tracks)))
             mine.append(tracks[number])
         seconds = ends[0] + self._more * (ends[0] - ends[-1]) + max(one.step_seconds for one in self._problem.stages)
@@ -177,10 +177,21 @@ class _Part:
         self._take, self._regive = numpy.zeros((2, self.count + 2, 1), numpy.int64)  # whatever the letters are
         self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
         self._copies: list[_Copies] = []
+        line = problem.pipeline
+        self._splits, self._apart = line.splits, line.apart
+        self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
+        self._waiting: Array = numpy.full(self.lanes, problem.waiting(number, place))
+        self._later: list[tuple[int, int, Array]] = []  # (operator, bytes, lanes): see `PartScripts`
+        self._weights = numpy.zeros((self.count + 2, self.lanes))
+        self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
+        self._on_host = problem.on_host
         for base, kind in zip(bases, kinds, strict=False):
+            self._weight_seconds += kind.weight_seconds
             for operator, one in enumerate(kind.operators, base + 1):
                 self._forward_seconds[operator] = one.forward_seconds
-                self._backward_seconds[operator] = one.backward_seconds
+                self._backward_seconds[operator] = one.backward_seconds - one.weight_seconds * self._splits
+                self._retake[operator] += one.weight_bytes * self._splits
+                self._weights[operator] = one.weight_seconds
         first = 0
         self._link, self._distance = problem.link, distance
         for layer, kind in enumerate(kinds):
@@ -215,7 +226,7 @@ class _Part:
             produced = at + 1 + (base - len(maker.operators) if from_before else base)
             uses = [base + 1 + kind.index[name] for name in group.used_by]
             self._take[produced] += group.bytes
-            self._regive[min(uses)] += group.bytes
+            self._regive[min(uses)] += group.bytes - group.weight_bytes * self._splits
             if not alike[place] or first != ord(KEEP):
                 mine = swapped[place], again[place]
                 if alike[place]:
@@ -233,6 +244,8 @@ class _Part:
         needed: int | Array,
     ) -> None:
         """A group that is swapped or recomputed in some plans; `base`: the place of its layer's first operator."""
+        import numpy
+
         nbytes = group.bytes
         if again.any():
             less = nbytes - group.recompute_keeps
@@ -247,22 +260,28 @@ class _Part:
         if due > self.count:
             due = self.count if due == self.count + self._tail else self.count + 1
         self._give[due] += swapped * nbytes
-        seconds = nbytes / GB
-        out, back = exact(seconds / self._link.out), exact(seconds / self._link.back)
-        copy = _Copies(swapped.astype(float), out, saved, due)
+        later = self._on_host(group)
+        back_bytes = nbytes - later
         slows = 0.0 if self._link.blocking else self._link.slows
+        if later:
+            self._later.append((uses[1], later, numpy.broadcast_to(swapped, self.lanes).astype(float)))
+            self._waiting = self._waiting - swapped * later
+            self._weights[uses[1]] += swapped * (slows * later / GB / self._link.back)
+        seconds, seconds_back = nbytes / GB, back_bytes / GB
+        out, back = exact(seconds / self._link.out), exact(seconds_back / self._link.back)
+        copy = _Copies(swapped.astype(float), out, saved, due)
         if slows:
             self._forward_seconds[saved] += swapped * (slows * seconds / self._link.out)
         for one, there in _cases(needed, swapped):
             if slows:
-                self._backward_seconds[base + one] += there * (slows * seconds / self._link.back)
+                self._backward_seconds[base + one] += there * (slows * seconds_back / self._link.back)
             start = base + one + self._distance
             early = max(0, start - self.count - self._tail)
             start = 0 if early else min(start, self.count)
             if start:
-                self._retake[start] += there * nbytes
+                self._retake[start] += there * back_bytes
             number = len(self._copies)
-            copy.returns.append(_Return(number, there.astype(float), nbytes, back, start, early, base + one))
+            copy.returns.append(_Return(number, there.astype(float), back_bytes, back, start, early, base + one))
         self._copies.append(copy)
 
     def passes(self, forward: bool, ahead: int | None, parts: Sequence[_Part], fetched: bool) -> _Passes:
@@ -272,6 +291,28 @@ class _Part:
             early = [] if ahead is None else parts[ahead].early
             self._cache[key] = self._of_forward(early) if forward else self._of_backward(early, fetched)
         return self._cache[key]
+
+    @cached_property
+    def weights(self) -> _Passes:
+        """See `PartScripts.weights`."""
+        import numpy
+
+        numbers = [number for number in range(self.count + 1, -1, -1) if self._weights[number].any()]
+        places = {number: place for place, number in enumerate(numbers)}
+        moments = numpy.zeros((len(numbers) + 1, self.lanes))
+        if numbers:
+            moments[1:] = numpy.stack([self._weights[number] for number in numbers]).cumsum(axis=0)
+        sizes = numpy.zeros((len(numbers) + 1, self.lanes), numpy.int64)
+        steps: list[tuple[int, int, int, int, Any, Any]] = []
+        for copy, (number, nbytes, has) in enumerate(self._later):
+            place, seconds = places[number], exact(nbytes / GB / self._link.back)
+            steps.append((place - 1, BACK, nbytes, copy, has * seconds, has))
+            steps.append((place, WAIT, nbytes, copy, None, None))
+            sizes[place] += has.astype("int64") * nbytes
+        if not numbers:
+            none = sizes[0]
+            return _Passes([], moments, moments[-1], none, none - self._waiting, numpy.zeros(self.lanes))
+        return _passes(steps, moments, sizes[0], sizes[1:], sizes[:-1], self._waiting)
 
     def _of_forward(self, ahead: Sequence[_Return]) -> _Passes:
         import numpy
@@ -299,9 +340,18 @@ class _Part:
 
         before, after, count = self.part.before, self.part.after, self.count
         seconds = self._backward_seconds.copy()
-        seconds[count + 1] = after.backward_seconds  # the loss, before the last operator
+        loss, end = after.backward_seconds, before.backward_seconds
+        of_loss = after.bytes
+        of_start: int | Array = before.bytes
+        if self._splits:
+            loss, end = loss - after.weight_seconds, end - before.weight_seconds
+            of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
+        seconds[count + 1] = loss  # before the last operator
         moments = seconds[:0:-1].cumsum(axis=0)
-        moments = numpy.concatenate([moments, moments[-1:] + before.backward_seconds])
+        moments = numpy.concatenate([moments, moments[-1:] + end])
+        if self._splits and not self._apart:
+            moments[-1] += self._weight_seconds
+            of_start += self._waiting
         steps: list[tuple[int, int, int, int, Any, Any]] = []
         for copy in self._copies:
             for one in copy.returns:
@@ -318,8 +368,8 @@ class _Part:
             place = count - min(one.early, count)
             steps.append((place, AHEAD, rank, rank, one.has * one.back, one.has))
             take[place + 1] += self._bytes(one)
-        give = numpy.concatenate([[[after.bytes]], self._regive[count:0:-1]])
-        return _passes(steps, moments, start, take, give, before.bytes)
+        give = numpy.concatenate([[[of_loss]], self._regive[count:0:-1]])
+        return _passes(steps, moments, start, take, give, of_start)
 
     def _bytes(self, one: _Return) -> Array:
         return one.has.astype("int64") * one.nbytes
@@ -343,7 +393,9 @@ def _cases(needed: int | Array, those: Array) -> list[tuple[int, Array]]:
     return [(int(one), those & (needed == one)) for one in numpy.unique(needed[those] if len(those) > 1 else needed)]
 
 
-def _passes(steps: list[tuple], moments: Array, at_start: Array, take: Array, give: Array, at_end: int) -> _Passes:
+def _passes(
+    steps: list[tuple], moments: Array, at_start: Array, take: Array, give: Array, at_end: int | Array
+) -> _Passes:
     import numpy
 
     moments = numpy.rint(moments * TICK) / TICK
@@ -381,10 +433,11 @@ class ManyTracks:
         self._blocking = problem.link.blocking
         stage = problem.stages[number]
         self.parts = parts or _parts(problem, number, letters, distance)
-        self._kinds = [self._kind(place) for place in range(len(self.passes))]
+        self._kinds = self._kinds_of(self.passes)
+        whole = problem.whole[number]
         held = numpy.zeros(len(letters), numpy.int64)
         highest = held
-        for kind in self._kinds:
+        for kind in self._kinds if whole is self.passes else self._kinds_of(whole):
             highest = numpy.maximum(highest, held + kind.highest)
             held = held + kind.net
         self.peaks = highest + (stage.static_bytes + stage.temporary_bytes)
@@ -411,10 +464,11 @@ class ManyTracks:
         start = numpy.maximum(self.now, arrival)
         if self._blocking:
             stall = kind.copied
-        elif not kind.events:
+        elif not kind.events:  # such are all gradients of weights, or those that no plan fetches anything for
             stall, ended = None, start + kind.whole
             self._later(ended - self.now)
-            self._fetched = []
+            if self.passes[place][0] != WEIGHT:
+                self._fetched = []
             self.now = ended
         else:
             self._later(start - self.now)
@@ -454,10 +508,10 @@ class ManyTracks:
         lag = numpy.zeros(len(out))
         outs: dict[int, Array] = {}
         backs: dict[int, Array] = {}
-        if direction != FORWARD and self._fetched:
+        if direction == BACKWARD and self._fetched:
             backs = {_key(one): done for one, done in zip(self.parts[part].early, self._fetched, strict=True)}
         following = self._coming[place]
-        fetched: list[Array] = []
+        fetched = list(self._fetched) if direction == WEIGHT else []
         moments = kind.moments
         for what, copy, row, seconds, has in kind.events:
             moment = 0.0 if row < 0 else moments[row]
@@ -474,12 +528,16 @@ class ManyTracks:
                 lag = maximum(lag, (backs[copy] if what == WAIT else outs[copy]) - moment)
         ended = kind.whole + lag
         out, back = maximum(out - ended, 0.0), maximum(back - ended, 0.0)
-        assert following is not None or not fetched
+        assert following is not None or not fetched or direction == WEIGHT
         return lag, out, back, [maximum(one - ended, 0.0) for one in fetched]
 
-    def _kind(self, place: int) -> _Passes:
-        direction, _, part = self.passes[place]
-        following = self._coming[place]
-        fetched = place > 0 and self._coming[place - 1] is not None
-        ahead = None if following is None else following[2]
-        return self.parts[part].passes(direction == FORWARD, ahead, self.parts, fetched)
+    def _kinds_of(self, passes: Sequence[Pass]) -> list[_Passes]:
+        found, begun = [], False  # see `StageTrack`
+        for (direction, _, part), following in zip(passes, coming(passes), strict=True):
+            if direction == WEIGHT:
+                found.append(self.parts[part].weights)
+                continue
+            ahead = None if following is None else following[2]
+            found.append(self.parts[part].passes(direction == FORWARD, ahead, self.parts, begun))
+            begun = following is not None
+        return found

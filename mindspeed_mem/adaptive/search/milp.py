@@ -3,6 +3,7 @@
 For a stage p with w micro-batches in flight, groups i of a bytes each, n layers of which s swap and r recompute:
 
     memory   static + temporary + w (outside + sum a (n - s - r) + keeps r) + sum a (s + r) / n + ahead sum a s / n
+             (and what waits for gradients of weights, where these are passes of their own)
     forward  F + wait,  wait >= sum a s / out - F      (a forward ends when its copies out have)
     backward B + sum r again + wait,  wait >= sum a s / back - B - sum r again
              (over a link that blocks both waits are all of the copies, without - F or - B - sum r again)
@@ -235,12 +236,14 @@ def _stage(
     stage, link = problem.stages[number], problem.link
     kept: list[tuple[float, dict[tuple, float]]] = []
     moved: list[dict[tuple, float]] = []
+    later: list[dict[tuple, float]] = []
     for place, part in enumerate(stage.parts):
         forward = part.before.forward_seconds + part.after.forward_seconds
         backward = part.before.backward_seconds + part.after.backward_seconds
         held = (part.before.bytes + part.after.bytes) / GB
         terms: dict[tuple, float] = {}
         swapped: dict[tuple, float] = {}
+        waits_on_host: dict[tuple, float] = {}
         again: dict[tuple, float] = {}
         for block in (one for one in mine if one.part == place):
             forward += block.kind.forward_seconds * len(block.layers)
@@ -250,6 +253,8 @@ def _stage(
                 held += size * len(block.movable(group))
                 terms |= {s: -size, r: group.recompute_keeps / GB - size}
                 swapped[s] = size
+                if on_host := problem.on_host(group):
+                    waits_on_host[s] = on_host / GB
                 again[r] = -link.back * (group.recompute_seconds or 0.0)
         # What every plan takes, so that the gap is one of the cycle and not of what is added to it.
         program.variable(("compute", place), forward + backward, price=1.0, low=forward + backward)
@@ -261,11 +266,22 @@ def _stage(
         program.at_most(swapped | again | {("back", place): -link.back}, link.back * backward)
         kept.append((held, terms))
         moved.append(swapped)
+        later.append(waits_on_host)
     there = (stage.static_bytes + stage.temporary_bytes) / GB
-    for counts in problem.in_flight[number]:
+    for counts, waits in problem.held[number]:
         rows = [(name, n * value) for n, (_, terms) in zip(counts, kept, strict=True) for name, value in terms.items()]
         held = sum(n * size for n, (size, _) in zip(counts, kept, strict=True))
-        program.at_most(dict(rows) | beside, budget - there - held)
+        held += sum(n * problem.waiting(number, part) / GB for part, n in enumerate(waits))
+        rows += [(s, -n * size) for n, terms in zip(waits, later, strict=True) if n for s, size in terms.items()]
+        program.at_most(_summed(rows) | beside, budget - there - held)
         if problem.host_limit is not None:
-            on_host = [(name, n * size) for n, terms in zip(counts, moved, strict=True) for name, size in terms.items()]
-            program.at_most(dict(on_host), problem.host_limit / GB)
+            both = (*zip(counts, moved, strict=True), *zip(waits, later, strict=True))
+            gone = [(name, n * size) for n, terms in both for name, size in terms.items()]
+            program.at_most(_summed(gone), problem.host_limit / GB)
+
+
+def _summed(terms: Sequence[tuple[tuple, float]]) -> dict[tuple, float]:
+    found: dict[tuple, float] = {}
+    for name, value in terms:
+        found[name] = found.get(name, 0.0) + value
+    return found

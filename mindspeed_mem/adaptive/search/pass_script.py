@@ -12,7 +12,7 @@ So memory depends only on the order, not on how long anything takes: allocations
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, islice
 from operator import sub
 from typing import NamedTuple
@@ -52,6 +52,8 @@ class Copy(NamedTuple):
     nbytes: int
     out_seconds: float
     back_seconds: float
+    back_bytes: int
+    """Those that come back for the backward."""
     early: int
     """Operators of the pass before its backward that are left when its copy back starts; 0: not so early."""
 
@@ -75,15 +77,31 @@ class PartScripts:
     def __init__(self, problem: Problem, part: Part, letters: Sequence[str], distance: int):
         self.part = part
         self.copies: list[Copy] = []
+        self._on_host = problem.on_host
         kinds = [problem.class_of[name] for name in part.layers]
         bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
         self.count = count = bases[-1]
+        self._link = problem.link
         self._tail = int(part.after != Outside())  # the final norm counts as an operator, too
+        line = problem.pipeline
+        self._splits, self._apart = line.splits, line.apart
+        self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
+        self._waiting = part.before.weight_bytes + part.after.weight_bytes
+        self._later: list[tuple[int, int]] = []  # (operator, bytes): what comes back for the gradient of its weight
+        self._weights = [0.0] * (count + 2)
+        self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
+        self.weight_copies: list[Copy] = []
         self._forward, self._backward = _Direction(count), _Direction(count)
         for base, kind in zip(bases, kinds, strict=False):
             end = base + 1 + len(kind.operators)
             self._forward.seconds[base + 1 : end] = [operator.forward_seconds for operator in kind.operators]
             self._backward.seconds[base + 1 : end] = [operator.backward_seconds for operator in kind.operators]
+            for number, operator in enumerate(kind.operators if self._splits else (), base + 1):
+                self._backward.seconds[number] -= operator.weight_seconds
+                self._backward.take[number] += operator.weight_bytes
+                self._weights[number] = operator.weight_seconds
+            self._weight_seconds += kind.weight_seconds
+            self._waiting += sum(operator.weight_bytes for operator in kind.operators)
         for layer, (kind, text) in enumerate(zip(kinds, letters, strict=True)):
             previous = kinds[layer - 1] if layer else None
             for life in _lives(kind, previous, text):
@@ -97,8 +115,11 @@ class PartScripts:
     def _add(self, life: _Life, produced: int, base: int, distance: int, link: Link) -> None:
         forward, backward, nbytes = self._forward, self._backward, life.group.bytes
         first, last, needed = base + life.first_use, base + life.last_use, base + life.needed
+        waits = life.group.weight_bytes * self._splits
+        later = self._on_host(life.group) if life.letter == SWAP else 0
+        self._waiting += waits - later
         forward.take[produced] += nbytes
-        backward.give[first] += nbytes
+        backward.give[first] += nbytes - waits
         if life.letter == RECOMPUTE:
             forward.give[max(last, produced)] += nbytes - life.group.recompute_keeps
             backward.take[needed] += nbytes - life.group.recompute_keeps
@@ -113,15 +134,20 @@ class PartScripts:
         forward.steps += [(saved, OUT, number), (due, RELEASE, number)]
         forward.give[due] += nbytes
         start = needed + distance
+        if later:
+            self._later.append((last, later))
+            if link.slows and not link.blocking:
+                self._weights[last] += link.slows * later / GB / link.back
+        back = nbytes - later
         seconds, early = nbytes / GB, max(0, start - self.count - self._tail)
-        self.copies.append(Copy(nbytes, exact(seconds / link.out), exact(seconds / link.back), early))
+        self.copies.append(Copy(nbytes, exact(seconds / link.out), exact(back / GB / link.back), back, early))
         if link.slows and not link.blocking:
             forward.seconds[saved] += link.slows * seconds / link.out
-            backward.seconds[needed] += link.slows * seconds / link.back
+            backward.seconds[needed] += link.slows * back / GB / link.back
         if start <= self.count + self._tail:
             start = min(start, self.count)
             backward.steps.append((start, BACK, number))
-            backward.take[start] += nbytes
+            backward.take[start] += back
         backward.steps.append((needed, WAIT, number))
 
     def script(self, forward: bool, ahead: PartScripts | None, fetched: bool) -> Script:
@@ -131,6 +157,21 @@ class PartScripts:
         if key not in self._cache:
             self._cache[key] = self._write_forward(ahead) if forward else self._write_backward(ahead, fetched)
         return self._cache[key]
+
+    @cached_property
+    def weights(self) -> Script:
+        """The gradients of weights of a pass, where they are a pass of their own."""
+        numbers = [number for number in range(self.count + 1, -1, -1) if self._weights[number]]
+        if not numbers:
+            return Script((), 0.0, 0, -self._waiting, 0.0)
+        begins = list(accumulate((self._weights[number] for number in numbers), initial=0.0))
+        steps, sizes = [], [0] * (len(numbers) + 1)
+        for copy, (place, nbytes) in enumerate(weight_order(numbers, self._later)):
+            self.weight_copies.append(Copy(nbytes, 0.0, exact(nbytes / GB / self._link.back), nbytes, 0))
+            steps.append((place - 1, BACK, copy, copy, begins[max(0, place - 1)]))
+            steps.append((place, WAIT, copy, copy, begins[place]))
+            sizes[place] += nbytes
+        return _script(steps, begins[-1], sizes[0], sizes[1:], sizes[:-1], self._waiting)
 
     def _write_forward(self, ahead: PartScripts | None) -> Script:
         """Time and memory run through the part's operators from 1 to count, and on to count + 1, the loss."""
@@ -148,11 +189,16 @@ class PartScripts:
         return _script(steps, whole, before.bytes, take[1:], line.give[1:])
 
     def _write_backward(self, ahead: PartScripts | None, fetched: bool) -> Script:
-        """From the loss down to operator 1; an event of an operator comes before its backward."""
+        """From the loss down to operator 1; an event of an operator comes before its backward. Where gradients of
+        weights are put off, but are no pass of their own, they come at its end."""
         before, after, line = self.part.before, self.part.after, self._backward
         numbers = range(self.count, 0, -1)
-        begins = list(accumulate((line.seconds[number] for number in numbers), initial=after.backward_seconds))
-        whole = begins[-1] + before.backward_seconds
+        loss, end = after.backward_seconds, before.backward_seconds
+        if self._splits:
+            loss, end = loss - after.weight_seconds, end - before.weight_seconds
+        begins = list(accumulate((line.seconds[number] for number in numbers), initial=loss))
+        whole = begins[-1] + end
+        whole += self._weight_seconds if self._splits and not self._apart else 0.0
         steps = []
         for number, what, copy in line.steps:
             place = self.count - number
@@ -162,17 +208,28 @@ class PartScripts:
         at_start = 0
         if not fetched:
             steps += [(-1, BACK, rank, copy, 0.0) for rank, copy in enumerate(self.early)]
-            at_start = sum(self.copies[copy].nbytes for copy in self.early)
+            at_start = sum(self.copies[copy].back_bytes for copy in self.early)
         for rank, (copy, early, nbytes) in enumerate(_fetched(ahead)):
             place = self.count - min(early, self.count)
             steps.append((place, AHEAD, rank, copy, begins[place]))
             take[place] += nbytes
-        return _script(steps, whole, at_start, [0, *take], [after.bytes, *give], before.bytes)
+        of_loss, of_start = after.bytes, before.bytes
+        if self._splits:
+            of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
+            of_start += self._waiting * (not self._apart)
+        return _script(steps, whole, at_start, [0, *take], [of_loss, *give], of_start)
 
 
 def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:
     """The copies that start in the pass before: number, operators left in it, bytes."""
-    return [] if ahead is None else [(n, ahead.copies[n].early, ahead.copies[n].nbytes) for n in ahead.early]
+    return [] if ahead is None else [(n, ahead.copies[n].early, ahead.copies[n].back_bytes) for n in ahead.early]
+
+
+def weight_order(numbers: Sequence[int], later: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Copies back for gradients of weights, which are computed in this order of operators: the place of each copy's
+    operator, and its bytes. Each is started when the gradient before is computed."""
+    places = {number: place for place, number in enumerate(numbers)}
+    return sorted((places[number], nbytes) for number, nbytes in later)
 
 
 def _script(
