@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from mindspeed_mem import features
 from mindspeed_mem.activation import engine as engines
+from mindspeed_mem.activation.storage.for_weights import OnHost
 from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.activation.storage.records import OverwrittenError
 from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patching import around, join
 from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
@@ -107,18 +109,23 @@ def linear_backward(original, ctx, grad_output):
     parameter = getattr(ctx.next_functions[1][0], "variable", None)
     if not WEIGHT_GRADIENTS.collecting or parameter is None or _is_special(ctx, parameter):
         return original(ctx, grad_output)
-    inputs, weight = ctx.saved_tensors
+    engine, later = engines.current(), None
+    if engine is None:
+        inputs, weight = ctx.saved_tensors
+    else:
+        (inputs, weight), later = engine.saved.for_weights(ctx)
     result = original(_WithoutWeight(ctx, inputs, weight), grad_output)
     layers = sys.modules[_LAYERS]
     grad_bias = None
     if ctx.use_bias:
-        grad_bias = layers.prepare_input_tensors_for_wgrad_compute(grad_output, inputs)[0].sum(dim=0)
+        grad_bias = layers.prepare_input_tensors_for_wgrad_compute(grad_output, grad_output)[0].sum(dim=0)
     gathered_by = ctx.tp_group if ctx.sequence_parallel else None
     fused = ctx.gradient_accumulation_fusion
-    compute = _WeightGradient(parameter, inputs.detach(), grad_output.detach(), gathered_by, fused)
-    WEIGHT_GRADIENTS.put_off(parameter, compute)
-    if engines.current() is not None:  # of the inputs it may have counted their operator's, until its backward
-        for held in (inputs, grad_output):
+    holds = (grad_output.detach(),) if later is not None else (grad_output.detach(), inputs.detach())
+    compute = _WeightGradient(parameter, later or _Here(holds[-1]), holds[0], gathered_by, fused)
+    WEIGHT_GRADIENTS.put_off(parameter, compute, holds, None if later is None else later.fetch)
+    if engine is not None:  # of the inputs it may have counted their operator's, until its backward
+        for held in holds:
             LEDGER.enter(held.untyped_storage(), owned=False)
     return (result[0], None, grad_bias, *result[3:])
 
@@ -157,37 +164,58 @@ class _WithoutWeight:
         return getattr(self._ctx, name)
 
 
+class _Here:
+    """What a layer was given, on the device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def get(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise ChangedError
+        return self._tensor
+
+
+class ChangedError(RuntimeError):
+    """What a gradient is made from is not what it was."""
+
+
 class _WeightGradient:
     """Makes the gradient of a linear layer's weight, as Megatron does."""
 
     def __init__(
         self,
         parameter: torch.nn.Parameter,
-        inputs: torch.Tensor,
+        inputs: _Here | OnHost,
         grad_output: torch.Tensor,
         gathered_by: Any,
         fused: bool,
     ) -> None:
         self._parameter, self._inputs, self._grad_output = parameter, inputs, grad_output
         self._gathered_by, self._fused = gathered_by, fused
-        self._versions = inputs._version, grad_output._version
+        self._version = grad_output._version
 
     def __call__(self) -> torch.Tensor | None:
-        if self._versions != (self._inputs._version, self._grad_output._version):
+        try:
+            if self._version != self._grad_output._version:
+                raise ChangedError
+            inputs = self._inputs.get()
+        except (ChangedError, OverwrittenError) as error:
             raise RuntimeError(
                 f"what a weight of shape {tuple(self._parameter.shape)} needs for its gradient was changed in place "
                 "after the backward pass of its layer: leave --split-backward out"
-            )
+            ) from error
         layers = sys.modules[_LAYERS]
-        inputs = self._inputs if self._gathered_by is None else self._gathered(layers)
+        if self._gathered_by is not None:
+            inputs = self._gathered(layers, inputs)
         grad_output, inputs = layers.prepare_input_tensors_for_wgrad_compute(self._grad_output, inputs)
         return self._add(layers, grad_output, inputs) if self._fused else grad_output.t().matmul(inputs)
 
-    def _gathered(self, layers: Any) -> torch.Tensor:
+    def _gathered(self, layers: Any, inputs: torch.Tensor) -> torch.Tensor:
         """The whole sequence, in Megatron's own buffer for it."""
-        shape = [self._inputs.shape[0] * self._gathered_by.size(), *self._inputs.shape[1:]]
-        whole = layers.get_global_memory_buffer().get_tensor(shape, self._inputs.dtype, "mpu")
-        layers.dist_all_gather_func(whole, self._inputs, group=self._gathered_by)
+        shape = [inputs.shape[0] * self._gathered_by.size(), *inputs.shape[1:]]
+        whole = layers.get_global_memory_buffer().get_tensor(shape, inputs.dtype, "mpu")
+        layers.dist_all_gather_func(whole, inputs, group=self._gathered_by)
         return whole
 
     def _add(self, layers: Any, grad_output: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:

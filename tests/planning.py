@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import (
     Group,
@@ -13,6 +15,7 @@ from mindspeed_mem.adaptive.problem.definition import (
     Problem,
     Stage,
 )
+from mindspeed_mem.schedule import Placement
 
 MB = 10**6
 # A layer like a transformer's: a norm, a product, attention, a product, an activation function, a product.
@@ -63,6 +66,22 @@ LAYER = LayerClass(
 )
 
 
+_LINEAR = {"qkv": (0.1, 192), "up": (0.21, 256), "down": (0.2, 64)}
+_FEEDS = {"norm": 64, "core": 64, "act": 256}
+SPLIT_LAYER = replace(
+    LAYER,
+    name="split layer",
+    operators=tuple(
+        replace(one, weight_seconds=_LINEAR[one.name][0], weight_bytes=_LINEAR[one.name][1] * MB)
+        if one.name in _LINEAR
+        else one
+        for one in LAYER.operators
+    ),
+    groups=tuple(replace(one, weight_bytes=_FEEDS.get(one.name, 0) * MB) for one in LAYER.groups),
+)
+"""The same with what its products put off."""
+
+
 def small_problem(
     *,
     stages: int = 1,
@@ -75,22 +94,32 @@ def small_problem(
     host: int | None = None,
     blocking: bool = False,
     kind: LayerClass = LAYER,
+    schedule: str = "1f1b",
+    cap: int | None = None,
+    split_backward: bool = False,
 ) -> Problem:
     """`layers` in each part; head and loss on the last stage. Link in GB/s."""
     made = []
+    placement = Placement(stages, virtual, schedule == "v")
     for number in range(stages):
         parts = []
         for part in range(virtual):
-            last = number == stages - 1 and part == virtual - 1
-            head = Outside(forward_seconds=0.1, backward_seconds=0.2, bytes=90 * MB) if last else Outside()
-            first_layer = (part * stages + number) * layers
+            place = placement.part(number, part)
+            first_layer = place * layers
+            head = Outside()
+            if place == placement.parts - 1:
+                head = Outside(
+                    forward_seconds=0.1, backward_seconds=0.2, bytes=90 * MB, weight_seconds=0.1, weight_bytes=70 * MB
+                )
             before = Outside(bytes=64 * MB, forward_seconds=0.01 if first_layer == 0 else 0.0)
             parts.append(Part(layers=(kind.name,) * layers, first_layer=first_layer, before=before, after=head))
         made.append(Stage(parts=tuple(parts), static_bytes=500 * MB, temporary_bytes=30 * MB, step_seconds=0.1))
     return Problem(
         classes=(kind,),
         stages=tuple(made),
-        pipeline=Pipeline(micro_batches=micro_batches, send_seconds=send),
+        pipeline=Pipeline(
+            micro_batches=micro_batches, send_seconds=send, schedule=schedule, cap=cap, split_backward=split_backward
+        ),
         link=Link(out=link, back=link, blocking=blocking),
         device_limit=limit,
         host_limit=host,

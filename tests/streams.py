@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 
-from mindspeed_mem.passes import FORWARD
+from mindspeed_mem.passes import FORWARD, WEIGHT
 
 GB = 1e9
 
@@ -26,6 +26,11 @@ class Stream:
 
     def put(self, wait=(), seconds=0.0, sets=(), take=0, give=0, copy_wait=False):
         self.queue.append((tuple(wait), seconds, tuple(sets), take, give, copy_wait))
+
+
+def problem_splits(problem):
+    """Whether gradients of weights are put off."""
+    return problem.pipeline.schedule != "1f1b" or problem.pipeline.split_backward
 
 
 class Machine:
@@ -77,8 +82,13 @@ class Machine:
         passes = self.problem.passes[number]
         self.items = {chunk: self._items(number, chunk) for chunk in range(self.problem.virtual_stages)}
         fetched = set()
+        self.splits = problem_splits(self.problem)
         for place, (direction, micro_batch, chunk) in enumerate(passes):
-            coming = passes[place + 1] if place + 1 < len(passes) else None
+            if direction == WEIGHT:
+                self._weights(number, chunk)
+                continue
+            later = [one for one in passes[place + 1 :] if one[0] != WEIGHT]
+            coming = later[0] if later else None
             ahead = None
             if coming and coming[0] != FORWARD and coming[1:] != (micro_batch, chunk):
                 ahead = coming[1:]
@@ -171,10 +181,12 @@ class Machine:
     def _arrival(self, number, direction, micro_batch, chunk):
         """The pass on another stage that has to be done."""
         stages, virtual = len(self.problem.stages), self.problem.virtual_stages
-        part = chunk * stages + number
-        other = part - 1 if direction == FORWARD else part + 1
+        places = [(stage, turn) for turn in range(virtual) for stage in range(stages)]
+        if self.problem.pipeline.schedule == "v":  # the second half comes back
+            places[stages:] = reversed(places[stages:])
+        other = places.index((number, chunk)) + (-1 if direction == FORWARD else 1)
         if 0 <= other < stages * virtual:
-            return [("pass", other % stages, direction, micro_batch, other // stages)]
+            return [("pass", places[other][0], direction, micro_batch, places[other][1])]
         return []
 
     def _forward(self, number, micro_batch, chunk, ahead, fetched):
@@ -222,7 +234,10 @@ class Machine:
         own = [("pass", number, FORWARD, micro_batch, chunk)]
         compute.put(wait=own + self._arrival(number, "backward", micro_batch, chunk))
         self._load(number, key, position + self._tail(number, chunk) + 1, fetched)
-        compute.put(seconds=of_chunk.after.backward_seconds, give=of_chunk.after.bytes)
+        loss, start = of_chunk.after, of_chunk.before
+        waits = [one.weight_bytes * self.splits for one in (loss, start)]
+        later = [one.weight_seconds * self.splits for one in (loss, start)]
+        compute.put(seconds=loss.backward_seconds - later[0], give=loss.bytes - waits[0])
         self._load(number, key, position + self._tail(number, chunk), fetched)
         for kind in reversed(self._layers(number, chunk)):
             for operator in reversed(kind.operators):
@@ -237,8 +252,21 @@ class Machine:
                     if item["act"] == "R" and item["due"] == position:
                         size = item["group"].bytes - item["group"].recompute_keeps
                         compute.put(seconds=item["group"].recompute_seconds, take=size)
-                compute.put(seconds=operator.backward_seconds)
-                compute.put(give=sum(item["group"].bytes for item in items if item["first"] == position))
+                seconds = operator.backward_seconds - operator.weight_seconds * self.splits
+                compute.put(seconds=seconds, take=operator.weight_bytes * self.splits)
+                done = [item["group"] for item in items if item["first"] == position]
+                compute.put(give=sum(group.bytes - group.weight_bytes * self.splits for group in done))
                 position -= 1
-        compute.put(seconds=of_chunk.before.backward_seconds)
-        compute.put(give=of_chunk.before.bytes, sets=[("pass", number, "backward", micro_batch, chunk)])
+        compute.put(seconds=start.backward_seconds - later[1])
+        if self.problem.pipeline.schedule == "1f1b" and self.splits:
+            self._weights(number, chunk)
+        compute.put(give=start.bytes - waits[1], sets=[("pass", number, "backward", micro_batch, chunk)])
+
+    def _weights(self, number, chunk):
+        """Gradients of weights; what they are made from is counted as theirs until the last of them is there."""
+        of_chunk, kinds = self.problem.stages[number].parts[chunk], self._layers(number, chunk)
+        outside = (of_chunk.before, of_chunk.after)
+        operators = [operator for kind in kinds for operator in kind.operators]
+        given = sum(item["group"].weight_bytes for item in self.items[chunk])
+        given += sum(one.weight_bytes for one in (*outside, *operators))
+        self.streams[number][0].put(seconds=sum(one.weight_seconds for one in (*outside, *operators)), give=given)

@@ -88,7 +88,9 @@ class Engine:
         self.mover = evicting or Mover(backend, slabs)
         self.mover.auto = self.auto
         self.observation = Observation(Census(position.running, backend.tensor_type) if watch_only else None)
-        saved = SavedTensors(position, self.in_force, self.mover, self.observation, no_effect, every_record=survive)
+        self.saved = saved = SavedTensors(
+            position, self.in_force, self.mover, self.observation, no_effect, every_record=survive
+        )
         self.second_runs = SecondRuns(position, self.in_force, self.mover, saved, no_effect)
         natives = NativeOperators(position, self.in_force)
         self.passes = Passes(
@@ -155,6 +157,7 @@ class Engine:
         Raises MemoryConfigError, on all ranks; there is no plan then.
         """
         self.second_runs.forget()
+        self.mover.staying.for_weights.clear()
         self.in_force.adopt(config, tell)
         self.resolve(gather, partners)
         if self.survival is not None:

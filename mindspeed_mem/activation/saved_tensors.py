@@ -22,6 +22,7 @@ from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import Tape
 from mindspeed_mem.activation.storage import marks, own_tensors
+from mindspeed_mem.activation.storage.for_weights import OnHost, ReadsForWeights
 from mindspeed_mem.activation.storage.ledger import LEDGER, Token
 from mindspeed_mem.activation.storage.micro_batch import NO_OWNER, MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
@@ -69,6 +70,7 @@ class SavedTensors:
         self.every_record = every_record
         self.hooks = self.pack, self.unpack  # these very objects: whoever finds hooks in force can tell whose they are
         self._device_type = mover.backend.tensor_type
+        self._reads: ReadsForWeights | None = None
 
     # ---- the hooks
     def pack(self, tensor: torch.Tensor, by_function: bool | None = None) -> Any:
@@ -150,10 +152,24 @@ class SavedTensors:
                 kept.micro_batch.unpacks(kept.number)
         elif type(position.rerun) is ModuleRerun:  # no backward, but gradients that a forward computes
             position.rerun.why_not = "it computes gradients within its forward"
-        tensor = kept.bring_back()
+        reads = self._reads
+        tensor = kept.bring_back() if reads is None else reads.brought(kept)
         if kept.own is not None:
             own_tensors.unpacked(kept)
         return tensor
+
+    def for_weights(self, ctx: Any) -> tuple[tuple, OnHost | None]:
+        """``ctx.saved_tensors`` of a linear layer that puts the gradient of its weight off, input first.
+
+        What the input's gradient does not need, and is on the host, stays there: there is a stand-in without memory for
+        it, and what brings it back.
+        """
+        outer, self._reads = self._reads, ReadsForWeights(self._mover)
+        try:
+            tensors = ctx.saved_tensors
+            return tensors, self._reads.later
+        finally:
+            self._reads = outer
 
     def may_drop(self) -> bool:
         """Whether records may be left out of what only recomputed operators need: nobody counts them or moves them."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,13 +46,26 @@ class WeightGradients:
         finally:
             self._now = None
 
-    def put_off(self, parameter: torch.nn.Parameter, compute: Compute) -> None:
-        """``compute`` makes a gradient of ``parameter``; None: it has been added where it belongs."""
+    def put_off(
+        self,
+        parameter: torch.nn.Parameter,
+        compute: Compute,
+        holds: tuple[torch.Tensor, ...] = (),
+        fetch: Callable[[], None] | None = None,
+    ) -> None:
+        """Put a gradient off.
+
+        Args:
+            parameter: whose it is.
+            compute: makes it; returns None if it has been added where it belongs.
+            holds: what it is made of, as far as that is on the device.
+            fetch: starts to bring the rest there; called once, while the gradient before this is computed.
+        """
         assert self._now is not None
         self.count += 1
         stream = torch.get_device_module(parameter.device).current_stream()
         backward = torch._C._current_graph_task_id()
-        self._now.put_off.setdefault(backward, []).append((parameter, compute, stream))
+        self._now.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds, fetch))
         self._now.parameters.add(parameter)
 
     def awaits(self, parameter: torch.nn.Parameter) -> bool:
@@ -82,10 +95,21 @@ class WeightGradients:
         for parameter, gradient in one.from_elsewhere.items():
             parameter.grad = gradient
         for put_off in one.put_off.values():  # each backward's sums by themselves, as they reach parameters
-            roots = []
+            roots, following = [], None
             while put_off:  # from the end: autograd runs first what was made last
-                roots.append(_later(*put_off.pop()))
+                last = put_off.pop()
+                roots.append(_later(last.parameter, _Computes(last.compute, following), last.stream))
+                following = last.fetch
+            if following is not None:
+                following()
+            last = following = None
             torch.autograd.backward(roots, [root.detach() for root in roots])
+
+    def waiting(self) -> int:
+        """Bytes of all that is held, each storage counted once."""
+        held = (one.holds for passed in self._passes.values() for some in passed.put_off.values() for one in some)
+        storages = (tensor.untyped_storage() for tensors in held for tensor in tensors)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def clear(self) -> int:
         """Drop everything; returns of how many passes."""
@@ -95,11 +119,33 @@ class WeightGradients:
         return count
 
 
+class _PutOff(NamedTuple):
+    """The gradient of one weight of one layer."""
+
+    parameter: torch.nn.Parameter
+    compute: Compute
+    stream: Any
+    holds: tuple[torch.Tensor, ...]
+    fetch: Callable[[], None] | None
+
+
+class _Computes:
+    """Computes a gradient, while what the one after it needs is on its way."""
+
+    def __init__(self, compute: Compute, following: Callable[[], None] | None) -> None:
+        self._compute, self._following = compute, following
+
+    def __call__(self) -> torch.Tensor | None:
+        if self._following is not None:
+            self._following()
+        return self._compute()
+
+
 class _Pass:
     """What one backward has put off."""
 
     def __init__(self) -> None:
-        self.put_off: dict[int, list[tuple[torch.nn.Parameter, Compute, Any]]] = {}
+        self.put_off: dict[int, list[_PutOff]] = {}
         """By the backward that runs: a checkpoint has its own within that of the pass."""
         self.parameters: set[torch.nn.Parameter] = set()
         self.from_elsewhere: dict[torch.nn.Parameter, torch.Tensor] = {}

@@ -42,6 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_argument_group("the model and its layout (Megatron's options)")
     machine = command.add_argument_group("the machine")
     plan_options.add_arguments(model, machine)
+    plan_options.add_schedule(model)
     what = (
         "no plan: measure the device at hand, for --devices; under torchrun copies to the host are by all at once, too"
     )

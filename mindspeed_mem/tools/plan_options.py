@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mindspeed_mem.adaptive.problem import devices
-from mindspeed_mem.adaptive.problem.definition import GIB
+from mindspeed_mem.adaptive.problem.definition import GIB, SCHEDULES, Pipeline
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
-from mindspeed_mem.command_line import flag, number
+from mindspeed_mem.command_line import flag, number, whole
 from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
     MODEL_NUMBERS,
@@ -102,8 +102,12 @@ _RANKS = (
     *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"),
 )
 """With any of these above 1, other devices of the node copy as well."""
+SCHEDULE_CHOICES = {"pipeline_schedule": SCHEDULES}
+SCHEDULE_NUMBERS = {"max_inflight_microbatches": "no cap, or with zb and v what the first stage of 1f1b holds"}
+SCHEDULE_SWITCHES = {"split_backward": "gradients of weights after the backward of their pass, as zb and v have it"}
+_OF_SCHEDULE = (*SCHEDULE_CHOICES, *SCHEDULE_NUMBERS, *SCHEDULE_SWITCHES)
 _NAMED = ("model", "hf_config", "megatron", "device_name", "devices")
-OF_A_SHAPE = (*_NAMED, *NUMBERS, *SWITCHES, *CHOICES, *TEXTS, *SPEEDS)
+OF_A_SHAPE = (*_NAMED, *NUMBERS, *SWITCHES, *CHOICES, *TEXTS, *SPEEDS, *_OF_SCHEDULE)
 
 
 class Described(NamedTuple):
@@ -149,6 +153,11 @@ def add_arguments(
     machine.add_argument(table, dest="devices", metavar="FILE", help=what)
     for name, (default, text) in speeds.items():
         machine.add_argument(flag(name), metavar="X", help=f"{text} ({default:g})")
+
+
+def add_schedule(model: argparse._ArgumentGroup) -> None:
+    """The options of the order of passes, as in training. A command that chooses among them has none."""
+    add_options(model, SCHEDULE_NUMBERS, SCHEDULE_SWITCHES, SCHEDULE_CHOICES, {})
 
 
 def add_limits(machine: argparse._ArgumentGroup, otherwise: str = "") -> None:
@@ -200,7 +209,11 @@ def by_name(
         if name is not None and name not in names:
             wrong.append(f"{option} takes {', '.join(names)}, not {name!r}")
     if given.megatron is not None:
-        _fill(given, megatron_line.options(given.megatron, (NUMBERS, SWITCHES, CHOICES, TEXTS), wrong))
+        tables = NUMBERS, SWITCHES, CHOICES, TEXTS
+        if hasattr(given, "pipeline_schedule"):
+            of_schedule = SCHEDULE_NUMBERS, SCHEDULE_SWITCHES, SCHEDULE_CHOICES, dict[str, str]()
+            tables = tuple(one | other for one, other in zip(tables, of_schedule, strict=True))
+        _fill(given, megatron_line.options(given.megatron, tables, wrong))
     if given.model is not None and given.hf_config is not None:
         wrong.append("--model and --hf-config name two models; give either")
     elif given.hf_config is not None:
@@ -356,6 +369,8 @@ def _latent(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int],
 def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], wrong: list[str]) -> Degrees:
     tensor, pipeline = numbers.get("tensor_model_parallel_size", 1), numbers.get("pipeline_model_parallel_size", 1)
     data, per_part = numbers.get("data_parallel_size", 1), numbers.get("num_layers_per_virtual_pipeline_stage")
+    if getattr(given, "pipeline_schedule", None) == "v" and per_part is None and given.pipeline_stages is None:
+        per_part = max(1, shape.num_layers // (2 * pipeline))  # a V has two virtual stages
     virtual, micro_batches, counts = 1, 1, ""
     if given.pipeline_stages is not None:
         virtual, counts = _uneven(given.pipeline_stages, shape.num_layers, pipeline, wrong)
@@ -380,8 +395,11 @@ def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], 
         )
     else:
         micro_batches = batch // each
-        wrong += schedule_problems(pipeline, virtual, micro_batches)
+    line = _schedule(given, shape, (pipeline, virtual, micro_batches), wrong)
     split = Degrees(
+        schedule=line.schedule,
+        cap=line.cap,
+        split_backward=line.split_backward,
         tensor=tensor,
         pipeline=pipeline,
         virtual=virtual,
@@ -403,6 +421,30 @@ def _split(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int], 
             "(--expert-model-parallel-size times --expert-tensor-parallel-size)"
         )
     return split
+
+
+def _schedule(given: argparse.Namespace, shape: Shape, sizes: tuple[int, int, int], wrong: list[str]) -> Pipeline:
+    """The order of passes; sizes: stages, virtual stages and micro-batches."""
+    schedule = getattr(given, "pipeline_schedule", None) or "1f1b"
+    split = bool(getattr(given, "split_backward", False))
+    cap = whole("--max-inflight-microbatches", getattr(given, "max_inflight_microbatches", None), wrong)
+    apart = schedule != "1f1b"
+    if schedule not in SCHEDULES:
+        wrong.append(f"--pipeline-schedule takes {', '.join(SCHEDULES)}, not {schedule!r}")
+    elif sizes[0] == 1 and apart:
+        wrong.append(
+            f"--pipeline-schedule {schedule} needs --pipeline-model-parallel-size above 1: none idles otherwise"
+        )
+    elif sizes[0] == 1 and cap is not None:
+        wrong.append("--max-inflight-microbatches needs --pipeline-model-parallel-size above 1: one is in flight else")
+    else:
+        wrong += schedule_problems(*sizes, cap=cap, split=apart, v=schedule == "v")
+    if schedule == "v" and shape.mtp_num_layers:
+        wrong.append("--mtp-num-layers is refused beside --pipeline-schedule v")
+    if (split or apart) and getattr(given, "chunk_zero_stage", None) is not None:
+        name = f"--pipeline-schedule {schedule}" if apart else "--split-backward"
+        wrong.append(f"--chunk-zero-stage is refused beside {name}")
+    return Pipeline(micro_batches=sizes[2], schedule=schedule, cap=cap, split_backward=split)
 
 
 def _uneven(text: str, layers: int, pipeline: int, wrong: list[str]) -> tuple[int, str]:

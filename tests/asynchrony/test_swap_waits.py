@@ -24,6 +24,7 @@ def run(program: str, leave_out: str | None, distance: int, host_limit: int | No
     from mindspeed_mem.device.simulated import SimulatedBackend
     from tests.models import DEVICE, build_gpt
     from tests.side_streams import without
+    from tests.split_runs import split
     from tests.swap_runs import SDPA, entry, one_forward, patched, swap
 
     simulated = DEVICE == "cpu"
@@ -31,14 +32,21 @@ def run(program: str, leave_out: str | None, distance: int, host_limit: int | No
     looks = backend.tracker() if simulated else contextlib.nullcontext()
     plan = entry(layer_swap=[{"backward_prefetch": distance, "layers": True}], window_bytes=0)
     try:
-        with patched(SDPA), parallel(), looks, without(backend, leave_out), swap(plan, backend, host_limit) as engine:
+        with (
+            patched(SDPA),
+            parallel(),
+            looks,
+            without(backend, leave_out),
+            split(),
+            swap(plan, backend, host_limit) as engine,
+        ):
             chunks = build_gpt("dense", layers=2)
             for _ in range(2):
                 engine.passes.begin_schedule(("test",))
                 if program == "abandoned":
                     _abandon(engine, chunks)
                 else:
-                    _pipeline(engine, chunks, one_forward)
+                    _pipeline(engine, chunks, one_forward, weights_later=program == "split backward")
                 engine.passes.end_schedule(True)
             if simulated:
                 backend.check()
@@ -51,8 +59,11 @@ def run(program: str, leave_out: str | None, distance: int, host_limit: int | No
     return ""
 
 
-def _pipeline(engine, chunks, one_forward) -> None:
-    losses = {}
+def _pipeline(engine, chunks, one_forward, weights_later) -> None:
+    """``weights_later``: gradients of weights wait until the backward after theirs has run."""
+    from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
+
+    losses, waiting = {}, []
     for action in PIPELINE:
         micro_batch = int(action[1:])
         if action.startswith("F"):
@@ -60,8 +71,12 @@ def _pipeline(engine, chunks, one_forward) -> None:
         else:
             loss = losses.pop(micro_batch)
             engine.passes.begin_backward(loss)
-            loss.sum().backward()
+            with WEIGHT_GRADIENTS.collect(micro_batch) if weights_later else contextlib.nullcontext():
+                loss.sum().backward()
             engine.passes.end_backward()
+            waiting += [micro_batch] * weights_later
+        while len(waiting) > (action != PIPELINE[-1]):
+            WEIGHT_GRADIENTS.run(waiting.pop(0))
 
 
 def _abandon(engine, chunks) -> None:
@@ -82,7 +97,7 @@ def _abandon(engine, chunks) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("program", ["pipeline", "abandoned"])
+@pytest.mark.parametrize("program", ["pipeline", "abandoned", "split backward"])
 @pytest.mark.parametrize("distance, host_limit", [(1, None), (2, None), (30, None), (30, SCARCE)])
 def test_the_engine_has_no_races(program, distance, host_limit):
     assert on_ranks(1, run, program, None, distance, host_limit) == [""]

@@ -343,3 +343,42 @@ def test_each_decision_says_what_it_saves_and_costs(plan):
     assert more <= 0 <= less and more < less
     _, kept, _ = plan(f"{words} 200")
     assert "decision" not in kept and "with 1 GiB" not in kept
+
+
+def test_schedules_that_split_the_backward_are_planned_with_what_waits(plan):
+    words = f"{SHAPE} {LLAMA} --device-memory-gib 60 "
+    found = {name: plan(words + name)[1] for name in ("", "--split-backward", "--pipeline-schedule zb")}
+    whole, within, zb = (row(found[name], "keep all") for name in found)
+    assert float(zb[0]) < float(whole[0]) == float(within[0])
+    full = {name: float(row(out, "Megatron's full recompute")[-2]) for name, out in found.items()}
+    assert full[""] < full["--split-backward"] < full["--pipeline-schedule zb"]
+    waits = [line.split()[:3] for line in found["--pipeline-schedule zb"].splitlines() if line.startswith(("0 ", "1 "))]
+    assert "wait for W" in found["--pipeline-schedule zb"] and waits == [["0", "2", "1"], ["1", "1", "2"]]
+
+
+def test_a_v_has_both_ends_of_the_model_on_its_first_stage_and_a_cap_holds_less(plan, tmp_path):
+    target = tmp_path / "profile.json"
+    words = f"{SHAPE} {LLAMA} --device-memory-gib 60 --pipeline-schedule v "
+    status, out, _ = plan(words + f"--write-trace {target}")
+    stages = profile_file.read(target).problem.stages
+    assert status == 0 and "2 virtual stages" in out
+    assert [[part.first_layer for part in stage.parts] for stage in stages] == [[0, 6], [2, 4]]
+    assert [bool(stage.parts[1].after.weight_bytes) for stage in stages] == [True, False]
+    _, capped, _ = plan(words + "--max-inflight-microbatches 2")
+    kept, less = (row(text, "keep all") for text in (out, capped))
+    assert float(less[0]) > float(kept[0]) and float(less[-2]) < float(kept[-2])
+    assert plan(f"--trace {target} --device-memory-gib 60 --reserve-gib 0")[1] == out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--pipeline-schedule dualpipe", "--pipeline-schedule takes 1f1b, zb, v, not 'dualpipe'"),
+        ("--pipeline-schedule zb --pipeline-model-parallel-size 1", "--pipeline-schedule zb needs"),
+        ("--pipeline-schedule v --max-inflight-microbatches 1", "the cap of passes in flight is 1"),
+        ("--split-backward --chunk-zero-stage 1 --use-distributed-optimizer", "--chunk-zero-stage is refused beside"),
+    ],
+)
+def test_schedules_that_are_not_are_refused(plan, words, reason):
+    status, _, err = plan(f"{SHAPE} --device-memory-gib 60 {words}")
+    assert status == 2 and reason in err

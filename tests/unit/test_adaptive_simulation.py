@@ -11,7 +11,7 @@ from mindspeed_mem.adaptive.problem.definition import GB
 from mindspeed_mem.adaptive.search import many
 from mindspeed_mem.adaptive.search.decisions import is_valid
 from mindspeed_mem.adaptive.search.simulation import StageTrack
-from tests.planning import LAYER, small_problem
+from tests.planning import LAYER, SPLIT_LAYER, small_problem
 from tests.streams import Machine
 
 CLOSE = 1e-6  # the goal is 2 %; where the rules are the same, nothing but rounding is left
@@ -32,7 +32,9 @@ def letters_for(draw, kind, inputs_move, first):
 def cases(draw):
     stages = draw(st.integers(1, 3))
     virtual = draw(st.sampled_from([1, 2])) if stages > 1 else 1
+    schedule = draw(st.sampled_from(["1f1b", "zb", "v"] if virtual > 1 else ["1f1b", "zb"] if stages > 1 else ["1f1b"]))
     micro_batches = stages * draw(st.integers(1, 3)) if virtual > 1 else draw(st.integers(1, 5))
+    cap = draw(st.sampled_from([None, stages * virtual // 2 + virtual])) if schedule != "1f1b" else None
     problem = small_problem(
         stages=stages,
         virtual=virtual,
@@ -41,6 +43,10 @@ def cases(draw):
         link=draw(st.sampled_from([1.0, 4.0, 20.0])),
         send=draw(st.sampled_from([0.0])),
         blocking=draw(st.booleans()),
+        kind=draw(st.sampled_from([LAYER, SPLIT_LAYER])),
+        schedule=schedule,
+        cap=cap,
+        split_backward=draw(st.booleans()),
     )
     inputs_move = draw(st.booleans())
     plans = []
@@ -111,9 +117,14 @@ def test_a_window_saves_waiting_for_copies():
     assert stalls == sorted(stalls, reverse=True) and len(set(stalls)) == 3
 
 
-@pytest.mark.parametrize(("virtual", "link"), [(1, 1.0), (1, 4.0), (2, 1.0)])
-def test_many_micro_batches_go_on_at_the_pace_of_the_first(virtual, link):
-    problem = small_problem(stages=3, virtual=virtual, layers=2, micro_batches=75, link=link)
+@pytest.mark.parametrize(
+    ("virtual", "link", "schedule"),
+    [(1, 1.0, "1f1b"), (1, 4.0, "1f1b"), (2, 1.0, "1f1b"), (1, 1.0, "zb"), (2, 1.0, "v")],
+)
+def test_many_micro_batches_go_on_at_the_pace_of_the_first(virtual, link, schedule):
+    problem = small_problem(
+        stages=3, virtual=virtual, layers=2, micro_batches=75, link=link, schedule=schedule, kind=SPLIT_LAYER
+    )
     parts = tuple(("-SKSKR"[: len(LAYER.groups)].ljust(len(LAYER.groups), "K"),) * 2 for _ in range(virtual))
     parts = tuple((of[0], "K" + of[1][1:]) for of in parts)
     plan = Plan(stages=(StagePlan(parts=parts, distance=3),) * 3)

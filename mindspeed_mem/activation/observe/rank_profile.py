@@ -31,6 +31,10 @@ class Outside:
     bytes: int = 0
     """Of the storages that backward keeps. Before the layers they are held from the start of the forward to the end of
     the backward; after them from the end of the forward until its own backward is done."""
+    weight_seconds: float = 0.0
+    """Of the backward, what gradients of weights take that a split backward puts off,"""
+    weight_bytes: int = 0
+    """and what it holds for them from then on: output gradients, and what of `bytes` they are made from."""
 
 
 @dataclass(frozen=True, kw_only=True)

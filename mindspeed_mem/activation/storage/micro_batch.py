@@ -18,7 +18,7 @@ import torch
 
 from mindspeed_mem.activation.storage.ledger import LEDGER, Unseen
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owner, Record
+from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owner, Record, key_of
 
 NO_OWNER = (-1, "", 0)  # layer, operator, number of what was allocated before this micro-batch's first operator
 
@@ -164,10 +164,11 @@ class MicroBatch:
         if kept and kept[-1][0] > number:
             self.native.drop(above=number)
         if self._queue is None:
+            later = self.mover.staying.for_weights
             live = [
                 (r.last_use + r.distance, r.last_use, r.number, -index, ref)
                 for index, ref in enumerate(self.moved)
-                if (r := ref()) is not None and r.state in (HOST, COPYING)
+                if (r := ref()) is not None and r.state in (HOST, COPYING) and not (later and key_of(r) in later)
             ]
             live.sort(reverse=True)
             self._queue = [(one[0], one[4]) for one in live]

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.storage.late_copies import LateCopies
 from mindspeed_mem.activation.storage.ledger import LEDGER
-from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, KEPT, LOADED, Record, Remade
+from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, KEPT, LOADED, Record, Remade, key_of
 from mindspeed_mem.activation.storage.staying import Staying
 
 if TYPE_CHECKING:
@@ -291,6 +291,7 @@ class Mover:
         """Compute waits for the record's copy in, starting it when nobody has."""
         if record.state == HOST:
             self.load((record,))
+            self.staying.for_weights.discard(key_of(record))  # others need it, too
         assert record.in_event is not None and record.buffer is not None
         compute = record.stream if self.backend.one_stream else self.backend.current_stream()
         auto = self.auto

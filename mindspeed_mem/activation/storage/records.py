@@ -328,6 +328,11 @@ class Part:
         return type(self.like)(local, self.like._spec, requires_grad=False)
 
 
+def key_of(record: Record) -> tuple[int, int, int]:
+    """Model chunk, number of the operator that made it, bytes: the same in every pass of the chunk."""
+    return record.micro_batch.key[1], record.number, record.nbytes
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 

@@ -35,6 +35,8 @@ class Staying:
         """Of what was too small, each time it was saved."""
         self.no_room_bytes = 0
         """Of what found no room on the host."""
+        self.for_weights: set[tuple[int, int, int]] = set()
+        """What stays on the host until gradients of weights are computed (for_weights.py)."""
         self._warned = False
 
     def is_small(self, record: Record) -> bool:

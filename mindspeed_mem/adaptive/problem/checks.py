@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_mem.adaptive.problem.definition import LayerClass, Problem
+from mindspeed_mem.adaptive.problem.definition import SCHEDULES, LayerClass, Problem
 from mindspeed_mem.schedule import problems as schedule_problems
 
 
@@ -23,7 +23,16 @@ def problems_of(problem: Problem) -> list[str]:
             found.append(f"link.{name}: got {getattr(problem.link, name)}; allowed: GB/s above 0")
     line = problem.pipeline
     sizes = (len(problem.stages), len(problem.stages[0].parts), line.micro_batches)
-    wrong = schedule_problems(*sizes, group_size=line.group_size, cap=line.cap, megatron_loop=line.megatron_loop)
+    if line.schedule not in SCHEDULES:
+        return [*found, f"pipeline.schedule: got {line.schedule!r}; allowed: {', '.join(SCHEDULES)}"]
+    wrong = schedule_problems(
+        *sizes,
+        group_size=line.group_size,
+        cap=line.cap,
+        megatron_loop=line.megatron_loop,
+        split=line.apart,
+        v=line.schedule == "v",
+    )
     return found + [f"pipeline: {text}" for text in wrong]
 
 
@@ -31,6 +40,10 @@ def _of_class(problem: Problem, kind: LayerClass) -> Iterator[str]:
     names = [operator.name for operator in kind.operators]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f".operators: {name!r} is given twice"
+    for operator in kind.operators:
+        if operator.weight_seconds > operator.backward_seconds:
+            most = f"at most its backward_seconds, {operator.backward_seconds}"
+            yield f".operators ({operator.name}).weight_seconds: got {operator.weight_seconds}; allowed: {most}"
     before: list[str] = []
     for number, group in enumerate(kind.groups):
         path = f".groups[{number}] ({group.name})"
@@ -51,6 +64,8 @@ def _of_class(problem: Problem, kind: LayerClass) -> Iterator[str]:
                 yield f"{path}.needs: {name!r} is no group that stands before it"
         if group.recompute_keeps > group.bytes:
             yield f"{path}.recompute_keeps: got {group.recompute_keeps}; allowed: at most its bytes, {group.bytes}"
+        if group.weight_bytes > group.bytes:
+            yield f"{path}.weight_bytes: got {group.weight_bytes}; allowed: at most its bytes, {group.bytes}"
         if group.from_previous and group.recompute_seconds is not None:
             yield f"{path}.recompute_seconds: what the layer before made is not recomputed here; allowed: null"
         before.append(group.name)
@@ -72,12 +87,12 @@ def _of_stages(problem: Problem, known: set[str]) -> Iterator[str]:
             for name in sorted(set(part.layers) - known):
                 yield f"stages[{number}].parts[{place}].layers: there is no class {name!r}"
     if all(len(stage.parts) == virtual for stage in problem.stages):
-        for place in range(virtual):
-            for number, stage in enumerate(problem.stages):
-                part = stage.parts[place]
-                if part.first_layer != first:
-                    yield (
-                        f"stages[{number}].parts[{place}].first_layer: got {part.first_layer}; allowed: {first}, the "
-                        "number of layers before it in the model"
-                    )
-                first += len(part.layers)
+        placement = problem.placement
+        for number, place in map(placement.place, range(placement.parts)):
+            part = problem.stages[number].parts[place]
+            if part.first_layer != first:
+                yield (
+                    f"stages[{number}].parts[{place}].first_layer: got {part.first_layer}; allowed: {first}, the "
+                    "number of layers before it in the model"
+                )
+            first += len(part.layers)

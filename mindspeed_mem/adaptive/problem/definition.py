@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
-from mindspeed_mem.passes import FORWARD, Pass
-from mindspeed_mem.schedule import order
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from mindspeed_mem.schedule import Placement, order
 
 GB = 1e9
 GIB = 2**30
+SCHEDULES = ("1f1b", "zb", "v")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,11 @@ class PlannedOperator:
     """Path in Megatron's names below the layer, as in a memory plan."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    """All of it, with gradients of weights."""
+    weight_seconds: float = 0.0
+    """Of these, what gradients of weights take that a split backward puts off,"""
+    weight_bytes: int = 0
+    """and the output gradients that it holds until then. What it holds of groups is said there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,8 @@ class Group:
     needs: tuple[str, ...] = ()
     """The groups that the second run reads; one of them that is recomputed as well runs again before it."""
     swappable: bool = True
+    weight_bytes: int = 0
+    """Of `bytes`, what gradients of weights are made from: a split backward holds it until then, whatever it plans."""
     from_previous: bool = False
     """`operators` are those of the layer before. The first layer of a part gets them from outside (`Outside.bytes`),
     where nothing can be done about them."""
@@ -90,6 +98,15 @@ class LayerClass:
     @cached_property
     def backward_seconds(self) -> float:
         return sum(operator.backward_seconds for operator in self.operators)
+
+    @cached_property
+    def weight_seconds(self) -> float:
+        return sum(operator.weight_seconds for operator in self.operators)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """What a layer holds from its split backward until its gradients of weights are there."""
+        return sum(one.weight_bytes for one in (*self.operators, *self.groups))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +159,20 @@ class Pipeline:
     cap: int | None = None
     megatron_loop: bool = False
     send_seconds: float = 0.0
+    schedule: str = "1f1b"
+    """``--pipeline-schedule``: with zb and v gradients of weights are passes of their own; with v parts lie in a V."""
+    split_backward: bool = False
+    """``--split-backward``: otherwise, too, they are put off, until the backward of their pass has ended."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether gradients of weights are passes of their own."""
+        return self.schedule != "1f1b"
+
+    @property
+    def splits(self) -> bool:
+        """Whether they are put off at all."""
+        return self.apart or self.split_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,37 +198,56 @@ class Problem:
     def class_of(self) -> dict[str, LayerClass]:
         return {one.name: one for one in self.classes}
 
+    @property
+    def placement(self) -> Placement:
+        """Where the parts of the model lie."""
+        return Placement(len(self.stages), self.virtual_stages, self.pipeline.schedule == "v")
+
     @cached_property
     def passes(self) -> list[list[Pass]]:
         """The passes of each stage in the order they run."""
-        line = self.pipeline
-        return order(
-            len(self.stages),
-            self.virtual_stages,
-            line.micro_batches,
-            group_size=line.group_size,
-            cap=line.cap,
-            megatron_loop=line.megatron_loop,
-        )
+        return _order(len(self.stages), self.virtual_stages, dataclasses.replace(self.pipeline, send_seconds=0.0))
+
+    @cached_property
+    def whole(self) -> list[list[Pass]]:
+        """Those of the whole step, which say what is held: where only some of its micro-batches are played, an order
+        that was found by simulation may hold something else."""
+        return self.passes
+
+    @cached_property
+    def held(self) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """For each stage how many passes of each of its parts are held at once, from the forward until the backward,
+        and how many of each wait for gradients of weights then: every maximum there is."""
+        return [_maxima(passes, self.virtual_stages) for passes in self.whole]
 
     @cached_property
     def in_flight(self) -> list[list[tuple[int, ...]]]:
-        """For each stage how many passes of each of its parts are held at once: every maximum there is.
+        """For each stage how many passes of each of its parts are between forward and backward: every maximum there is.
 
         Without virtual stages that is one number; with them several combinations may be the largest.
         """
-        return [_maxima(passes, self.virtual_stages) for passes in self.passes]
+        return [sorted(_largest({before for before, _ in of_stage})) for of_stage in self.held]
 
     @cached_property
     def turning(self) -> list[set[int]]:
-        """For each stage the parts of which a backward follows its forward with nothing in between."""
-        pairs = (zip(passes, passes[1:], strict=False) for passes in self.passes)
+        """For each stage the parts of which a backward follows its forward with nothing but gradients of weights in
+        between."""
+        orders = ([one for one in passes if one[0] != WEIGHT] for passes in self.passes)
+        pairs = (zip(passes, passes[1:], strict=False) for passes in orders)
         return [{a[2] for a, b in of_stage if a[1:] == b[1:]} for of_stage in pairs]
+
+    def waiting(self, stage: int, part: int) -> int:
+        """Bytes that a pass of a part holds from its backward until its gradients of weights are there."""
+        of_part = self.stages[stage].parts[part]
+        layers = sum(self.class_of[name].weight_bytes for name in of_part.layers)
+        first = self.class_of[of_part.layers[0]].groups if of_part.layers else ()
+        outside = sum(group.weight_bytes for group in first if group.from_previous)  # in nobody's hands there
+        return layers - outside + of_part.before.weight_bytes + of_part.after.weight_bytes
 
     def with_limit(self, device_limit: int) -> Problem:
         """The same with another device limit; what is known about schedule and classes is kept."""
         other = dataclasses.replace(self, device_limit=device_limit)
-        for name in ("passes", "in_flight", "turning", "class_of"):
+        for name in ("passes", "whole", "held", "in_flight", "turning", "class_of"):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
@@ -211,8 +261,11 @@ class Problem:
         return dataclasses.replace(self, classes=tuple(classes))
 
     def with_micro_batches(self, count: int) -> Problem:
-        """The same with another number of micro-batches."""
-        return dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, micro_batches=count))
+        """The same with another number of micro-batches; with fewer, what the whole step holds is known still."""
+        other = dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, micro_batches=count))
+        if self.pipeline.apart and count < self.pipeline.micro_batches:
+            other.__dict__["whole"] = self.whole
+        return other
 
 
 @dataclass(frozen=True)
@@ -239,11 +292,32 @@ def blocks(problem: Problem) -> Iterator[Block]:
                 yield Block(stage, number, problem.class_of[name], places)
 
 
-def _maxima(passes: list[Pass], parts: int) -> list[tuple[int, ...]]:
-    held, seen = [0] * parts, set()
+@lru_cache(maxsize=64)
+def _order(stages: int, virtual_stages: int, line: Pipeline) -> list[list[Pass]]:
+    return order(
+        stages,
+        virtual_stages,
+        line.micro_batches,
+        group_size=line.group_size,
+        cap=line.cap,
+        megatron_loop=line.megatron_loop,
+        split=line.apart,
+        v=line.schedule == "v",
+    )
+
+
+def _maxima(passes: list[Pass], parts: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    held, waiting, seen = [0] * parts, [0] * parts, set()
+    apart = any(direction == WEIGHT for direction, *_ in passes)
     for direction, _, part in passes:
-        held[part] += 1 if direction == FORWARD else -1
-        if direction == FORWARD:
-            seen.add(tuple(held))
+        held[part] += (direction == FORWARD) - (direction == BACKWARD)
+        waiting[part] += apart * (direction == BACKWARD) - (direction == WEIGHT)
+        if direction == FORWARD or (apart and direction == BACKWARD):
+            seen.add((*held, *waiting))
+    return sorted((one[:parts], one[parts:]) for one in _largest(seen))
+
+
+def _largest(seen: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Without those that another is at least as large as in all places."""
     covered = {a for a in seen for b in seen if a != b and all(x <= y for x, y in zip(a, b, strict=True))}
-    return sorted(seen - covered)
+    return seen - covered

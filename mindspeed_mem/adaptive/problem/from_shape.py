@@ -36,10 +36,12 @@ from mindspeed_mem.adaptive.problem.layer_bytes import (
     norm_bytes,
     received,
     stream_bytes,
+    waiting_bytes,
 )
 from mindspeed_mem.adaptive.problem.layer_operators import KEPT, SENT, operators
 from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Machine, Shape
 from mindspeed_mem.plan import operators as op
+from mindspeed_mem.schedule import Placement
 
 FLASH_FORWARD, FLASH_BACKWARD = 0.7, 0.6
 _STARTS = {
@@ -62,6 +64,8 @@ class Times:
         stream = stream_bytes(shape, split)
         query, key = (tokens * width * ELEMENT / tensor for width in (shape.query_width, shape.key_width))
         self.ahead, self.after = self._gathers()
+        self.weight: dict[str, float] = {}
+        """Of each linear's backward, what the gradient of its weight takes, with the gather that comes before it."""
         moved = {
             op.INPUT_NORM: 2 * stream,
             op.ROTARY: 2 * (query + key) * shape.rope,
@@ -101,6 +105,7 @@ class Times:
         seconds = self.product(inner, width, by_columns=begins)
         self.forward[name] = seconds + (self.ahead if begins else self.after)
         self.backward[name] = 2 * seconds + (self.after if begins else 0.0) + self.ahead
+        self.weight[name] = seconds + (self.ahead if begins else 0.0)
 
     def _core(self, name: str, query_width: int, value_width: int, key_bytes: float) -> None:
         """Attention itself: two products, of which causality halves each, or a window takes more away."""
@@ -142,7 +147,9 @@ class Times:
         alike = ranks if shape.te and not self.split.sequence_parallel else 1  # all compute the same
         divided = (shape.q_lora_rank or shape.hidden_size) * query + latent * (heads * shape.qk_head_dim + values)
         moved = 2 * shape.tokens * (2 * query + values) * ELEMENT / ranks
-        seconds = self.product(whole, alike) + self.product(divided, 1) + self.move(moved)
+        products = self.product(whole, alike) + self.product(divided, 1)
+        self.weight[op.ATTENTION] = products + self.ahead
+        seconds = products + self.move(moved)
         self.forward[op.ATTENTION] = seconds + self.ahead
         self.backward[op.ATTENTION] = 2 * seconds + self.after + self.ahead
         self._linear(op.PROJ, values, shape.hidden_size)
@@ -174,6 +181,7 @@ class Times:
             op.ROUTED: each + self.move(4 * sent) + over,
         }
         self.forward |= times
+        self.weight |= {op.EXPERT_FC1: times[op.EXPERT_FC1], op.ROUTED: each}
         self.backward |= {name: seconds * (1 if name == op.DISPATCH else 2) for name, seconds in times.items()}
         self._pointwise(op.EXPERT_ACTIVATION, rows * shape.moe_ffn_hidden_size / ranks)
         if shape.shared_expert_size:
@@ -226,7 +234,17 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
     )
     times.forward[""], times.backward[""] = chunks
     seconds = [(name, times.forward.get(name, 0.0), times.backward.get(name, 0.0)) for name in ("", *paths)]
-    planned = [PlannedOperator(name=name, forward_seconds=f, backward_seconds=b) for name, f, b in seconds]
+    waits = waiting_bytes(shape, split, experts)
+    planned = [
+        PlannedOperator(
+            name=name,
+            forward_seconds=f,
+            backward_seconds=b,
+            weight_seconds=times.weight.get(name, 0.0) if name in waits.of_operators else 0.0,
+            weight_bytes=waits.of_operators.get(name, 0),
+        )
+        for name, f, b in seconds
+    ]
     for name in [name for name in sizes if name not in paths and name != op.INPUT]:  # one with an operator around it
         around = next((path for path in paths if op.within(name, path)), None)
         if around is not None:
@@ -260,6 +278,7 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
                 recompute_operators=(*also, one.path) if also else (),
                 needs=needs if can else (),
                 swappable=one.path not in KEPT,
+                weight_bytes=min(size, waits.of_groups.get(one.path, 0)),
             )
         )
     name = f"{LAYER} with experts" if experts else LAYER
@@ -271,13 +290,21 @@ def prediction_class(kind: LayerClass, shape: Shape, split: Degrees, times: Time
     name it alone."""
     stream = stream_bytes(shape, split)
     project = times.product(2 * shape.hidden_size, shape.hidden_size) + times.move(10 * stream)
-    around = PlannedOperator(name=PREDICTION, forward_seconds=project, backward_seconds=2 * project)
+    waits = () if shape.te else (2 * stream, shape.tokens * shape.hidden_size * ELEMENT)
+    around = PlannedOperator(
+        name=PREDICTION,
+        forward_seconds=project,
+        backward_seconds=2 * project,
+        weight_seconds=times.product(2 * shape.hidden_size, shape.hidden_size) if waits else 0.0,
+        weight_bytes=waits[1] if waits else 0,
+    )
     kept = Group(
         name=PREDICTION,
         bytes=mtp_bytes(shape, split),
         operators=(PREDICTION,),
         used_by=(PREDICTION,),
         swappable=False,
+        weight_bytes=waits[0] if waits else 0,
     )
     return LayerClass(
         name=f"{kind.name} of multi-token prediction",
@@ -304,7 +331,13 @@ def problem(shape: Shape, split: Degrees, machine: Machine) -> Problem:
     return Problem(
         classes=tuple({one.name: one for one in (*layers, *ahead)}.values()),
         stages=tuple(_stage(number, shape, split, times, layers, ahead, sizes) for number in range(split.pipeline)),
-        pipeline=Pipeline(micro_batches=split.micro_batches, send_seconds=0.0 if waits else send),
+        pipeline=Pipeline(
+            micro_batches=split.micro_batches,
+            send_seconds=0.0 if waits else send,
+            schedule=split.schedule,
+            cap=split.cap,
+            split_backward=split.split_backward,
+        ),
         link=Link(out=machine.link_gbps, back=machine.link_gbps),
         device_limit=machine.memory_bytes,
         host_limit=machine.host_bytes,
@@ -321,7 +354,9 @@ def _stage(
     sizes: Sequence[tuple[int, int]],
 ) -> Stage:
     """sizes: parameters of each layer on a rank, without experts and of those."""
-    first, last = number == 0, number == split.pipeline - 1
+    placement = Placement(split.pipeline, split.virtual, split.schedule == "v")
+    places = [placement.part(number, chunk) for chunk in range(split.virtual)]
+    first, last = 0 in places, placement.parts - 1 in places
     logits = shape.tokens * shape.vocab_size // split.tensor
     stream = stream_bytes(shape, split)
     product = times.product(shape.hidden_size, shape.vocab_size)
@@ -329,18 +364,23 @@ def _stage(
     mask = mask_bytes(shape, split)  # of the last layer's end, and of the embedding
     handed = layer_bytes(shape, split)[op.INPUT]
     heads = 1 + len(ahead)
+    # With several tokens to predict the output layer's weight is used several times: it takes its gradients at once.
+    later = heads == 1
     head = Outside(
+        weight_seconds=product * later,
+        weight_bytes=(ELEMENT * logits + stream) * later,
         forward_seconds=heads * (product + pointwise),
         backward_seconds=heads * (2 * product + pointwise),
         bytes=heads * (4 + ELEMENT) * logits + norm_bytes(shape, split) + handed + len(ahead) * stream,
     )
     send = traffic.send_seconds(shape, split, times.machine) * traffic.waits_for_sends(split, times.machine)
-    of_parts = split.parts(shape.num_layers)[number :: split.pipeline]
+    every = split.parts(shape.num_layers)
+    of_parts = [every[place] for place in places]
     mine = [layer for part in of_parts for layer in part]
     made: list[Part] = []
     forward = backward = 0.0
-    for part, those in enumerate(of_parts):
-        begins, ends = first and part == 0, last and part == split.virtual - 1
+    for place, those in zip(places, of_parts, strict=True):
+        begins, ends = place == 0, place == placement.parts - 1
         ours = [*layers[those.start : those.stop], *(ahead if ends else ())]
         forward += sum(one.forward_seconds for one in ours)
         backward += sum(one.backward_seconds for one in ours)

@@ -30,6 +30,8 @@ input.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Shape
 from mindspeed_mem.plan import operators as op
 
@@ -76,6 +78,55 @@ def layer_bytes(shape: Shape, split: Degrees, experts: bool = False) -> dict[str
                 sizes[after] += sizes[name]
                 sizes[name] = 0
     return sizes
+
+
+class Waiting(NamedTuple):
+    """What a split backward holds of a layer until its gradients of weights are there, in bytes."""
+
+    of_groups: dict[str, int]
+    """Of what an operator produces, what linears are given,"""
+    of_operators: dict[str, int]
+    """and the gradients of what each linear returns."""
+
+
+def waiting_bytes(shape: Shape, split: Degrees, experts: bool = False) -> Waiting:
+    """What waits in a layer whose linears are all Megatron's own; in one of TransformerEngine's nothing does.
+
+    What is gathered forward is held as this rank has it, and gathered again; a gradient that is gathered backward is
+    held whole.
+    """
+    if shape.te:
+        return Waiting({}, {})
+    tokens, tensor, stream = shape.tokens, split.tensor, stream_bytes(shape, split)
+    whole = tokens * shape.hidden_size * ELEMENT
+    given = {op.INPUT_NORM: stream, op.CORE: tokens * _output_width(shape) * ELEMENT // tensor}
+    if shape.kv_lora_rank:
+        # Down to latents and up from them, without a norm between as a view of all that came down; and the output.
+        latents, positions = shape.kv_lora_rank + shape.q_lora_rank, shape.qk_pos_emb_head_dim
+        up = shape.num_attention_heads * (shape.qk_head_dim + shape.v_head_dim) + shape.latent_query_width
+        rows = tokens // _between(split) * ELEMENT
+        made = {op.ATTENTION: rows * (latents + positions) + tokens * up * ELEMENT // tensor}
+        given[op.ATTENTION] = given.pop(op.CORE) + rows * (latents + positions * (not shape.qk_layernorm))
+    else:
+        made = {op.QKV: tokens * (shape.query_width + 2 * shape.key_width) * ELEMENT // tensor}
+    made[op.PROJ] = whole
+
+    def product(fc1: str, activation: str, fc2: str, rows: int, width: int, ranks: int, returned: int) -> None:
+        given[activation] = rows * width * ELEMENT // ranks
+        made[fc1], made[fc2] = shape.gates * given[activation], returned
+
+    if not experts:
+        given[op.MLP_NORM] = stream
+        product(op.FC1, op.ACTIVATION, op.FC2, tokens, shape.ffn_hidden_size, tensor, whole)
+        return Waiting(given, made)
+    if shape.shared_expert_size:
+        given[op.MLP_NORM] = stream
+        names = op.SHARED_FC1, op.SHARED_ACTIVATION, op.SHARED_FC2
+        product(*names, tokens, shape.shared_expert_size, tensor, whole)
+    rows, ranks = received(shape, split), split.experts_split
+    given[op.DISPATCH] = sent = rows * shape.hidden_size * ELEMENT
+    product(op.EXPERT_FC1, op.EXPERT_ACTIVATION, op.ROUTED, rows, shape.moe_ffn_hidden_size, ranks, sent)
+    return Waiting(given, made)
 
 
 def received(shape: Shape, split: Degrees) -> int:

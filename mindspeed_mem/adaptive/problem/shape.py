@@ -169,6 +169,11 @@ class Degrees:
     """Gradients are reduced after each micro-batch; else they are whole until the last one, if there are several."""
     on_device: float = 1.0
     """Of what chunks split, the share that rests on the device."""
+    schedule: str = "1f1b"
+    """``--pipeline-schedule``: 1f1b, zb or v."""
+    cap: int | None = None
+    """``--max-inflight-microbatches``."""
+    split_backward: bool = False
     overlap: bool = True
     """Gradients are reduced during the last backward, parameters gathered during the first forward."""
 

@@ -110,8 +110,9 @@ def _saved(problem: Problem) -> list[tuple[int, dict[str, int]]]:
     all that is there for a short time; and what recomputing each group in all layers frees of these."""
     found = []
     for number, stage in enumerate(problem.stages):
-        for counts in problem.in_flight[number]:
+        for counts, waits in problem.held[number]:
             held, saved = stage.static_bytes + stage.temporary_bytes, dict[str, int]()
+            held += sum(n * problem.waiting(number, part) for part, n in enumerate(waits))
             for n, part in zip(counts, stage.parts, strict=True):
                 held += n * (part.before.bytes + part.after.bytes)
                 for layer, kind in enumerate(problem.class_of[name] for name in part.layers):
@@ -149,6 +150,7 @@ def _checkpointed(kind: LayerClass, ends: tuple[str, ...]) -> LayerClass:
     made = Group(
         name="made",
         bytes=sum(group.bytes for group in kind.groups if not group.from_previous),
+        weight_bytes=sum(group.weight_bytes for group in kind.groups if not group.from_previous),
         operators=(last,),
         used_by=(first, last),
         recompute_seconds=kind.forward_seconds,

@@ -9,6 +9,7 @@ from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, Plan
 
 STATIC = "parameters, gradients and optimizer states"
+WAITING = "what waits for gradients of weights"
 
 
 class InfeasibleError(ValueError):
@@ -39,8 +40,9 @@ def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, 
     """Who holds how many of the bytes of a stage's peak."""
     stage = problem.stages[number]
     held = {STATIC: stage.static_bytes, "temporaries": stage.temporary_bytes, "layer inputs, head and loss": 0}
-    flights = problem.in_flight[number]
-    counts = max(flights, key=sum)
+    counts, waits = max(problem.held[number], key=lambda one: (sum(map(sum, one)), one))
+    if waiting := sum(n * problem.waiting(number, part) for part, n in enumerate(waits)):
+        held[WAITING] = waiting
     for letters, part, count in zip(plan.stages[number].parts, stage.parts, counts, strict=True):
         held["layer inputs, head and loss"] += count * (part.before.bytes + part.after.bytes)
         for text, name in zip(letters, part.layers, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -19,8 +19,8 @@ from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Pro
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP, StagePlan
 from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact
 from mindspeed_mem.adaptive.search.simulation import coming, fewer, most_played
-from mindspeed_mem.passes import FORWARD, Pass
-from mindspeed_mem.schedule import Placement, Span
+from mindspeed_mem.passes import FORWARD, WEIGHT, Pass
+from mindspeed_mem.schedule import Span
 from mindspeed_mem.schedule.simulation import play
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Together:
             tracks = []
             for place, fixed in enumerate(self._stages):
                 tracks.append(ManyTracks(short, place, *((letters, distance, parts) if place == number else fixed)))
-            play(tracks, Placement(len(short.stages), short.virtual_stages), exact(line.send_seconds))
+            play(tracks, short.placement, exact(line.send_seconds))
             ends.append(reduce(numpy.maximum, (track.now for track in tracks)))
             mine.append(tracks[number])
         seconds = ends[0] + self._more * (ends[0] - ends[-1]) + max(one.step_seconds for one in self._problem.stages)
@@ -177,10 +177,16 @@ class _Part:
         self._take, self._regive = numpy.zeros((2, self.count + 2, 1), numpy.int64)  # whatever the letters are
         self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
         self._copies: list[_Copies] = []
+        line = problem.pipeline
+        self._splits, self._apart = line.splits, line.apart
+        self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
+        self._waiting = problem.waiting(number, place)
         for base, kind in zip(bases, kinds, strict=False):
+            self._weight_seconds += kind.weight_seconds
             for operator, one in enumerate(kind.operators, base + 1):
                 self._forward_seconds[operator] = one.forward_seconds
-                self._backward_seconds[operator] = one.backward_seconds
+                self._backward_seconds[operator] = one.backward_seconds - one.weight_seconds * self._splits
+                self._retake[operator] += one.weight_bytes * self._splits
         first = 0
         self._link, self._distance = problem.link, distance
         for layer, kind in enumerate(kinds):
@@ -215,7 +221,7 @@ class _Part:
             produced = at + 1 + (base - len(maker.operators) if from_before else base)
             uses = [base + 1 + kind.index[name] for name in group.used_by]
             self._take[produced] += group.bytes
-            self._regive[min(uses)] += group.bytes
+            self._regive[min(uses)] += group.bytes - group.weight_bytes * self._splits
             if not alike[place] or first != ord(KEEP):
                 mine = swapped[place], again[place]
                 if alike[place]:
@@ -273,6 +279,15 @@ class _Part:
             self._cache[key] = self._of_forward(early) if forward else self._of_backward(early, fetched)
         return self._cache[key]
 
+    @cached_property
+    def weights(self) -> _Passes:
+        """See `PartScripts.weights`."""
+        import numpy
+
+        moments = numpy.full((1, 1), exact(self._weight_seconds))
+        none = numpy.zeros(self.lanes, numpy.int64)
+        return _Passes([], moments, moments[0], none, none - self._waiting, numpy.zeros(self.lanes))
+
     def _of_forward(self, ahead: Sequence[_Return]) -> _Passes:
         import numpy
 
@@ -299,9 +314,17 @@ class _Part:
 
         before, after, count = self.part.before, self.part.after, self.count
         seconds = self._backward_seconds.copy()
-        seconds[count + 1] = after.backward_seconds  # the loss, before the last operator
+        loss, end = after.backward_seconds, before.backward_seconds
+        of_loss, of_start = after.bytes, before.bytes
+        if self._splits:
+            loss, end = loss - after.weight_seconds, end - before.weight_seconds
+            of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
+        seconds[count + 1] = loss  # before the last operator
         moments = seconds[:0:-1].cumsum(axis=0)
-        moments = numpy.concatenate([moments, moments[-1:] + before.backward_seconds])
+        moments = numpy.concatenate([moments, moments[-1:] + end])
+        if self._splits and not self._apart:
+            moments[-1] += self._weight_seconds
+            of_start += self._waiting
         steps: list[tuple[int, int, int, int, Any, Any]] = []
         for copy in self._copies:
             for one in copy.returns:
@@ -318,8 +341,8 @@ class _Part:
             place = count - min(one.early, count)
             steps.append((place, AHEAD, rank, rank, one.has * one.back, one.has))
             take[place + 1] += self._bytes(one)
-        give = numpy.concatenate([[[after.bytes]], self._regive[count:0:-1]])
-        return _passes(steps, moments, start, take, give, before.bytes)
+        give = numpy.concatenate([[[of_loss]], self._regive[count:0:-1]])
+        return _passes(steps, moments, start, take, give, of_start)
 
     def _bytes(self, one: _Return) -> Array:
         return one.has.astype("int64") * one.nbytes
@@ -381,10 +404,11 @@ class ManyTracks:
         self._blocking = problem.link.blocking
         stage = problem.stages[number]
         self.parts = parts or _parts(problem, number, letters, distance)
-        self._kinds = [self._kind(place) for place in range(len(self.passes))]
+        self._kinds = self._kinds_of(self.passes)
+        whole = problem.whole[number]
         held = numpy.zeros(len(letters), numpy.int64)
         highest = held
-        for kind in self._kinds:
+        for kind in self._kinds if whole is self.passes else self._kinds_of(whole):
             highest = numpy.maximum(highest, held + kind.highest)
             held = held + kind.net
         self.peaks = highest + (stage.static_bytes + stage.temporary_bytes)
@@ -414,7 +438,8 @@ class ManyTracks:
         elif not kind.events:
             stall, ended = None, start + kind.whole
             self._later(ended - self.now)
-            self._fetched = []
+            if self.passes[place][0] != WEIGHT:
+                self._fetched = []
             self.now = ended
         else:
             self._later(start - self.now)
@@ -477,9 +502,13 @@ class ManyTracks:
         assert following is not None or not fetched
         return lag, out, back, [maximum(one - ended, 0.0) for one in fetched]
 
-    def _kind(self, place: int) -> _Passes:
-        direction, _, part = self.passes[place]
-        following = self._coming[place]
-        fetched = place > 0 and self._coming[place - 1] is not None
-        ahead = None if following is None else following[2]
-        return self.parts[part].passes(direction == FORWARD, ahead, self.parts, fetched)
+    def _kinds_of(self, passes: Sequence[Pass]) -> list[_Passes]:
+        found, begun = [], False  # see `StageTrack`
+        for (direction, _, part), following in zip(passes, coming(passes), strict=True):
+            if direction == WEIGHT:
+                found.append(self.parts[part].weights)
+                continue
+            ahead = None if following is None else following[2]
+            found.append(self.parts[part].passes(direction == FORWARD, ahead, self.parts, begun))
+            begun = following is not None
+        return found

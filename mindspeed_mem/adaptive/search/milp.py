@@ -3,6 +3,7 @@
 For a stage p with w micro-batches in flight, groups i of a bytes each, n layers of which s swap and r recompute:
 
     memory   static + temporary + w (outside + sum a (n - s - r) + keeps r) + sum a (s + r) / n + ahead sum a s / n
+             (and what waits for gradients of weights, where these are passes of their own)
     forward  F + wait,  wait >= sum a s / out - F      (a forward ends when its copies out have)
     backward B + sum r again + wait,  wait >= sum a s / back - B - sum r again
              (over a link that blocks both waits are all of the copies, without - F or - B - sum r again)
@@ -262,9 +263,10 @@ def _stage(
         kept.append((held, terms))
         moved.append(swapped)
     there = (stage.static_bytes + stage.temporary_bytes) / GB
-    for counts in problem.in_flight[number]:
+    for counts, waits in problem.held[number]:
         rows = [(name, n * value) for n, (_, terms) in zip(counts, kept, strict=True) for name, value in terms.items()]
         held = sum(n * size for n, (size, _) in zip(counts, kept, strict=True))
+        held += sum(n * problem.waiting(number, part) / GB for part, n in enumerate(waits))
         program.at_most(dict(rows) | beside, budget - there - held)
         if problem.host_limit is not None:
             on_host = [(name, n * size) for n, terms in zip(counts, moved, strict=True) for name, size in terms.items()]

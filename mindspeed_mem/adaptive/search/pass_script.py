@@ -12,7 +12,7 @@ So memory depends only on the order, not on how long anything takes: allocations
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, islice
 from operator import sub
 from typing import NamedTuple
@@ -79,11 +79,20 @@ class PartScripts:
         bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
         self.count = count = bases[-1]
         self._tail = int(part.after != Outside())  # the final norm counts as an operator, too
+        line = problem.pipeline
+        self._splits, self._apart = line.splits, line.apart
+        self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
+        self._waiting = part.before.weight_bytes + part.after.weight_bytes
         self._forward, self._backward = _Direction(count), _Direction(count)
         for base, kind in zip(bases, kinds, strict=False):
             end = base + 1 + len(kind.operators)
             self._forward.seconds[base + 1 : end] = [operator.forward_seconds for operator in kind.operators]
             self._backward.seconds[base + 1 : end] = [operator.backward_seconds for operator in kind.operators]
+            for number, operator in enumerate(kind.operators if self._splits else (), base + 1):
+                self._backward.seconds[number] -= operator.weight_seconds
+                self._backward.take[number] += operator.weight_bytes
+            self._weight_seconds += kind.weight_seconds
+            self._waiting += sum(operator.weight_bytes for operator in kind.operators)
         for layer, (kind, text) in enumerate(zip(kinds, letters, strict=True)):
             previous = kinds[layer - 1] if layer else None
             for life in _lives(kind, previous, text):
@@ -97,8 +106,10 @@ class PartScripts:
     def _add(self, life: _Life, produced: int, base: int, distance: int, link: Link) -> None:
         forward, backward, nbytes = self._forward, self._backward, life.group.bytes
         first, last, needed = base + life.first_use, base + life.last_use, base + life.needed
+        waits = life.group.weight_bytes * self._splits
+        self._waiting += waits
         forward.take[produced] += nbytes
-        backward.give[first] += nbytes
+        backward.give[first] += nbytes - waits
         if life.letter == RECOMPUTE:
             forward.give[max(last, produced)] += nbytes - life.group.recompute_keeps
             backward.take[needed] += nbytes - life.group.recompute_keeps
@@ -132,6 +143,12 @@ class PartScripts:
             self._cache[key] = self._write_forward(ahead) if forward else self._write_backward(ahead, fetched)
         return self._cache[key]
 
+    @cached_property
+    def weights(self) -> Script:
+        """The gradients of weights of a pass, where they are a pass of their own."""
+        seconds = exact(self._weight_seconds)
+        return Script((), seconds, 0, -self._waiting, seconds)
+
     def _write_forward(self, ahead: PartScripts | None) -> Script:
         """Time and memory run through the part's operators from 1 to count, and on to count + 1, the loss."""
         before, after, line = self.part.before, self.part.after, self._forward
@@ -148,11 +165,16 @@ class PartScripts:
         return _script(steps, whole, before.bytes, take[1:], line.give[1:])
 
     def _write_backward(self, ahead: PartScripts | None, fetched: bool) -> Script:
-        """From the loss down to operator 1; an event of an operator comes before its backward."""
+        """From the loss down to operator 1; an event of an operator comes before its backward. Where gradients of
+        weights are put off, but are no pass of their own, they come at its end."""
         before, after, line = self.part.before, self.part.after, self._backward
         numbers = range(self.count, 0, -1)
-        begins = list(accumulate((line.seconds[number] for number in numbers), initial=after.backward_seconds))
-        whole = begins[-1] + before.backward_seconds
+        loss, end = after.backward_seconds, before.backward_seconds
+        if self._splits:
+            loss, end = loss - after.weight_seconds, end - before.weight_seconds
+        begins = list(accumulate((line.seconds[number] for number in numbers), initial=loss))
+        whole = begins[-1] + end
+        whole += self._weight_seconds if self._splits and not self._apart else 0.0
         steps = []
         for number, what, copy in line.steps:
             place = self.count - number
@@ -167,7 +189,11 @@ class PartScripts:
             place = self.count - min(early, self.count)
             steps.append((place, AHEAD, rank, copy, begins[place]))
             take[place] += nbytes
-        return _script(steps, whole, at_start, [0, *take], [after.bytes, *give], before.bytes)
+        of_loss, of_start = after.bytes, before.bytes
+        if self._splits:
+            of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
+            of_start += self._waiting * (not self._apart)
+        return _script(steps, whole, at_start, [0, *take], [of_loss, *give], of_start)
 
 
 def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:

@@ -110,7 +110,9 @@ def _otherwise(found: Found) -> Iterator[tuple[str, Simulated]]:
 def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) -> list[tuple[str, ...]]:
     virtual = problem.virtual_stages > 1
     each = ("of each part",) * virtual  # the most of each: several combinations may be the largest together
-    rows = [("stage", "in flight", *each, "static", "keep all", "full", "this plan", "on host", "waits s", "prefetch")]
+    waits = ("wait for W",) * problem.pipeline.apart  # passes between backward and gradients of weights
+    figures = ("static", "keep all", "full", "this plan", "on host", "waits s", "prefetch")
+    rows: list[tuple[str, ...]] = [("stage", "in flight", *each, *waits, *figures)]
     for number, (stage, plan) in enumerate(zip(problem.stages, found.plan.stages, strict=True)):
         held = problem.in_flight[number]
         rows.append(
@@ -118,6 +120,7 @@ def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) ->
                 str(number),
                 str(max(map(sum, held))),
                 *("+".join(str(max(of_part)) for of_part in zip(*held, strict=True)) for _ in each),
+                *(str(max(sum(waiting) for _, waiting in problem.held[number])) for _ in waits),
                 gib(stage.static_bytes),
                 gib(kept.peaks[number]),
                 gib(full.peaks[number]),

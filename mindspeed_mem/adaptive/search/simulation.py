@@ -19,8 +19,8 @@ from typing import NamedTuple
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes
 from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT, PartScripts, Script, exact
-from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
-from mindspeed_mem.schedule import Placement, Span, Timeline
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from mindspeed_mem.schedule import Span, Timeline
 from mindspeed_mem.schedule.simulation import play
 
 _ROUNDS = 3
@@ -45,11 +45,12 @@ class Simulated:
 
 
 def simulate(problem: Problem, plan: Plan) -> Simulated:
-    """Play a step. With very many micro-batches only the first are played, and the pace of the last of them goes on."""
+    """Play a step. With very many micro-batches only the first are played, if their order goes on as it began, and the
+    pace of the last of them goes on."""
     micro_batches, send = problem.pipeline.micro_batches, exact(problem.pipeline.send_seconds)
     few, once = most_played(problem), max(stage.step_seconds for stage in problem.stages)
     tracks = _tracks(problem.with_micro_batches(min(few, micro_batches)), plan)
-    placement = Placement(len(problem.stages), problem.virtual_stages)
+    placement = problem.placement
     timeline = play(tracks, placement, send)
     seconds, stalls = timeline.makespan, tuple(track.stall for track in tracks)
     if micro_batches > few:
@@ -68,7 +69,10 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
 
 
 def most_played(problem: Problem) -> int:
-    """Micro-batches that are played at most."""
+    """Micro-batches that are played at most: all, where the order is found by simulation, as it has no pace that the
+    first of them would show."""
+    if problem.pipeline.apart:
+        return problem.pipeline.micro_batches
     step = _step(problem)
     return -(-max(_FEW, _ROUNDS * len(problem.stages)) // step) * step + problem.pipeline.micro_batches % step
 
@@ -146,9 +150,11 @@ class StageTrack:
             PartScripts(problem, part, letters, plan.distance)
             for part, letters in zip(stage.parts, plan.parts, strict=True)
         ]
-        self._scripts = [self._script(place) for place in range(len(self.passes))]
+        self._scripts = self._scripts_of(self.passes)
+        whole = problem.whole[number]
+        held = self._scripts if whole is self.passes else self._scripts_of(whole)
         self.late = 0 if self._blocking or not window else min(window, host_bytes(problem, number, plan))
-        self.peak = stage.static_bytes + stage.temporary_bytes + self._most_held() + self.late
+        self.peak = stage.static_bytes + stage.temporary_bytes + _most_held(held) + self.late
         self.spans: list[Span] = []
         self.stall = 0.0
         self._now, self._streams = 0.0, _IDLE
@@ -173,6 +179,8 @@ class StageTrack:
         if self._blocking:
             stall = self._copy_seconds(place)
             done = _Run(script.seconds + stall, stall, _IDLE)
+        elif work[0] == WEIGHT:
+            done = _Run(script.seconds, 0.0, self._streams.later(start - self._now).later(script.seconds))
         else:
             done = self._run(place, work[1] or 0, script, self._streams.later(start - self._now))
         self._now, self._streams = start + done.seconds, done.streams
@@ -244,24 +252,40 @@ class StageTrack:
                 total += ahead[copy].back_seconds
         return total
 
-    def _script(self, place: int) -> Script:
-        direction, _, part = self.passes[place]
-        following = self._coming[place]
-        ahead = None if following is None else self.parts[following[2]]
-        return self.parts[part].script(direction == FORWARD, ahead, place > 0 and self._coming[place - 1] is not None)
+    def _scripts_of(self, passes: Sequence[Pass]) -> list[Script]:
+        after, found = coming(passes), []
+        begun = False  # the first copies back of the next backward, in the pass before
+        for (direction, _, part), following in zip(passes, after, strict=True):
+            if direction == WEIGHT:
+                found.append(self.parts[part].weights)
+                continue
+            ahead = None if following is None else self.parts[following[2]]
+            found.append(self.parts[part].script(direction == FORWARD, ahead, begun))
+            begun = following is not None
+        return found
 
-    def _most_held(self) -> int:
-        held = highest = 0
-        for script in self._scripts:
-            highest = max(highest, held + script.highest)
-            held += script.net
-        return highest
+
+def _most_held(scripts: Sequence[Script]) -> int:
+    held = highest = 0
+    for script in scripts:
+        highest = max(highest, held + script.highest)
+        held += script.net
+    return highest
 
 
 def coming(passes: Sequence[Pass]) -> list[Pass | None]:
-    """For each pass the one after it, if that is the backward of another pass: its first copies back start here."""
-    pairs = zip(passes, passes[1:], strict=False)
-    return [*(after if after[0] == BACKWARD and after[1:] != work[1:] else None for work, after in pairs), None]
+    """For each pass the one after it, if that is the backward of another pass: its first copies back start here.
+    Gradients of weights are no such pass: no copy starts in them."""
+    found: list[Pass | None] = [None] * len(passes)
+    following: Pass | None = None
+    for place in reversed(range(len(passes))):
+        work = passes[place]
+        if work[0] == WEIGHT:
+            continue
+        if following is not None and following[0] == BACKWARD and following[1:] != work[1:]:
+            found[place] = following
+        following = work
+    return found
 
 
 _Key = tuple[int, int, int]
