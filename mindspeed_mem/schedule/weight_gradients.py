@@ -13,11 +13,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
 Compute = Callable[[], torch.Tensor | None]
+
+
+def _untimed(key: Hashable) -> AbstractContextManager:
+    return contextlib.nullcontext()
 
 
 class WeightGradients:
@@ -28,6 +33,8 @@ class WeightGradients:
         self._now: _Pass | None = None
         self.count = 0
         """How many gradients were put off so far."""
+        self.timed: Callable[[Hashable], AbstractContextManager] = _untimed
+        """Entered around each pass that computes them; a trace puts itself in this place."""
 
     @property
     def collecting(self) -> bool:
@@ -84,7 +91,8 @@ class WeightGradients:
         one = self._passes.pop(key)
         without = [parameter for parameter in one.parameters if parameter.grad is None]
         try:
-            self._run(one)
+            with self.timed(key):
+                self._run(one)
         except BaseException:
             for parameter in without:
                 parameter.grad = None
