@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.idle_time import IdleTime
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.native_operators import NativeOperators
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
@@ -49,7 +50,7 @@ class Passes:
         self._position, self._in_flight, self._in_force, self._mover = position, in_flight, in_force, mover
         self._auto, self._second_runs = auto, second_runs
         self._observation, self._no_effect, self._natives = observation, no_effect, natives
-        self.pinned, self.balance = PinnedWatch(), StageBalance()
+        self.pinned, self.balance, self._idle_time = PinnedWatch(), StageBalance(), IdleTime(mover, in_force)
         self.scheduled = False
         """A schedule says when micro-batches begin and end."""
         self._stage: int | None = None  # of a pipeline that trains
@@ -127,6 +128,7 @@ class Passes:
             torch.autograd.Variable._execution_engine.queue_callback(profiler.end_pass)
 
     def _say_what_never_ran(self) -> None:
+        self._idle_time.say_without()
         if self._entered is None:
             return
         entered, self._entered = self._entered, None
@@ -156,6 +158,8 @@ class Passes:
         self._auto.next_call()
         self.scheduled, self._stage = True, stage
         self._in_flight.order.begin(key, passes)
+        if stage is None and any(one[0] == BACKWARD for one in passes or ()):
+            self._idle_time.say_without()
         self._at_once = {one[1:] for one, after in pairwise(passes or ()) if after == (BACKWARD, *one[1:])}
         if stage is not None and self._in_force.pp_aware and self.balance.begin(key) and gather is not None:
             for line in self.balance.compare(gather):
@@ -177,6 +181,7 @@ class Passes:
     def _abandon(self) -> None:
         self._second_runs.cut_tape(0)
         self._position.leave()
+        self._idle_time.pass_begins(None)
         self._of_output.clear()
 
     # ---- passes
@@ -187,7 +192,7 @@ class Passes:
         if self._stage is not None and self._in_force.pp_aware:
             at_once = key in self._at_once
             now.stays = self.balance.stays(self._in_flight.staying(), at_once, bool(self._at_once))
-        now.ahead = self._backward_after((FORWARD, *key))
+        now.ahead = self._idle_time.pass_begins(self._backward_after((FORWARD, *key)))
         observed = self._observation
         observed.counting = observed.census if observed.census is not None and observed.census.wants(chunk) else None
         if observed.profiler is not None:
@@ -225,6 +230,7 @@ class Passes:
         if self._in_force.recomputes:
             self._second_runs.judge(micro_batch)
         self._no_effect.flush()
+        self._idle_time.pass_ended()
 
     def begin_backward(self, output: Any) -> None:
         """The backward of the pass that returned ``output`` begins."""
@@ -234,7 +240,8 @@ class Passes:
             return
         key = found[0]
         now = self._position.micro_batch = self._in_flight.get(key)
-        ahead = self._backward_after((BACKWARD, *key))
+        ahead = self._idle_time.pass_begins(self._backward_after((BACKWARD, *key)))
+        self._idle_time.backward_begins()
         if now is not None:
             if self._observation.profiler is not None:
                 self._observation.profiler.begin_pass(BACKWARD, key)
@@ -247,6 +254,7 @@ class Passes:
         if self._position.micro_batch is not None:
             self._position.micro_batch.native.drop()
         self._position.micro_batch = None
+        self._idle_time.pass_ended()
 
     def _backward_after(self, now: Pass) -> MicroBatch | None:
         """The micro-batch whose backward follows this pass, if its forward is complete."""

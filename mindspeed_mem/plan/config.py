@@ -39,6 +39,7 @@ _SWAP_KEYS = (
     "pp_aware",
     "window_bytes",
     "smallest_bytes",
+    "idle_prefetch",
 )
 _MCORE_KEYS = {"cpu_offloading": "swap", "cpu_offloading_num_layers": "layer_swap"}
 """What the models of MindFormers that are built like Megatron's call these keys."""
@@ -93,6 +94,8 @@ class SwapConfig:
     share of the device's memory (`reserve.late_copies`)."""
     smallest_bytes: int | None = None
     """Smaller activations are not swapped; None: those whose copies would take longer to start than to run."""
+    idle_prefetch: bool = False
+    """Pipeline stages bring more back between two passes, as far as an earlier backward has begun with as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +210,7 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
         "pp_aware": check.boolean,
         "window_bytes": check.size,
         "smallest_bytes": check.size,
+        "idle_prefetch": check.boolean,
     }
     values: dict[str, Any] = {
         key: read(found[key], f"{path}.{called[key]}") for key, read in readers.items() if key in found

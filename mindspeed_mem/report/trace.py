@@ -29,6 +29,8 @@ from mindspeed_mem.activation.storage.mover import UNTIMED, Untimed
 from mindspeed_mem.passes import BACKWARD, FORWARD, Listener, Precedence, ScheduleCall
 from mindspeed_mem.plan.layers import as_ranges, called
 from mindspeed_mem.report import memory_file, trace_file
+from mindspeed_mem.report.hidden import Hidden, hidden
+from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.core.gathering import no_notes
 
@@ -69,6 +71,7 @@ class Trace(Listener):
         self._took: list[float] = []  # seconds from call to call, of those traced
         self._writing = 0.0
         self._events = 0
+        self._hidden = Hidden()  # of all steps traced
         self._began: tuple[float, float, bool] | None = None  # of the last training call, and whether it was traced
 
     # ---- calls
@@ -126,6 +129,7 @@ class Trace(Listener):
             stacks = step.in_force.stacks.items()
             about["stacks"] = {name: [of.start, of.stop] for name, of in stacks if of is not None}
             trace_file.begin(file, about, [*_names(rank, step.stage), *events])
+        self._hidden = Hidden(*map(sum, zip(self._hidden, step.hidden, strict=True)))
         memory_file.write(memory_file.beside(file), step.allocations.events)
         self._traced.append(self._call)
         self._events += len(events)
@@ -137,13 +141,14 @@ class Trace(Listener):
         beside = "" if self._one_before is None else f", the one before {1e3 * self._one_before:.1f} ms"
         logger.info(
             "--memory-trace: steps %s are in %s (%d events), the last of them for torch's memory viewer in %s; %s%s; "
-            "writing took %.1f ms in all",
+            "%swriting took %.1f ms in all",
             as_ranges(self._traced),
             file,
             self._events,
             memory_file.beside(file).name,
             took,
             beside,
+            f"{words}; " if (words := self._hidden.words()) else "",
             1e3 * self._writing,
         )
 
@@ -193,6 +198,8 @@ class _Step(Untimed):
         self._marks: list[tuple[Any, str, int]] = []
         self._keys: dict[int, tuple[tuple[int | None, int], weakref.ref[torch.Tensor]]] = {}  # by output
         self._counts = self._counted()
+        self.hidden = Hidden()
+        """How much of its copying was, in microseconds; known with its events."""
         self._begin = self.backend.timestamp()
         self.allocations = memory_file.Allocations(self._name)
         engine.look_everywhere(True)
@@ -200,6 +207,7 @@ class _Step(Untimed):
             self.backend, engine.in_force.num_layers, self._boundary, reads=False
         )
         self._mover.timing = self
+        self._untimed_weights, WEIGHT_GRADIENTS.timed = WEIGHT_GRADIENTS.timed, self._weights
         LEDGER.token = logged(self.allocations)
         if engine.survival is not None:
             engine.survival.mover.copying = self.watch.copying
@@ -215,6 +223,7 @@ class _Step(Untimed):
         self.backend.end_range(self._range)
         self._engine.observation.stopwatch = None
         self._mover.timing, LEDGER.token = UNTIMED, Token
+        WEIGHT_GRADIENTS.timed = self._untimed_weights
         self.allocations.close()
         if self._engine.survival is not None:
             self._engine.survival.mover.copying = contextlib.nullcontext
@@ -278,6 +287,17 @@ class _Step(Untimed):
             more = {"layer": layer, "op": op}
             self._spans.append((AGAIN, self._name(layer, op), begin, self.backend.timestamp(), more))
 
+    @contextlib.contextmanager
+    def _weights(self, key: Any) -> Iterator[None]:
+        """Around a pass that computes gradients of weights which backward has put off."""
+        begin = self.backend.timestamp()
+        try:
+            yield
+        finally:
+            micro_batch, chunk = key if isinstance(key, tuple) else (None, 0)
+            more = {"micro-batch": micro_batch, "model chunk": chunk}
+            self._spans.append((COMPUTE, _of("weights", micro_batch), begin, self.backend.timestamp(), more))
+
     def _notes(self, chunk: Chunk, arrived: bool) -> None:
         if not arrived:
             self._coming[chunk] = self.backend.timestamp()
@@ -324,11 +344,18 @@ class _Step(Untimed):
             place = {"ph": "X", "pid": rank, "tid": _TRACKS.index(track), "cat": track}
             return {"name": name, **place, "ts": begin, "dur": round(end - begin, 3), "args": more}
 
-        events = [span(COMPUTE, f"step {number}", at(base), at(end), {"step": number})]
+        spans = [(track, name, at(begin), at(end), more) for track, name, begin, end, more in self._spans]
+        stalls = [(name, at(begin), at(end), more) for name, begin, end, more in self._stalls]
+        passes = [(at(one.moments[0][0]), at(one.moments[-1][0])) for one in self.watch.unread]
+        passes += [(begin, end) for track, _, begin, end, _ in spans if track == COMPUTE]
+        copies = [(begin, end) for track, _, begin, end, _ in spans if track in (OUT, IN)]
+        waits = [(begin, end) for _, begin, end, _ in stalls]
+        self.hidden = hidden(copies, passes, waits, self.backend.copies_block)
+        shares = {"copying ms": {name: us / 1e3 for name, us in self.hidden._asdict().items()}} if copies else {}
+        events = [span(COMPUTE, f"step {number}", at(base), at(end), {"step": number, **shares})]
         for one in self.watch.unread:
             events += _of_pass(one, at, span, self._name)
-        events += [span(track, name, at(begin), at(end), more) for track, name, begin, end, more in self._spans]
-        stalls = [(name, at(begin), at(end), more) for name, begin, end, more in self._stalls]
+        events += [span(*one) for one in spans]
         events += [span(STALL, name, begin, end, more) for name, begin, end, more in stalls if end > begin]
         for count, (chunk, begin, end) in enumerate(self._gathers):
             same = {"name": "gather", "cat": "chunks", "pid": rank, "id": f"{number}.{count}"}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +32,10 @@ class Delayed(Protocol):
         """See that its parameters have their gradients, and who follows these is told."""
 
 
+def _untimed(key: Hashable) -> AbstractContextManager:
+    return contextlib.nullcontext()
+
+
 class WeightGradients:
     """Those that are put off, by pass; passes run one at a time."""
 
@@ -42,6 +47,8 @@ class WeightGradients:
         for what they have put off in it."""
         self.count = 0
         """How many gradients were put off so far."""
+        self.timed: Callable[[Hashable], AbstractContextManager] = _untimed
+        """Entered around each pass that computes them; a trace puts itself in this place."""
 
     @property
     def collecting(self) -> bool:
@@ -101,7 +108,8 @@ class WeightGradients:
         one = self._passes.pop(key)
         without = [parameter for parameter in one.parameters if parameter.grad is None]
         try:
-            self._run(one)
+            with self.timed(key):
+                self._run(one)
         except BaseException:
             for parameter in without:
                 parameter.grad = None

@@ -17,6 +17,7 @@ from mindspeed_mem.adaptive.layout import accounting
 from mindspeed_mem.adaptive.layout.cluster import LATENCY, Cluster
 from mindspeed_mem.adaptive.layout.enumeration import NAMES, Layout, Model, layouts
 from mindspeed_mem.adaptive.layout.search import ALLOWED, CHUNKS, RECOMPUTE, LayoutSearch, Outcome, Planned
+from mindspeed_mem.adaptive.problem.definition import SCHEDULES
 from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.search.plan_table import aligned, gib
 from mindspeed_mem.command_line import check_file, flag, number, whole
@@ -51,6 +52,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     search = command.add_argument_group("the search")
     what = f"sizes that are not searched, such as tp=4,pp=8: {', '.join(NAMES)}"
     search.add_argument("--fix", metavar="SIZES", default="", help=what)
+    what = f"orders of passes that pipelines may have ({','.join(SCHEDULES)}; of TransformerEngine's layers: 1f1b)"
+    search.add_argument("--pipeline-schedules", metavar="LIST", help=what)
     what = f"what a plan may do ({','.join(ALLOWED)}); none: keep everything"
     search.add_argument("--allow", metavar="WHAT", default=",".join(ALLOWED), help=what)
     search.add_argument("--top", metavar="N", default="10", help="layouts that are shown (10)")
@@ -73,7 +76,7 @@ def main(given: argparse.Namespace) -> int:
     for line in _head(request):
         print(line)
     refused: Counter[str] = Counter()
-    every = list(layouts(model, cluster, request.fixed, CHUNKS in request.allowed, refused))
+    every = list(layouts(model, cluster, request.fixed, CHUNKS in request.allowed, refused, request.schedules))
     search = LayoutSearch(model, cluster, allowed=request.allowed, reserve_bytes=request.reserve_bytes)
     outcome = search.run(every, seconds=request.seconds, enough=request.top)
     for line in _counted(every, refused, outcome):
@@ -164,10 +167,12 @@ def _said(request: Request, outcome: Outcome) -> list[str]:
 
 
 def words(layout: Layout, devices: int) -> str:
-    """A layout in the words of --fix, and what it does with states."""
+    """A layout in the words of --fix, its schedule, and what it does with states."""
     sizes = {name: getattr(layout, field_name) for name, field_name in NAMES.items() if field_name != "data"}
     sizes["dp"] = layout.data(devices)
     shown = [f"{name}={size}" for name, size in sizes.items() if name == "mbs" or size > (name != "zero")]
+    if layout.schedule != "1f1b":
+        shown.append(layout.schedule)
     if layout.on_device < 1:
         shown.append(f"({layout_flags.placement(layout)})")
     return ",".join(shown).replace(",(", " (")
@@ -243,6 +248,7 @@ class Request:
     """The model in Megatron's options."""
     fixed: dict[str, int]
     allowed: tuple[str, ...]
+    schedules: tuple[str, ...]
     reserve_bytes: int | None
     top: int
     seconds: float
@@ -274,6 +280,7 @@ def _read(given: argparse.Namespace, wrong: list[str]) -> Request | None:
     fixed, allowed = _fixed(given.fix, wrong), _allowed(given.allow, wrong)
     top, seconds = whole("--top", given.top, wrong) or 10, number("--seconds", given.seconds, wrong) or 300.0
     plan_file = _files(given, wrong)
+    schedules = _schedules(given, wrong)
     wrong += [reason for reason in [requirements.without_solver()] if reason is not None]
     if wrong or described is None or count is None:
         return None
@@ -295,6 +302,7 @@ def _read(given: argparse.Namespace, wrong: list[str]) -> Request | None:
         words=layout_flags.of_model(given, model),
         fixed=fixed,
         allowed=tuple(one for one in allowed if one not in bars),
+        schedules=schedules,
         reserve_bytes=limits.reserve,
         top=top,
         seconds=seconds,
@@ -312,6 +320,25 @@ def _barred(given: argparse.Namespace, model: Model) -> dict[str, str]:
     if model.shape.fp8:
         found[RECOMPUTE] = "Without recompute: it is refused beside --fp8-format."
     return found
+
+
+def _schedules(given: argparse.Namespace, wrong: list[str]) -> tuple[str, ...]:
+    """The orders of passes that are tried; without a word all that the model's layers have."""
+    bars = {}
+    if given.transformer_impl == "transformer_engine":
+        why = "TransformerEngine's layers split no backward: --transformer-impl local"
+        bars = {"zb": why, "v": why}
+    if given.mtp_num_layers is not None:
+        bars.setdefault("v", "it is refused beside --mtp-num-layers")
+    if given.pipeline_schedules is None:
+        return tuple(name for name in SCHEDULES if name not in bars)
+    asked = given.pipeline_schedules.split(",")
+    for name in asked:
+        if name not in SCHEDULES:
+            wrong.append(f"--pipeline-schedules takes {', '.join(SCHEDULES)}, with commas between, not {name!r}")
+        elif name in bars:
+            wrong.append(f"--pipeline-schedules {name}: {bars[name]}")
+    return tuple(asked)
 
 
 def _fixed(text: str, wrong: list[str]) -> dict[str, int]:

@@ -55,6 +55,8 @@ def of_layout(layout: Layout, model: Model, devices: int) -> list[str]:
     if layout.virtual > 1:
         each = model.shape.num_layers // layout.pipeline // layout.virtual
         words += ["--num-layers-per-virtual-pipeline-stage", str(each)]
+    if layout.schedule != "1f1b":
+        words += ["--pipeline-schedule", layout.schedule]
     words += ["--context-parallel-size", str(layout.context)]
     if model.shape.num_experts:
         words += ["--expert-model-parallel-size", str(layout.expert)]
@@ -79,7 +81,7 @@ def placement(layout: Layout) -> str:
 
 def needs_us(layout: Layout, plan: str | None) -> bool:
     """Whether Megatron cannot train with it by itself."""
-    return bool(layout.zero) or plan is not None
+    return bool(layout.zero) or layout.schedule != "1f1b" or plan is not None
 
 
 def script(

@@ -107,6 +107,11 @@ def test_swapped_steps(tmp_path):
     assert 0 < most["device bytes"] <= figures[-1].peak_bytes
     check_memory(file, figures[-1].peak_bytes - held)
     assert len(lines) == 1 and "steps 2-3" in lines[0] and "the one before" in lines[0]
+    # The host's copies are made in the passes, which stand still for them.
+    assert "0 % of copying behind compute, 0 % in idle time, 100 % in stalls" in lines[0]
+    shares = [one["args"]["copying ms"] for one in spans(events, "compute") if "copying ms" in one["args"]]
+    took = sum(one["dur"] for track in ("copy out", "copy in") for one in spans(events, track)) / 1e3
+    assert len(shares) == 2 and abs(sum(sum(one.values()) for one in shares) - took) < 0.1
 
 
 def test_operators_of_layers_that_no_plan_touches(tmp_path):
@@ -132,6 +137,27 @@ def test_second_runs(tmp_path):
     check_nesting(events)
     runs = [sum(one.runs for one in figures[n].recomputed_by_operator) for n in (1, 2)]
     assert len(spans(events, "recompute")) == runs[1] - runs[0] > 0
+
+
+def put_off(file: str) -> None:
+    from mindspeed_mem.report import trace
+    from tests.models import build_gpt, train_step
+    from tests.split_runs import split
+    from tests.swap_runs import swap
+
+    with parallel(), split(), swap({"swap_config": {"swap": False}}):
+        chunks = build_gpt("dense", layers=1)
+        trace.start(Path(file), 1, 1)
+        train_step(chunks, micro_batches=2)
+        trace.stop()
+
+
+def test_gradients_of_weights_that_are_put_off(tmp_path):
+    file = tmp_path / "trace.json"
+    on_ranks(1, put_off, str(file))
+    events = events_of(file)
+    check_nesting(events)
+    assert len([one for one in spans(events, "compute") if one["name"] == "weights"]) == 2
 
 
 def test_nothing_reached_is_said(tmp_path):

@@ -102,7 +102,9 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
         pytest.param(
             2, "dropout", {"pp": 2}, {}, [(None, 4), (1, 3), (3, 5), (None, 1)], {"evaluate": True}, id="dropout-pp2"
         ),
-        pytest.param(4, "dense", {"pp": 4}, {"deallocate_pipeline_outputs": True}, [(None, 6), (2, 2)], {}, id="pp4"),
+        pytest.param(
+            4, "dense", {"pp": 4}, {"deallocate_pipeline_outputs": True}, [(None, 6), (2, 2), (None, 3)], {}, id="pp4"
+        ),
         pytest.param(
             4, "dense", {"tp": 2, "pp": 2}, {"sequence_parallel": True, "layers": 2}, [(None, 4)], {}, id="tp2-sp-pp2"
         ),
@@ -111,6 +113,15 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
             4, "dense", {"pp": 2}, {"ddp": OVERLAPPED}, [(None, 8)], {"align": True}, marks=sweep, id="pp2-dp2-aligned"
         ),
         pytest.param(2, "moe", {"pp": 2}, RECOMPUTED, [(None, 4)], {}, id="moe-recomputed-pp2"),
+        pytest.param(
+            2,
+            "dense",
+            {"pp": 2},
+            {"layers": 3, "pipeline_model_parallel_layout": "Et|ttL"},
+            [(None, 3)],
+            {},
+            id="pp2-uneven",
+        ),
         pytest.param(2, "dense", {"pp": 2, "vpp": 2}, {}, [(None, 4), (3, 6)], {"evaluate": True}, id="pp2-vpp2"),
         pytest.param(
             4,

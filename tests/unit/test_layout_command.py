@@ -32,6 +32,8 @@ CASES = {
         1.0,
         GROUPS + "--devices 8 --devices-per-node 4 --fix tp=2,pp=2,vpp=2,mbs=1 --allow swap,recompute",
     ),
+    "zb": (2, "--transformer-impl local --devices 2 --fix pp=2,vpp=1,mbs=1 --pipeline-schedules zb"),
+    "v": (3, "--transformer-impl local --devices 2 --fix pp=2,mbs=1 --pipeline-schedules v"),
     "context": (2, "--devices 8 --fix cp=2,zero=0,mbs=1"),
     "experts": (2, EXPERTS + "--devices 8 --fix tp=2,ep=4,mbs=1 --allow recompute"),
     "latent": (2, LATENT + "--devices 4 --fix mbs=1 --allow none"),
@@ -81,7 +83,7 @@ def test_the_printed_line_is_read_back_as_the_same_layout(found, tmp_path, name)
     profile = profile_file.read(trace)
     row = next(row for row in out.splitlines() if re.match(r"1 [a-z]+=", row)).split()
     best = row[1]
-    shown = dict(entry.split("=") for entry in best.split(","))
+    shown = dict(entry.split("=") for entry in best.split(",") if "=" in entry)
     names = {
         "tp": "tensor",
         "cp": "context",
@@ -95,6 +97,7 @@ def test_the_printed_line_is_read_back_as_the_same_layout(found, tmp_path, name)
     assert profile.model["micro_batch_size"] == int(shown["mbs"])
     if "experts" in name:
         assert (profile.shapes["expert"], profile.shapes["expert_tensor"]) == (4, int(shown.get("etp", 1)))
+    assert profile.shapes["schedule"] == (name if name in ("zb", "v") else "1f1b")
     assert profile.shapes["sequence_parallel"] == (profile.shapes["tensor"] > 1)
     # What it said the plan needs is what `plan` says of the same layout.
     static = max(stage.static_bytes for stage in profile.problem.stages)
@@ -203,7 +206,7 @@ def test_all_that_is_wrong_is_said_at_once(found):
     status, _, err = found(
         "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 8 "
         "--device-memory-gib 10 --devices 12 --tensor-model-parallel-size 2 --fix tp=x,dq=2 --allow swap,magic "
-        "--top none --seconds -1 --latency-us x --output /nowhere/run.sh"
+        "--top none --seconds -1 --latency-us x --output /nowhere/run.sh --pipeline-schedules zb,zbv"
     )
     assert status == 2
     for reason in (
@@ -212,6 +215,8 @@ def test_all_that_is_wrong_is_said_at_once(found):
         "--fix takes sizes such as tp=4, of tp, cp, ep, etp, pp, vpp, mbs, dp, zero (zero: 0 to 3), not 'tp=x'",
         "not 'dq=2'",
         "--allow takes swap, recompute, chunk-zero, or none, not 'magic'",
+        "--pipeline-schedules zb: TransformerEngine's layers split no backward: --transformer-impl local",
+        "--pipeline-schedules takes 1f1b, zb, v, with commas between, not 'zbv'",
         "--top takes a whole number",
         "--seconds takes a number above 0",
         "--latency-us takes a number",

@@ -89,6 +89,26 @@ def test_what_it_finds_is_the_best_of_all(shape, fixed):
     assert [one.layout for one in again.planned] == [one.layout for one in exhaustive.planned]
 
 
+def test_schedules_with_a_split_backward_are_among_the_pipelines():
+    what, on = model(dataclasses.replace(LLAMA, te=False)), devices(count=2, gib=40)
+    search = LayoutSearch(what, on, reserve_bytes=0)
+    tried = list(layouts(what, on, {"pipeline": 2, "micro_batch": 1}, True, Counter(), schedules=("1f1b", "zb", "v")))
+    found = {(one.schedule, one.virtual) for one in tried}
+    assert found == {("1f1b", 1), ("1f1b", 2), ("zb", 1), ("zb", 2), ("v", 2)}
+    assert not any(one.zero for one in tried if one.schedule != "1f1b") and any(one.zero for one in tried)
+    outcome = search.run([one for one in tried if not one.zero], enough=5)
+    times = {(one.layout.schedule, one.layout.virtual): one.seconds for one in outcome.planned}
+    assert times["zb", 1] < times["1f1b", 1]  # a V has the head on the first of these two ranks, and waits for it
+    for one in outcome.planned:
+        problem = search.problem(one.layout)
+        assert closed_form.seconds(problem) <= raised_bound(problem) * (1 + 1e-9)
+        assert raised_bound(problem) <= one.seconds * (1 + 1e-9)
+        spent = accounting.seconds(one, what, on)
+        assert sum(spent) == pytest.approx(one.seconds) and spent.bubble > 0
+        if one.layout.schedule != "1f1b":  # all that a step takes beyond what everything kept would
+            assert spent.recompute == pytest.approx(0, abs=1e-9)
+
+
 def test_time_that_is_up_leaves_a_gap():
     what, on = model(), devices(gib=2.2)
     outcome = LayoutSearch(what, on, reserve_bytes=0, work=0).run(every(what, on), seconds=1e-9)

@@ -27,6 +27,8 @@ NAMES = {
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _VIRTUAL = 12
 """Virtual stages at most. Others of either are tried where they are fixed."""
+_SPLIT_VIRTUAL = 2
+"""Virtual stages at most where the backward is split; a V has just these."""
 SHARDINGS = ((0, 1.0), (1, 0.0), (2, 1.0), (2, 0.0), (3, 1.0), (3, 0.5), (3, 0.0))
 """Stages of chunks, and the share of what they split that rests on the device."""
 
@@ -46,6 +48,8 @@ class Layout:
     zero: int = 0
     """The stage of chunks; 0: none."""
     on_device: float = 1.0
+    schedule: str = "1f1b"
+    """``--pipeline-schedule``: 1f1b, zb or v."""
 
     def data(self, devices: int) -> int:
         return devices // (self.tensor * self.context * self.pipeline)
@@ -79,6 +83,7 @@ class Layout:
             chunk_zero_stage=self.zero,
             reduce_each=self.zero > 1 and micro_batches > 1,
             on_device=self.on_device,
+            schedule=self.schedule,
         )
 
 
@@ -101,7 +106,12 @@ class Model:
 
 
 def layouts(
-    model: Model, cluster: Cluster, fixed: Mapping[str, int], chunks: bool, refused: Counter[str]
+    model: Model,
+    cluster: Cluster,
+    fixed: Mapping[str, int],
+    chunks: bool,
+    refused: Counter[str],
+    schedules: Collection[str] = ("1f1b",),
 ) -> Iterator[Layout]:
     """Every layout that Megatron accepts.
 
@@ -111,6 +121,8 @@ def layouts(
         fixed: sizes by the names of `Layout` that others are not tried of.
         chunks: whether chunk ZeRO is tried.
         refused: counts those that are refused by reason, at the first size that is the reason.
+        schedules: of pipelines, as ``--pipeline-schedule`` names them. Those with a split backward are tried on
+            at most two virtual stages, which leave little idle time, and without chunk ZeRO, which is refused there.
     """
     devices, shape = cluster.devices, model.shape
     tensors = _choices(fixed, "tensor", [size for size in _divisors(devices) if size <= cluster.per_node])
@@ -136,19 +148,31 @@ def layouts(
                 if shape.num_layers // pipeline % virtual or (virtual > 1 and pipeline == 1):
                     refused["virtual stages: they need pipeline stages, and divide the layers of each"] += 1
                     continue
-                if schedule_problems(pipeline, virtual, count):
-                    refused["virtual stages: micro-batches are no multiple of pipeline stages"] += 1
-                    continue
                 one = Layout(
                     tensor=tensor, context=context, pipeline=pipeline, virtual=virtual, micro_batch=micro_batch
                 )
-                for experts in _experts(shape, one, data, fixed, refused):
-                    yield from _sharded(experts, data * context, fixed, chunks)
+                for scheduled in _scheduled(one, count, schedules, refused):
+                    for experts in _experts(shape, scheduled, data, fixed, refused):
+                        yield from _sharded(experts, data * context, fixed, chunks)
+
+
+def _scheduled(one: Layout, count: int, schedules: Collection[str], refused: Counter[str]) -> Iterator[Layout]:
+    """In each order of passes that there is for so many micro-batches."""
+    for schedule in schedules:
+        split, v = schedule != "1f1b", schedule == "v"
+        if split and (one.pipeline == 1 or one.virtual > _SPLIT_VIRTUAL or (v and one.virtual != _SPLIT_VIRTUAL)):
+            continue  # none idles, few do, or it is no V: nothing that Megatron refuses
+        if schedule_problems(one.pipeline, one.virtual, count, split=split, v=v):
+            refused["virtual stages: micro-batches are no multiple of pipeline stages"] += 1
+            continue
+        yield dataclasses.replace(one, schedule=schedule)
 
 
 def _sharded(one: Layout, ranks: int, fixed: Mapping[str, int], chunks: bool) -> Iterator[Layout]:
     for stage, on_device in SHARDINGS:
         wanted = fixed.get("zero", stage if chunks or not stage else None) == stage
+        if stage and one.schedule != "1f1b":
+            continue
         if wanted and (not stage or ranks > 1 or (stage, on_device) == (1, 0.0)):
             yield dataclasses.replace(one, zero=stage, on_device=on_device)
 

@@ -188,7 +188,7 @@ def raised_bound(problem: Problem) -> float:
             rules = (Rules(inputs_move=move) for move in (False, True))
             cycle = max(cycle, min(bound(short, number, problem.device_limit / GB, rule) for rule in rules))
         longest = max(longest, way + line.micro_batches * cycle)
-        way += works[0] + 2 * line.send_seconds
+        way += closed_form.way_seconds(problem, stage.parts[0], works[0])
     return longest + max(stage.step_seconds for stage in problem.stages)
 
 
