@@ -7,8 +7,10 @@ import gc
 import inspect
 import logging
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,8 @@ from tests.attachment.plain_models import (
     results,
     same,
 )
+
+PAGE = Path(__file__).parents[2] / "docs/any-model.md"
 
 
 def traces(model):
@@ -293,6 +297,38 @@ def test_what_has_no_effect_is_said_once(attach, caplog):
         results(model, accumulated)
     said = [line for line in caplog.messages if "the plan has no effect in layers 0-1" in line]
     assert len(said) == 1 and "compiled" in said[0]
+
+
+def encoder(dropout=0.1):
+    block = nn.TransformerEncoderLayer(16, 2, 32, dropout, activation="gelu", batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
+
+
+def test_torchs_attention_runs_again(attach, caplog):
+    """It asks whether its query, key and value are one tensor."""
+
+    def step(model):
+        torch.manual_seed(3)
+        loss = model(torch.randn(2, 5, 16)).square().mean()
+        loss.backward()
+        return [loss]
+
+    model = encoder()
+    plain = results(copy.deepcopy(model), step)
+    attached = attach(model, {"recompute_config": {"select_recompute": {"self_attn": True}}})
+    assert same(results(model, step), plain)
+    assert {row.op for row in attached.engine.report().recomputed_by_operator if row.bytes and row.runs} == {"self_attn"}
+    assert [one for one in caplog.records if "no effect on self_attn" in one.message] == []
+
+
+def test_each_row_of_the_docs_example_has_an_effect(caplog, capsys):
+    program = re.search(r"^```python\n(# train.py\n.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
+    exec(program, {})
+    printed = capsys.readouterr().out
+    moved = re.search(r"^ +0 +([\d.]+)", printed, re.MULTILINE)[1]
+    assert float(moved) > 0.1 and "recomputed: self_attn of layer 3" in printed, printed
+    assert not re.search(r"nothing was|\b0 second runs", printed), printed
+    assert [one.message for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
 def test_compiled_parts(attach):
