@@ -24,8 +24,8 @@ class Slot(NamedTuple):
 def split(value: Any, take: Callable[[torch.Tensor], Any], taken: list[Any]) -> Any:
     """A copy of ``value`` with a `Slot` in place of each tensor for which ``take`` returned something.
 
-    What it returned is appended to ``taken``; a tensor for which it returns None stays where it is, and one for which it
-    returns a `Slot` goes there.
+    What it returned is appended to ``taken``; a tensor for which it returns None stays where it is, and one for which
+    it returns a `Slot` goes there.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
