@@ -234,6 +234,8 @@ def test_all_that_is_wrong_is_said_at_once():
         (lambda: None, {}, "model: got a NoneType"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), {}, "ScriptModule; allowed: a torch.nn.Module in Python"),
         (Net, {"plan": 5}, "plan: got 5"),
+        (Net, {"plan": "Auto"}, "did you mean 'auto'?"),
+        (Net, {"plan": {"swap_config": {"swap": True}}}, "say what is to be swapped by layer_swap or op_swap"),
         (Net, {"plan": "auto"}, "nobody knows how much memory the device has"),
         (Net, {"plan": {"swap_config": {"swp": True}}}, "did you mean 'swap'"),
     ],
@@ -297,6 +299,34 @@ def test_what_has_no_effect_is_said_once(attach, caplog):
         results(model, accumulated)
     said = [line for line in caplog.messages if "the plan has no effect in layers 0-1" in line]
     assert len(said) == 1 and "compiled" in said[0]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_model_that_is_compiled_as_a_whole_is_told(early, attach, caplog):
+    model = Net()
+    if early:
+        model.compile(backend="eager")
+    attached = attach(model, SWAP)
+    if not early:
+        assert "no forward of the model" in attached.report()  # none has run
+        model.compile(backend="eager")
+    results(model, accumulated)
+    assert any("the model is compiled as a whole" in line for line in caplog.messages) is early
+    assert "or it is compiled as a whole, and the plan has no effect" in attached.report()
+
+
+def test_a_step_after_detach_is_told_once(attach, caplog):
+    model = Net()
+    attached = attach(model, SWAP, survive=True)
+    with attached.step():
+        results(model, accumulated)
+    assert "no forward of the model" not in attached.report()
+    attached.detach()
+    for _ in range(2):
+        with attached.step():
+            results(model, accumulated)
+    assert attached.run_step(lambda: 3) == 3
+    assert [line for line in caplog.messages if "after detach()" in line] == [caplog.messages[-1]]
 
 
 def encoder(dropout=0.1):
