@@ -103,6 +103,11 @@ FEATURES: dict[str, tuple[str, list[str], list[str]]] = {
             for one in ("dropout-pp2", "pp2-vpp2")
         ],
     ),
+    "zero bubble in a V": (
+        "--pipeline-schedule v",
+        [],
+        ["tests/numerics/test_pipeline_v.py::test_two_stages[fp32]"],
+    ),
     "Adam on the host": (
         "--host-optimizer-step",
         [],
@@ -136,9 +141,9 @@ LESS = {
 }
 """Of a feature on a version: the case that is left out, and why it works all the same."""
 _ASK = """
-import json, platform, sys, torch
-from mindspeed_mem import features
-refused = {one.flag: features.too_old(one) for one in features.FEATURES}
+import json, platform, torch
+from tests.compat import FEATURES, refusal
+refused = {name: refusal(flag) for name, (flag, *_) in FEATURES.items()}
 print(json.dumps([platform.python_version(), torch.__version__.partition("+")[0], refused]))
 """
 
@@ -189,6 +194,11 @@ def row(flag: str) -> Feature:
     """Of the table of features: who says from which version on `flag`, or a value of it, can be had."""
     (found,) = (one for one in features.FEATURES if one.flag == flag.partition(" ")[0])
     return found if found.since or len(found.needs_features) != 1 else row(*found.needs_features)
+
+
+def refusal(flag: str) -> str | None:
+    """Why the megatron-core of this process cannot carry `flag`, or a value of it; None: it can."""
+    return features.too_old(row(flag), flag.partition(" ")[2] or None)
 
 
 def _shown(found: dict[str, Any]) -> int:
@@ -252,7 +262,6 @@ def _examined(folder: Path, version: str, only: tuple[str, ...] = ()) -> dict[st
 
     doctor = json.loads(ask("-m", "mindspeed_mem", "doctor", "--json"))
     python, torch, refused = json.loads(ask("-c", _ASK).splitlines()[-1])
-    refused = {name: refused[row(flag).flag] for name, (flag, *_) in FEATURES.items()}
     cases = {name: [*one, *two] for name, (_, one, two) in FEATURES.items() if not refused[name]}
     less = {name: what for (version, name), what in LESS.items() if version == own.name}
     cases |= {name: [case for case in cases[name] if case != left_out] for name, (left_out, _) in less.items()}

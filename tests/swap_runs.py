@@ -112,9 +112,7 @@ def difference(mine: Any, other: Any) -> list[str]:
 
 def trained(layout: dict[str, Any], model: dict[str, Any], steps: int = 2, micro_batches: int = 2) -> tuple[list, dict]:
     """A few training steps of a new model, and what they leave behind besides: generators, statistics of experts."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from megatron.core.transformer.utils import get_default_causal_mask
 
     from tests.models import build_gpt, build_optimizer, expert_losses, forget_routing, train_step
     from tests.worlds import parallel
@@ -131,10 +129,17 @@ def trained(layout: dict[str, Any], model: dict[str, Any], steps: int = 2, micro
         besides |= {name: one["values"].clone() for name, one in kept.items()}
         besides |= {f"{i}.{name}": b.clone() for i, chunk in enumerate(chunks) for name, b in _buffers(chunk)}
         forget_routing(chunks)
-        # Megatron keeps the tables that layers of latent attention make, and up to 0.15 its own attention's mask.
-        for kept_by in (RotaryEmbedding.forward, get_default_causal_mask):
-            getattr(kept_by, "cache_clear", list)()
+        forget_tables()
         return results, besides
+
+
+def forget_tables() -> None:
+    """What Megatron keeps: the tables that layers of latent attention make, and up to 0.15 its own attention's mask."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.transformer.utils import get_default_causal_mask
+
+    for kept_by in (RotaryEmbedding.forward, get_default_causal_mask):
+        getattr(kept_by, "cache_clear", list)()
 
 
 def _buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.rerun import module_rerun
 from mindspeed_mem.plan import LayerSwap, MemoryConfig, MemoryConfigError, OpSwap, RecomputeRule
 from mindspeed_mem.plan.config import SwapEntry
-from mindspeed_mem.plan.memory_plan import DEFAULT_PATTERN
+from mindspeed_mem.plan.memory_plan import DEFAULT_ENTRY, DEFAULT_PATTERN
 from mindspeed_mem.plan.recompute_config import Kind
 
 SWAP, RECOMPUTE = "_mindspeed_mem_swap", "_mindspeed_mem_recompute"
@@ -27,8 +27,11 @@ def ask(module: nn.Module, mark: str, value: Any) -> None:
     """Put a mark on a module (None: take it off). A model that is attached goes by it from the next step on.
 
     Raises:
-        MemoryConfigError: the attached model's plan and this do not go together; the mark is as it was then.
+        MemoryConfigError: the attached model's plan and this do not go together; the mark is as it was then. Or
+            `module` is none.
     """
+    if not isinstance(module, nn.Module):
+        raise MemoryConfigError([f"{_name(mark)}: got a {type(module).__name__}; allowed: a torch.nn.Module"])
     before = module.__dict__.get(mark)
     _put(module, mark, value)
     engine = engines.current()
@@ -84,7 +87,7 @@ def joined(config: MemoryConfig) -> MemoryConfig:
             layers=True,
             backward_prefetch=swap.default_prefetch,
             activations=swap.activations,
-            entry="swap_config (default policy)",
+            entry=DEFAULT_ENTRY,
         )
         swap = replace(swap, op_swap=(default,))
     layer_swap, op_swap = (*_planned(swap.layer_swap), *layers), (*_planned(swap.op_swap), *swaps)

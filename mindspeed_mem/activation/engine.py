@@ -48,6 +48,9 @@ from mindspeed_mem.plan.config import SwapConfig
 class FollowsCalls(Protocol):
     """Whoever follows a run from training call to training call (`Adaptation`, which is of a room above)."""
 
+    has_settled: bool
+    """Has settled on a plan, once at least."""
+
     def begin(self, call: Any, ranks: Any, facts: Callable[[], dict[str, Any]]) -> None: ...
 
     def end(self, completed: bool) -> None: ...

@@ -85,6 +85,11 @@ class Passes:
         return micro_batch
 
     # ---- without a schedule
+    @property
+    def alone_so_far(self) -> int:
+        """Forwards that `alone` has run, of those that keep something for backward."""
+        return self._alone
+
     def alone(self, call: Callable[[], Any], result: Callable[[Any], torch.Tensor | None]) -> Any:
         """Run the forward of a whole model that no schedule runs: it is a pass of its own.
 

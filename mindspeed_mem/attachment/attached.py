@@ -76,6 +76,7 @@ class Attached:
         """The layers of each list by its name; the plan counts on from list to list."""
         self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
         self._limited = limited  # the device's memory, by us
+        self._detached = self._said = False  # the latter: to whoever goes on as before
         self._steps: Steps | None = None  # where a plan is searched
         _latest[:] = [(weakref.ref(model), engine)]
         try:
@@ -99,7 +100,8 @@ class Attached:
         """What was moved and made again so far, on all ranks; empty on ranks other than 0, and with no plan and no
         survival. Collective."""
         everyone = ranks.gather(self.engine.report())
-        return format_report(everyone) if ranks.number() == 0 else ""
+        text = format_report(everyone) if ranks.number() == 0 else ""
+        return f"{text}\n{_UNSEEN}" if text and not self.engine.passes.alone_so_far else text
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -108,6 +110,9 @@ class Attached:
         With ``survive`` what operators lack inside is made room for, and with the plan "auto" it is one of the steps
         that are profiled and planned for; otherwise this does nothing.
         """
+        if self._is_off():
+            yield
+            return
         with self._followed(), self._guarded():
             yield
 
@@ -124,10 +129,17 @@ class Attached:
         Raises NoRoomError, a torch.OutOfMemoryError, which says why it was not tried again.
         """
         survival = self.engine.survival
-        if survival is None:
+        if survival is None or self._is_off():
             return call(*args, **kwargs)
         with self._followed():
             return second_attempt.run(survival, self.model, self._guarded, call, args, kwargs)
+
+    def _is_off(self) -> bool:
+        """Whether it was detached, which is said at the first step after that."""
+        if self._detached and not self._said:
+            self._said = True
+            logger.warning("a step after detach() is a step without a plan: attach the model again for one")
+        return self._detached
 
     def _followed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._steps is None else self._steps.following()
@@ -154,6 +166,7 @@ class Attached:
         for module in (self.model, *(self._ours.keys() - set(self.model.modules()))):  # those too that have left it
             _take_off(module)
         self._ours.clear()
+        self._detached = True
         self.engine.passes.given = self._steps = None
         if engines.current() is self.engine:
             engines.stop()
@@ -269,6 +282,13 @@ def pass_forward(original: Callable) -> Callable:
     return forward
 
 
+_COMPILED = (
+    "the plan has no effect: the model is compiled as a whole, and runs as it is; compile parts of its layers instead"
+)
+_UNSEEN = (
+    "no forward of the model with gradients was seen: none has run, or it is compiled as a whole, and the plan has no "
+    "effect"
+)
 _DATA_PARALLEL = "use torch's DistributedDataParallel, a process for each device, in place of DataParallel"
 
 
@@ -339,7 +359,8 @@ def attach(
     attached = Attached(model, engine, found, device_bytes is not None)
     if searches:
         attached._search(None if adaptive_plan_file is None else Path(adaptive_plan_file))
-    for notice in config.notices if ranks.number() == 0 else ():
+    compiled = [_COMPILED] if getattr(model, "_compiled_call_impl", None) is not None else []
+    for notice in [*config.notices, *compiled] if ranks.number() == 0 else ():
         logger.warning(notice)
     return attached
 
@@ -412,6 +433,9 @@ def _checked(
     try:
         if isinstance(plan, MemoryConfig):
             config = plan
+        elif isinstance(plan, str) and plan.lower() == "auto":
+            problems.append(f"plan: got {plan!r}; did you mean 'auto'?")
+            return None
         elif plan is None or isinstance(plan, (str, os.PathLike, Mapping)):
             config = load_memory_config(plan)
         else:

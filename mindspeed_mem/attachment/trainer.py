@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mem.attachment.attached import Attached, Plan, attach
-from mindspeed_mem.plan import MemoryConfig
+from mindspeed_mem.plan import MemoryConfig, load_memory_config
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +30,14 @@ def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) 
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
+        TypeError: `attach` has no such argument.
+        MemoryConfigError: the plan is none by itself; on the model it is checked when training begins.
     """
     from transformers import TrainerCallback
+
+    inspect.signature(attach).bind(None, plan, **arguments)  # now, not once the model has been loaded
+    if plan != "auto" and isinstance(plan, (str, os.PathLike, Mapping)):
+        load_memory_config(plan)
 
     class MemoryCallback(TrainerCallback):
         attached: Attached | None = None

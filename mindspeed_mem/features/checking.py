@@ -63,8 +63,8 @@ class Settings:
     """What is split over data-parallel ranks, and where it lies."""
     optimizer_parallel: str | None = None
     """How the optimizer is split over data-parallel ranks: grouping or sharding."""
-    trace: tuple[Path, int, int] | None = None
-    """The file, and the first and last training step to be traced."""
+    trace: tuple[Path, int, int, bool] | None = None
+    """The file, the first and last training step to be traced, and whether as many follow once a plan is settled on."""
     report_folder: Path | None = None
     patches: tuple[str, ...] = ()
     """Shell patterns of patch modules, in the order of application."""
@@ -128,12 +128,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         others = ("--survive-oom", "--adaptive-memory-optimization", "--memory-trace", "--memory-report")
         on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or f.flag in others]
         memory = None
-    problems += [why for f in on if (why := too_old(f))]
-    if values["--pipeline-schedule"] == "v" and not upstream.within("megatron", since=V_SINCE):
-        problems.append(
-            f"--pipeline-schedule v needs megatron-core {V_SINCE} or newer, and {upstream.version_of('megatron')} is "
-            "installed: it is told in other places what a chunk has. Install a newer one, or give zb"
-        )
+    problems += [why for f in on if (why := too_old(f, values[f.flag]))]
     problems += conflicts(args, [f.flag for f in on], recomputes=recomputes)
     given = [f.flag for f in FEATURES if getattr(args, f.dest, f.default) not in (f.default, None)]
     problems += [
@@ -157,6 +152,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     notices += tuple(requirements.untested({"megatron-core": upstream.version_of("megatron")}) if patches else ())
     limit = _bytes(values["--swap-host-memory-gib"]) if swaps or survives else None
     folder = values["--memory-report"]
+    traced = values["--memory-trace-steps"]
     trace = values["--memory-trace"] or (None if folder is None else folder / "trace.json")
     return Settings(
         on=tuple(f.flag for f in on),
@@ -173,7 +169,7 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
         pipeline_stages=values["--pipeline-stages"],
         chunk=_chunk(values, backend),
         optimizer_parallel=values["--optimizer-parallel"],
-        trace=None if trace is None else (trace, *(values["--memory-trace-steps"] or _TRACED)),
+        trace=None if trace is None else (trace, *(traced or _TRACED), adapts and traced is None),
         report_folder=folder,
         patches=tuple(dict.fromkeys(patches)),
         notices=notices,
@@ -181,11 +177,17 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     )
 
 
-def too_old(feature: Feature) -> str | None:
-    """Why the installed megatron-core cannot carry `feature`; None if it can, or is not installed."""
-    if upstream.within("megatron", since=feature.since):
-        return None
+def too_old(feature: Feature, value: Any = None) -> str | None:
+    """Why the installed megatron-core cannot carry `feature`, with this value of its flag; None if it can, or is not
+    installed."""
     version = upstream.version_of("megatron")
+    if upstream.within("megatron", since=feature.since):
+        if (feature.flag, value) != ("--pipeline-schedule", "v") or upstream.within("megatron", since=V_SINCE):
+            return None
+        return (
+            f"--pipeline-schedule v needs megatron-core {V_SINCE} or newer, and {version} is "
+            "installed: it is told in other places what a chunk has. Install a newer one, or give zb"
+        )
     return (
         f"{feature.flag} needs megatron-core {feature.since} or newer, and {version} is installed: "
         f"{feature.before_that}. Install a newer one, or leave {feature.flag} out"

@@ -238,7 +238,8 @@ FEATURES = (
         flag="--memory-trace-steps",
         read=step_range,
         metavar="STEPS",
-        help="training steps of this run to trace, counted from 1: 5-7 (default), or one",
+        help="training steps of this run to trace, counted from 1: one, or a range (default: 5-7, and three more once "
+        "an adaptive plan is settled on)",
         needs_features=("--memory-trace", "--memory-report"),
         same_plan="looking on changes nothing",
     ),

@@ -16,7 +16,7 @@ from mindspeed_mem import progress, ranks, requirements
 from mindspeed_mem.parallel import rules
 from mindspeed_mem.parallel.calls import Call, Calls, Value, calls_of
 from mindspeed_mem.parallel.given import Given
-from mindspeed_mem.parallel.meshes import old_torch
+from mindspeed_mem.parallel.meshes import of_other_kinds, old_torch
 from mindspeed_mem.parallel.options import COLLECTIVES, Asker, Machine, Placed
 from mindspeed_mem.parallel.plan import Plan, Row, strategies
 from mindspeed_mem.parallel.search import Class, Search, Solution
@@ -92,6 +92,8 @@ def auto(
 
     Raises StrategyError if nothing fits, with the least that does.
     """
+    if wrong := of_other_kinds(model, mesh):
+        raise StrategyError(wrong)
     problems = [said for said in (requirements.without_solver(),) if said]
     problems += old_torch("auto")
     if not mesh.mesh_dim_names:

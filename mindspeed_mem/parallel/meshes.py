@@ -74,6 +74,16 @@ def old_torch(what: str) -> list[str]:
     return [f"{what} needs torch 2.13 or newer, this is {torch.__version__}"]
 
 
+def of_other_kinds(model: Any, mesh: Any) -> list[str]:
+    """What is no module and no mesh of these: nothing else can be said of them."""
+    problems = []
+    if not isinstance(model, torch.nn.Module):
+        problems.append(f"model: got a {type(model).__name__}; allowed: a torch.nn.Module")
+    if not isinstance(mesh, DeviceMesh):
+        problems.append(f"mesh: got a {type(mesh).__name__}; allowed: what parallel.mesh(dp=2, tp=4) makes")
+    return problems
+
+
 def mesh_in_use(given: DeviceMesh | None) -> DeviceMesh:
     """`given`, or the mesh made last. Raises StrategyError if there is none."""
     if given is not None:

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mindspeed_mem import ranks
-from mindspeed_mem.parallel.meshes import agree, mesh_in_use, old_torch
+from mindspeed_mem.parallel.meshes import agree, mesh_in_use, of_other_kinds, old_torch
 from mindspeed_mem.parallel.recompute import Recomputed, recompute
 from mindspeed_mem.parallel.stages import stages_of
 from mindspeed_mem.parallel.strategy import StrategyError
@@ -67,6 +67,8 @@ def pipeline(
     Collective.
     """
     mesh = mesh_in_use(mesh)
+    if wrong := of_other_kinds(model, mesh):
+        raise StrategyError(wrong)
     problems = old_torch("pipeline")
     if axis not in (mesh.mesh_dim_names or ()):
         names = ", ".join(mesh.mesh_dim_names or ()) or "no names"

@@ -66,7 +66,7 @@ class Plan:
         """
         if isinstance(given, Plan):
             return given
-        if not isinstance(given, Mapping):
+        if isinstance(given, (str, os.PathLike)):
             try:
                 given = yaml.safe_load(Path(given).read_text(encoding="utf-8")) or {}
             except OSError as error:

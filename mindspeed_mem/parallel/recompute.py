@@ -26,8 +26,10 @@ def recompute(module: Module, active: bool = True) -> Module:
     statistics) as they are. Returns `module`. In an attached model between two steps only.
 
     Raises:
-        MemoryConfigError: the attached model has no plan that this could join.
+        ValueError: the attached model has no plan that this could join, or an argument is of another kind.
     """
+    if not isinstance(active, bool):
+        raise ValueError(f"recompute: active: got {active!r}; allowed: True, or False")
     asked.ask(module, asked.RECOMPUTE, active or None)
     if asked.is_followed(module):
         return module

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from mindspeed_mem import ranks
 from mindspeed_mem.activation import asked
 from mindspeed_mem.parallel import rules
-from mindspeed_mem.parallel.meshes import agree, everywhere, mesh_in_use, old_torch
+from mindspeed_mem.parallel.meshes import agree, everywhere, mesh_in_use, of_other_kinds, old_torch
 from mindspeed_mem.parallel.moves import Placements, moved
 from mindspeed_mem.parallel.operators import Operators, bring, name_backward
 from mindspeed_mem.parallel.plan import Plan, Row, Strategies
@@ -126,6 +126,8 @@ def shard(
         raise StrategyError("parameter_plan is for modules; a function has in_strategy for all its tensors")
     if too_old := old_torch("shard"):
         raise StrategyError(too_old)
+    if not callable(target):
+        raise StrategyError(f"shard: got a {type(target).__name__}; allowed: a torch.nn.Module, or a function")
     called = name or str(getattr(target, "__name__", type(target).__name__))
     rules.register()
     name_backward()
@@ -346,6 +348,8 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
 
 
 def _unsuited(model: nn.Module, mesh: DeviceMesh, inputs: str) -> list[str]:
+    if problems := of_other_kinds(model, mesh):
+        return problems
     problems = old_torch("semi_auto")
     if not mesh.mesh_dim_names:
         problems.append("the mesh has no axis names; make it with parallel.mesh(dp=2, tp=4)")

@@ -24,7 +24,7 @@ def read_yaml(name: str, sections: Collection[str]) -> tuple[Any, list[str]]:
             finally:
                 loader.dispose()
     except OSError as error:
-        return None, [f"{name}: cannot be read ({error.strerror}); --memory-config needs a YAML file"]
+        return None, [f"{name}: cannot be read ({error.strerror}); allowed: the name of a YAML file"]
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that is none
         return None, [f"{name}: is not YAML ({' '.join(str(error).split())})"]
     return content, problems

@@ -15,6 +15,8 @@ from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
 
 DEFAULT_PATTERN = r".*\.flash_attention"
 """What the default policy swaps, in every layer."""
+DEFAULT_ENTRY = "swap_config (default policy)"
+"""What that is called in messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,9 +241,8 @@ def swap_rules(config: SwapConfig) -> list[SwapRule]:
     if not config.swap:
         return []
     if config.layer_swap is None and config.op_swap is None:
-        path = "swap_config (default policy)"
-        swap = Swap(distance=config.default_prefetch, activations=config.activations, entry=path)
-        return [SwapRule(pattern=DEFAULT_PATTERN, layers=True, swap=swap, path=path)]
+        swap = Swap(distance=config.default_prefetch, activations=config.activations, entry=DEFAULT_ENTRY)
+        return [SwapRule(pattern=DEFAULT_PATTERN, layers=True, swap=swap, path=DEFAULT_ENTRY)]
     rules = []
     entries: list[SwapEntry] = [*(config.op_swap or ()), *(config.layer_swap or ())]
     for entry in entries:

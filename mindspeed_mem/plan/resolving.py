@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mindspeed_mem.plan.checks import MemoryConfigError, given
 from mindspeed_mem.plan.config import MemoryConfig, SwapConfig, SwapEntry
 from mindspeed_mem.plan.layers import Layers, as_ranges, in_words, numbered, numbers_in, out_of_range
-from mindspeed_mem.plan.memory_plan import MemoryPlan, SwapRule, swap_rules
+from mindspeed_mem.plan.memory_plan import DEFAULT_ENTRY, MemoryPlan, SwapRule, swap_rules
 from mindspeed_mem.plan.operators import fused, match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
 from mindspeed_mem.plan.recompute_config import Count, RecomputeRule, StageCounts
@@ -271,6 +271,8 @@ def _name_problem(name: _Name, known: Mapping[int, tuple[str, ...]]) -> str:
         name.pattern or "", list(dict.fromkeys(op for tree in sorted(_trees(name, known)) for op in tree))
     )
     hint = f"did you mean {' or '.join(near)}? " if near else ""
+    if name.path == DEFAULT_ENTRY:
+        hint = "say what is to be swapped by layer_swap or op_swap; "
     return (
         f"{name.path}: got {name.pattern!r}, which matches no operator in "
         f"{in_words(places)}; {hint}allowed: what `python -m mindspeed_mem ops` prints"

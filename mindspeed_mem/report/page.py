@@ -60,9 +60,9 @@ def _of_run(number: int, run: Run) -> dict[str, Any]:
     tables: list[tuple[str, Rows | None, str]] = [
         ("Ranks", _ranks(run), _NO_RUN),
         ("Chunks, by rank", _chunks(run), ""),
-        ("Recomputed", _recomputed(run), ""),
+        ("Recomputed, in the whole run", _recomputed(run), ""),
         ("Pinned", _pinned(run), "Nobody else held an activation that was to leave."),
-        ("For lack of memory", _marks(run), "No activation had to leave and no operator to run again."),
+        ("For lack of memory, in the step", _marks(run), _nothing_lacked(run)),
         ("No effect", _notices(run), "Everything that was set had an effect."),
         ("Settings", _pairs(run, "settings"), _NO_RUN),
         ("Versions", _pairs(run, "versions"), _NO_RUN),
@@ -75,6 +75,16 @@ def _of_run(number: int, run: Run) -> dict[str, Any]:
         "sections": sections,
         "tables": [(title, rows, why if run.about or why == _NO_RUN else _NO_RUN) for title, rows, why in tables],
     }
+
+
+def _nothing_lacked(run: Run) -> str:
+    """What stands in the place of an empty table: other steps may have lacked memory."""
+    nothing = "No activation had to leave and no operator to run again"
+    evicted, times = (sum(row[key] for row in run.ranks) for key in ("evicted_bytes", "evictions"))
+    if not times:
+        return f"{nothing}, in no step."
+    whole = f"in the whole run {mib(evicted)} MiB had to leave, in {times} activations"
+    return f"{nothing} in the step that is shown; {whole}."
 
 
 _NO_TRACE = "There is no trace: run with --memory-report DIR, or give the files of --memory-trace."

@@ -129,6 +129,9 @@ def _series(step: Step) -> list[tuple[str, str, str]]:
     return [one for one in wanted if one[0] in step.counters]
 
 
+_BECOME = ("kept", "swapped", "recomputed", "both")
+
+
 def grid(run: Run) -> Chart | None:
     """Layers x operators: what becomes of each, its MiB and ms."""
     import plotly.graph_objects as go
@@ -156,7 +159,7 @@ def grid(run: Run) -> Chart | None:
             zmax=3.5,
             xgap=1,
             ygap=1,
-            colorbar={"tickvals": [0, 1, 2, 3], "ticktext": ["kept", "swapped", "recomputed", "both"]},
+            colorbar={"tickvals": [0, 1, 2, 3], "ticktext": _BECOME},
         )
     )
     figure.update_yaxes(autorange="reversed", type="category")
@@ -165,7 +168,9 @@ def grid(run: Run) -> Chart | None:
         [run.layer(layer), op or "(between operators)", one.what, _mib(one.moved), _mib(one.kept), _ms(one.forward)]
         for (layer, op), one in cells.items()
     ]
-    counts = ", ".join(f"{sum(one.what == kind for one in cells.values())} {kind}" for kind in kinds)
+    counts = ", ".join(
+        f"{sum(one.what == kind for one in cells.values())} {word}" for kind, word in zip(kinds, _BECOME, strict=True)
+    )
     words = (
         f"What becomes of each operator's activations in a pass: {counts}; in each its MiB and the ms of its forward. "
         "What is within something that runs again does so, too."

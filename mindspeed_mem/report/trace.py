@@ -57,12 +57,13 @@ class Trace(Listener):
         file: the rank goes into its name, as `trace_file.file_of_rank` says.
         first, last: the training calls of this process that are traced, counted from 1. One that is profiled for a plan
             is not, and moves the rest on.
+        when_settled: as many calls again, once a plan has been settled on after those.
     """
 
     precedence = Precedence.TRACE
 
-    def __init__(self, file: Path, first: int, last: int) -> None:
-        self._file, self._steps = file, range(first, last + 1)
+    def __init__(self, file: Path, first: int, last: int, when_settled: bool = False) -> None:
+        self._file, self._steps, self._when_settled = file, range(first, last + 1), when_settled
         self._call = 0
         self._traced: list[int] = []  # the calls that are in the file
         self._one_before: float | None = None  # seconds of the last call that was not traced before those
@@ -77,9 +78,13 @@ class Trace(Listener):
     # ---- calls
     def begin_call(self, call: ScheduleCall) -> None:
         engine = engines.current()
-        if call.forward_only or engine is None or self._call >= self._steps.stop:
+        if call.forward_only or engine is None or not (self._call < self._steps.stop or self._when_settled):
             return
         self._call += 1
+        if self._when_settled and engine.adaptation is not None and engine.adaptation.has_settled:
+            self._when_settled = False
+            if self._call >= self._steps.stop:
+                self._steps = range(self._call, self._call + len(self._steps))
         now = time.perf_counter()
         if self._began is not None:
             began, writing, traced = self._began
@@ -411,11 +416,11 @@ def _names(rank: int, stage: int) -> Iterator[Event]:
 _running: list[Trace] = []
 
 
-def start(file: Path, first: int, last: int) -> Trace:
-    """Trace these training steps from now on, and no others."""
+def start(file: Path, first: int, last: int, when_settled: bool = False) -> Trace:
+    """Trace these training steps from now on, as `Trace` says, and no others."""
     stop()
     atexit.register(stop)
-    trace = Trace(file, first, last)
+    trace = Trace(file, first, last, when_settled)
     _running.append(trace)
     passes.LISTENERS.append(trace)
     return trace

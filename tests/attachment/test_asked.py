@@ -86,6 +86,11 @@ def test_what_cannot_be_asked_is_refused():
     model = Net()
     with pytest.raises(ValueError, match="a whole number from 1 on"):
         model.blocks[0].swap(0)
+    with pytest.raises(ValueError, match="active: got 5"):
+        model.blocks[0].recompute(5)
+    for ask in (mindspeed_mem.recompute, mindspeed_mem.swap):
+        with pytest.raises(ValueError, match=r"\(\): got a list; allowed: a torch.nn.Module"):
+            ask([model])
     model.blocks[0].fc1.swap()
     with pytest.raises(ValueError, match=r"decides itself about blocks.0.fc1.swap\(\)"):
         mindspeed_mem.attach(model, "auto", device_memory_gib=1)

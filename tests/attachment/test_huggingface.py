@@ -114,6 +114,13 @@ def test_trainer(arguments, tmp_path, caplog):
     assert callback.attached is None and not any("forward" in vars(one) for one in model.modules())
 
 
+def test_wrong_arguments_of_the_callback_are_refused_where_it_is_made():
+    with pytest.raises(TypeError, match="device_gib"):
+        mindspeed_mem.trainer_callback("auto", device_gib=1)
+    with pytest.raises(ValueError, match=r"nofile.yaml: cannot be read .* allowed: the name of a YAML file"):
+        mindspeed_mem.trainer_callback("nofile.yaml")
+
+
 def test_trainer_after_a_training_that_failed(tmp_path, caplog):
     pytest.importorskip("accelerate")
     caplog.set_level(logging.INFO, "mindspeed_mem")

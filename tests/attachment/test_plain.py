@@ -7,8 +7,10 @@ import gc
 import inspect
 import logging
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,8 @@ from tests.attachment.plain_models import (
     results,
     same,
 )
+
+PAGE = Path(__file__).parents[2] / "docs/any-model.md"
 
 
 def traces(model):
@@ -230,6 +234,8 @@ def test_all_that_is_wrong_is_said_at_once():
         (lambda: None, {}, "model: got a NoneType"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), {}, "ScriptModule; allowed: a torch.nn.Module in Python"),
         (Net, {"plan": 5}, "plan: got 5"),
+        (Net, {"plan": "Auto"}, "did you mean 'auto'?"),
+        (Net, {"plan": {"swap_config": {"swap": True}}}, "say what is to be swapped by layer_swap or op_swap"),
         (Net, {"plan": "auto"}, "nobody knows how much memory the device has"),
         (Net, {"plan": {"swap_config": {"swp": True}}}, "did you mean 'swap'"),
     ],
@@ -293,6 +299,67 @@ def test_what_has_no_effect_is_said_once(attach, caplog):
         results(model, accumulated)
     said = [line for line in caplog.messages if "the plan has no effect in layers 0-1" in line]
     assert len(said) == 1 and "compiled" in said[0]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_model_that_is_compiled_as_a_whole_is_told(early, attach, caplog):
+    model = Net()
+    if early:
+        model.compile(backend="eager")
+    attached = attach(model, SWAP)
+    if not early:
+        assert "no forward of the model" in attached.report()  # none has run
+        model.compile(backend="eager")
+    results(model, accumulated)
+    assert any("the model is compiled as a whole" in line for line in caplog.messages) is early
+    assert "or it is compiled as a whole, and the plan has no effect" in attached.report()
+
+
+def test_a_step_after_detach_is_told_once(attach, caplog):
+    model = Net()
+    attached = attach(model, SWAP, survive=True)
+    with attached.step():
+        results(model, accumulated)
+    assert "no forward of the model" not in attached.report()
+    attached.detach()
+    for _ in range(2):
+        with attached.step():
+            results(model, accumulated)
+    assert attached.run_step(lambda: 3) == 3
+    assert [line for line in caplog.messages if "after detach()" in line] == [caplog.messages[-1]]
+
+
+def encoder(dropout=0.1):
+    block = nn.TransformerEncoderLayer(16, 2, 32, dropout, activation="gelu", batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
+
+
+def test_torchs_attention_runs_again(attach, caplog):
+    """It asks whether its query, key and value are one tensor."""
+
+    def step(model):
+        torch.manual_seed(3)
+        loss = model(torch.randn(2, 5, 16)).square().mean()
+        loss.backward()
+        return [loss]
+
+    model = encoder()
+    plain = results(copy.deepcopy(model), step)
+    attached = attach(model, {"recompute_config": {"select_recompute": {"self_attn": True}}})
+    assert same(results(model, step), plain)
+    rows = attached.engine.report().recomputed_by_operator
+    assert {row.op for row in rows if row.bytes and row.runs} == {"self_attn"}
+    assert [one for one in caplog.records if "no effect on self_attn" in one.message] == []
+
+
+def test_each_row_of_the_docs_example_has_an_effect(caplog, capsys):
+    program = re.search(r"^```python\n(# train.py\n.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
+    exec(program, {})
+    printed = capsys.readouterr().out
+    moved = re.search(r"^ +0 +([\d.]+)", printed, re.MULTILINE)[1]
+    assert float(moved) > 0.1 and "recomputed: self_attn of layer 3" in printed, printed
+    assert not re.search(r"nothing was|\b0 second runs", printed), printed
+    assert [one.message for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
 def test_compiled_parts(attach):

@@ -198,6 +198,34 @@ def test_a_profile_between_traced_steps(tmp_path, number, steps):
     assert ", ".join(map(str, traced)) == steps
 
 
+def until_after_settling(file: str) -> int:
+    """Traces the first training call, and one more of a settled plan; returns the first call that had that."""
+    from mindspeed_mem.report import trace
+    from tests.adaptive_runs import adapting, room_for, until_settled
+    from tests.limited_runs import Training, counted
+
+    with counted() as memory, parallel():
+        room, _ = room_for(memory, "dense", 0.6, steps=1, layers=2)
+        limit = memory.allocated + room
+        with adapting() as engine:
+            mine = Training(memory, "dense", layers=2, micro_batches=1)
+            mine.total = limit
+            trace.start(Path(file), 1, 1, when_settled=True)
+            taken = until_settled(engine, mine.step)
+            for _ in range(2):
+                mine.step()
+            trace.stop()
+    return taken
+
+
+def test_a_plan_that_is_settled_on_later_is_traced_too(tmp_path):
+    pytest.importorskip("scipy")
+    file = tmp_path / "trace.json"
+    [taken] = on_ranks(1, until_after_settling, str(file))
+    traced = [one["args"]["step"] for one in spans(events_of(file), "compute") if one["name"].startswith("step ")]
+    assert traced == [1, taken] and taken > 3
+
+
 def ranges(file: str) -> tuple[list[str], int, bool]:
     """The names of the ranges that began in the step traced, in order, how many were open at most, and whether
     nothing is looked at any more."""

@@ -33,7 +33,7 @@ def memory_features(
     `plans`); which operators of which layers moved, and which layers ran again."""
     from tests import models
     from tests.models import build_optimizer, forget_routing, train_step
-    from tests.swap_runs import EVERYTHING, again, difference, left_over, swap
+    from tests.swap_runs import EVERYTHING, again, difference, forget_tables, left_over, swap
 
     def run() -> list:
         with around(), parallel(**layout):
@@ -41,6 +41,7 @@ def memory_features(
             optimizer = build_optimizer(chunks, **of_optimizer)
             results = [train_step(chunks, optimizer=optimizer, step=number) for number in range(2)]
             forget_routing(chunks)
+            forget_tables()
             return results
 
     plans = plans or [EVERYTHING, again([".*norm", "mlp"]), again(recompute=True)]

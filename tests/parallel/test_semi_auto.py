@@ -491,3 +491,27 @@ def test_what_is_refused():
         assert found["torch"] == [
             f"{one} needs torch 2.13 or newer, this is 2.12.1+cpu" for one in ("semi_auto", "shard")
         ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: parallel.semi_auto([], None, {}),
+        lambda: parallel.auto([], torch.ones(2), None),
+        lambda: parallel.pipeline([], "mesh", 2, loss=F.mse_loss),
+    ],
+    ids=["semi_auto", "auto", "pipeline"],
+)
+def test_what_is_no_module_and_no_mesh_is_refused(call):
+    with pytest.raises(StrategyError) as caught:
+        call()
+    assert "model: got a list; allowed: a torch.nn.Module" in str(caught.value)
+    assert "allowed: what parallel.mesh(dp=2, tp=4) makes" in str(caught.value)
+
+
+@pytest.mark.parametrize("target", [3, None])
+def test_what_is_no_function_is_refused(target):
+    with pytest.raises(StrategyError, match="shard: got a .*; allowed: a torch.nn.Module, or a function"):
+        parallel.shard(target, (("dp", None),))
+    with pytest.raises(StrategyError, match="a plan has rows by the paths of modules"):
+        parallel.Plan.of(target)

@@ -248,6 +248,13 @@ def test_long_tables_show_what_is_largest(tmp_path):
     assert not any(row[1:2] == ["layer 0"] for row in found)
 
 
+def test_what_had_to_leave_in_steps_that_are_not_shown_is_told(tmp_path):
+    write(tmp_path)
+    for evictions, expected in ((0, "run again, in no step"), (3, "in the whole run 2.00 MiB had to leave, in 3 ")):
+        run_file.write(tmp_path, [Engine.of(evictions=evictions, evicted_bytes=evictions and 2 << 20)], [], {})
+        assert expected in text_of(page_data.read([tmp_path]))
+
+
 def test_a_trace_elsewhere_is_on_the_page(tmp_path):
     folder, elsewhere = tmp_path / "report", tmp_path / "traces"
     run_file.begin(folder)

@@ -26,7 +26,8 @@ class Slot(NamedTuple):
 def split(value: Any, take: Callable[[torch.Tensor], Any], taken: list[Any]) -> Any:
     """A copy of ``value`` with a `Slot` in place of each tensor for which ``take`` returned something.
 
-    What it returned is appended to ``taken``; a tensor for which it returns None stays where it is.
+    What it returned is appended to ``taken``; a tensor for which it returns None stays where it is, and one for which
+    it returns a `Slot` goes there.
     """
     if hot_path.native is not None:
         return hot_path.native.split(value, take, taken)
@@ -35,6 +36,8 @@ def split(value: Any, take: Callable[[torch.Tensor], Any], taken: list[Any]) -> 
         found = take(value)
         if found is None:
             return value
+        if type(found) is Slot:
+            return found
         taken.append(found)
         return Slot(len(taken) - 1)
     if kind is tuple or kind is list:

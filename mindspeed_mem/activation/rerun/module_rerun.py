@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation.rerun import rng
-from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
+from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
 from mindspeed_mem.activation.rerun.state import Changeable, nearly_same, put_back, same_bits
@@ -127,17 +127,22 @@ class ModuleRerun(Rerun):
         self._starts_with(places or {})
         self.untried = untried = Untried() if places is None else None
 
-        def take(tensor: torch.Tensor) -> tuple[Handle, bool, dict[str, Any]] | None:
+        inputs, slots = self.inputs, dict[int, Slot]()
+
+        def take(tensor: torch.Tensor) -> tuple[Handle, bool, dict[str, Any]] | Slot | None:
             if type(tensor) is not torch.Tensor:
                 return None
+            if (slot := slots.get(id(tensor))) is not None:
+                return slot  # one tensor again: some ask whether query is key
+            slots[id(tensor)] = Slot(len(inputs))
             if untried is not None:
                 untried.leaves.append((tensor.detach(), tensor._version))
             return hold(tensor), tensor.requires_grad, dict(vars(tensor))
 
-        self._given = split((args, kwargs, attributes), take, self.inputs)
-        self.moves_inputs = any([handle.record is not None for handle, *_ in self.inputs])
+        self._given = split((args, kwargs, attributes), take, inputs)
+        self.moves_inputs = any([handle.record is not None for handle, *_ in inputs])
         self.saved = Saves()
-        self._random = rng.capture(handle.alias for handle, *_ in self.inputs)
+        self._random = rng.capture(handle.alias for handle, *_ in inputs)
         self._autocast = _autocast_now()
         self.outputs: list[weakref.ref[Record] | None] = []
         self.noted: list[Any] = []  # see `SecondRuns.once`
