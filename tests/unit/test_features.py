@@ -494,7 +494,7 @@ def test_the_table_of_versions_is_that_of_the_features():
     for version, found in requirements.COMPAT.items():
         assert found["doctor"] == "works" and found["features"].keys() == compat.FEATURES.keys()
         for name, result in found["features"].items():
-            since = compat.row(compat.FEATURES[name][0]).since
+            since = compat.since(compat.FEATURES[name][0])
             refused = bool(since) and upstream.parts(version) < upstream.parts(since)
             assert result.partition(": ")[0] == ("refused" if refused else "works"), (version, name)
     assert compat.PAGE.read_text(encoding="utf-8") == compat.page(requirements.COMPAT)
