@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
+import torch
 
 from mindspeed_mem.activation import hot_path
 from mindspeed_mem.device import DeviceError, extensions, fast_tensors, native_build
 from mindspeed_mem.tools.main import main
 from tests.worlds import on_ranks
+
+
+class Pair(NamedTuple):
+    number: Any
+    more: Any
+
 
 pytestmark = pytest.mark.skipif(native_build.find_compiler() is None, reason="no C++ compiler")
 
@@ -30,7 +39,7 @@ def trained() -> tuple[list[str], list[str]]:
 
     plans = {
         "everything": EVERYTHING,
-        "core attention": entry(op_swap=[op(r".*core_attention", 2)]),
+        "core attention": entry(op_swap=[op(r".*\.core_attention", 2)]),
         "layers": again(recompute=True),
         "norms": again({".*norm": True, r"mlp\.activation_func": True}),
     }
@@ -40,6 +49,32 @@ def trained() -> tuple[list[str], list[str]]:
         fast_tensors.use(extension and fast_tensors.EXTENSION.load())
         found.append(mismatches(plans, {}, {"kind": "dropout"}))
     return tuple(found)
+
+
+def test_arguments_are_taken_apart_the_same_way(built):
+    from mindspeed_mem.activation import taking_over
+    from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
+
+    one, other, left = torch.ones(1), torch.zeros(2), torch.nn.Parameter(torch.ones(3))
+    first = Pair(one, [other, 4])
+    nested = (first, {"a": (one, None), "b": {"c": [left]}}, [1.5, "text", (other,)], {one}, torch.Size([2]))
+
+    def take(tensor):
+        return None if tensor is left else Slot(0) if tensor is one and taken else tensor
+
+    before, found = hot_path.native, []
+    try:
+        for module in (None, hot_path.EXTENSION.load()):
+            taking_over.use(module)
+            taken: list = []
+            apart = split(nested, take, taken)
+            found.append((apart, join(apart, taken), taken, tensors_in(nested)))
+    finally:
+        taking_over.use(before)
+    for mine, its in zip(*found, strict=True):
+        assert repr(mine) == repr(its) and type(mine) is type(its)
+    assert type(found[1][0][0]) is Pair and found[1][1][0].number is one
+    assert [id(tensor) for tensor in found[1][3]] == [id(tensor) for tensor in (one, other, one, left, other)]
 
 
 @pytest.mark.distributed

@@ -78,6 +78,7 @@ inline PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t) {
              if (!THPVariable_Check(one)) return Own();
              Own found = call(take, one);
              if (found.get() == Py_None) return Own::of(one);
+             if (reinterpret_cast<PyObject*>(Py_TYPE(found.get())) == slot_type) return found;
              must(PyList_Append(taken, found.get()));
              Own number = own(PyLong_FromSsize_t(PyList_GET_SIZE(taken) - 1));
              return call(slot_type, number.get());
