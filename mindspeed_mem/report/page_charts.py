@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 from mindspeed_mem.plan.layers import as_ranges
 from mindspeed_mem.report.page_data import AGAIN, COMPUTE, IN, OUT, STALL, Cell, Run, Span, Step
 from mindspeed_mem.schedule.simulation import DeadlockError, simulate
@@ -27,6 +27,7 @@ COLOURS = {
     "without": "#e07b39",
     "host": "#3a9d5d",
     FORWARD: "#5b9bd5",
+    WEIGHT: "#8e7cc3",
     BACKWARD: "#2f8f6b",
     OUT: "#d9822b",
     IN: "#b8a03a",
@@ -235,14 +236,15 @@ def _planned(measured: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
     chunks = 1 + max(chunk for stage in order for _, _, chunk in stage)
     took = {
         kind: [mean(one.length for one in stage if _direction(one) == kind) for stage in measured]
-        for kind in (FORWARD, BACKWARD)
+        for kind in (FORWARD, BACKWARD, WEIGHT)
         if all(any(_direction(one) == kind for one in stage) for stage in measured)
     }
-    if len(took) < 2:
+    if FORWARD not in took or BACKWARD not in took:
         return []
     try:
         v = chunks == 2 and _turns_back(measured)
-        timeline = simulate(order, chunks, v=v, forward=took[FORWARD], backward=took[BACKWARD])
+        weight = took.get(WEIGHT, 0.0)
+        timeline = simulate(order, chunks, v=v, forward=took[FORWARD], backward=took[BACKWARD], weight=weight)
     except (DeadlockError, ValueError):
         return []
     return [
@@ -271,7 +273,7 @@ def _idle(step: Step, passes: Iterable[Span]) -> str:
 
 
 def _direction(one: Span) -> str:
-    return FORWARD if one.name.startswith(FORWARD) else BACKWARD
+    return next((kind for kind in (FORWARD, WEIGHT) if one.name.startswith(kind)), BACKWARD)
 
 
 def copies(run: Run) -> Chart | None:
@@ -421,7 +423,7 @@ def _bars(bars: Sequence[tuple[str, Span, str]], names: Sequence[str], since: st
             y=[name for name, _ in mine],
             orientation="h",
             name=kind,
-            text=[_number(one) if kind in (FORWARD, BACKWARD) else "" for _, one in mine]
+            text=[_number(one) if kind in (FORWARD, BACKWARD, WEIGHT) else "" for _, one in mine]
             if len(mine) <= NAMED
             else None,
             textposition="inside",
@@ -431,7 +433,7 @@ def _bars(bars: Sequence[tuple[str, Span, str]], names: Sequence[str], since: st
             cliponaxis=True,
             marker={
                 "color": COLOURS[kind],
-                "line": {"width": 0.5 if kind in (FORWARD, BACKWARD) else 0, "color": _EDGE},
+                "line": {"width": 0.5 if kind in (FORWARD, BACKWARD, WEIGHT) else 0, "color": _EDGE},
             },
             customdata=[[one.name, one.begin, one.end] for _, one in mine],
             hovertemplate="%{y}: %{customdata[0]}, %{customdata[1]:.2f} to %{customdata[2]:.2f} ms<extra></extra>",

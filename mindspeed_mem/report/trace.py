@@ -26,7 +26,7 @@ from mindspeed_mem.activation.observe.stopwatch import COPIES, Moments, Stopwatc
 from mindspeed_mem.activation.passes import first_of
 from mindspeed_mem.activation.storage.ledger import LEDGER, Token, logged
 from mindspeed_mem.activation.storage.mover import UNTIMED, Untimed
-from mindspeed_mem.passes import BACKWARD, FORWARD, Listener, Precedence, ScheduleCall
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Listener, Precedence, ScheduleCall
 from mindspeed_mem.plan.layers import as_ranges, called
 from mindspeed_mem.report import memory_file, trace_file
 from mindspeed_mem.report.hidden import Hidden, hidden
@@ -300,8 +300,8 @@ class _Step(Untimed):
             yield
         finally:
             micro_batch, chunk = key if isinstance(key, tuple) else (None, 0)
-            more = {"micro-batch": micro_batch, "model chunk": chunk}
-            self._spans.append((COMPUTE, _of("weights", micro_batch), begin, self.backend.timestamp(), more))
+            more = {} if micro_batch is None else {"micro-batch": micro_batch, "model chunk": chunk}
+            self._spans.append((COMPUTE, _of(WEIGHT, micro_batch), begin, self.backend.timestamp(), more))
 
     def _notes(self, chunk: Chunk, arrived: bool) -> None:
         if not arrived:

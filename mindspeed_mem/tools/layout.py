@@ -326,7 +326,7 @@ def _schedules(given: argparse.Namespace, wrong: list[str]) -> tuple[str, ...]:
     """The orders of passes that are tried; without a word all that the model's layers have."""
     bars = {}
     if given.transformer_impl == "transformer_engine":
-        why = "TransformerEngine's layers split no backward: --transformer-impl local"
+        why = "what TransformerEngine's layers hold for it is not counted: --transformer-impl local"
         bars = {"zb": why, "v": why}
     if given.mtp_num_layers is not None:
         bars.setdefault("v", "it is refused beside --mtp-num-layers")

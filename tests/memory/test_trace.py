@@ -157,7 +157,7 @@ def test_gradients_of_weights_that_are_put_off(tmp_path):
     on_ranks(1, put_off, str(file))
     events = events_of(file)
     check_nesting(events)
-    assert len([one for one in spans(events, "compute") if one["name"] == "weights"]) == 2
+    assert len([one for one in spans(events, "compute") if one["name"] == "weight"]) == 2
 
 
 def test_nothing_reached_is_said(tmp_path):

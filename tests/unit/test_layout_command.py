@@ -215,7 +215,7 @@ def test_all_that_is_wrong_is_said_at_once(found):
         "--fix takes sizes such as tp=4, of tp, cp, ep, etp, pp, vpp, mbs, dp, zero (zero: 0 to 3), not 'tp=x'",
         "not 'dq=2'",
         "--allow takes swap, recompute, chunk-zero, or none, not 'magic'",
-        "--pipeline-schedules zb: TransformerEngine's layers split no backward: --transformer-impl local",
+        "--pipeline-schedules zb: what TransformerEngine's layers hold for it is not counted: --transformer-impl local",
         "--pipeline-schedules takes 1f1b, zb, v, with commas between, not 'zbv'",
         "--top takes a whole number",
         "--seconds takes a number above 0",

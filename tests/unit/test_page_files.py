@@ -149,10 +149,12 @@ def test_what_was_planned_takes_a_trace_of_each_stage(tmp_path):
     assert "planned" not in re.sub(r"would have been planned", "", text)
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("v", [False, True])
-def test_what_was_planned_knows_a_v_by_who_runs_its_second_chunk_first(tmp_path, v):
-    orders = [[one for one in of_stage if one[0] != WEIGHT] for of_stage in order(2, 2, 4, cap=3, split=True, v=v)]
-    timeline = simulate(orders, 2, v=v, forward=0.25, backward=0.25)
+def test_what_was_planned_knows_a_v_by_who_runs_its_second_chunk_first(tmp_path, v, weights):
+    found = order(2, 2, 4, cap=3, split=True, v=v)
+    orders = [[one for one in of_stage if weights or one[0] != WEIGHT] for of_stage in found]
+    timeline = simulate(orders, 2, v=v, forward=0.25, backward=0.25, weight=0.35)
 
     def events(stage, begin):
         return [
@@ -163,7 +165,7 @@ def test_what_was_planned_knows_a_v_by_who_runs_its_second_chunk_first(tmp_path,
 
     files = [write(tmp_path, rank, (5,), functools.partial(events, rank), stage=rank, stages=2) for rank in (0, 1)]
     assert f"That would take {timeline.makespan:.1f} ms" in text_of(page_data.read(files))
-    if v:  # in Megatron's circle the same order would take another time
+    if v and not weights:  # in Megatron's circle the same order would take another time
         assert simulate(orders, 2, forward=0.25, backward=0.25).makespan != timeline.makespan
 
 
