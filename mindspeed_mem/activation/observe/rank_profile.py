@@ -19,6 +19,9 @@ class OperatorProfile:
     """Path below the layer; "" is the layer itself."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    forward_temporary_bytes: int = 0
+    """The most that was allocated while it ran beyond what backward keeps; over all micro-batches."""
+    backward_temporary_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,9 @@ class Outside:
     bytes: int = 0
     """Of the storages that backward keeps. Before the layers they are held from the start of the forward to the end of
     the backward; after them from the end of the forward until its own backward is done."""
+    forward_temporary_bytes: int = 0
+    """As an operator's."""
+    backward_temporary_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP, StagePlan
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact, leaving
 from mindspeed_mem.adaptive.search.simulation import coming, fewer, most_played
 from mindspeed_mem.passes import FORWARD, Pass
 from mindspeed_mem.schedule import Placement, Span
@@ -175,12 +175,17 @@ class _Part:
         self._forward_seconds = numpy.zeros((self.count + 2, self.lanes if problem.link.slows else 1))
         self._backward_seconds = numpy.zeros(shape)
         self._take, self._regive = numpy.zeros((2, self.count + 2, 1), numpy.int64)  # whatever the letters are
+        self._temporary = temporary = problem.stages[number].operator_temporary_bytes
+        self._forward_spare = numpy.zeros((self.count + 2, 1), numpy.int64)
+        self._backward_spare = numpy.zeros(shape if temporary else (self.count + 2, 1), numpy.int64)
         self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
         self._copies: list[_Copies] = []
         for base, kind in zip(bases, kinds, strict=False):
             for operator, one in enumerate(kind.operators, base + 1):
                 self._forward_seconds[operator] = one.forward_seconds
                 self._backward_seconds[operator] = one.backward_seconds
+                self._forward_spare[operator] = self._spare(one.forward_temporary_bytes)
+                self._backward_spare[operator] = self._spare(one.backward_temporary_bytes)
         first = 0
         self._link, self._distance = problem.link, distance
         for layer, kind in enumerate(kinds):
@@ -215,12 +220,18 @@ class _Part:
             produced = at + 1 + (base - len(maker.operators) if from_before else base)
             uses = [base + 1 + kind.index[name] for name in group.used_by]
             self._take[produced] += group.bytes
-            self._regive[min(uses)] += group.bytes
+            for name, size in leaving(group, kind):
+                self._regive[base + 1 + kind.index[name]] += size
             if not alike[place] or first != ord(KEEP):
                 mine = swapped[place], again[place]
                 if alike[place]:
                     mine = mine[0][:1], mine[1][:1]
                 self._add(group, produced, base + 1, (min(uses), max(uses)), *mine, needed[place])
+                if self._temporary and again[place].any():
+                    spare = self._spare(group.recompute_temporary_bytes)
+                    for one, there in _cases(needed[place], mine[1]):
+                        row = self._backward_spare[base + 1 + one]
+                        numpy.minimum(row, numpy.where(there, spare, row), out=row)
 
     def _add(
         self,
@@ -292,7 +303,10 @@ class _Part:
             steps.append((at - 1, AHEAD, rank, rank, one.has * one.back, one.has))
             take[at] += self._bytes(one)
         start = numpy.full(self.lanes, before.bytes)
-        return _passes(steps, seconds.cumsum(axis=0), start, take[1:], self._give[1:], 0)
+        spare = numpy.concatenate([self._forward_spare, self._forward_spare[-1:]])
+        begin, loss = (self._spare(one.forward_temporary_bytes) for one in (before, after))
+        spare[0], spare[-2:] = begin, loss
+        return _passes(steps, seconds.cumsum(axis=0), start, take[1:], self._give[1:], spare)
 
     def _of_backward(self, ahead: Sequence[_Return], fetched: bool) -> _Passes:
         import numpy
@@ -319,7 +333,16 @@ class _Part:
             steps.append((place, AHEAD, rank, rank, one.has * one.back, one.has))
             take[place + 1] += self._bytes(one)
         give = numpy.concatenate([[[after.bytes]], self._regive[count:0:-1]])
-        return _passes(steps, moments, start, take, give, before.bytes)
+        loss, embedding = (self._spare(one.backward_temporary_bytes) for one in (after, before))
+        row = self._backward_spare[:1]
+        spare = numpy.concatenate(
+            [row * 0 + loss, row * 0 + loss, self._backward_spare[count:0:-1], row * 0 + embedding]
+        )
+        return _passes(steps, moments, start, take, give, spare, before.bytes)
+
+    def _spare(self, temporary: int) -> int:
+        """See `pass_script.PartScripts`."""
+        return max(0, self._temporary - temporary)
 
     def _bytes(self, one: _Return) -> Array:
         return one.has.astype("int64") * one.nbytes
@@ -343,7 +366,15 @@ def _cases(needed: int | Array, those: Array) -> list[tuple[int, Array]]:
     return [(int(one), those & (needed == one)) for one in numpy.unique(needed[those] if len(those) > 1 else needed)]
 
 
-def _passes(steps: list[tuple], moments: Array, at_start: Array, take: Array, give: Array, at_end: int) -> _Passes:
+def _passes(
+    steps: list[tuple],
+    moments: Array,
+    at_start: Array,
+    take: Array,
+    give: Array,
+    spare: Array,
+    at_end: int = 0,
+) -> _Passes:
     import numpy
 
     moments = numpy.rint(moments * TICK) / TICK
@@ -357,7 +388,9 @@ def _passes(steps: list[tuple], moments: Array, at_start: Array, take: Array, gi
     given = give.cumsum(axis=0)
     net = held[-1] - given[-1] - at_end
     held = numpy.concatenate([held[:1] + 0 * net, held[1:] - given[:-1]])
-    return _Passes(events, moments, moments[-1], numpy.maximum(at_start, held.max(axis=0)), net, copied)
+    highest = numpy.maximum(at_start - spare[0], (held - spare[1:-1]).max(axis=0))
+    highest = numpy.maximum(highest, net + at_end - spare[-1])
+    return _Passes(events, moments, moments[-1], highest, net, copied)
 
 
 def _parts(problem: Problem, number: int, letters: Array, distance: int) -> list[_Part]:
@@ -383,7 +416,7 @@ class ManyTracks:
         self.parts = parts or _parts(problem, number, letters, distance)
         self._kinds = [self._kind(place) for place in range(len(self.passes))]
         held = numpy.zeros(len(letters), numpy.int64)
-        highest = held
+        highest = held - stage.operator_temporary_bytes
         for kind in self._kinds:
             highest = numpy.maximum(highest, held + kind.highest)
             held = held + kind.net

@@ -261,7 +261,7 @@ def _stage(
         program.at_most(swapped | again | {("back", place): -link.back}, link.back * backward)
         kept.append((held, terms))
         moved.append(swapped)
-    there = (stage.static_bytes + stage.temporary_bytes) / GB
+    there = (stage.static_bytes + stage.temporary_bytes - stage.operator_temporary_bytes) / GB
     for counts in problem.in_flight[number]:
         rows = [(name, n * value) for n, (_, terms) in zip(counts, kept, strict=True) for name, value in terms.items()]
         held = sum(n * size for n, (size, _) in zip(counts, kept, strict=True))

@@ -39,7 +39,8 @@ class Script(NamedTuple):
     rest: float
     """Seconds of compute after the last step."""
     highest: int
-    """The most bytes held during the pass, above those held at its start."""
+    """The most bytes held during the pass, above those held at its start, less those of the stage's temporaries that
+    are not there."""
     net: int
     """Bytes held at its end, above those at its start."""
     seconds: float
@@ -65,6 +66,8 @@ class _Direction:
         """Bytes that an operator takes when it starts."""
         self.give = [0] * (count + 2)
         """Bytes free once it has run."""
+        self.spare = [0] * (count + 2)
+        """Bytes of the stage's temporaries that are not there while it runs."""
         self.steps: list[tuple[int, int, int]] = []
         """(operator, what happens there, copy)"""
 
@@ -72,8 +75,9 @@ class _Direction:
 class PartScripts:
     """The passes of one part under these actions and this distance."""
 
-    def __init__(self, problem: Problem, part: Part, letters: Sequence[str], distance: int):
-        self.part = part
+    def __init__(self, problem: Problem, part: Part, letters: Sequence[str], distance: int, temporary: int = 0):
+        """temporary: `Stage.operator_temporary_bytes`."""
+        self.part, self._temporary = part, temporary
         self.copies: list[Copy] = []
         kinds = [problem.class_of[name] for name in part.layers]
         bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
@@ -83,12 +87,18 @@ class PartScripts:
         for base, kind in zip(bases, kinds, strict=False):
             end = base + 1 + len(kind.operators)
             self._forward.seconds[base + 1 : end] = [operator.forward_seconds for operator in kind.operators]
+            self._forward.spare[base + 1 : end] = [self._spare(one.forward_temporary_bytes) for one in kind.operators]
+            self._backward.spare[base + 1 : end] = [self._spare(one.backward_temporary_bytes) for one in kind.operators]
             self._backward.seconds[base + 1 : end] = [operator.backward_seconds for operator in kind.operators]
         for layer, (kind, text) in enumerate(zip(kinds, letters, strict=True)):
             previous = kinds[layer - 1] if layer else None
             for life in _lives(kind, previous, text):
                 base = bases[layer - 1] if life.group.from_previous else bases[layer]
                 self._add(life, base + life.produced + 1, bases[layer] + 1, distance, problem.link)
+                if life.letter == RECOMPUTE and temporary:
+                    needed = bases[layer] + 1 + life.needed
+                    again = self._spare(life.group.recompute_temporary_bytes)
+                    self._backward.spare[needed] = min(self._backward.spare[needed], again)
         late = [number for number, copy in enumerate(self.copies) if copy.early]
         self.early = sorted(late, key=lambda number: (-self.copies[number].early, -number))
         """The copies back that may start in the pass before, the first of them first."""
@@ -98,7 +108,8 @@ class PartScripts:
         forward, backward, nbytes = self._forward, self._backward, life.group.bytes
         first, last, needed = base + life.first_use, base + life.last_use, base + life.needed
         forward.take[produced] += nbytes
-        backward.give[first] += nbytes
+        for place, size in life.leaves:
+            backward.give[base + place] += size
         if life.letter == RECOMPUTE:
             forward.give[max(last, produced)] += nbytes - life.group.recompute_keeps
             backward.take[needed] += nbytes - life.group.recompute_keeps
@@ -124,6 +135,10 @@ class PartScripts:
             backward.take[start] += nbytes
         backward.steps.append((needed, WAIT, number))
 
+    def _spare(self, temporary: int) -> int:
+        """How much of the stage's temporaries is not there while this much is."""
+        return max(0, self._temporary - temporary)
+
     def script(self, forward: bool, ahead: PartScripts | None, fetched: bool) -> Script:
         """A pass. ahead: whose backward follows and lets its first copies start here; fetched: for a backward, its own
         first copies have started in the pass before."""
@@ -145,7 +160,9 @@ class PartScripts:
             number = max(1, self.count + 1 - early)
             steps.append((number - 1, AHEAD, rank, copy, ends[number - 1]))
             take[number] += nbytes
-        return _script(steps, whole, before.bytes, take[1:], line.give[1:])
+        start, loss = (self._spare(one.forward_temporary_bytes) for one in (before, after))
+        spare = [start, *line.spare[1 : self.count + 1], loss, loss]
+        return _script(steps, whole, before.bytes, take[1:], line.give[1:], spare)
 
     def _write_backward(self, ahead: PartScripts | None, fetched: bool) -> Script:
         """From the loss down to operator 1; an event of an operator comes before its backward."""
@@ -167,7 +184,9 @@ class PartScripts:
             place = self.count - min(early, self.count)
             steps.append((place, AHEAD, rank, copy, begins[place]))
             take[place] += nbytes
-        return _script(steps, whole, at_start, [0, *take], [after.bytes, *give], before.bytes)
+        loss, embedding = (self._spare(one.backward_temporary_bytes) for one in (after, before))
+        spare = [loss, loss, *(line.spare[number] for number in numbers), embedding]
+        return _script(steps, whole, at_start, [0, *take], [after.bytes, *give], spare, before.bytes)
 
 
 def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:
@@ -181,9 +200,11 @@ def _script(
     at_start: int,
     take: Sequence[int],
     give: Sequence[int],
+    spare: Sequence[int],
     at_end: int = 0,
 ) -> Script:
-    """Events as (place, what, rank, copy, time); memory taken and given operator by operator."""
+    """Events as (place, what, rank, copy, time); memory taken and given operator by operator, and what is not there of
+    the temporaries at the start, at each of them and at the end."""
     gaps, since = [], 0.0
     whole = exact(whole)
     for _, what, _, copy, moment in sorted(steps):  # at one place: copies out, releases, copies back, waits
@@ -192,9 +213,16 @@ def _script(
         since = moment
     taken = accumulate(take, initial=at_start)
     given = accumulate(give, initial=0)
-    held = list(map(sub, islice(taken, 1, None), given))  # each once it has taken, before it gives
+    held = [at_start, *map(sub, islice(taken, 1, None), given)]  # each once it has taken, before it gives
     net = at_start + sum(take) - sum(give) - at_end
-    return Script(tuple(gaps), whole - since, max(at_start, *held), net, whole)
+    highest = max(*map(sub, held, spare), net + at_end - spare[-1])
+    return Script(tuple(gaps), whole - since, highest, net, whole)
+
+
+def leaving(group: Group, kind: LayerClass) -> list[tuple[str, int]]:
+    """The operators with whose backward bytes of a group leave, and how many."""
+    first = min(group.used_by, key=kind.index.__getitem__)
+    return [(first, group.bytes - sum(size for _, size in group.leaves)), *group.leaves]
 
 
 class _Life(NamedTuple):
@@ -206,6 +234,8 @@ class _Life(NamedTuple):
     first_use: int
     last_use: int
     needed: int
+    leaves: tuple[tuple[int, int], ...]
+    """Places with the bytes that leave there once backward has been."""
 
 
 @lru_cache(maxsize=4096)
@@ -226,5 +256,6 @@ def _lives(kind: LayerClass, previous: LayerClass | None, letters: str) -> tuple
         maker = previous if previous is not None and group.from_previous else kind
         produced = max(maker.index[name] for name in group.operators if name in maker.index)
         first, last = min(uses[group.name]), max(uses[group.name])
-        found.append(_Life(letter, group, produced, first, last, needed[group.name]))
+        leaves = tuple((kind.index[name], size) for name, size in leaving(group, kind))
+        found.append(_Life(letter, group, produced, first, last, needed[group.name], leaves))
     return tuple(found)

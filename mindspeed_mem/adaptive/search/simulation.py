@@ -143,12 +143,14 @@ class StageTrack:
         self.passes = problem.passes[number]
         self._coming = coming(self.passes)
         self.parts = parts or [
-            PartScripts(problem, part, letters, plan.distance)
+            PartScripts(problem, part, letters, plan.distance, stage.operator_temporary_bytes)
             for part, letters in zip(stage.parts, plan.parts, strict=True)
         ]
         self._scripts = [self._script(place) for place in range(len(self.passes))]
         self.late = 0 if self._blocking or not window else min(window, host_bytes(problem, number, plan))
-        self.peak = stage.static_bytes + stage.temporary_bytes + self._most_held() + self.late
+        self.peak = (
+            stage.static_bytes + stage.temporary_bytes + self._most_held(-stage.operator_temporary_bytes) + self.late
+        )
         self.spans: list[Span] = []
         self.stall = 0.0
         self._now, self._streams = 0.0, _IDLE
@@ -250,8 +252,8 @@ class StageTrack:
         ahead = None if following is None else self.parts[following[2]]
         return self.parts[part].script(direction == FORWARD, ahead, place > 0 and self._coming[place - 1] is not None)
 
-    def _most_held(self) -> int:
-        held = highest = 0
+    def _most_held(self, highest: int) -> int:
+        held = 0
         for script in self._scripts:
             highest = max(highest, held + script.highest)
             held += script.net
