@@ -11,9 +11,9 @@ attention have FLOPs here; all else is taken to be free, as the partitioner does
 needed: both scale with the shape.
 
 torch.distributed._tools' solver for one module (sac_ilp; where its pulp can be imported) gets the same block as its
-`SACEstimator` sees it, with FLOPs for times, since its own are those of a CUDA device. It adds up operators: whatever is
-not saved counts as run again, to the last one, and whatever is saved as bytes, whether backward reads it or not. That is
-how its row is counted here, without the block's output.
+`SACEstimator` sees it, with FLOPs for times, since its own are those of a CUDA device. It adds up operators: whatever
+is not saved counts as run again, to the last one, and whatever is saved as bytes, whether backward reads it or not.
+That is how its rows are counted here, without the block's output.
 """
 
 from __future__ import annotations
