@@ -59,6 +59,9 @@ def _arguments() -> argparse.Namespace:
         "default 0.3,0.6 on a CPU, else 105GB",
     )
     parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), default="bf16", help="fp32: for CPUs that have no instructions for bf16"
+    )
+    parser.add_argument(
         "--absent-states",
         type=float,
         metavar="BYTES",
@@ -148,7 +151,12 @@ def measure(given: argparse.Namespace) -> None:
     if low is None or high is None:
         raise SystemExit("the whole device does not suffice for keeping everything: give a smaller --shape")
     clock = time.process_time if backend.is_host else time.perf_counter
-    record = {"benchmark": "adaptive", "machine": machine(backend.type), "rounds": given.rounds, "shape": shape}
+    record = {
+        "benchmark": "adaptive",
+        "machine": machine(backend.type),
+        "rounds": given.rounds,
+        "shape": shape | {"dtype": given.dtype},
+    }
     record |= {"static_bytes": bench.static, "margin": margin, "caps": {}}
     for name, cap in caps_of(given.caps or CAPS[kind], low, high, round(absent)).items():
         rows = under_cap(bench, problem, policies, cap, margin, given, clock)
@@ -232,7 +240,7 @@ def _corrected(bench, problem: Problem, name: str, policy: Policy, cap: int, mar
         again = planned(problem, round((1 - margin) * cap), swap=name == ADAPTIVE)
         if isinstance(again, InfeasibleError) or any(again.plan == other.plan for *_, other in tries):
             break
-        policy = again
+        policy = dataclasses.replace(again, corrected=True)
     return min(tries, key=lambda one: one[:2])[2], len(tries)
 
 

@@ -8,13 +8,19 @@ partitioner gets it as one graph with an `activation_memory_budget` (torch._func
 the backward graph computes more than without a budget is counted by torch's `FlopCounterMode`. Our planner gets the
 shape of a row of such blocks without a link, so that it keeps or recomputes whole operators. Only matrix products and
 attention have FLOPs here; all else is taken to be free, as the partitioner does. Nothing is timed, and no device is
-needed: both scale with the shape. torch.distributed._tools' solvers choose modules of a model by what they save and
-cost; inside one block they have nothing to choose that is not among Megatron's settings.
+needed: both scale with the shape.
+
+torch.distributed._tools' solver for one module (sac_ilp; where its pulp can be imported) gets the same block as its
+`SACEstimator` sees it, with FLOPs for times, since its own are those of a CUDA device. It adds up operators: whatever
+is not saved counts as run again, to the last one, and whatever is saved as bytes, whether backward reads it or not.
+That is how its rows are counted here, without the block's output.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -105,6 +111,47 @@ def partitioned(budget: float) -> tuple[int, int, int]:
     values = [node.meta["val"] for node in saved if isinstance(node.meta["val"], torch.Tensor)]
     nbytes = sum(one.numel() * one.element_size() for one in values)
     return nbytes, _flops(graphs["forward"]), _flops(graphs["backward"])
+
+
+def solved() -> list[tuple[int, float]] | None:
+    """Bytes kept and FLOPs computed again, as a share of forward, of torch's solver for one module, by budget; None
+    where it cannot be imported."""
+    try:
+        from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module
+    except ImportError:
+        return None
+    from torch.distributed._tools.sac_estimator import SACEstimator
+
+    def counted(func, args, kwargs) -> tuple:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_counter.flop_registry.get(func.overloadpacket)
+        return out, formula(*args, **(kwargs or {}), out_val=out) / 1e9 if formula is not None else 0.0
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, before)
+        stack.enter_context(FakeTensorMode())
+        block = Block()
+        table = torch.ones(LENGTH, HIDDEN // HEADS, dtype=torch.bfloat16)
+        x = torch.ones(1, LENGTH, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        estimator = SACEstimator()
+        estimator._estimate_runtime = counted
+        with estimator:
+            block(x, table, table).sum().backward()
+    [stats] = [one for name, one in estimator.sac_mod_stats.items() if name.endswith("Block")]
+    # Without its output, which the block after it has, and which is the last that has a size.
+    last = max(place for place, size in enumerate(stats.memory) if size)
+    memory = [size if place != last else 0 for place, size in enumerate(stats.memory)]
+    # What neither has bytes nor FLOPs would be in no row of its program, and have no value.
+    stats = dataclasses.replace(stats, memory=memory, runtimes=[one + 1e-9 for one in stats.runtimes])
+    found = []
+    for budget in BUDGETS:
+        chosen = get_optimal_checkpointing_policy_per_module(stats, budget)
+        rows = list(zip(chosen, stats.memory, stats.runtimes, strict=True))
+        again = sum(seconds for saved, _, seconds in rows if not saved)
+        found.append((sum(size for saved, size, _ in rows if saved), again / sum(stats.runtimes)))
+    return found
 
 
 def _given(node: torch.fx.Node) -> bool:
@@ -202,9 +249,18 @@ def main() -> None:
     print("\nMegatron's setting | kept, MiB | again | our plan of no more bytes, MiB | again")
     for name, (size, share) in settings.items():
         print(f"{name} | {size / MIB:.2f} | {100 * share:.1f} % | {_within(plans, size)}")
+    solver = solved()
+    if solver is None:
+        print("\ntorch.distributed._tools' solver needs pulp, which is not installed")
+    else:
+        print("\nits budget | torch's solver keeps, MiB | again | our plan of no more bytes, MiB | again")
+        for budget, (size, share) in zip(BUDGETS, solver, strict=True):
+            print(f"{budget:.1f} | {size / MIB:.2f} | {100 * share:.1f} % | {_within(plans, size)}")
     if given.json:
         of = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shape": [HIDDEN, HEADS, FFN, LENGTH]}
-        given.json.write_text(json.dumps(of | {"torchs": rows, "plans": plans, "megatrons": settings}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps(of | {"torchs": rows, "plans": plans, "megatrons": settings, "solver": solver}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -239,6 +239,7 @@ def gap(make: Callable[[random.Random], Problem], seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--count", type=int, default=125, help="problems of each kind")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of them, to go on from another run")
     parser.add_argument("--kind", choices=list(KINDS), action="append", help="only these")
     parser.add_argument("--json", type=Path, help="file for all gaps")
     given = parser.parse_args()
@@ -246,9 +247,9 @@ def main() -> None:
     print("kind | problems | worst % | mean % | above 0.5 % | CPU s")
     for name in given.kind or KINDS:
         cpu = time.process_time()
-        gaps = [gap(KINDS[name], seed) for seed in range(given.count)]
+        gaps = [gap(KINDS[name], seed) for seed in range(given.first, given.first + given.count)]
         worst, mean = 100 * max(gaps), 100 * sum(gaps) / len(gaps)
-        over = [seed for seed, one in enumerate(gaps) if one > 0.005]
+        over = [seed for seed, one in enumerate(gaps, given.first) if one > 0.005]
         rows[name] = {"problems": len(gaps), "worst_percent": worst, "mean_percent": mean, "above_half_percent": over}
         print(f"{name} | {len(gaps)} | {worst:.3f} | {mean:.4f} | {over} | {time.process_time() - cpu:.0f}", flush=True)
     if given.json:

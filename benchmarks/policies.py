@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ _PATHS = {
     "layernorm": ("input_layernorm", "pre_mlp_layernorm"),
     "mlp": ("mlp",),
 }
+_BEGINS = {"input_layernorm": "self_attention.linear_proj", "pre_mlp_layernorm": "mlp.linear_fc2"}
+"""Where the backward begins before which Megatron runs a norm again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Policy:
     """Megatron's full recompute of so many layers (method block)."""
     modules: tuple[str, ...] = ()
     """Megatron's selective recompute of these modules."""
+    corrected: bool = False
+    """Whether what is predicted was corrected by what an earlier plan took."""
     predicted: Simulated
 
     @property
@@ -62,9 +67,10 @@ def planned(problem: Problem, limit: int, swap: bool = True) -> Policy | Infeasi
 
 
 def selective(problem: Problem, modules: tuple[str, ...]) -> Simulated:
-    """Recompute of these modules in all layers, as the pack would do it: without the last matrix product of an MLP,
-    which Megatron repeats."""
+    """Megatron's recompute of these modules in all layers."""
     paths = [path for module in modules for path in _PATHS[module]]
+    classes = tuple(_as_megatron(kind, modules) for kind in problem.classes)
+    problem = dataclasses.replace(problem, classes=classes)
     stages = []
     for stage in problem.stages:
         parts = []
@@ -73,6 +79,36 @@ def selective(problem: Problem, modules: tuple[str, ...]) -> Simulated:
             parts.append(tuple(_letters(kind, paths, first=not place) for place, kind in enumerate(kinds)))
         stages.append(StagePlan(parts=tuple(parts)))
     return simulate(problem, Plan(stages=tuple(stages)))
+
+
+def _as_megatron(kind: LayerClass, modules: tuple[str, ...]) -> LayerClass:
+    """What Megatron's own recompute of modules does otherwise than ours.
+
+    Core attention's output stays, which the linear after it saves. Norms run again when the backward of the whole
+    attention or MLP begins. An MLP runs again to its end, its last matrix product included.
+    """
+    inside = [one for one in kind.operators if f"{one.name}.".startswith("mlp.")]
+    groups = []
+    for group in kind.groups:
+        path = group.operators[-1]
+        more: dict[str, Any] = {}
+        if path == "self_attention.core_attention" and "core_attn" in modules:
+            more["recompute_keeps"] = max(group.recompute_keeps, min(group.bytes, kind.input_bytes))
+        elif path in _BEGINS and "layernorm" in modules and _BEGINS[path] in kind.index:
+            more["used_by"] = (*group.used_by, _BEGINS[path])
+            more["leaves"] = (*group.leaves, (_BEGINS[path], 0))
+        elif path == "mlp.activation_func" and "mlp" in modules:
+            again = {name for one in kind.groups for name in one.operators if name.startswith("mlp.")}
+            rest = sum(one.forward_seconds for one in inside if one.name not in again)
+            more["recompute_seconds"] = (group.recompute_seconds or 0.0) + rest
+        groups.append(dataclasses.replace(group, **more))
+    operators = []
+    for one in kind.operators:
+        more = {}
+        if one.name == "mlp.linear_fc2" and "mlp" in modules:  # what it made is there again
+            more["backward_temporary_bytes"] = one.backward_temporary_bytes + kind.input_bytes
+        operators.append(dataclasses.replace(one, **more))
+    return dataclasses.replace(kind, groups=tuple(groups), operators=tuple(operators))
 
 
 def _letters(kind: LayerClass, paths: list[str], first: bool) -> str:

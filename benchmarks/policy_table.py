@@ -15,6 +15,7 @@ def predictions(problem: Problem, policies: dict[str, Policy], cap: int) -> dict
     for name, policy in policies.items():
         peak = max(policy.predicted.peaks)
         rows[name] = {"predicted_ratio": policy.predicted.seconds / kept, "predicted_bytes": peak - static}
+        rows[name] |= {"predicted_ms": 1e3 * policy.predicted.seconds, "corrected": policy.corrected}
         rows[name] |= {"peer": policy.peer, "fits": peak <= cap or name == KEEP_ALL}
     return rows
 
@@ -37,9 +38,27 @@ def table(rows: dict[str, dict]) -> str:
             f"{ {True: 'equal', False: 'DIFFER', None: '-'}[row.get('same')]:>7}",
         ]
         if measured:
-            words += [f"{row['predicted_ratio']:>10.3f}", f"{row['predicted_bytes'] / 2**20:>9.1f}"]
+            words += [
+                f"{row['predicted_ratio']:>10.3f}",
+                f"{row['predicted_bytes'] / 2**20:>9.1f}{'*' * row['corrected']}",
+            ]
         lines.append(" ".join(words))
-    return "\n".join([*lines, *_best(rows, key)])
+    if measured and any(row["corrected"] for row in rows.values()):
+        lines.append("* predicted after what an earlier plan of this cap took had corrected the problem")
+    return "\n".join([*lines, *_errors(rows), *_best(rows, key)])
+
+
+def _errors(rows: dict[str, dict]) -> list[str]:
+    """How far predictions are off at most that nothing was measured for before."""
+    first = [row for row in rows.values() if not row["corrected"]]
+    times = [row["predicted_ratio"] / row["median_of_ratios"] - 1 for row in first if "median_of_ratios" in row]
+    sizes = [
+        row["predicted_bytes"] / row["device_bytes_at_peak"] - 1 for row in first if row.get("device_bytes_at_peak")
+    ]
+    if not times:
+        return []
+    worst = [f"{100 * max(errors, key=abs):+.1f} %" for errors in (times, sizes)]
+    return [f"not corrected by any measurement, predictions are off at most by {worst[0]} of time, {worst[1]} of MiB"]
 
 
 def _best(rows: dict[str, dict], key: str) -> list[str]:

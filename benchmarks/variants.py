@@ -24,6 +24,7 @@ from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import load_memory_config
 
 SHAPE = ("layers", "hidden", "heads", "ffn", "seq", "micro_batch", "micro_batches", "vocab")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PATCHES = mem.patch_modules(["pass_events", "activation_*", "recompute_*"])
 
 
@@ -102,7 +103,8 @@ def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any]):
     device = start_one_rank(backend.type)
     if backend.is_host:
         torch.set_num_threads(1)
-    model = build(backend, layers, hidden, heads, ffn, seq, vocab, torch.bfloat16)
+    dtype = DTYPES[getattr(args, "dtype", "bf16")]
+    model = build(backend, layers, hidden, heads, ffn, seq, vocab, dtype)
     REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
     gc.collect()
     gc.freeze()  # all that is imported: what is collected later need not look through it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.guarding import settled
+from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
 
 CALLS = 3
@@ -135,6 +136,41 @@ def test_static_temporary_and_held_bytes_make_up_the_peak(kind):
     above = found["peak"] - found["static"]
     assert found["peak"] <= predicted <= found["peak"] + 0.15 * above, found
     assert 0.99 * found["listed"] <= found["held"] <= 1.05 * found["listed"], found
+
+
+def baselines(kind: str) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Static bytes, and predicted beside measured peaks of keeping everything and of Megatron's own recomputation."""
+    from mindspeed_mem.adaptive.problem import from_profile
+    from mindspeed_mem.adaptive.problem.definition import Pipeline
+    from mindspeed_mem.adaptive.search.baselines import full_recompute
+    from tests.limited_runs import Training, counted, surviving
+
+    found = {}
+    with counted() as memory, parallel():
+        with surviving() as engine:
+            training = Training(memory, kind, layers=3, hidden=128)
+            training.step()
+            profiled, *_ = profile(engine, training)
+        problem = from_profile.problem([profiled], Pipeline(micro_batches=training.micro_batches), 10**12)
+        config = training.chunks[0].config
+        for layers in (0, 1, 3):
+            config.recompute_granularity, config.recompute_method = ("full", "block") if layers else (None, None)
+            config.recompute_num_layers = layers or None
+            before = settled(memory)
+            training.step()
+            found[f"{layers} layers"] = full_recompute(problem, layers).peaks[0], before + training.peak
+    return problem.stages[0].static_bytes, found
+
+
+@pytest.mark.parametrize("kind", but(["swiglu_gqa_rope", "dense"], "dense"))
+def test_peaks_of_megatrons_own_recomputation_are_as_predicted(kind):
+    [(static, found)] = on_ranks(1, baselines, kind)
+    wrong = {
+        name: (one - static, other - static)
+        for name, (one, other) in found.items()
+        if abs(one - other) > 0.03 * (other - static)
+    }
+    assert not wrong, found
 
 
 def under_a_limit(kind: str, share: float, layout: dict, micro_batches: int) -> tuple[list[str], int]:

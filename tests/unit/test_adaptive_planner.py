@@ -47,6 +47,8 @@ def test_what_came_as_predicted_is_settled_on(problem):
     assert planner.kept.config == first.config
     report = planner.report()
     assert "predicted" in report[0] and any(line.startswith("K keep") for line in report)
+    assert "corrected by measurement" not in "".join([*first.lines, *decision.lines, *report])
+    assert [line for line in decision.lines if "link at 70 %: +" in line and "copies cost 5 %: +" in line]
     rows = [line for line in report if line.startswith(("swap ", "recompute "))]  # what each decision is worth
     assert {row.split()[0] for row in rows} == {
         {"S": "swap", "R": "recompute"}[letter]
@@ -66,6 +68,7 @@ def test_memory_that_was_overlooked_makes_a_smaller_plan(problem):
     decision = planner.judge(measured(problem, before, over=over))
     after = planner.tries[1].found
     assert decision.config is not None and not decision.settled
+    assert " s (corrected by measurement) and " in decision.lines[-1]
     assert max(after.simulated.peaks) <= problem.device_limit
     assert [stage.temporary_bytes for stage in planner.problem.stages] == [
         stage.temporary_bytes + over for stage in problem.stages

@@ -12,7 +12,9 @@ from tests.planning import LAYER, small_problem
 @pytest.fixture
 def written(tmp_path):
     """A profile's file and its content, to be changed."""
-    problem = small_problem(stages=2, virtual=2, layers=2, micro_batches=4, host=10**9)
+    early = dataclasses.replace(LAYER.groups[1], leaves=((LAYER.groups[1].used_by[-1], 10**6),))
+    kind = dataclasses.replace(LAYER, groups=(LAYER.groups[0], early, *LAYER.groups[2:]))
+    problem = small_problem(stages=2, virtual=2, layers=2, micro_batches=4, host=10**9, kind=kind)
     profile = profile_file.Profile(
         problem=problem, machine={"device": "x", "ranks": 8}, model={"layers": 8}, shapes={"tp": 1}
     )
@@ -62,6 +64,7 @@ def test_all_problems_of_a_file_are_said_at_once(written):
     problem = content["problem"]
     problem["classes"][0]["groups"][2]["bytes"] = -1
     problem["classes"][0]["groups"][1]["recompute_seconds"] = "fast"
+    problem["classes"][0]["groups"][1]["leaves"] = [["qkv"], ["qkv", "all"]]
     problem["link"]["speed"] = 3
     del problem["device_limit"]
     content["origin"] = "guessed"
@@ -69,6 +72,8 @@ def test_all_problems_of_a_file_are_said_at_once(written):
     assert change(path, content) == (
         "more: unknown; allowed: format, in_flight, machine, model, origin, problem, shapes, version",
         "origin: got 'guessed'; allowed: measured, estimated",
+        "problem.classes[0].groups[1].leaves[0]: got ['qkv']; allowed: a list of 2",
+        "problem.classes[0].groups[1].leaves[1][1]: got 'all'; allowed: a whole number of at least 0",
         "problem.classes[0].groups[1].recompute_seconds: got 'fast'; allowed: a number of at least 0",
         "problem.classes[0].groups[2].bytes: got -1; allowed: a whole number of at least 0",
         "problem.link.speed: unknown; allowed: out, back, out_alone, back_alone, blocking, slows",
@@ -79,7 +84,13 @@ def test_all_problems_of_a_file_are_said_at_once(written):
 def test_names_that_do_not_fit_together_are_found(written):
     _, path, content = written
     group = content["problem"]["classes"][0]["groups"][1]
-    group.update(used_by=["nobody"], needs=["act"], operators=["norm", "other"], recompute_keeps=10**12)
+    group.update(
+        used_by=["nobody"],
+        needs=["act"],
+        operators=["norm", "other"],
+        recompute_keeps=10**12,
+        leaves=[["none", 10**12]],
+    )
     content["problem"]["stages"][1]["parts"][0]["layers"] = ["layer", "moe"]
     content["problem"]["stages"][0]["parts"][1]["first_layer"] = 7
     content["problem"]["link"]["out"] = 0
@@ -88,8 +99,10 @@ def test_names_that_do_not_fit_together_are_found(written):
     parts = [
         "'other' is no operator of layer",
         "'nobody' is no operator of layer",
+        "leaves: 'none' is not in its used_by",
         "'act' is no group that stands before it",
         "recompute_keeps: got 1000000000000",
+        "leaves: got 1000000000000 bytes",
         "there is no class 'moe'",
         "first_layer: got 7; allowed: 4",
         "link.out: got 0",

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_mem.adaptive import Plan, StagePlan, simulate
+from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.adaptive import Plan, Search, StagePlan, simulate
 from mindspeed_mem.adaptive.problem.definition import GB
 from mindspeed_mem.adaptive.search import many
 from mindspeed_mem.adaptive.search.decisions import is_valid
 from mindspeed_mem.adaptive.search.simulation import StageTrack
-from tests.planning import LAYER, SPLIT_LAYER, small_problem
+from tests.planning import LAYER, MB, SPLIT_LAYER, small_problem, tiny_class
 from tests.streams import Machine
 
 CLOSE = 1e-6  # the goal is 2 %; where the rules are the same, nothing but rounding is left
@@ -84,11 +85,43 @@ def test_a_window_for_late_copies_is_in_time_and_bounds_what_they_hold(case, win
         assert without <= one <= without + (0 if problem.link.blocking else plan.window_bytes)
 
 
+def with_temporaries(problem, chance):
+    """The same with 40 MB of each stage's temporaries known by operator, and groups that leave in two parts."""
+    [kind] = problem.classes
+
+    def some():
+        return {f"{way}_temporary_bytes": chance.randint(0, 40) * MB for way in ("forward", "backward")}
+
+    groups = [
+        dataclasses.replace(
+            one,
+            recompute_temporary_bytes=chance.randint(0, 40) * MB,
+            leaves=((one.used_by[1], (one.bytes - one.weight_bytes) // 3),) if len(one.used_by) > 1 else (),
+        )
+        for one in kind.groups
+    ]
+    kind = dataclasses.replace(
+        kind, operators=tuple(dataclasses.replace(one, **some()) for one in kind.operators), groups=tuple(groups)
+    )
+    stages = []
+    for stage in problem.stages:
+        parts = [
+            dataclasses.replace(
+                part, before=dataclasses.replace(part.before, **some()), after=dataclasses.replace(part.after, **some())
+            )
+            for part in stage.parts
+        ]
+        stages.append(dataclasses.replace(stage, parts=tuple(parts), operator_temporary_bytes=40 * MB))
+    return dataclasses.replace(problem, classes=(kind,), stages=tuple(stages))
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.randoms(use_true_random=False))
 def test_plans_played_at_once_take_to_the_bit_what_each_takes_by_itself(case, chance):
     problem, plan = case
     problem = dataclasses.replace(problem, link=dataclasses.replace(problem.link, slows=chance.choice([0.0, 0.1])))
+    if chance.random() < 0.5:
+        problem = with_temporaries(problem, chance)
     number = chance.randrange(len(plan.stages))
     mine = plan.stages[number]
     texts = sorted({text for part in mine.parts for text in part[1:]} | {"K" * len(LAYER.groups)})
@@ -105,6 +138,86 @@ def test_plans_played_at_once_take_to_the_bit_what_each_takes_by_itself(case, ch
         every = (*plan.stages[:number], one, *plan.stages[number + 1 :])
         found = simulate(problem, dataclasses.replace(plan, stages=every))
         assert (found.seconds, found.peaks[number], found.stalls[number]) == tuple(row[place] for row in together)
+
+
+def test_temporaries_count_while_their_operator_runs():
+    """One layer of three groups, kept: its last operator takes 50 MB in backward, when all is there."""
+    kind = tiny_class([100, 200, 300], [0.1, 0.1, 0.1])
+
+    def peak(text, again=0, **temporary):
+        ways = [{}, *[{f"{one}_temporary_bytes": size * MB} for one, size in temporary.items()], {}]
+        operators = [dataclasses.replace(one, **ways[0]) for one in kind.operators]
+        operators[-1] = dataclasses.replace(operators[-1], **ways[1])
+        groups = [dataclasses.replace(one, recompute_temporary_bytes=again * MB) for one in kind.groups]
+        some = dataclasses.replace(kind, operators=tuple(operators), groups=tuple(groups))
+        problem = small_problem(layers=1, micro_batches=1, kind=some)
+        part = dataclasses.replace(problem.stages[0].parts[0], before=Outside(), after=Outside())
+        stage = dataclasses.replace(
+            problem.stages[0], parts=(part,), static_bytes=0, temporary_bytes=80 * MB, operator_temporary_bytes=80 * MB
+        )
+        problem = dataclasses.replace(problem, stages=(stage,))
+        return simulate(problem, Plan(stages=(StagePlan(parts=((text,),)),))).peaks[0] / MB
+
+    assert peak("KKK", backward=0) == 600 and peak("KKK", backward=50) == peak("KKK", forward=50) == 650
+    assert peak("KKK", backward=90) == 680  # no more than all that is known
+    assert peak("KKR", backward=0) == 600 and peak("KKR", again=30, backward=0) == 630
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(1, "1f1b"), (2, "zb")])
+def test_gradients_of_weights_take_for_a_short_time_what_their_operator_does(stages, schedule):
+    """All of 600 MB waits for them, and 100 MB of output gradients, when the first of them takes 50 MB."""
+    kind = tiny_class([100, 200, 300], [0, 0, 0])
+    groups = tuple(dataclasses.replace(one, weight_bytes=one.bytes) for one in kind.groups)
+    first, *between, last = kind.operators
+    first = dataclasses.replace(first, weight_seconds=0.1, weight_bytes=60 * MB)
+    last = dataclasses.replace(last, weight_seconds=0.1, weight_bytes=40 * MB, backward_temporary_bytes=50 * MB)
+    kind = dataclasses.replace(kind, operators=(first, *between, last), groups=groups)
+    problem = small_problem(
+        stages=stages, layers=1, micro_batches=1, kind=kind, schedule=schedule, split_backward=stages == 1
+    )
+    memory = {"static_bytes": 0, "temporary_bytes": 80 * MB, "operator_temporary_bytes": 80 * MB}
+    of_stages = []
+    for stage in problem.stages:
+        part = dataclasses.replace(stage.parts[0], before=Outside(), after=Outside())
+        of_stages.append(dataclasses.replace(stage, parts=(part,), **memory))
+    problem = dataclasses.replace(problem, stages=tuple(of_stages))
+    assert simulate(problem, Search(problem).keep_all).peaks == (750 * MB,) * stages
+
+
+def test_copies_under_way_during_gradients_of_weights_are_told_apart():
+    """They are of the one part or of the other, or there are none, and the same script runs beside them."""
+    problem = small_problem(
+        stages=3, virtual=2, layers=1, micro_batches=6, link=1.0, kind=SPLIT_LAYER, schedule="zb", split_backward=False
+    )
+    kept = StagePlan(parts=(("-KKKKK",), ("-KKKKK",)))
+    mine = StagePlan(parts=(("-KKKKS",), ("-KKKSS",)), distance=6)
+    plan = Plan(stages=(kept, mine, kept))
+    [seconds], [peak], [stall] = many.Together(problem, plan.stages, 1).play(many.letters_of([mine]), mine.distance)
+    found = simulate(problem, plan)
+    assert (found.seconds, found.peaks[1], found.stalls[1]) == (seconds, peak, stall)
+
+
+def test_what_a_group_no_longer_needs_leaves_early():
+    kind = tiny_class([100, 0, 0], [0.1, 0, 0])
+    group = dataclasses.replace(kind.groups[0], used_by=("a", "end"), leaves=(("end", 70 * MB),))
+    for leaves, most in ((group.leaves, 130), ((), 200)):
+        groups = (dataclasses.replace(group, leaves=leaves), *kind.groups[1:])
+        operators = (
+            dataclasses.replace(kind.operators[0], backward_temporary_bytes=100 * MB),
+            *kind.operators[1:],
+        )
+        some = dataclasses.replace(kind, groups=groups, operators=operators)
+        problem = small_problem(layers=1, micro_batches=1, kind=some)
+        part = dataclasses.replace(problem.stages[0].parts[0], before=Outside(), after=Outside())
+        stage = dataclasses.replace(
+            problem.stages[0],
+            parts=(part,),
+            static_bytes=0,
+            temporary_bytes=100 * MB,
+            operator_temporary_bytes=100 * MB,
+        )
+        problem = dataclasses.replace(problem, stages=(stage,))
+        assert simulate(problem, Search(problem).keep_all).peaks == (most * MB,)
 
 
 def test_a_window_saves_waiting_for_copies():

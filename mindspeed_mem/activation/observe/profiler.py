@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.observe.census import Census
-from mindspeed_mem.activation.observe.observed_ops import Node
+from mindspeed_mem.activation.observe.observed_ops import OUTSIDE, Node
 from mindspeed_mem.activation.observe.outside_layers import OutsideBytes
 from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, Outside, RankProfile
 from mindspeed_mem.activation.observe.stopwatch import COPIES, PassTimes, Stopwatch
@@ -89,7 +89,7 @@ class Profiler:
         if now is None:
             return
         if cut is not None:
-            cut.operator_ends(movable=False)
+            cut.operator_ends(movable=False, ran=now.name(OUTSIDE))
         census = self._stop()
         now.finish()
         if not completed or not any(one.direction == BACKWARD for one in now.passes):
@@ -114,12 +114,13 @@ class Profiler:
 
     def _boundary(self, ran: Node, runs: Node) -> None:
         assert self._cutting is not None and self._now is not None
+        name = self._now.name(ran)
         if runs == COPIES:
-            self._cutting.copies_begin()
+            self._cutting.copies_begin(name)
         elif ran == COPIES:
             self._cutting.copies_end()
         else:
-            self._cutting.operator_ends(movable=self._now.in_layers(ran))
+            self._cutting.operator_ends(movable=self._now.in_layers(ran), ran=name)
 
     def _stop(self) -> Census | None:
         """Take everything off the engine that a call needs; returns its census."""
@@ -160,9 +161,20 @@ class Profiler:
         backwards = [one for one in passes if one.chunk == chunk and one.direction == BACKWARD]
         nodes = list(dict.fromkeys(node for one in forwards for node in one.operators))
 
+        assert self._memory is not None
+        most = self._memory.by
+
+        def temporary(what: object) -> dict[str, int]:
+            return {f"{one}_temporary_bytes": most.get((one, what), 0) for one in (FORWARD, BACKWARD)}
+
         def outside(where: str, counts: dict[int, int]) -> Outside:
             seconds = [median(getattr(one, where) for one in some) for some in (forwards, backwards)]
-            return Outside(forward_seconds=seconds[0], backward_seconds=seconds[1], bytes=counts.get(chunk, 0))
+            return Outside(
+                forward_seconds=seconds[0],
+                backward_seconds=seconds[1],
+                bytes=counts.get(chunk, 0),
+                **temporary((where, chunk)),
+            )
 
         return ChunkProfile(
             layers=tuple(sorted({layer for layer, _ in nodes})),
@@ -172,6 +184,7 @@ class Profiler:
                     op=op,
                     forward_seconds=_median((layer, op), forwards),
                     backward_seconds=_median((layer, op), backwards),
+                    **temporary((layer, op)),
                 )
                 for layer, op in nodes
             ),

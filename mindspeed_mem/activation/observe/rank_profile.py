@@ -19,6 +19,9 @@ class OperatorProfile:
     """Path below the layer; "" is the layer itself."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    forward_temporary_bytes: int = 0
+    """The most that was allocated while it ran beyond what backward keeps; over all micro-batches."""
+    backward_temporary_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,9 @@ class Outside:
     """Of the backward, what gradients of weights take that a split backward puts off,"""
     weight_bytes: int = 0
     """and what it holds for them from then on: output gradients, and what of `bytes` they are made from."""
+    forward_temporary_bytes: int = 0
+    """As an operator's."""
+    backward_temporary_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

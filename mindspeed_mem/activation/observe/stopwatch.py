@@ -76,6 +76,7 @@ class Stopwatch:
         """Those that have ended, and whose timestamps nobody has read."""
         self._backend, self._num_layers, self._at_boundary, self._reads = backend, num_layers, at_boundary, reads
         self._pass: Moments | None = None
+        self._last: Moments | None = None
         self._saved: weakref.WeakKeyDictionary[Handle, tuple[tuple, int, Node]] = weakref.WeakKeyDictionary()
         self._copying = 0
 
@@ -92,6 +93,7 @@ class Stopwatch:
         if self._pass is not None:
             self._moment(OUTSIDE)
             self.unread.append(self._pass)
+            self._last = self._pass
             self._pass = None
 
     def finish(self) -> None:
@@ -152,6 +154,17 @@ class Stopwatch:
         return (handle for handle, (of, *_) in list(self._saved.items()) if of == key)
 
     # ---- figures
+    def name(self, ran: Node) -> tuple[str, object] | None:
+        """What has run in the pass that runs or has just ended: its direction, and the node or, outside of layers,
+        the side ("before" or "after") with the model chunk. None before the first pass."""
+        now = self._pass or self._last
+        if now is None:
+            return None
+        if self.in_layers(ran):
+            return now.direction, ran
+        met = any(self.in_layers(node) for _, node in now.moments)
+        return now.direction, ("after" if met == (now.direction == FORWARD) else "before", now.key[1])
+
     def _moment(self, node: Node) -> None:
         assert self._pass is not None
         moments = self._pass.moments

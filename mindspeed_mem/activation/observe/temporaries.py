@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.storage.ledger import LEDGER
@@ -24,23 +25,26 @@ class Temporaries:
         """Bytes allocated when the call began."""
         self.most = 0
         """Bytes."""
+        self.by: dict[Hashable, int] = {}
+        """The most of each that ran, beyond what backward came to keep meanwhile."""
         self.peak = 0
         """The most that was allocated in all, which the backend's own figure no longer tells."""
         self._base = self._held = self._before_copies = LEDGER.held.now
         backend.reset_peak()
 
-    def operator_ends(self, movable: bool) -> None:
-        """An operator has run, and the next begins.
+    def operator_ends(self, movable: bool, ran: Hashable = None) -> None:
+        """An operator has run, by the name ``ran``, and the next begins.
 
         ``movable``: it was one of a layer. What it makes for backward is temporary until it ends, since a plan may take
         it away from there on; what others make stays. What backward is done with stays until its operator ends.
         """
-        self._take(0 if movable else max(0, LEDGER.held.now - self._held))
+        more = max(0, LEDGER.held.now - self._held)
+        self._take(0 if movable else more, ran, more)
         self._held = LEDGER.held.now
 
-    def copies_begin(self) -> None:
+    def copies_begin(self, ran: Hashable = None) -> None:
         """In the middle of an operator activations begin to leave, or to come back."""
-        self._take(0)
+        self._take(0, ran, max(0, LEDGER.held.now - self._held))
         self._before_copies = LEDGER.held.now
 
     def copies_end(self) -> None:
@@ -49,10 +53,12 @@ class Temporaries:
         self._take(max(0, change))
         self._held += change
 
-    def _take(self, more: int) -> None:
-        """An interval ends in which ``more`` bytes came to be held."""
+    def _take(self, more: int, ran: Hashable = None, kept: int = 0) -> None:
+        """An interval ends in which ``more`` bytes came to be held for certain, and ``kept`` as it was."""
         peak = self._backend.peak()
         if peak is not None:
             self.most = max(self.most, peak - self.static - (self._held + more - self._base))
+            mine = peak - self.static - (self._held + kept - self._base)
+            self.by[ran] = max(self.by.get(ran, 0), mine)
             self.peak = max(self.peak, peak)
             self._backend.reset_peak()

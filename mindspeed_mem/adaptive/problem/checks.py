@@ -57,6 +57,9 @@ def _of_class(problem: Problem, kind: LayerClass) -> Iterator[str]:
         for name in group.used_by:
             if name not in kind.index:
                 yield f"{path}.used_by: {name!r} is no operator of {kind.name}"
+        for name, _ in group.leaves:
+            if name not in group.used_by:
+                yield f"{path}.leaves: {name!r} is not in its used_by"
         if not group.operators or not group.used_by:
             yield f"{path}: operators and used_by need at least one name each"
         for name in group.needs:
@@ -66,6 +69,9 @@ def _of_class(problem: Problem, kind: LayerClass) -> Iterator[str]:
             yield f"{path}.recompute_keeps: got {group.recompute_keeps}; allowed: at most its bytes, {group.bytes}"
         if group.weight_bytes > group.bytes:
             yield f"{path}.weight_bytes: got {group.weight_bytes}; allowed: at most its bytes, {group.bytes}"
+        elif (early := sum(size for _, size in group.leaves)) > group.bytes - group.weight_bytes:
+            most = f"at most its bytes without its weight_bytes, {group.bytes - group.weight_bytes}"
+            yield f"{path}.leaves: got {early} bytes; allowed: {most}"
         if group.from_previous and group.recompute_seconds is not None:
             yield f"{path}.recompute_seconds: what the layer before made is not recomputed here; allowed: null"
         before.append(group.name)

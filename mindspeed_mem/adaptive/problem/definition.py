@@ -33,6 +33,9 @@ class PlannedOperator:
     """Of these, what gradients of weights take that a split backward puts off,"""
     weight_bytes: int = 0
     """and the output gradients that it holds until then. What it holds of groups is said there."""
+    forward_temporary_bytes: int = 0
+    """The most that is held while it runs beyond what backward keeps; see `Stage.operator_temporary_bytes`."""
+    backward_temporary_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,16 @@ class Group:
     used_by: tuple[str, ...]
     """Operators of this layer whose backward reads them: they live until the first of these, in forward order, is done
     with its backward, and are needed again for the last."""
+    leaves: tuple[tuple[str, int], ...] = ()
+    """What of them is done with earlier: operators of `used_by` behind the first, with the bytes that nobody needs once
+    their backward is done; nothing of `weight_bytes`."""
     recompute_seconds: float | None = None
     """What making them again costs when what they are made from is there, up to the last one that backward needs (the
     second run stops early). None: they cannot be made again."""
     recompute_keeps: int = 0
     """Bytes kept where it is recomputed: inputs of the second run that are in no group."""
+    recompute_temporary_bytes: int = 0
+    """The most that the second run holds beyond these; see `Stage.operator_temporary_bytes`."""
     recompute_operators: tuple[str, ...] = ()
     """What a memory plan names to recompute it; empty: `operators`."""
     needs: tuple[str, ...] = ()
@@ -132,6 +140,9 @@ class Stage:
     """Parameters, gradients, optimizer states and whatever else is there all the time."""
     temporary_bytes: int = 0
     """The most that is held on top for a short time: workspaces, gradients of activations."""
+    operator_temporary_bytes: int = 0
+    """How much of these is known operator by operator: while one runs that takes less by its own
+    `PlannedOperator.forward_temporary_bytes`, that much less is held. 0: nobody knows, and all is held at any time."""
     step_seconds: float = 0.0
     """Once per step, outside the passes: reductions, optimizer."""
 

@@ -12,6 +12,7 @@ from mindspeed_mem.adaptive.problem.part_view import PartView
 from mindspeed_mem.plan.layers import in_words
 
 _SECONDS = ("forward_seconds", "backward_seconds")
+_EACH = (*_SECONDS, "forward_temporary_bytes", "backward_temporary_bytes")
 _MOST = ("static_bytes", "temporary_bytes", "step_seconds")
 
 
@@ -33,7 +34,11 @@ def problem(
     views = [[PartView(chunk) for chunk in rank.chunks] for rank in of_stages]
     classes = LayerClasses(view for of_stage in views for view in of_stage)
     stages = [
-        Stage(parts=tuple(_part(view, classes) for view in of_stage), **{name: getattr(rank, name) for name in _MOST})
+        Stage(
+            parts=tuple(_part(view, classes) for view in of_stage),
+            operator_temporary_bytes=rank.temporary_bytes if _by_operator(rank) else 0,
+            **{name: getattr(rank, name) for name in _MOST},
+        )
         for rank, of_stage in zip(of_stages, views, strict=True)
     ]
     return Problem(
@@ -43,6 +48,13 @@ def problem(
         link=_link(ranks),
         device_limit=device_limit,
         host_limit=host_limit,
+    )
+
+
+def _by_operator(rank: RankProfile) -> bool:
+    """Whether temporaries are known for each operator."""
+    return any(
+        one.forward_temporary_bytes or one.backward_temporary_bytes for chunk in rank.chunks for one in chunk.operators
     )
 
 
@@ -88,11 +100,10 @@ def _slowest(chunk: ChunkProfile, others: Sequence[ChunkProfile]) -> ChunkProfil
     operators = []
     for one in chunk.operators:
         same = rows[one.layer, one.op]
-        forward, backward = (max(getattr(other, name) for other in same) for name in _SECONDS)
-        operators.append(replace(one, forward_seconds=forward, backward_seconds=backward))
+        operators.append(replace(one, **{name: max(getattr(other, name) for other in same) for name in _EACH}))
     before, after = _most([other.before for other in others]), _most([other.after for other in others])
     return replace(chunk, operators=tuple(operators), before=before, after=after)
 
 
 def _most(parts: Sequence[Outside]) -> Outside:
-    return Outside(**{name: max(getattr(part, name) for part in parts) for name in (*_SECONDS, "bytes")})
+    return Outside(**{name: max(getattr(part, name) for part in parts) for name in (*_EACH, "bytes")})

@@ -32,6 +32,7 @@ class Draft:
     needs: tuple[str, ...] = ()
     swappable: bool = True
     from_previous: bool = False
+    leaves: tuple[tuple[str, int], ...] = ()
 
 
 def alike(name: str) -> str:
@@ -86,6 +87,7 @@ class Grouping:
                     bytes=sum(one.bytes for one in storages),
                     operators=() if op is None else (op,),
                     used_by=self._users(storages),
+                    leaves=self._leaves(storages),
                     swappable=op is None or self._leaves_alone(op),
                     from_previous=True,
                 )
@@ -136,6 +138,7 @@ class Grouping:
             bytes=sum(one.bytes for one in storages),
             operators=self._in_order(self.inner[name] | set(self.operators[name])),
             used_by=self._users(storages),
+            leaves=self._leaves(storages),
             again=again,
             keeps=keeps,
             needs=needs,
@@ -164,6 +167,16 @@ class Grouping:
     def _users(self, storages: list[KeptStorage]) -> tuple[str, ...]:
         users = {op for one in storages for layer, op in one.savers if layer == self.layer}
         return self._in_order(users)
+
+    def _leaves(self, storages: list[KeptStorage]) -> tuple[tuple[str, int], ...]:
+        """The users but the first that are the first of some of these, with how many bytes those have."""
+        sizes: dict[str, int] = {}
+        for one in storages:
+            mine = self._users([one])
+            if mine:
+                sizes[mine[0]] = sizes.get(mine[0], 0) + one.bytes
+        first, *later = self._in_order(sizes) or ("",)
+        return tuple((name, sizes[name]) for name in later)
 
     def _in_order(self, names: Collection[str]) -> tuple[str, ...]:
         return tuple(name for name in self.names if name in names)

@@ -16,6 +16,7 @@ from mindspeed_mem.adaptive.problem.part_view import PartView
 from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.plan.operators import EXPERTS, within
 
+_TEMPORARY = ("forward_temporary_bytes", "backward_temporary_bytes")
 _ROUTED = {one.name for one in EXPERTS}
 
 
@@ -55,32 +56,39 @@ class LayerClasses:
 
     def _class(self, name: str, layers: Sequence[int], first: Sequence[int]) -> LayerClass:
         names = self._views[layers[0]].names(layers[0])
-        forward, backward = self._seconds(layers, "forward_seconds"), self._seconds(layers, "backward_seconds")
+        forward, backward = self._each(layers, "forward_seconds"), self._each(layers, "backward_seconds")
+        most = {which: self._each(layers, which, max) for which in _TEMPORARY}
         groups = []
         for place in range(len(self._drafts[layers[0]])):
             some = [self._drafts[layer][place] for layer in layers]
             if some[0].from_previous:  # the first layer of a part does not know who made it, and that alone
                 some = [one for one, layer in zip(some, layers, strict=True) if layer not in first] or some
-            groups.append(_group(some, names, forward))
+            groups.append(_group(some, names, forward, most["forward_temporary_bytes"]))
         views = [(self._views[layer], layer) for layer in layers]
         given = max(sum(view.storages[key].bytes for key in view.inputs(layer)) for view, layer in views)
         return LayerClass(
             name=name,
             operators=tuple(
-                PlannedOperator(name=op, forward_seconds=forward[op], backward_seconds=backward[op]) for op in names
+                PlannedOperator(
+                    name=op,
+                    forward_seconds=forward[op],
+                    backward_seconds=backward[op],
+                    **{which: int(of[op]) for which, of in most.items()},
+                )
+                for op in names
             ),
             groups=tuple(groups),
             input_bytes=given,
         )
 
-    def _seconds(self, layers: Sequence[int], which: str) -> dict[str, float]:
+    def _each(self, layers: Sequence[int], which: str, pick: Callable = median) -> dict[str, float]:
         found: dict[str, list[float]] = {}
         for layer in layers:
             for one in self._views[layer].profile.operators:
                 if one.layer == layer:
                     found.setdefault(one.op, []).append(getattr(one, which))
         names = self._views[layers[0]].names(layers[0])
-        return {name: median(found[name]) if name in found else 0.0 for name in names}
+        return {name: pick(found[name]) if name in found else 0.0 for name in names}
 
 
 def _mark(draft: Draft, routed: Callable[[str], bool], with_input: bool) -> Hashable:
@@ -108,18 +116,19 @@ def _routed(names: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: any(one and (name == one or within(name, one)) for one in around)
 
 
-def _group(some: Sequence[Draft], names: tuple[str, ...], forward: dict[str, float]) -> Group:
-    """One group of a class from those of its layers."""
+def _group(
+    some: Sequence[Draft], names: tuple[str, ...], forward: dict[str, float], temporary: dict[str, float]
+) -> Group:
+    """One group of a class from those of its layers; `forward` and `temporary`: seconds and bytes of each operator."""
     first, size, keeps = some[0], max(one.bytes for one in some), max(one.keeps for one in some)
     shares = {name: share for one in reversed(some) for name, share in one.again or ()}
     operators = _union(names, (one.operators for one in some)) if not first.from_previous else first.operators
     again = tuple(name for name in names if name in shares)
     seconds = None
+    runs = {op: [name for name in names if name == op or (op and within(name, op))] for op in shares}
     if first.again is not None and keeps < size:
-        seconds = sum(
-            share * sum(forward[name] for name in names if name == op or (op and within(name, op)))
-            for op, share in shares.items()
-        )
+        seconds = sum(share * sum(forward[name] for name in runs[op]) for op, share in shares.items())
+    most = max((int(temporary[name]) for inside in runs.values() for name in inside), default=0)
     return Group(
         name=first.name,
         bytes=size,
@@ -127,11 +136,21 @@ def _group(some: Sequence[Draft], names: tuple[str, ...], forward: dict[str, flo
         used_by=_union(names, (one.used_by for one in some)),
         recompute_seconds=seconds,
         recompute_keeps=keeps if seconds is not None else 0,
+        recompute_temporary_bytes=most if seconds is not None else 0,
         recompute_operators=again if seconds is not None and again != operators else (),
         needs=first.needs if seconds is not None else (),
+        leaves=_leaves(some, names),
         swappable=first.swappable,
         from_previous=first.from_previous,
     )
+
+
+def _leaves(some: Sequence[Draft], names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """The least that leaves early in any of these."""
+    found = [dict(one.leaves) for one in some]
+    first = min(map(names.index, _union(names, (one.used_by for one in some))), default=0)
+    least = {name: min(one.get(name, 0) for one in found) for name in names[first + 1 :]}
+    return tuple((name, size) for name, size in least.items() if size)
 
 
 def _union(names: Sequence[str], some: Iterable[Iterable[str]]) -> tuple[str, ...]:

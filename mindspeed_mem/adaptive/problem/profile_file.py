@@ -112,7 +112,7 @@ def _facts(value: Any, path: str, wrong: list[str]) -> dict[str, Any]:
 
 
 def _read(kind: Any, value: Any, path: str, wrong: list[str]) -> Any:
-    """`value` as `kind` (a dataclass, a tuple of one type, an optional, a plain type), or None after a problem."""
+    """`value` as `kind` (a dataclass, a tuple, an optional, a plain type), or None after a problem."""
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, value, path, wrong)
     if get_origin(kind) in (Union, types.UnionType):
@@ -121,8 +121,14 @@ def _read(kind: Any, value: Any, path: str, wrong: list[str]) -> Any:
         if not isinstance(value, list):
             wrong.append(f"{path}: got {_short(value)}; allowed: a list")
             return None
-        items = [_read(get_args(kind)[0], item, f"{path}[{place}]", wrong) for place, item in enumerate(value)]
-        return tuple(items)
+        of_items = get_args(kind)
+        if of_items[-1] is Ellipsis:
+            of_items = of_items[:1] * len(value)
+        elif len(value) != len(of_items):
+            wrong.append(f"{path}: got {_short(value)}; allowed: a list of {len(of_items)}")
+            return None
+        pairs = enumerate(zip(of_items, value, strict=True))
+        return tuple(_read(one, item, f"{path}[{place}]", wrong) for place, (one, item) in pairs)
     if kind is float and type(value) in (int, float) and math.isfinite(value) and value >= 0:
         return float(value)
     if (kind is int and type(value) is int and value >= 0) or (kind in (str, bool) and type(value) is kind):

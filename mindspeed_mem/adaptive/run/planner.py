@@ -12,7 +12,7 @@ from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
-from mindspeed_mem.adaptive.search.plan_table import grid
+from mindspeed_mem.adaptive.search.plan_table import grid, otherwise
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.plan import MemoryConfig
 
@@ -40,6 +40,8 @@ class Try:
     found: Found
     config: MemoryConfig
     measured: tuple[Measured, ...] = ()
+    corrected: bool = False
+    """Whether the problem had been corrected by what earlier plans took."""
 
     @property
     def seconds(self) -> float:
@@ -55,11 +57,12 @@ class Try:
 
     def line(self) -> str:
         """Predicted beside measured."""
-        predicted, peaks = passes_seconds(self.problem, self.found.simulated), self.found.simulated.peaks
+        seconds, peaks = passes_seconds(self.problem, self.found.simulated), self.found.simulated.peaks
+        predicted = f"{seconds:.4g} s" + " (corrected by measurement)" * self.corrected
         if not self.measured:
-            return f"predicted {predicted:.4g} s and {_mib(max(peaks))} MiB at most"
+            return f"predicted {predicted} and {_mib(max(peaks))} MiB at most"
         stages = [max(one.peak for one in self.measured if one.stage == number) for number in range(len(peaks))]
-        text = f"predicted {predicted:.4g} s, measured {self.seconds:.4g} s; peak of all device memory by stage in MiB"
+        text = f"predicted {predicted}, measured {self.seconds:.4g} s; peak of all device memory by stage in MiB"
         text += f", predicted {' '.join(map(_mib, peaks))}, measured {' '.join(map(_mib, stages))}"
         text += f", {_mib(self.evicted)} MiB evicted beyond the plan" if self.evicted else ""
         return text + (", the allocator had to give back memory and retry" if self.retried else "")
@@ -70,7 +73,8 @@ class Planner:
 
     def __init__(self, problem: Problem, states_are_split: bool = False, wording: Wording = MEGATRON):
         """states_are_split: the optimizer's states are split over data-parallel ranks already."""
-        self.problem, self._states_are_split, self._wording = problem, states_are_split, wording
+        self.problem = self._given = problem
+        self._states_are_split, self._wording = states_are_split, wording
         self.tries: list[Try] = []
         self.kept: Try | None = None
         """The plan that was settled on."""
@@ -112,7 +116,7 @@ class Planner:
             return []
         now = self.kept or self.tries[-1]
         kind = "settled" if self.kept else "not settled yet"
-        of_each = worth.lines(now.found) if self.kept else []
+        of_each = [*_otherwise(now), *worth.lines(now.found)] if self.kept else []
         return [f"adaptive memory plan ({kind}): " + now.line(), *grid(now.problem, now.found.plan, width), *of_each]
 
     def _searched(self) -> tuple[Found, str]:
@@ -126,7 +130,7 @@ class Planner:
 
     def _try(self, found: Found, why: str, before: str = "") -> Decision:
         config = memory_config(self.problem, found.plan)
-        self.tries.append(Try(self.problem, found, config))
+        self.tries.append(Try(self.problem, found, config, corrected=self.problem != self._given))
         limit = f"limit {_mib(self.problem.device_limit)} MiB"
         number = f"plan {len(self.tries)}: {self.tries[-1].line()} ({limit}, HiGHS)"
         return Decision(config, False, tuple(line for line in (before, why, number) if line))
@@ -135,7 +139,17 @@ class Planner:
         self.kept = min(self.tries, key=lambda one: (one.evicted, one.retried, one.seconds))
         changed = None if self.kept is now else self.kept.config
         which = f"settled on plan {self.tries.index(self.kept) + 1} of {len(self.tries)}"
-        return Decision(changed, True, (now.line(), f"{which}: {self.kept.line()}"))
+        return Decision(changed, True, (now.line(), f"{which}: {self.kept.line()}", *_otherwise(self.kept)))
+
+
+def _otherwise(kept: Try) -> list[str]:
+    """What a plan that swaps is predicted to take where copies are worse than was measured."""
+    seconds = passes_seconds(kept.problem, kept.found.simulated)
+    changes = [
+        f"{name}: {100 * (passes_seconds(kept.problem, one) / seconds - 1):+.1f} %"
+        for name, one in otherwise(kept.found)
+    ]
+    return [f"what a step would take then, predicted: {', '.join(changes)}"] if changes else []
 
 
 def _mib(nbytes: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Part, Problem
 from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, Plan, StagePlan, all_kept, lay_out
+from mindspeed_mem.adaptive.search.pass_script import leaving
 from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
 
 _AGAIN = ", as a whole"
@@ -29,7 +30,7 @@ def full_recompute(problem: Problem, layers: int | None = None) -> Simulated:
     layers: of only so many layers, the first of each part (``--recompute-method block --recompute-num-layers``).
     """
     ends = tuple(dict.fromkeys(kind.operators[-1].name for kind in problem.classes))
-    again = tuple(_checkpointed(kind, ends) for kind in problem.classes)
+    again = tuple(_checkpointed(kind, ends, problem.pipeline.splits) for kind in problem.classes)
     stages = tuple(
         dataclasses.replace(stage, parts=tuple(_of_part(part, layers) for part in stage.parts))
         for stage in problem.stages
@@ -111,7 +112,7 @@ def _saved(problem: Problem) -> list[tuple[int, dict[str, int]]]:
     found = []
     for number, stage in enumerate(problem.stages):
         for counts, waits in problem.held[number]:
-            held, saved = stage.static_bytes + stage.temporary_bytes, dict[str, int]()
+            held, saved = stage.static_bytes + stage.temporary_bytes - stage.operator_temporary_bytes, dict[str, int]()
             held += sum(n * problem.waiting(number, part) for part, n in enumerate(waits))
             for n, part in zip(counts, stage.parts, strict=True):
                 held += n * (part.before.bytes + part.after.bytes)
@@ -139,20 +140,33 @@ def _of_part(part: Part, layers: int | None) -> Part:
     return dataclasses.replace(part, layers=(*names, *(() if layers is None else part.layers[layers:])))
 
 
-def _checkpointed(kind: LayerClass, ends: tuple[str, ...]) -> LayerClass:
+def _checkpointed(kind: LayerClass, ends: tuple[str, ...], splits: bool) -> LayerClass:
     """The layer with two groups: its input, which stays, and all it makes, which is made again when its backward begins
-    and is there until that ends. `ends`: the last operators of all layers that there are, one of which made the input.
+    and leaves as its backward goes on. `ends`: the last operators of all layers that there are, one of which made the
+    input. `splits`: what gradients of weights are made from stays beyond that.
     """
     first, last = kind.operators[0].name, kind.operators[-1].name
     inputs = Group(
         name="input", bytes=kind.input_bytes, operators=ends, used_by=(first,), swappable=False, from_previous=True
     )
+    own = [group for group in kind.groups if not group.from_previous]
+    whole = sum(group.bytes for group in own) + kind.input_bytes  # the second run's output, too
+    left, most = whole, 0
+    for one in kind.operators:  # while it runs again, what those after it make is not there yet
+        left -= sum(group.bytes for group in own if group.operators[-1:] == (one.name,))
+        most = max(most, one.forward_temporary_bytes - left)
+    leaves: dict[str, int] = {}
+    for group in own:
+        for name, size in leaving(group, kind, splits):
+            leaves[name] = leaves.get(name, 0) + size
     made = Group(
         name="made",
-        bytes=sum(group.bytes for group in kind.groups if not group.from_previous),
-        weight_bytes=sum(group.weight_bytes for group in kind.groups if not group.from_previous),
+        bytes=whole,
+        weight_bytes=sum(group.weight_bytes for group in own) * splits,
         operators=(last,),
         used_by=(first, last),
         recompute_seconds=kind.forward_seconds,
+        recompute_temporary_bytes=most,
+        leaves=tuple((name, size) for name, size in leaves.items() if name != first),
     )
     return dataclasses.replace(kind, name=kind.name + _AGAIN, groups=(inputs, made))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP, StagePlan
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact, leaving
 from mindspeed_mem.adaptive.search.simulation import coming, fewer, most_played
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span
@@ -175,23 +175,31 @@ class _Part:
         self._forward_seconds = numpy.zeros((self.count + 2, self.lanes if problem.link.slows else 1))
         self._backward_seconds = numpy.zeros(shape)
         self._take, self._regive = numpy.zeros((2, self.count + 2, 1), numpy.int64)  # whatever the letters are
+        self._temporary = temporary = problem.stages[number].operator_temporary_bytes
+        self._forward_spare = numpy.zeros((self.count + 2, 1), numpy.int64)
+        self._backward_spare = numpy.zeros(shape if temporary else (self.count + 2, 1), numpy.int64)
         self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
         self._copies: list[_Copies] = []
-        line = problem.pipeline
-        self._splits, self._apart = line.splits, line.apart
+        self._line, splits = problem.pipeline, problem.pipeline.splits
         self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
         self._waiting: Array = numpy.full(self.lanes, problem.waiting(number, place))
         self._later: list[tuple[int, int, Array]] = []  # (operator, bytes, lanes): see `PartScripts`
         self._weights = numpy.zeros((self.count + 2, self.lanes))
         self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
+        self._weight_spare = [0] * (self.count + 2)
+        outside = (part.before, part.after)
+        self._weight_spare[0], self._weight_spare[-1] = (self._spare(one.backward_temporary_bytes) for one in outside)
         self._on_host = problem.on_host
         for base, kind in zip(bases, kinds, strict=False):
             self._weight_seconds += kind.weight_seconds
             for operator, one in enumerate(kind.operators, base + 1):
                 self._forward_seconds[operator] = one.forward_seconds
-                self._backward_seconds[operator] = one.backward_seconds - one.weight_seconds * self._splits
-                self._retake[operator] += one.weight_bytes * self._splits
+                self._backward_seconds[operator] = one.backward_seconds - one.weight_seconds * splits
+                self._retake[operator] += one.weight_bytes * splits
                 self._weights[operator] = one.weight_seconds
+                self._forward_spare[operator] = self._spare(one.forward_temporary_bytes)
+                self._backward_spare[operator] = spare = self._spare(one.backward_temporary_bytes)
+                self._weight_spare[operator] = spare
         first = 0
         self._link, self._distance = problem.link, distance
         for layer, kind in enumerate(kinds):
@@ -226,12 +234,18 @@ class _Part:
             produced = at + 1 + (base - len(maker.operators) if from_before else base)
             uses = [base + 1 + kind.index[name] for name in group.used_by]
             self._take[produced] += group.bytes
-            self._regive[min(uses)] += group.bytes - group.weight_bytes * self._splits
+            for name, size in leaving(group, kind, self._line.splits):
+                self._regive[base + 1 + kind.index[name]] += size
             if not alike[place] or first != ord(KEEP):
                 mine = swapped[place], again[place]
                 if alike[place]:
                     mine = mine[0][:1], mine[1][:1]
                 self._add(group, produced, base + 1, (min(uses), max(uses)), *mine, needed[place])
+                if self._temporary and again[place].any():
+                    spare = self._spare(group.recompute_temporary_bytes)
+                    for one, there in _cases(needed[place], mine[1]):
+                        row = self._backward_spare[base + 1 + one]
+                        numpy.minimum(row, numpy.where(there, spare, row), out=row)
 
     def _add(
         self,
@@ -293,11 +307,15 @@ class _Part:
         return self._cache[key]
 
     @cached_property
+    def _weighted(self) -> list[int]:
+        return [number for number in range(self.count + 1, -1, -1) if self._weights[number].any()]
+
+    @cached_property
     def weights(self) -> _Passes:
         """See `PartScripts.weights`."""
         import numpy
 
-        numbers = [number for number in range(self.count + 1, -1, -1) if self._weights[number].any()]
+        numbers = self._weighted
         places = {number: place for place, number in enumerate(numbers)}
         moments = numpy.zeros((len(numbers) + 1, self.lanes))
         if numbers:
@@ -312,7 +330,9 @@ class _Part:
         if not numbers:
             none = sizes[0]
             return _Passes([], moments, moments[-1], none, none - self._waiting, numpy.zeros(self.lanes))
-        return _passes(steps, moments, sizes[0], sizes[1:], sizes[:-1], self._waiting)
+        spares = [self._weight_spare[number] for number in numbers]
+        spare = numpy.array([spares[0], *spares, spares[-1]])[:, None]
+        return _passes(steps, moments, sizes[0], sizes[1:], sizes[:-1], spare, self._waiting)
 
     def _of_forward(self, ahead: Sequence[_Return]) -> _Passes:
         import numpy
@@ -333,7 +353,10 @@ class _Part:
             steps.append((at - 1, AHEAD, rank, rank, one.has * one.back, one.has))
             take[at] += self._bytes(one)
         start = numpy.full(self.lanes, before.bytes)
-        return _passes(steps, seconds.cumsum(axis=0), start, take[1:], self._give[1:], 0)
+        spare = numpy.concatenate([self._forward_spare, self._forward_spare[-1:]])
+        begin, loss = (self._spare(one.forward_temporary_bytes) for one in (before, after))
+        spare[0], spare[-2:] = begin, loss
+        return _passes(steps, seconds.cumsum(axis=0), start, take[1:], self._give[1:], spare)
 
     def _of_backward(self, ahead: Sequence[_Return], fetched: bool) -> _Passes:
         import numpy
@@ -343,13 +366,13 @@ class _Part:
         loss, end = after.backward_seconds, before.backward_seconds
         of_loss = after.bytes
         of_start: int | Array = before.bytes
-        if self._splits:
+        if self._line.splits:
             loss, end = loss - after.weight_seconds, end - before.weight_seconds
             of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
         seconds[count + 1] = loss  # before the last operator
         moments = seconds[:0:-1].cumsum(axis=0)
         moments = numpy.concatenate([moments, moments[-1:] + end])
-        if self._splits and not self._apart:
+        if self._line.splits and not self._line.apart:
             moments[-1] += self._weight_seconds
             of_start += self._waiting
         steps: list[tuple[int, int, int, int, Any, Any]] = []
@@ -369,7 +392,16 @@ class _Part:
             steps.append((place, AHEAD, rank, rank, one.has * one.back, one.has))
             take[place + 1] += self._bytes(one)
         give = numpy.concatenate([[[of_loss]], self._regive[count:0:-1]])
-        return _passes(steps, moments, start, take, give, of_start)
+        loss_spare, last = (self._spare(one.backward_temporary_bytes) for one in (after, before))
+        if self._line.splits and not self._line.apart:
+            last = min([last, *(self._weight_spare[number] for number in self._weighted)])
+        row = self._backward_spare[:1] * 0
+        spare = numpy.concatenate([row + loss_spare, row + loss_spare, self._backward_spare[count:0:-1], row + last])
+        return _passes(steps, moments, start, take, give, spare, of_start)
+
+    def _spare(self, temporary: int) -> int:
+        """See `pass_script.PartScripts`."""
+        return max(0, self._temporary - temporary)
 
     def _bytes(self, one: _Return) -> Array:
         return one.has.astype("int64") * one.nbytes
@@ -394,7 +426,13 @@ def _cases(needed: int | Array, those: Array) -> list[tuple[int, Array]]:
 
 
 def _passes(
-    steps: list[tuple], moments: Array, at_start: Array, take: Array, give: Array, at_end: int | Array
+    steps: list[tuple],
+    moments: Array,
+    at_start: Array,
+    take: Array,
+    give: Array,
+    spare: Array,
+    at_end: int | Array = 0,
 ) -> _Passes:
     import numpy
 
@@ -409,7 +447,9 @@ def _passes(
     given = give.cumsum(axis=0)
     net = held[-1] - given[-1] - at_end
     held = numpy.concatenate([held[:1] + 0 * net, held[1:] - given[:-1]])
-    return _Passes(events, moments, moments[-1], numpy.maximum(at_start, held.max(axis=0)), net, copied)
+    highest = numpy.maximum(at_start - spare[0], (held - spare[1:-1]).max(axis=0))
+    highest = numpy.maximum(highest, net + at_end - spare[-1])
+    return _Passes(events, moments, moments[-1], highest, net, copied)
 
 
 def _parts(problem: Problem, number: int, letters: Array, distance: int) -> list[_Part]:
@@ -436,7 +476,7 @@ class ManyTracks:
         self._kinds = self._kinds_of(self.passes)
         whole = problem.whole[number]
         held = numpy.zeros(len(letters), numpy.int64)
-        highest = held
+        highest = held - stage.operator_temporary_bytes
         for kind in self._kinds if whole is self.passes else self._kinds_of(whole):
             highest = numpy.maximum(highest, held + kind.highest)
             held = held + kind.net
@@ -490,7 +530,9 @@ class ManyTracks:
         """The stall of a pass; passes that all plans find as they found one before take the same."""
         state = [self._out, self._back, *self._fetched]
         known = self._known.setdefault(id(kind), [])
-        found = (after for before, after in known if all(map(_alike, before, state)))
+        # Gradients of weights come with copies of any part under way, or none.
+        alike = (one for one in known if len(one[0]) == len(state) and all(map(_alike, one[0], state)))
+        found = (after for _, after in alike)
         after = next(found, None)
         if after is None:
             after = self._play(place, kind)

@@ -39,7 +39,8 @@ class Script(NamedTuple):
     rest: float
     """Seconds of compute after the last step."""
     highest: int
-    """The most bytes held during the pass, above those held at its start."""
+    """The most bytes held during the pass, above those held at its start, less those of the stage's temporaries that
+    are not there."""
     net: int
     """Bytes held at its end, above those at its start."""
     seconds: float
@@ -67,6 +68,8 @@ class _Direction:
         """Bytes that an operator takes when it starts."""
         self.give = [0] * (count + 2)
         """Bytes free once it has run."""
+        self.spare = [0] * (count + 2)
+        """Bytes of the stage's temporaries that are not there while it runs."""
         self.steps: list[tuple[int, int, int]] = []
         """(operator, what happens there, copy)"""
 
@@ -74,8 +77,9 @@ class _Direction:
 class PartScripts:
     """The passes of one part under these actions and this distance."""
 
-    def __init__(self, problem: Problem, part: Part, letters: Sequence[str], distance: int):
-        self.part = part
+    def __init__(self, problem: Problem, part: Part, letters: Sequence[str], distance: int, temporary: int = 0):
+        """temporary: `Stage.operator_temporary_bytes`."""
+        self.part, self._temporary = part, temporary
         self.copies: list[Copy] = []
         self._on_host = problem.on_host
         kinds = [problem.class_of[name] for name in part.layers]
@@ -90,23 +94,33 @@ class PartScripts:
         self._later: list[tuple[int, int]] = []  # (operator, bytes): what comes back for the gradient of its weight
         self._weights = [0.0] * (count + 2)
         self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
+        self._weight_spare = [0] * (count + 2)
+        outside = (part.before, part.after)
+        self._weight_spare[0], self._weight_spare[-1] = (self._spare(one.backward_temporary_bytes) for one in outside)
         self.weight_copies: list[Copy] = []
         self._forward, self._backward = _Direction(count), _Direction(count)
         for base, kind in zip(bases, kinds, strict=False):
             end = base + 1 + len(kind.operators)
             self._forward.seconds[base + 1 : end] = [operator.forward_seconds for operator in kind.operators]
+            self._forward.spare[base + 1 : end] = [self._spare(one.forward_temporary_bytes) for one in kind.operators]
+            self._backward.spare[base + 1 : end] = [self._spare(one.backward_temporary_bytes) for one in kind.operators]
             self._backward.seconds[base + 1 : end] = [operator.backward_seconds for operator in kind.operators]
             for number, operator in enumerate(kind.operators if self._splits else (), base + 1):
                 self._backward.seconds[number] -= operator.weight_seconds
                 self._backward.take[number] += operator.weight_bytes
                 self._weights[number] = operator.weight_seconds
+                self._weight_spare[number] = self._spare(operator.backward_temporary_bytes)
             self._weight_seconds += kind.weight_seconds
             self._waiting += sum(operator.weight_bytes for operator in kind.operators)
         for layer, (kind, text) in enumerate(zip(kinds, letters, strict=True)):
             previous = kinds[layer - 1] if layer else None
-            for life in _lives(kind, previous, text):
+            for life in _lives(kind, previous, text, self._splits):
                 base = bases[layer - 1] if life.group.from_previous else bases[layer]
                 self._add(life, base + life.produced + 1, bases[layer] + 1, distance, problem.link)
+                if life.letter == RECOMPUTE and temporary:
+                    needed = bases[layer] + 1 + life.needed
+                    again = self._spare(life.group.recompute_temporary_bytes)
+                    self._backward.spare[needed] = min(self._backward.spare[needed], again)
         late = [number for number, copy in enumerate(self.copies) if copy.early]
         self.early = sorted(late, key=lambda number: (-self.copies[number].early, -number))
         """The copies back that may start in the pass before, the first of them first."""
@@ -119,7 +133,8 @@ class PartScripts:
         later = self._on_host(life.group) if life.letter == SWAP else 0
         self._waiting += waits - later
         forward.take[produced] += nbytes
-        backward.give[first] += nbytes - waits
+        for place, size in life.leaves:
+            backward.give[base + place] += size
         if life.letter == RECOMPUTE:
             forward.give[max(last, produced)] += nbytes - life.group.recompute_keeps
             backward.take[needed] += nbytes - life.group.recompute_keeps
@@ -150,6 +165,10 @@ class PartScripts:
             backward.take[start] += back
         backward.steps.append((needed, WAIT, number))
 
+    def _spare(self, temporary: int) -> int:
+        """How much of the stage's temporaries is not there while this much is."""
+        return max(0, self._temporary - temporary)
+
     def script(self, forward: bool, ahead: PartScripts | None, fetched: bool) -> Script:
         """A pass. ahead: whose backward follows and lets its first copies start here; fetched: for a backward, its own
         first copies have started in the pass before."""
@@ -159,9 +178,15 @@ class PartScripts:
         return self._cache[key]
 
     @cached_property
+    def _weighted(self) -> list[int]:
+        """The operators with gradients of weights that are put off, in the order in which these are computed. They hold
+        no more for a short time than the whole backward of the operator."""
+        return [number for number in range(self.count + 1, -1, -1) if self._weights[number]]
+
+    @cached_property
     def weights(self) -> Script:
         """The gradients of weights of a pass, where they are a pass of their own."""
-        numbers = [number for number in range(self.count + 1, -1, -1) if self._weights[number]]
+        numbers = self._weighted
         if not numbers:
             return Script((), 0.0, 0, -self._waiting, 0.0)
         begins = list(accumulate((self._weights[number] for number in numbers), initial=0.0))
@@ -171,7 +196,9 @@ class PartScripts:
             steps.append((place - 1, BACK, copy, copy, begins[max(0, place - 1)]))
             steps.append((place, WAIT, copy, copy, begins[place]))
             sizes[place] += nbytes
-        return _script(steps, begins[-1], sizes[0], sizes[1:], sizes[:-1], self._waiting)
+        spare = [self._weight_spare[number] for number in numbers]
+        spare = [spare[0], *spare, spare[-1]]
+        return _script(steps, begins[-1], sizes[0], sizes[1:], sizes[:-1], spare, self._waiting)
 
     def _write_forward(self, ahead: PartScripts | None) -> Script:
         """Time and memory run through the part's operators from 1 to count, and on to count + 1, the loss."""
@@ -186,7 +213,9 @@ class PartScripts:
             number = max(1, self.count + 1 - early)
             steps.append((number - 1, AHEAD, rank, copy, ends[number - 1]))
             take[number] += nbytes
-        return _script(steps, whole, before.bytes, take[1:], line.give[1:])
+        start, loss = (self._spare(one.forward_temporary_bytes) for one in (before, after))
+        spare = [start, *line.spare[1 : self.count + 1], loss, loss]
+        return _script(steps, whole, before.bytes, take[1:], line.give[1:], spare)
 
     def _write_backward(self, ahead: PartScripts | None, fetched: bool) -> Script:
         """From the loss down to operator 1; an event of an operator comes before its backward. Where gradients of
@@ -214,10 +243,14 @@ class PartScripts:
             steps.append((place, AHEAD, rank, copy, begins[place]))
             take[place] += nbytes
         of_loss, of_start = after.bytes, before.bytes
+        loss, embedding = (self._spare(one.backward_temporary_bytes) for one in (after, before))
+        spare = [loss, loss, *(line.spare[number] for number in numbers), embedding]
         if self._splits:
             of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
-            of_start += self._waiting * (not self._apart)
-        return _script(steps, whole, at_start, [0, *take], [of_loss, *give], of_start)
+            if not self._apart:
+                of_start += self._waiting
+                spare[-1] = min([embedding, *(self._weight_spare[number] for number in self._weighted)])
+        return _script(steps, whole, at_start, [0, *take], [of_loss, *give], spare, of_start)
 
 
 def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:
@@ -238,9 +271,11 @@ def _script(
     at_start: int,
     take: Sequence[int],
     give: Sequence[int],
+    spare: Sequence[int],
     at_end: int = 0,
 ) -> Script:
-    """Events as (place, what, rank, copy, time); memory taken and given operator by operator."""
+    """Events as (place, what, rank, copy, time); memory taken and given operator by operator, and what is not there of
+    the temporaries at the start, at each of them and at the end."""
     gaps, since = [], 0.0
     whole = exact(whole)
     for _, what, _, copy, moment in sorted(steps):  # at one place: copies out, releases, copies back, waits
@@ -249,9 +284,18 @@ def _script(
         since = moment
     taken = accumulate(take, initial=at_start)
     given = accumulate(give, initial=0)
-    held = list(map(sub, islice(taken, 1, None), given))  # each once it has taken, before it gives
+    held = [at_start, *map(sub, islice(taken, 1, None), given)]  # each once it has taken, before it gives
     net = at_start + sum(take) - sum(give) - at_end
-    return Script(tuple(gaps), whole - since, max(at_start, *held), net, whole)
+    highest = max(*map(sub, held, spare), net + at_end - spare[-1])
+    return Script(tuple(gaps), whole - since, highest, net, whole)
+
+
+def leaving(group: Group, kind: LayerClass, splits: bool) -> list[tuple[str, int]]:
+    """The operators with whose backward bytes of a group leave, and how many; `splits`: a split backward holds what
+    gradients of weights are made from, which leaves with these."""
+    first = min(group.used_by, key=kind.index.__getitem__)
+    others = sum(size for _, size in group.leaves) + group.weight_bytes * splits
+    return [(first, group.bytes - others), *group.leaves]
 
 
 class _Life(NamedTuple):
@@ -263,10 +307,12 @@ class _Life(NamedTuple):
     first_use: int
     last_use: int
     needed: int
+    leaves: tuple[tuple[int, int], ...]
+    """Places with the bytes that leave there once backward has been."""
 
 
 @lru_cache(maxsize=4096)
-def _lives(kind: LayerClass, previous: LayerClass | None, letters: str) -> tuple[_Life, ...]:
+def _lives(kind: LayerClass, previous: LayerClass | None, letters: str, splits: bool) -> tuple[_Life, ...]:
     """When each group of a layer is made and needed, in forward order of places.
 
     A group that a second run starts from is needed when that runs, which may be before its own users' backward.
@@ -283,5 +329,6 @@ def _lives(kind: LayerClass, previous: LayerClass | None, letters: str) -> tuple
         maker = previous if previous is not None and group.from_previous else kind
         produced = max(maker.index[name] for name in group.operators if name in maker.index)
         first, last = min(uses[group.name]), max(uses[group.name])
-        found.append(_Life(letter, group, produced, first, last, needed[group.name]))
+        leaves = tuple((kind.index[name], size) for name, size in leaving(group, kind, splits))
+        found.append(_Life(letter, group, produced, first, last, needed[group.name], leaves))
     return tuple(found)

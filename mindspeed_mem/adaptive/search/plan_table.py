@@ -71,7 +71,8 @@ def lines(
     rows = [("policy", "step s", "throughput", "peak GiB", "fits")]
     policies = [("keep all", kept), ("Megatron's full recompute", full)]
     if found is not None:
-        policies += [*found.rivals.items(), ("this plan", found.simulated), *_otherwise(found)]
+        policies += [*found.rivals.items(), ("this plan", found.simulated)]
+        policies += [(f"this plan, {name}", one) for name, one in otherwise(found)]
     for name, one in policies:
         fits = "yes" if max(one.peaks) <= problem.device_limit else "no"
         gain = f"{100 * (full.seconds / one.seconds - 1):+.1f} %"
@@ -95,16 +96,16 @@ def lines(
     ]
 
 
-def _otherwise(found: Found) -> Iterator[tuple[str, Simulated]]:
+def otherwise(found: Found) -> Iterator[tuple[str, Simulated]]:
     """What a plan that swaps is worth on a machine that copies worse than was thought."""
     problem, link = found.problem, found.problem.link
     if not any(host_bytes(problem, number, stage) for number, stage in enumerate(found.plan.stages)):
         return
     slower = replace(link, out=_SLOWER * link.out, back=_SLOWER * link.back)
-    yield f"this plan, link at {100 * _SLOWER:.0f} %", simulate(replace(problem, link=slower), found.plan)
+    yield f"link at {100 * _SLOWER:.0f} %", simulate(replace(problem, link=slower), found.plan)
     if not link.blocking:  # then all of each copy is computation's time anyway
         costly = replace(link, slows=link.slows + _COSTS)
-        yield f"this plan, copies cost {100 * _COSTS:.0f} %", simulate(replace(problem, link=costly), found.plan)
+        yield f"copies cost {100 * _COSTS:.0f} %", simulate(replace(problem, link=costly), found.plan)
 
 
 def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) -> list[tuple[str, ...]]:

@@ -147,14 +147,15 @@ class StageTrack:
         self.passes = problem.passes[number]
         self._coming = coming(self.passes)
         self.parts = parts or [
-            PartScripts(problem, part, letters, plan.distance)
+            PartScripts(problem, part, letters, plan.distance, stage.operator_temporary_bytes)
             for part, letters in zip(stage.parts, plan.parts, strict=True)
         ]
         self._scripts = self._scripts_of(self.passes)
         whole = problem.whole[number]
         held = self._scripts if whole is self.passes else self._scripts_of(whole)
         self.late = 0 if self._blocking or not window else min(window, host_bytes(problem, number, plan))
-        self.peak = stage.static_bytes + stage.temporary_bytes + _most_held(held) + self.late
+        highest = _most_held(held, -stage.operator_temporary_bytes)
+        self.peak = stage.static_bytes + stage.temporary_bytes + highest + self.late
         self.spans: list[Span] = []
         self.stall = 0.0
         self._now, self._streams = 0.0, _IDLE
@@ -270,8 +271,8 @@ class StageTrack:
         return found
 
 
-def _most_held(scripts: Sequence[Script]) -> int:
-    held = highest = 0
+def _most_held(scripts: Sequence[Script], highest: int) -> int:
+    held = 0
     for script in scripts:
         highest = max(highest, held + script.highest)
         held += script.net
