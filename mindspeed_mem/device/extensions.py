@@ -46,10 +46,15 @@ class Extension(NamedTuple):
             compile_library(self.source, target, purpose=self.purpose, includes=folders, libraries=_LIBRARIES)
         return target
 
+    def built(self) -> Path | None:
+        """Where it lies; None if it has not been built."""
+        target = cache_folder(create=False) / self._name()
+        return target if target.exists() else None
+
     def load(self) -> ModuleType | None:
         """What has been built; None if nothing has, or it cannot be loaded."""
-        target, name = cache_folder(create=False) / self._name(), self.source.stem
-        if not target.exists():
+        target, name = self.built(), self.source.stem
+        if target is None:
             return None
         try:
             loader = importlib.machinery.ExtensionFileLoader(name, str(target))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed_mem import __version__, requirements
+from mindspeed_mem.activation import hot_path
 from mindspeed_mem.device import available_backends, device_names, get_backend, native_build
 from mindspeed_mem.experimental import delegating
 from mindspeed_mem.features import FEATURES, too_old
@@ -80,7 +81,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _optional() -> list[dict[str, str | None]]:
-    library = delegating.available()
+    library, hot = delegating.available(), hot_path.EXTENSION.built()
     parts = (
         ("scipy", _version("scipy"), "nothing can be planned (mindspeed-mem[adaptive])"),
         ("matplotlib", _version("matplotlib"), "no pictures (mindspeed-mem[picture])"),
@@ -93,6 +94,11 @@ def _optional() -> list[dict[str, str | None]]:
             "delegating allocator",
             None if library is None else str(library),
             "--survive-oom runs operators again, which compiled code does not allow (build-allocator builds one)",
+        ),
+        (
+            "hot path in C++",
+            None if hot is None else str(hot),
+            "the engine takes more of the host's time, which counts where layers are small (build-native builds it)",
         ),
     )
     return [{"name": name, "found": found, "without": without} for name, found, without in parts]

@@ -73,9 +73,9 @@ void find_slots(PyObject* classes) {
   in("Saver", {&saver.micro_batch, &saver.number});
   in("SavedSlot",
      {&saved_slot.made, &saved_slot.alias, &saved_slot.own, &saved_slot.layout, &saved_slot.saver});
-  in("Saves", {&saves.program, &saves.slots, &saves.entered, &saves.made, &saves.saver, &saves.nbytes, &saves.taken});
-  in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
-                     &saved_again});
+  in("Saves", {&saves.program, &saves.slots, &saves.entered, &saves.made, &saves.saver, &saves.nbytes, &saves.taken,
+               &saves.again});
+  in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining});
   in("Observation", {&stopwatch});
 }
 

@@ -216,7 +216,7 @@ inline struct SavedSlotSlots {
 
 inline struct SavesSlots {
   Slot program{"program"}, slots{"slots"}, entered{"entered"}, made{"_made"}, saver{"_saver"}, nbytes{"_nbytes"},
-      taken{"_taken"};
+      taken{"_taken"}, again{"again"};
 } saves;
 
 inline struct RerunSlots {

@@ -492,7 +492,7 @@ inline PyObject* hooks(PyObject*, PyObject* const* args, Py_ssize_t) {
 }
 
 // ---- a second run
-inline Slot remaining{"_remaining"}, saved_again{"_saved_again"};
+inline Slot remaining{"_remaining"};
 inline PyObject* enough = nullptr;
 
 // The same storage, made again: whether `one`, a `Made`, is what `tensor` is now, laid out as `layout` says.
@@ -519,14 +519,15 @@ inline bool fill(PyObject* self, PyObject* one, PyObject* layout, const at::Tens
 inline PyObject* refill(PyObject* self, PyObject* tensor) {
   return guarded([&]() -> PyObject* {
     static Name slowly("refill_slowly");
-    PyObject* slots = saves.slots.get(rerun.saved.get(self));
-    const long long index = saved_again.number(self);
+    PyObject* first = rerun.saved.get(self);
+    PyObject* slots = saves.slots.get(first);
+    const long long index = saves.again.number(first);
     if (index < PyList_GET_SIZE(slots)) {
       PyObject* entry = PyList_GET_ITEM(slots, index);
       Own wanted = entry == Py_None ? Own() : target_of(PyTuple_GET_ITEM(entry, 0));
       const bool is_made = wanted && Py_TYPE(wanted.get()) == engine.Made;
       if (!wanted || (is_made && made.state.get(wanted.get()) != engine.DROPPED)) {
-        saved_again.set_number(self, index + 1);
+        saves.again.set_number(first, index + 1);
         return new_reference(Py_None);
       }
       PyObject* mover = rerun.mover.get(self);
@@ -535,7 +536,7 @@ inline PyObject* refill(PyObject* self, PyObject* tensor) {
           fill(self, wanted.get(), PyTuple_GET_ITEM(entry, 1), THPVariable_Unpack(tensor))) {
         const long long left = remaining.number(self) - 1;
         remaining.set_number(self, left);
-        saved_again.set_number(self, index + 1);
+        saves.again.set_number(first, index + 1);
         if (left != 0) return new_reference(Py_None);
         PyErr_SetNone(enough);
         return nullptr;

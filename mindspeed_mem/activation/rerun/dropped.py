@@ -161,13 +161,27 @@ class Slot:
 class Saves:
     """What one run of an operator saves, in order."""
 
-    __slots__ = ("program", "slots", "entered", "entries", "_made", "_saver", "_nbytes", "_taken", "_seen", "_firsts")
+    __slots__ = (
+        "program",
+        "slots",
+        "entered",
+        "entries",
+        "again",
+        "_made",
+        "_saver",
+        "_nbytes",
+        "_taken",
+        "_seen",
+        "_firsts",
+    )
 
     def __init__(self) -> None:
         self.program: Program | None = None
         """What is expected, where that is known."""
         self.slots: list[tuple[weakref.ref[Record] | weakref.ref[Made], Layout] | None] = []
         """By number of the saved tensor; None for what the operator has not made, or saves once more."""
+        self.again = 0
+        """How many tensors the second run has saved."""
         self.entered: list[str] = []
         """Operators inside, in order."""
         self.entries: dict[int, list[tuple[int, int]]] = {}

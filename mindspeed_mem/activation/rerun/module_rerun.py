@@ -91,7 +91,6 @@ class ModuleRerun(Rerun):
         "_then",
         "_noted_again",
         "_entered_again",
-        "_saved_again",
         "_filled",
         "_remaining",
     )
@@ -148,7 +147,7 @@ class ModuleRerun(Rerun):
         self.noted: list[Any] = []  # see `SecondRuns.once`
         self._noted_again = 0
         self._remaining = 0
-        self._entered_again = self._saved_again = 0
+        self._entered_again = 0
         self._filled: list[weakref.ref[torch.UntypedStorage]] = []
 
     # ---- the first run
@@ -222,7 +221,7 @@ class ModuleRerun(Rerun):
         except OverwrittenError as error:
             hint = f"{self} is recomputed from it. {TAKE_OUT}, or recompute what produces its input, too"
             raise OverwrittenError(f"{error}; {hint}") from error
-        self._entered_again, self._saved_again, self._filled = 0, 0, []
+        self._entered_again, self.saved.again, self._filled = 0, 0, []
         try:
             with self._as_then(tensors, self.refill) as run, contextlib.suppress(Enough):
                 for ref, tensor in zip(self.outputs, tensors_in(run()), strict=False):
@@ -237,8 +236,8 @@ class ModuleRerun(Rerun):
 
     def refill(self, tensor: torch.Tensor) -> None:
         """The second run saves ``tensor``: its memory is that of what the first run saved then."""
-        slots, index = self.saved.slots, self._saved_again
-        self._saved_again = index + 1
+        slots, index = self.saved.slots, self.saved.again
+        self.saved.again = index + 1
         if index == len(slots):
             self._differs(tensor, None)
         slot = slots[index]
