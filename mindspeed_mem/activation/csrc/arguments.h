@@ -13,7 +13,18 @@ inline bool is_named_tuple(PyObject* value) {
   return PyTuple_Check(value) && must(PyObject_HasAttr(value, fields.object()) ? 1 : 0) == 1;
 }
 
+// As deep as Python goes.
+class Deeper {
+ public:
+  Deeper() {
+    if (Py_EnterRecursiveCall(" in nested arguments") != 0) throw python_error();
+  }
+  ~Deeper() { Py_LeaveRecursiveCall(); }
+  Deeper(const Deeper&) = delete;
+};
+
 inline void collect(PyObject* value, PyObject* into) {
+  const Deeper one;
   if (THPVariable_Check(value)) {
     must(PyList_Append(into, value));
   } else if (PyTuple_Check(value)) {
@@ -39,6 +50,7 @@ inline PyObject* tensors_in(PyObject*, PyObject* value) {
 // A copy of `value` in which `leaf(one)` (empty: it stays) is in the place of what is no container.
 template <class Leaf>
 Own copied(PyObject* value, Leaf&& leaf) {
+  const Deeper one;
   if (Own found = leaf(value)) return found;
   if (PyTuple_CheckExact(value) || is_named_tuple(value)) {
     const Py_ssize_t count = PyTuple_GET_SIZE(value);
@@ -52,16 +64,16 @@ Own copied(PyObject* value, Leaf&& leaf) {
   if (PyList_CheckExact(value)) {
     Own made = own(PyList_New(0));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
-      Own item = copied(PyList_GET_ITEM(value, i), leaf);
-      must(PyList_Append(made.get(), item.get()));
+      Own item = Own::of(PyList_GET_ITEM(value, i)), other = copied(item.get(), leaf);
+      must(PyList_Append(made.get(), other.get()));
     }
     return made;
   }
   if (PyDict_CheckExact(value)) {
-    Own made = own(PyDict_New());
+    Own made = own(PyDict_New()), given = own(PyDict_Copy(value));
     PyObject *key = nullptr, *item = nullptr;
     Py_ssize_t at = 0;
-    while (PyDict_Next(value, &at, &key, &item)) {
+    while (PyDict_Next(given.get(), &at, &key, &item)) {
       Own other = copied(item, leaf);
       must(PyDict_SetItem(made.get(), key, other.get()));
     }

@@ -100,7 +100,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"Record", &engine.Record},         {"Handle", &engine.Handle},       {"Token", &engine.Token},
         {"Marks", &engine.Marks},           {"Mover", &engine.Mover},         {"CpuBackend", &engine.CpuBackend},
         {"ModuleRerun", &engine.ModuleRerun}, {"SavedSlot", &engine.SavedSlot}, {"Made", &engine.Made},
-        {"Saver", &engine.Saver},
+        {"Saver", &engine.Saver},           {"MicroBatch", &engine.MicroBatch},
     };
     for (const auto& [name, to] : types) take(args[0], name, reinterpret_cast<PyObject**>(to));
     const std::pair<const char*, PyObject**> others[] = {

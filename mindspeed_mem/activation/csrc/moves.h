@@ -22,6 +22,41 @@ inline Name at_streams("_streams"), at_begin("_begin"), at_lock("_lock"), at_bac
     at_acquire("acquire"), at_release("release"), at_popleft("popleft"), at_append("append"), at_get("get"),
     at_wait("wait"), at_cancel("cancel"), at_one_stream("one_stream"), at_token("token"), at_forget("forget");
 
+// The error that Python has been told of, kept while something else runs.
+class KeptError {
+ public:
+  KeptError() { PyErr_Fetch(&type_, &value_, &trace_); }
+  ~KeptError() { PyErr_Restore(type_, value_, trace_); }
+  KeptError(const KeptError&) = delete;
+
+ private:
+  PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
+};
+
+// Other threads may run in Python meanwhile.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// Both are uint8 [nbytes], on the host. What is large is copied as torch copies it: by all its threads.
+inline void copy_bytes(PyObject* target, const at::Tensor& source) {
+  constexpr size_t large = 1 << 16;
+  const at::Tensor to = THPVariable_Unpack(target).variable_data();  // a version counter of its own
+  TORCH_CHECK(to.nbytes() == source.nbytes(), "copy: target has ", to.nbytes(), " bytes, source ", source.nbytes());
+  if (source.nbytes() < large) {
+    std::memcpy(to.data_ptr(), source.const_data_ptr(), source.nbytes());
+  } else {
+    const WithoutGil meanwhile;
+    to.copy_(source);
+  }
+}
+
 // Who moves records, as one call needs it.
 class Moving {
  public:
@@ -31,10 +66,9 @@ class Moving {
     at_acquire.call(lock_.get());
   }
   ~Moving() {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
+    if (copying_.count() > 0) add_seconds();
+    const KeptError error;
     Py_XDECREF(PyObject_CallMethodNoArgs(lock_.get(), at_release.object()));
-    PyErr_Restore(type, value, trace);
   }
   Moving(const Moving&) = delete;
 
@@ -42,13 +76,31 @@ class Moving {
   // Nothing can be late: copies block.
   bool at_once() const { return cpu && plain(); }
   bool has_late() { return at_nbytes.number(late.get()) != 0; }
+  // `CpuBackend.copy`
+  void copy(PyObject* target, const at::Tensor& source) {
+    const auto begin = std::chrono::steady_clock::now();
+    copy_bytes(target, source);
+    copying_ += std::chrono::steady_clock::now() - begin;
+  }
 
   PyObject* mover;
   Own backend, late, timing;
   const bool cpu;
 
  private:
+  void add_seconds() noexcept {
+    static Name seconds("_copy_seconds");
+    const KeptError error;
+    try {
+      Own sum = own(PyFloat_FromDouble(PyFloat_AsDouble(seconds.of(backend.get()).get()) + copying_.count()));
+      seconds.set(backend.get(), sum.get());
+    } catch (...) {
+      PyErr_Clear();
+    }
+  }
+
   Own lock_;
+  std::chrono::duration<double> copying_{0};
 };
 
 inline bool is_ours(PyObject* mover) { return Py_TYPE(mover) == engine.Mover; }
@@ -112,6 +164,7 @@ inline PyObject* handle_lets_go(PyObject* self, PyObject*) {
 // `Record.leave`
 inline void leave(PyObject* of, PyObject* state, PyObject* way_back) {
   PyObject* counted = record.token.get(of);
+  if (counted == Py_None) fail_assertion("it has left already");
   token.moved.set_borrowed(counted, Py_True);
   if (Own storage = target_of(record.storage.get(of))) {
     Own attributes = attributes_of(storage.get());
@@ -197,52 +250,10 @@ inline void give_back(const Moving& moving, PyObject* of, PyObject* event) {
   at_bytes_on_host.add(moving.mover, -record.nbytes.number(of));
 }
 
-// Other threads may run in Python meanwhile.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
-// Both are uint8 [nbytes], on the host. What is large is copied as torch copies it: by all its threads.
-inline void copy_bytes(PyObject* target, const at::Tensor& source) {
-  constexpr size_t large = 1 << 16;
-  const at::Tensor to = THPVariable_Unpack(target).variable_data();  // a version counter of its own
-  TORCH_CHECK(to.nbytes() == source.nbytes(), "copy: target has ", to.nbytes(), " bytes, source ", source.nbytes());
-  if (source.nbytes() < large) {
-    std::memcpy(to.data_ptr(), source.data_ptr(), source.nbytes());
-  } else {
-    const WithoutGil meanwhile;
-    to.copy_(source);
-  }
-}
-
-// `CpuBackend.stall_seconds` counts the time that copies take.
-class Stalled {
- public:
-  explicit Stalled(const Moving& moving) : moving_(moving), begin_(std::chrono::steady_clock::now()) {}
-  void done() const {
-    static Name seconds("_copy_seconds");
-    const std::chrono::duration<double> more = std::chrono::steady_clock::now() - begin_;
-    Own sum = own(PyFloat_FromDouble(PyFloat_AsDouble(seconds.of(moving_.backend.get()).get()) + more.count()));
-    seconds.set(moving_.backend.get(), sum.get());
-  }
-
- private:
-  const Moving& moving_;
-  const std::chrono::steady_clock::time_point begin_;
-};
-
 // `Mover.copy_out`, on a CPU.
-inline void copy_out(const Moving& moving, PyObject* records) {
+inline void copy_out(Moving& moving, PyObject* records) {
   static Name staying("staying"), no_room("no_room"), limit("limit_bytes");
   Own slabs = at_slabs.of(moving.mover);
-  const Stalled stalled(moving);
-  long long bytes = 0, copies = 0;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(records); ++i) {
     PyObject* one = PyList_GET_ITEM(records, i);
     Own storage = target_of(record.storage.get(one));
@@ -257,20 +268,27 @@ inline void copy_out(const Moving& moving, PyObject* records) {
       no_room.call(stays.get(), one, most.get());
       continue;
     }
-    const at::Tensor source =
-        fast_tensors::view_of(THPStorage_Unpack(storage.get()), at::kByte, {nbytes}, {1}, 0);
-    copy_bytes(slab.buffer.get(taken.get()), source);
+    try {
+      const at::Tensor source = fast_tensors::view_of(THPStorage_Unpack(storage.get()), at::kByte, {nbytes}, {1}, 0);
+      moving.copy(slab.buffer.get(taken.get()), source);
+      record.source.set(one, must(THPVariable_Wrap(source)));
+    } catch (...) {
+      const KeptError error;
+      record.state.set_borrowed(one, engine.KEPT);
+      try {
+        give_slab(moving, slabs.get(), taken.get(), slab.ready.get(taken.get()));
+      } catch (...) {
+        PyErr_Clear();
+      }
+      throw;
+    }
     record.slab.set(one, std::move(taken));
-    record.source.set(one, must(THPVariable_Wrap(source)));
     record.state.set_borrowed(one, engine.COPYING);
     record.out_event.set_borrowed(one, engine.DONE);
-    bytes += nbytes;
-    ++copies;
+    at_bytes_out.add(moving.mover, nbytes);
+    at_copies_out.add(moving.mover, 1);
+    at_bytes_on_host.add(moving.mover, nbytes);
   }
-  stalled.done();
-  at_bytes_out.add(moving.mover, bytes);
-  at_bytes_on_host.add(moving.mover, bytes);
-  at_copies_out.add(moving.mover, copies);
 }
 
 // `Mover.release`, on a CPU.
@@ -306,7 +324,7 @@ inline void copy_fresh(PyObject* of) {
   PyObject* mover = micro_batch.mover.get(of);
   bool done = false;
   if (is_ours(mover)) {
-    const Moving moving(mover);
+    Moving moving(mover);
     if (moving.at_once()) {
       copy_out(moving, records.get());
       done = true;
@@ -405,21 +423,18 @@ inline void load(Moving& moving, PyObject* records) {
     }
   }
   Own compute = at_current_stream.call(moving.backend.get()), none = own(PyTuple_New(0));
-  long long bytes = 0;
-  const Stalled stalled(moving);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wanted.get()); ++i) {
-    PyObject* one = PyList_GET_ITEM(wanted.get(), i);
+    PyObject *one = PyList_GET_ITEM(wanted.get(), i), *lent = record.slab.get(one);
+    if (lent == Py_None) fail_assertion("what is on the host has no slab");
     record.stream.set_borrowed(one, compute.get());
     record.others.set_borrowed(one, none.get());
-    copy_bytes(record.buffer.get(one), THPVariable_Unpack(slab.buffer.get(record.slab.get(one))));
+    moving.copy(record.buffer.get(one), THPVariable_Unpack(slab.buffer.get(lent)));
     record.in_event.set_borrowed(one, engine.DONE);
     record.state.set_borrowed(one, engine.LOADED);
     give_back(moving, one, engine.DONE);
-    bytes += record.nbytes.number(one);
+    at_bytes_in.add(moving.mover, record.nbytes.number(one));
+    at_copies_in.add(moving.mover, 1);
   }
-  stalled.done();
-  at_bytes_in.add(moving.mover, bytes);
-  at_copies_in.add(moving.mover, static_cast<long long>(PyList_GET_SIZE(wanted.get())));
 }
 
 // `MicroBatch.backward_reaches`
@@ -452,10 +467,10 @@ inline void backward_reaches(PyObject* of, long long number) {
     }
     if (!done) slowly.call(mover, records.get());
   }
-  PyObject* ahead = micro_batch.ahead.get(of);
-  if (ahead != Py_None && ahead != of) {
-    Own there = own(PyLong_FromLongLong(micro_batch.count.number(ahead) + number));
-    reaches.call(ahead, there.get());
+  Own ahead = Own::of(micro_batch.ahead.get(of));
+  if (ahead.get() != Py_None && ahead.get() != of) {
+    Own there = own(PyLong_FromLongLong(micro_batch.count.number(ahead.get()) + number));
+    reaches.call(ahead.get(), there.get());
   }
   Own late = at_late.of(mover);
   if (at_nbytes.number(late.get()) != 0) release_late.call(mover);
@@ -499,7 +514,12 @@ inline void backward_below(PyObject* of, PyObject* number) {
 // `MicroBatch.dropped`
 inline void dropped(PyObject* of, PyObject* number) {
   PyObject* alive = micro_batch.alive.get(of);
-  const long long left = number_of(must(PyDict_GetItemWithError(alive, number))) - 1;
+  PyObject* before = PyDict_GetItemWithError(alive, number);
+  if (before == nullptr) {
+    if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, number);
+    throw python_error();
+  }
+  const long long left = number_of(before) - 1;
   Own now = own(PyLong_FromLongLong(left));
   must(PyDict_SetItem(alive, number, now.get()));
   if (left != 0 || number_of(number) != micro_batch.in_backward.number(of) ||
@@ -590,7 +610,12 @@ inline PyObject* handle_dies(PyObject* self, PyObject*) {
     Own kept = Own::of(of);
     handle.alias.set(self, nullptr);  // what this frees makes room for what is copied back now
     handle.record.set(self, nullptr);
-    dropped(of, handle.number.get(self));
+    if (Py_TYPE(of) == engine.MicroBatch) {
+      dropped(of, handle.number.get(self));
+    } else {
+      static Name slowly("dropped");
+      slowly.call(of, handle.number.get(self));
+    }
     return new_reference(Py_None);
   });
 }

@@ -48,6 +48,11 @@ inline int must(int returned) {
 }
 inline Own own(PyObject* returned) { return Own(must(returned)); }
 
+[[noreturn]] inline void fail_assertion(const char* what) {
+  PyErr_SetString(PyExc_AssertionError, what);
+  throw python_error();
+}
+
 template <class Body>
 PyObject* guarded(Body&& body) {
   HANDLE_TH_ERRORS
@@ -227,7 +232,7 @@ inline struct RerunSlots {
 inline struct Engine {
   PyTypeObject *Record = nullptr, *Handle = nullptr, *Token = nullptr, *Marks = nullptr, *Mover = nullptr,
                *CpuBackend = nullptr, *ModuleRerun = nullptr, *SavedSlot = nullptr, *Made = nullptr, *Saver = nullptr,
-               *Deque = nullptr;
+               *MicroBatch = nullptr;
   PyObject *DEVICE = nullptr, *COPYING = nullptr, *HOST = nullptr, *LOADED = nullptr, *KEPT = nullptr,
            *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
            *DONE = nullptr, *NOTHING = nullptr, *NOBODY = nullptr, *NO_OPERATOR = nullptr, *STAYS = nullptr;

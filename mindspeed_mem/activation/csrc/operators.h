@@ -124,9 +124,9 @@ inline PyObject* leaves(PyObject*, PyObject* const* args, Py_ssize_t) {
     PyObject* stack = position.stack.get(where);
     if (PyList_GET_SIZE(stack) <= depth) return new_reference(Py_True);
     must(PyList_SetSlice(stack, depth, PyList_GET_SIZE(stack), nullptr));
-    PyObject* batch = position.micro_batch.get(where);
-    if ((code & (INSIDE | AGAIN)) != 0) back_to(batch, stack);
-    ended(batch);
+    Own batch = Own::of(position.micro_batch.get(where));
+    if ((code & (INSIDE | AGAIN)) != 0) back_to(batch.get(), stack);
+    ended(batch.get());
     return new_reference(Py_True);
   });
 }
@@ -170,9 +170,9 @@ inline PyObject* marks_stop(PyObject*, PyObject* const* args, Py_ssize_t) {
     Own mine = call(engine.last_of, PyTuple_GET_ITEM(top, 1)), named = call(engine.inline_path, outermost, args[1]);
     if (!same(mine.get(), named.get())) return new_reference(Py_True);
     must(PyList_SetSlice(stack, PyList_GET_SIZE(stack) - 1, PyList_GET_SIZE(stack), nullptr));
-    PyObject* batch = position.micro_batch.get(where);
-    if (looks || args[2] == Py_True) back_to(batch, stack);
-    ended(batch);
+    Own batch = Own::of(position.micro_batch.get(where));
+    if (looks || args[2] == Py_True) back_to(batch.get(), stack);
+    ended(batch.get());
     return new_reference(Py_True);
   });
 }

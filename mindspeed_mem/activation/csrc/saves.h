@@ -90,7 +90,14 @@ inline PyObject* handle_begins(PyObject* self, PyObject* args) {
       handle.own.set_borrowed(self, Py_None);
     }
     handle.number.set(self, number == nullptr ? must(PyLong_FromLong(0)) : new_reference(number));
-    if (batch != Py_None) saved_by(batch, handle.number.get(self));
+    if (batch != Py_None) {
+      static Name slowly("saved_by");
+      if (Py_TYPE(batch) == engine.MicroBatch) {
+        saved_by(batch, handle.number.get(self));
+      } else {
+        slowly.call(batch, handle.number.get(self));
+      }
+    }
     return new_reference(Py_None);
   });
 }
@@ -149,7 +156,8 @@ inline Own keep_as_known(Hooks* of, PyObject* tensor, PyObject* save, PyObject* 
   if (has_several_streams(of->mover) || !on_home_stream(of, batch)) return Own();
   if (!fast_tensors::is_plain(tensor, of->device_type)) return Own();
   const at::Tensor& given = THPVariable_Unpack(tensor);
-  PyObject* number = micro_batch.count.get(batch);
+  Own number_now = Own::of(micro_batch.count.get(batch));
+  PyObject* number = number_now.get();
   Own storage = storage_of(given), attributes = attributes_of(storage.get());
   PyObject* marks = marks_in(attributes.get());
   if (marks == nullptr) {
@@ -237,7 +245,7 @@ inline Own drops(Hooks* of, PyObject* rerunning, PyObject* tensor, PyObject* bat
     Own there = target_of(made.storage.get(mine.get()));
     if (there.get() != storage.get() ||
         !holds(made.version.get(mine.get()), made.base.get(mine.get()), given) ||
-        !(same(layout.get(), made.layout.get(mine.get())) || fast_tensors::is_plain(tensor, of->device_type))) {
+        !(same(layout.get(), made.layout.get(mine.get())) || fast_tensors::is_plain(tensor, given.device().type()))) {
       return Own();
     }
     must(PyList_Append(slots, Py_None));
@@ -305,7 +313,8 @@ inline bool made_by_a_function(const at::Tensor& tensor) {
 inline Own with_own(PyObject* kept, PyObject* tensor, bool by_function) {
   if (!by_function) return Own::of(kept);
   const at::Tensor& given = THPVariable_Unpack(tensor);
-  if (stays_itself(given) || made_by_a_function(given)) {
+  const bool itself = Py_TYPE(kept) == engine.Handle && handle.alias.get(kept) == tensor;
+  if (itself || stays_itself(given) || made_by_a_function(given)) {
     return call(engine.own, kept, tensor);  // its own result, perhaps
   }
   Own attributes = own(PyObject_GenericGetDict(tensor, nullptr));
@@ -321,9 +330,11 @@ inline PyObject* pack(PyObject* hooks, PyObject* tensor) {
     static Name slowly("pack_slowly");
     auto* of = reinterpret_cast<Hooks*>(hooks);
     const bool by_function = by_a_function();
-    PyObject *rerunning = position.rerun.get(of->position), *batch = position.micro_batch.get(of->position);
+    Own rerun_now = Own::of(position.rerun.get(of->position)), batch_now = Own::of(position.micro_batch.get(of->position));
+    PyObject *rerunning = rerun_now.get(), *batch = batch_now.get();
     if (rerunning == Py_None) {
-      PyObject* known = position.course.get(of->position);
+      Own course_now = Own::of(position.course.get(of->position));
+      PyObject* known = course_now.get();
       if (known != Py_None && batch != Py_None) {
         PyObject* number = micro_batch.count.get(batch);
         if (!same(number, course.at.get(known))) {
@@ -368,7 +379,10 @@ inline Own unpacked_slot(Hooks* of, PyObject* kept) {
   if (!is_empty(position.stack.get(of->position)) || has_several_streams(rerun.mover.get(rerunning))) return Own();
   PyObject* saving = saved_slot.saver.get(kept);
   unpacks(saver.micro_batch.get(saving), saver.number.get(saving));
-  if (made.state.get(self) == engine.DROPPED) run_again.call(rerunning);
+  if (made.state.get(self) == engine.DROPPED) {
+    run_again.call(rerunning);
+    if (has_several_streams(rerun.mover.get(rerunning))) return Own();  // now it is there, and is waited for in Python
+  }
   PyObject* again = made.tensor.get(self);
   if (again == Py_None || THPVariable_Unpack(again)._version() != made.version.number(self)) return Own();
   PyObject* layout = saved_slot.layout.get(kept);
@@ -383,19 +397,21 @@ inline Own unpacked_slot(Hooks* of, PyObject* kept) {
 
 // `Handle.bring_back`, of a tensor that has not been modified in place.
 inline Own content_of(PyObject* kept) {
-  PyObject *layout = handle.layout.get(kept), *known = handle.record.get(kept);
-  if (layout == Py_None) {
-    return known == Py_None ? Own::of(handle.alias.get(kept)) : alias_of(THPVariable_Unpack(handle.alias.get(kept)));
+  Own layout = Own::of(handle.layout.get(kept)), known = Own::of(handle.record.get(kept));
+  if (layout.get() == Py_None) {
+    if (known.get() == Py_None) return Own::of(handle.alias.get(kept));
+    return alias_of(THPVariable_Unpack(handle.alias.get(kept)));
   }
-  PyObject* way_back = record.way_back.get(known);
-  if (is_ours(way_back)) {
-    bring_back(way_back, known);
+  Own way_back = Own::of(record.way_back.get(known.get()));
+  if (is_ours(way_back.get())) {
+    bring_back(way_back.get(), known.get());
   } else {
     static Name brings_back("bring_back");
-    brings_back.call(way_back, known);
+    brings_back.call(way_back.get(), known.get());
   }
-  const at::Tensor& buffer = THPVariable_Unpack(record.buffer.get(known));
-  return own(THPVariable_Wrap(laid_out(buffer.storage(), layout)));
+  Own buffer = Own::of(record.buffer.get(known.get()));
+  if (buffer.get() == Py_None) fail_assertion("nothing was brought back");
+  return own(THPVariable_Wrap(laid_out(THPVariable_Unpack(buffer.get()).storage(), layout.get())));
 }
 
 inline Own unpacked_handle(Hooks* of, PyObject* kept) {
