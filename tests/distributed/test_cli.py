@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mem.activation import hot_path
 from tests.sweeping import but
 
 ROOT = Path(__file__).parents[2]
@@ -180,6 +181,7 @@ def test_doctor_is_content_with_what_is_installed(tmp_path):
         ("matplotlib", find_spec("matplotlib") is None),
         ("C++ compiler", not any(map(shutil.which, ("c++", "g++", "clang++")))),
         ("delegating allocator", True),
+        ("hot path in C++", hot_path.EXTENSION.built() is None),
     ]
     status = {(row["file"], row["target"]): row["status"] for row in found["patches"]}
     schedule = "megatron.core.pipeline_parallel.schedules:"
