@@ -235,10 +235,9 @@ inline struct Engine {
                *MicroBatch = nullptr;
   PyObject *DEVICE = nullptr, *COPYING = nullptr, *HOST = nullptr, *LOADED = nullptr, *KEPT = nullptr,
            *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
-           *DONE = nullptr, *NOTHING = nullptr, *NOBODY = nullptr, *NO_OPERATOR = nullptr, *STAYS = nullptr;
+           *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr;
   PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *unpacked = nullptr, *heappush = nullptr,
-           *heappop = nullptr, *inline_path = nullptr, *last_of = nullptr, *set_by_others = nullptr, *empty = nullptr,
-           *overwritten = nullptr;
+           *heappop = nullptr, *inline_path = nullptr, *last_of = nullptr, *set_by_others = nullptr, *empty = nullptr;
   PyObject *held = nullptr, *owned = nullptr, *without = nullptr;  // the ledger's counters
 } engine;
 
