@@ -13,6 +13,7 @@ It was never run with TransformerEngine, only with stand-ins by its sources (2.2
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ from mindspeed_mem.patching import around, join
 from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
 
 _HOOKS: Any = WeakTensorKeyDictionary()
-"""By parameter: what DistributedDataParallel does when its gradient is there."""
+"""By parameter: what autograd calls when its gradient is there; its ``now`` is DistributedDataParallel's own."""
 
 
 class DelayingModules(Listener):
@@ -133,7 +134,9 @@ def _told(waiting: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
     for parameter, had in waiting.items():
         if parameter.grad is None:
             parameter.grad = had
-        _HOOKS[parameter]()
+        hook = _HOOKS[parameter]()
+        assert hook is not None, "a gradient of a model that is gone"
+        hook.now()
 
 
 def _splits(call: ScheduleCall) -> bool:
@@ -174,10 +177,11 @@ join("mindspeed_mem.schedule.weight_gradients:WEIGHT_GRADIENTS.sources", _MODULE
 @around("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook")
 def make_backward_post_hook(original, self, param):
     hook = original(self, param)
-    _HOOKS[param] = hook
 
     def once_it_is_there(*unused):
         if not _MODULES.awaits(param):
             hook(*unused)
 
+    once_it_is_there.now = hook
+    _HOOKS[param] = weakref.ref(once_it_is_there)  # the hook holds the model, which nothing else here does
     return once_it_is_there

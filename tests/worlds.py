@@ -304,16 +304,24 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
         if device:
             torch.get_device_module(device).synchronize()  # raises what happened on streams
             sys.modules["tests.accelerator.stand_in"].check()
-        return True, result
+        answer = True, result
     except BaseException:
-        return False, f"rank {number} of {size}:\n{traceback.format_exc()}"
-    finally:
-        if "tests.models" in sys.modules:
-            sys.modules["tests.models"].forget_routing()
-        apply_cpu_patches(device)  # a case that configures the pack has undone them at its end
-        gc.collect()
-        if not gc.get_freeze_count():  # the case has undone it
-            gc.freeze()
+        answer = False, f"rank {number} of {size}:\n{traceback.format_exc()}"
+    if "tests.models" in sys.modules:
+        sys.modules["tests.models"].forget_routing()
+    apply_cpu_patches(device)  # a case that configures the pack has undone them at its end
+    gc.collect()
+    if answer[0] and (alive := _alive()):
+        answer = False, f"rank {number} of {size}: a model is still alive, {alive} of whose layers are tagged"
+    if not gc.get_freeze_count():  # the case has undone it
+        gc.freeze()
+    return answer
+
+
+def _alive() -> int:
+    """How many layers of models are known that nobody but the pack, or a case that left something behind, holds."""
+    regions = sys.modules.get("mindspeed_mem.activation.regions")
+    return 0 if regions is None else len(regions.tagged_layers())
 
 
 def _storage(content: bytes) -> Any:

@@ -13,7 +13,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.storage.ledger import LEDGER
-from mindspeed_mem.activation.storage.records import HOST
+from mindspeed_mem.activation.storage.records import HOST, key_of
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.plan_in_force import PlanInForce
@@ -51,9 +51,12 @@ class IdleTime:
         following, self._following = self._following, None
         if following is None:
             return
+        later = self._mover.staying.for_weights
         there = [record for ref in following.moved if (record := ref()) is not None and record.state == HOST]
+        there = [record for record in there if key_of(record) not in later]
         there.sort(key=lambda record: (record.last_use + record.distance, record.last_use), reverse=True)
-        room, wanted = self._most - LEDGER.held.now, []
+        between = sum(sorted((nbytes for _, _, nbytes in later), reverse=True)[:2])  # gradients of weights come first
+        room, wanted = self._most - LEDGER.held.now - between, []
         for record in there:
             room -= record.nbytes
             if room < 0:

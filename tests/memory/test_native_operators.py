@@ -42,6 +42,18 @@ class _Stop(Exception):
     pass
 
 
+def packs(engine) -> list[int]:
+    """One number that counts calls of the engine's hook from now on."""
+    packed, (pack, unpack) = [0], engine.saved.hooks
+
+    def counting(tensor):
+        packed[0] += 1
+        return pack(tensor)
+
+    engine.saved.hooks = counting, unpack
+    return packed
+
+
 def change(way: str, layers) -> contextlib.AbstractContextManager:
     """What is different from `CHANGE` on."""
     stack = contextlib.ExitStack()
@@ -93,7 +105,6 @@ def run(kind: str, plan: dict, way: str) -> tuple[list, dict]:
     """Gradients of each step, and per step: calls of the hook, the ledger's peaks, bytes copied out."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from mindspeed_mem.activation.saved_tensors import SavedTensors
     from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt, forget_routing, global_parameters
     from tests.swap_runs import left_over, swap
@@ -107,64 +118,53 @@ def run(kind: str, plan: dict, way: str) -> tuple[list, dict]:
         engine.passes.end_forward(loss)
         return loss
 
-    packed = [0]
-    pack = SavedTensors.pack
-
-    def counting(self, *args):
-        packed[0] += 1
-        return pack(self, *args)
-
     gradients, seen = [], {"packed": [], "held": [], "without": [], "out": []}
-    SavedTensors.pack = counting
-    try:
-        with parallel(), swap(plan) as engine:
-            chunks = build_gpt(kind)
-            layers = chunks[0].module.decoder.layers
-            for step in range(STEPS):
-                changed = step >= CHANGE
-                torch.manual_seed(step)
-                chunks[0].zero_grad_buffer()
-                LEDGER.reset_peak()
-                before, held = engine.mover.bytes_out, LEDGER.held.now
-                packed[0] = 0
-                with change(way, layers) if changed else contextlib.nullcontext():
+    with parallel(), swap(plan) as engine:
+        packed, chunks = packs(engine), build_gpt(kind)
+        layers = chunks[0].module.decoder.layers
+        for step in range(STEPS):
+            changed = step >= CHANGE
+            torch.manual_seed(step)
+            chunks[0].zero_grad_buffer()
+            LEDGER.reset_peak()
+            before, held = engine.mover.bytes_out, LEDGER.held.now
+            packed[0] = 0
+            with change(way, layers) if changed else contextlib.nullcontext():
+                engine.passes.begin_schedule(("train",))
+                if way == "an exception" and step == CHANGE:
+                    fails = layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(_Stop))
+                    with contextlib.suppress(_Stop):
+                        forward(engine, chunks, 32)
+                    fails.remove()
+                    engine.passes.end_schedule(False)
                     engine.passes.begin_schedule(("train",))
-                    if way == "an exception" and step == CHANGE:
-                        fails = layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(_Stop))
-                        with contextlib.suppress(_Stop):
-                            forward(engine, chunks, 32)
-                        fails.remove()
-                        engine.passes.end_schedule(False)
-                        engine.passes.begin_schedule(("train",))
-                    if way == "evaluated with gradients" and changed:
-                        chunks[0].eval()
-                    loss = forward(engine, chunks, 24 if way == "shapes" and step % 2 and changed else 32)
-                    chunks[0].train()
-                    if way == "an evaluation" and changed:
-                        with torch.no_grad():
-                            chunks[0](torch.arange(32).expand(1, -1), torch.arange(32).expand(1, -1), None)
-                    engine.passes.begin_backward(loss)
-                    if way == "a thread":
-                        thread = threading.Thread(target=loss.sum().backward)
-                        thread.start()
-                        thread.join()
-                    else:
-                        loss.sum().backward()
-                    engine.passes.end_backward()
-                    engine.passes.end_schedule(True)
-                del loss
-                gradients.append({name: one.main_grad.clone() for name, one in global_parameters(chunks)})
-                seen["packed"].append(packed[0])
-                seen["held"].append(LEDGER.held.peak - held)
-                seen["without"].append(LEDGER.without.peak - held)
-                seen["out"].append(engine.mover.bytes_out - before)
-            report = engine.report()
-            forget_routing(chunks)
-            seen["left"] = left_over(engine)
-            seen["pinned"] = [row for row in report.pinned if "natively" in row.by]
-            seen["recomputed"] = report.recomputed_bytes
-    finally:
-        SavedTensors.pack = pack
+                if way == "evaluated with gradients" and changed:
+                    chunks[0].eval()
+                loss = forward(engine, chunks, 24 if way == "shapes" and step % 2 and changed else 32)
+                chunks[0].train()
+                if way == "an evaluation" and changed:
+                    with torch.no_grad():
+                        chunks[0](torch.arange(32).expand(1, -1), torch.arange(32).expand(1, -1), None)
+                engine.passes.begin_backward(loss)
+                if way == "a thread":
+                    thread = threading.Thread(target=loss.sum().backward)
+                    thread.start()
+                    thread.join()
+                else:
+                    loss.sum().backward()
+                engine.passes.end_backward()
+                engine.passes.end_schedule(True)
+            del loss
+            gradients.append({name: one.main_grad.clone() for name, one in global_parameters(chunks)})
+            seen["packed"].append(packed[0])
+            seen["held"].append(LEDGER.held.peak - held)
+            seen["without"].append(LEDGER.without.peak - held)
+            seen["out"].append(engine.mover.bytes_out - before)
+        report = engine.report()
+        forget_routing(chunks)
+        seen["left"] = left_over(engine)
+        seen["pinned"] = [row for row in report.pinned if "natively" in row.by]
+        seen["recomputed"] = report.recomputed_bytes
         MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of another shape in a schedule
     return gradients, seen
 
@@ -248,23 +248,16 @@ def test_experts_whose_tokens_vary():
 def after_a_change(what: str, learns: bool) -> list[tuple[int, int, int]]:
     """Per forward calls of the hook, bytes copied out and the ledger's peak, where something changes at `CHANGE`."""
     from mindspeed_mem.activation.operator_runs import OperatorRuns
-    from mindspeed_mem.activation.saved_tensors import SavedTensors
     from mindspeed_mem.activation.storage.ledger import LEDGER
     from tests.models import build_gpt
     from tests.swap_runs import one_forward, swap
 
-    pack, packed, usual, found = SavedTensors.pack, [0], OperatorRuns._learns, []
-
-    def counting(self, *args):
-        packed[0] += 1
-        return pack(self, *args)
-
-    SavedTensors.pack = counting
+    usual, found = OperatorRuns._learns, []
     if not learns:
         OperatorRuns._learns = lambda self: False
     try:
         with parallel(), swap(PLANS["swap core attention"]) as engine:
-            chunks = build_gpt("dropout", layers=10 if what == "one departure" else 2)
+            packed, chunks = packs(engine), build_gpt("dropout", layers=10 if what == "one departure" else 2)
             layers = chunks[0].module.decoder.layers
             first = [
                 chunks[0].module.embedding,
@@ -289,7 +282,7 @@ def after_a_change(what: str, learns: bool) -> list[tuple[int, int, int]]:
                 del loss
                 found.append((packed[0], engine.mover.bytes_out - out, LEDGER.held.peak - held))
     finally:
-        SavedTensors.pack, OperatorRuns._learns = pack, usual
+        OperatorRuns._learns = usual
     return found
 
 
@@ -303,20 +296,14 @@ def test_after_a_change_as_much_leaves_and_it_is_learnt_anew(change):
 def after_many_shapes() -> tuple[list[int], int]:
     """Calls of the hook in forwards of one shape, after many others that came twice or once; how many are known."""
     from mindspeed_mem.activation import native_operators
-    from mindspeed_mem.activation.saved_tensors import SavedTensors
     from tests.models import build_gpt
     from tests.swap_runs import swap
 
-    pack, packed, kinds, found = SavedTensors.pack, [0], native_operators._KINDS, []
-
-    def counting(self, *args):
-        packed[0] += 1
-        return pack(self, *args)
-
-    SavedTensors.pack, native_operators._KINDS = counting, 3
+    kinds, found = native_operators._KINDS, []
+    native_operators._KINDS = 3
     try:
         with parallel(), swap(PLANS["swap core attention"]) as engine:
-            chunks = build_gpt("dropout", layers=1)
+            packed, chunks = packs(engine), build_gpt("dropout", layers=1)
             for length in (*(n for n in range(2, 8) for _ in range(2)), *range(8, 14), *[32] * 3):
                 packed[0] = 0
                 text = torch.zeros(1, length, dtype=torch.long)
@@ -332,7 +319,7 @@ def after_many_shapes() -> tuple[list[int], int]:
             natives = engine.operators._natives
             return found[-3:], len(natives._courses) + len(natives._candidates)
     finally:
-        SavedTensors.pack, native_operators._KINDS = pack, kinds
+        native_operators._KINDS = kinds
 
 
 def test_shapes_that_came_once_keep_nobody_from_learning():
