@@ -27,8 +27,8 @@ from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patching import around, join
 from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
 
-_HOOKS: Any = WeakTensorKeyDictionary()
-"""By parameter: what autograd calls when its gradient is there; its ``now`` is DistributedDataParallel's own."""
+_HOOKS: Any = WeakTensorKeyDictionary()  # of weak references: _OnceItIsThere
+"""By parameter: what autograd calls and holds; its ``now`` is DistributedDataParallel's own."""
 
 
 class DelayingModules(Listener):
@@ -76,6 +76,17 @@ class DelayingModules(Listener):
     def put_off(self) -> list[_Delayed]:
         """What was put off in the pass that ends."""
         return [found for one in self._modules for found in one.put_off()]
+
+
+class _OnceItIsThere:
+    """Called when the gradient of a parameter is there: calls ``now``, or that waits for its module."""
+
+    def __init__(self, parameter: torch.nn.Parameter, now: Callable[..., None]) -> None:
+        self._parameter, self.now = parameter, now
+
+    def __call__(self, *unused: Any) -> None:
+        if not _MODULES.awaits(self._parameter):
+            self.now(*unused)
 
 
 class _Module:
@@ -176,12 +187,6 @@ join("mindspeed_mem.schedule.weight_gradients:WEIGHT_GRADIENTS.sources", _MODULE
 
 @around("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook")
 def make_backward_post_hook(original, self, param):
-    hook = original(self, param)
-
-    def once_it_is_there(*unused):
-        if not _MODULES.awaits(param):
-            hook(*unused)
-
-    once_it_is_there.now = hook
-    _HOOKS[param] = weakref.ref(once_it_is_there)  # the hook holds the model, which nothing else here does
-    return once_it_is_there
+    hook = _OnceItIsThere(param, original(self, param))
+    _HOOKS[param] = weakref.ref(hook)  # it holds the model, which nothing else here does
+    return hook
