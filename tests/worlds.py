@@ -56,6 +56,10 @@ _folder: Path | None = None
 _serial = itertools.count()
 
 
+Answer = tuple[bool, Any, bool]
+"""Whether it went well, the pickled result or the error, and whether a model is left behind."""
+
+
 class RankError(AssertionError):
     """A case failed on a rank; the message holds the traceback or, for a rank that was stopped, its stack."""
 
@@ -85,7 +89,8 @@ def on_ranks(
         silent = ""
         for rank in ranks:  # only now: a rank that leaves its group early would break the others' last operations
             rank.pipe.send_bytes(b"leave")
-        _stop([rank for rank in ranks if rank.threads() > MOST_THREADS])
+        alive = [answer is not None and answer[2] for answer in answers]
+        _stop([rank for rank, left in zip(ranks, alive, strict=True) if left or rank.threads() > MOST_THREADS])
     errors = [answer[1] for answer in answers if answer is not None and not answer[0]]
     if errors and device:  # its streams may wait for each other for ever
         _stop([rank for rank in ranks if rank in _ranks[device]])
@@ -227,9 +232,9 @@ def _start(device: str | None) -> _Rank:
     return _Rank(process, ours, log)
 
 
-def _answers(ranks: list[_Rank], timeout: float) -> list[tuple[bool, Any] | None]:
-    """Each rank's answer (whether it went well, the pickled result or the error); None from a dead or silent one."""
-    answers: list[tuple[bool, Any] | None] = [None] * len(ranks)
+def _answers(ranks: list[_Rank], timeout: float) -> list[Answer | None]:
+    """Each rank's answer; None from a dead or silent one."""
+    answers: list[Answer | None] = [None] * len(ranks)
     waiting = {rank.pipe: index for index, rank in enumerate(ranks)}
     end = time.monotonic() + timeout
     while waiting and time.monotonic() < end:
@@ -286,7 +291,7 @@ def _serve(pipe: connection.Connection, log: str, device: str | None, library: P
                 torch.distributed.destroy_process_group()
 
 
-def _answer(device: str | None, number: int, size: int, meeting: str, timeout: float, case: bytes) -> tuple[bool, Any]:
+def _answer(device: str | None, number: int, size: int, meeting: str, timeout: float, case: bytes) -> Answer:
     import torch
     import torch.distributed as dist
 
@@ -304,24 +309,23 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
         if device:
             torch.get_device_module(device).synchronize()  # raises what happened on streams
             sys.modules["tests.accelerator.stand_in"].check()
-        answer = True, result
+        well = True
     except BaseException:
-        answer = False, f"rank {number} of {size}:\n{traceback.format_exc()}"
+        well, result = False, f"rank {number} of {size}:\n{traceback.format_exc()}"
     if "tests.models" in sys.modules:
         sys.modules["tests.models"].forget_routing()
     apply_cpu_patches(device)  # a case that configures the pack has undone them at its end
     gc.collect()
-    if answer[0] and (alive := _alive()):
-        answer = False, f"rank {number} of {size}: a model is still alive, {alive} of whose layers are tagged"
     if not gc.get_freeze_count():  # the case has undone it
         gc.freeze()
-    return answer
+    return well, result, _model_is_alive()
 
 
-def _alive() -> int:
-    """How many layers of models are known that nobody but the pack, or a case that left something behind, holds."""
+def _model_is_alive() -> bool:
+    """Whether layers are known that a case has left behind, as megatron-core's distributed optimizer with overlap does:
+    the next case would find them."""
     regions = sys.modules.get("mindspeed_mem.activation.regions")
-    return 0 if regions is None else len(regions.tagged_layers())
+    return regions is not None and bool(regions.tagged_layers())
 
 
 def _storage(content: bytes) -> Any:

@@ -21,7 +21,7 @@ EXTENSION = Extension(
     "the engine's hot path",
     (
         native_build.SOURCES / "fast_tensors.h",
-        *(_SOURCES / f"{name}.h" for name in ("arguments", "ledger", "moves", "objects", "operators", "saves")),
+        *(_SOURCES / f"{name}.h" for name in ("arguments", "ledger", "moves", "objects", "operators", "runs", "saves")),
     ),
 )
 

@@ -278,21 +278,29 @@ class OperatorRuns:
 
     def _enter_layer(self, layer: int, training: bool, args: tuple, kwargs: dict) -> None:
         self._passes.enter_layer(layer)
+        signature = self._signature(training, args, kwargs)
+        on = self._position.course is not None
+        self._natives.enter_layer(layer, signature, regions.hooks_are_ours_alone() if on else self._learns())
+
+    def _signature(self, training: bool, args: tuple, kwargs: dict) -> tuple:
+        """What decides what a layer saves."""
         signature: list[Any] = [training]
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(tensor, torch.Tensor):
                     signature += tensor.shape, tensor.dtype, tensor.requires_grad
                     if type(tensor) is torch.Tensor and tensor.grad_fn is None:
-                        # masks, tables, what a stage received: others hold them, so moving them would free nothing
-                        storage = tensor.untyped_storage()
-                        marks.of(storage).keep()
-                        if tensor.requires_grad:
-                            LEDGER.enter(storage, owned=False)
-                            if self._position.watch is not None:
-                                self._position.watch.holds(marks.of(storage).token)
-        on = self._position.course is not None
-        self._natives.enter_layer(layer, tuple(signature), regions.hooks_are_ours_alone() if on else self._learns())
+                        self._held_by_others(tensor)
+        return tuple(signature)
+
+    def _held_by_others(self, tensor: torch.Tensor) -> None:
+        """Masks, tables, what a stage received: moving them would free nothing."""
+        storage = tensor.untyped_storage()
+        marks.of(storage).keep()
+        if tensor.requires_grad:
+            LEDGER.enter(storage, owned=False)
+            if self._position.watch is not None:
+                self._position.watch.holds(marks.of(storage).token)
 
     def _learns(self) -> bool:
         """Whether this forward can go by a course, or show one: nobody measures or has hooks here."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 from types import ModuleType
 
-from mindspeed_mem.activation import hot_path, regions
-from mindspeed_mem.activation.course import Course
+import torch
+
+from mindspeed_mem.activation import course, engine, hot_path, operator_runs, regions
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
 from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun
@@ -26,7 +27,7 @@ def use(module: ModuleType | None) -> None:
         return
     classes = {
         "Position": Position,
-        "Course": Course,
+        "Course": course.Course,
         "Observation": Observation,
         "MicroBatch": micro_batch.MicroBatch,
         "Record": records.Record,
@@ -43,6 +44,7 @@ def use(module: ModuleType | None) -> None:
         "Saver": dropped.Saver,
         "SavedSlot": dropped.Slot,
         "Saves": dropped.Saves,
+        "OperatorRuns": operator_runs.OperatorRuns,
     }
     others = {
         "DEVICE": records.DEVICE,
@@ -66,7 +68,16 @@ def use(module: ModuleType | None) -> None:
         "heappush": heapq.heappush,
         "heappop": heapq.heappop,
         "inline_path": regions.inline_path,
-        "last_of": regions.last_of,
+        "MARKERS": regions.MARKERS,
+        "engines": engine,
+        "UNKNOWN": course.UNKNOWN,
+        "hooks_are_ours_alone": regions.hooks_are_ours_alone,
+        "push_hooks": torch._C._autograd._push_saved_tensors_default_hooks,
+        "pop_hooks": torch._C._autograd._pop_saved_tensors_default_hooks,
+        "top_hooks": getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None),  # since torch 2.7
+        "compiler": torch.compiler,
+        "under_way": module_rerun.under_way,
+        "TAG": regions.TAG,
         "set_by_others": marks.set_by_others,
         "empty": fast_tensors.empty,
         "enough": module_rerun.Enough,

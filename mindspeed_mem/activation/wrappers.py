@@ -21,7 +21,6 @@ from mindspeed_mem.activation.rerun.module_rerun import under_way
 from mindspeed_mem.patching import Direct
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
-_AHEAD, _TAKES, _DEPTH = 4, 8, 4  # in what ``enters`` of operators.h returns: two bits, and where the depth begins
 
 
 @Direct
@@ -31,37 +30,13 @@ def region_forward(original: Callable) -> Callable:
 
 
 def _forward_by(original: Callable, native: Any) -> Callable:
-    """As `_forward`, with the steps around an operator that matters to nobody in C++."""
-    tag, by_dynamo, flags = regions.TAG, torch.compiler.is_dynamo_compiling, torch.compiler
-    enters, leaves = native.enters, native.leaves
+    """As `_forward`, in C++."""
+    by_dynamo, runs = torch.compiler.is_dynamo_compiling, native.runs
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        engine = engines.in_use
-        if engine is None or by_dynamo() or flags._is_compiling_flag or tag not in module.__dict__:
+        if by_dynamo():
             return original(module, *args, **kwargs)
-        place = module.__dict__[tag]
-        if under_way:
-            if under_way[-1].saved.entries:
-                under_way[-1].enters_again(place[1], args, kwargs)
-            return original(module, *args, **kwargs)
-        position = engine.position
-        rerun: Any = position.rerun
-        code = enters(position, place, rerun)
-        if code is None:
-            return engine.operators.run(original, module, args, kwargs)
-        if code & _AHEAD:
-            micro_batch: Any = position.micro_batch  # there is one in a layer
-            engine.passes.forward_reaches(micro_batch)
-        if code & _TAKES:
-            rerun.saved.enters(rerun, place[1], args, kwargs)
-        try:
-            result = original(module, *args, **kwargs)
-        except BaseException:
-            engine.operators.abandoned(code >> _DEPTH)
-            raise
-        if not leaves(position, code, rerun):
-            engine.operators.ended(code >> _DEPTH)
-        return result
+        return runs(original, module, args, kwargs)
 
     return forward
 
@@ -138,34 +113,19 @@ def _forward(original: Callable) -> Callable:
 
 def range_begins(original: Callable) -> Callable:
     """A function that names the inline operator that starts, unless it has a message of its own."""
-    return _begin(original) if hot_path.native is None else _begin_by(original, hot_path.native)
+    return _begin(original) if hot_path.native is None else _marks_by(original, hot_path.native.begins)
 
 
-def _begin_by(original: Callable, native: Any) -> Callable:
-    by_dynamo, flags, names = torch.compiler.is_dynamo_compiling, torch.compiler, original.__globals__
-    marks_start = native.marks_start
+def _marks_by(original: Callable, native_call: Callable) -> Callable:
+    """As `_begin` and `_end`, in C++."""
+    by_dynamo, names = torch.compiler.is_dynamo_compiling, original.__globals__
 
-    def begin(msg: str | None = None, suffix: str | None = None) -> None:
-        engine = engines.in_use
-        if (
-            engine is not None
-            and msg is None
-            and suffix is not None
-            and not under_way
-            and engine.position.stack
-            and not (by_dynamo() or flags._is_compiling_flag)
-        ):
-            started = marks_start(engine.position, suffix)
-            if not started:
-                engine.operators.mark_start(suffix)
-            elif started == 2:
-                micro_batch: Any = engine.position.micro_batch
-                engine.passes.forward_reaches(micro_batch)
-        if msg is None and names.get("_nvtx_enabled"):
-            msg = _caller()
-        return original(msg, suffix)
+    def mark(msg: str | None = None, suffix: str | None = None) -> None:
+        if by_dynamo():
+            return original(msg, suffix)
+        return native_call(original, names, _caller, msg, suffix)
 
-    return begin
+    return mark
 
 
 def _begin(original: Callable) -> Callable:
@@ -213,30 +173,7 @@ def _begin(original: Callable) -> Callable:
 
 def range_ends(original: Callable) -> Callable:
     """A function that names the inline operator that ends, unless it has a message of its own."""
-    return _end(original) if hot_path.native is None else _end_by(original, hot_path.native)
-
-
-def _end_by(original: Callable, native: Any) -> Callable:
-    by_dynamo, flags, names = torch.compiler.is_dynamo_compiling, torch.compiler, original.__globals__
-    marks_stop = native.marks_stop
-
-    def end(msg: str | None = None, suffix: str | None = None) -> None:
-        engine = engines.in_use
-        if (
-            engine is not None
-            and msg is None
-            and suffix is not None
-            and not under_way
-            and engine.position.stack
-            and not (by_dynamo() or flags._is_compiling_flag)
-            and not marks_stop(engine.position, suffix, engine.in_force.recomputes)
-        ):
-            engine.operators.mark_stop(suffix)
-        if msg is None and names.get("_nvtx_enabled"):
-            msg = _caller()
-        return original(msg, suffix)
-
-    return end
+    return _end(original) if hot_path.native is None else _marks_by(original, hot_path.native.ends)
 
 
 def _end(original: Callable) -> Callable:

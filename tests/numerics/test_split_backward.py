@@ -97,3 +97,25 @@ def beside_plans(layout: dict[str, Any]) -> dict[str, list[str]]:
 
 def test_beside_swap_and_recompute():
     assert on_ranks(1, beside_plans, {}) == [{}]
+
+
+def is_let_go_of() -> bool:
+    import gc
+    import weakref
+
+    from tests.models import build_gpt, forget_routing, train_step
+    from tests.split_runs import split
+    from tests.worlds import parallel
+
+    with parallel(), split():
+        chunks = build_gpt("dense", layers=2)
+        train_step(chunks)
+        model = weakref.ref(chunks[0])
+        forget_routing(chunks)
+        del chunks
+        gc.collect()
+        return model() is None
+
+
+def test_a_model_that_nobody_has_any_more_is_let_go_of():
+    assert on_ranks(1, is_let_go_of) == [True]

@@ -2,7 +2,7 @@
 // says what it takes the place of. What is out of the ordinary goes on there.
 
 #include "arguments.h"
-#include "operators.h"
+#include "runs.h"
 #include "saves.h"
 
 namespace hot {
@@ -36,6 +36,11 @@ Method methods[] = {
     {"MicroBatch", {"saved_by", micro_batch_saved_by, METH_O, nullptr}},
     {"MicroBatch", {"dropped", micro_batch_dropped, METH_O, nullptr}},
     {"MicroBatch", {"unpacks", micro_batch_unpacks, METH_O, nullptr}},
+    {"OperatorRuns", {"_start", fast(operator_runs_start), METH_FASTCALL, nullptr}},
+    {"OperatorRuns", {"_leave", operator_runs_leave, METH_O, nullptr}},
+    {"OperatorRuns", {"ended", operator_runs_ended, METH_O, nullptr}},
+    {"OperatorRuns", {"_run_once", fast(operator_runs_run_once), METH_FASTCALL, nullptr}},
+    {"OperatorRuns", {"_signature", fast(operator_runs_signature), METH_FASTCALL, nullptr}},
     {"MicroBatch", {"backward_reaches", micro_batch_backward_reaches, METH_O, nullptr}},
 };
 
@@ -49,9 +54,10 @@ void find_slots(PyObject* classes) {
     for (Slot* slot : slots) slot->find(type);
   };
   in("Position", {&position.stack, &position.micro_batch, &position.rerun, &position.course, &position.hooked,
-                  &position.known});
+                  &position.known, &position.watch});
   in("Course",
-     {&course.quiet, &course.inside, &course.again, &course.saves, &course.kept, &course.at, &course.index});
+     {&course.quiet, &course.inside, &course.again, &course.saves, &course.kept, &course.at, &course.index,
+      &course.operators, &course.hooked, &course.signed_});
   in("MicroBatch",
      {&micro_batch.mover, &micro_batch.home, &micro_batch.home_key, &micro_batch.count, &micro_batch.forward_done,
       &micro_batch.bounds, &micro_batch.running, &micro_batch.fresh, &micro_batch.due, &micro_batch.tie,
@@ -76,7 +82,7 @@ void find_slots(PyObject* classes) {
   in("Saves", {&saves.program, &saves.slots, &saves.entered, &saves.made, &saves.saver, &saves.nbytes, &saves.taken,
                &saves.again});
   in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining});
-  in("Observation", {&stopwatch});
+  in("Observation", {&observation.stopwatch, &observation.counting});
 }
 
 // connect(classes, others): what the engine has, by name; returns {class: {method: what takes its place}}.
@@ -125,7 +131,16 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"heappush", &engine.heappush},
         {"heappop", &engine.heappop},
         {"inline_path", &engine.inline_path},
-        {"last_of", &engine.last_of},
+        {"MARKERS", &engine.MARKERS},
+        {"engines", &engine.engines},
+        {"UNKNOWN", &engine.UNKNOWN},
+        {"hooks_are_ours_alone", &engine.hooks_are_ours_alone},
+        {"push_hooks", &engine.push_hooks},
+        {"pop_hooks", &engine.pop_hooks},
+        {"top_hooks", &engine.top_hooks},
+        {"compiler", &engine.compiler},
+        {"under_way", &engine.under_way},
+        {"TAG", &engine.TAG},
         {"set_by_others", &engine.set_by_others},
         {"empty", &engine.empty},
         {"enough", &enough},
@@ -155,10 +170,9 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyMethodDef functions[] = {
     {"connect", fast(connect), METH_FASTCALL, nullptr},
     {"hooks", fast(hooks), METH_FASTCALL, nullptr},
-    {"enters", fast(enters), METH_FASTCALL, nullptr},
-    {"leaves", fast(leaves), METH_FASTCALL, nullptr},
-    {"marks_start", fast(marks_start), METH_FASTCALL, nullptr},
-    {"marks_stop", fast(marks_stop), METH_FASTCALL, nullptr},
+    {"runs", fast(runs), METH_FASTCALL, nullptr},
+    {"begins", fast(begins), METH_FASTCALL, nullptr},
+    {"ends", fast(ends), METH_FASTCALL, nullptr},
     {"marks_of", marks_of, METH_O, nullptr},
     {"tensors_in", tensors_in, METH_O, nullptr},
     {"split", fast(split), METH_FASTCALL, nullptr},

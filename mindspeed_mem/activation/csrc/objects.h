@@ -163,12 +163,18 @@ Own call(PyObject* callable, Arguments... arguments) {
 }
 
 inline struct PositionSlots {
-  Slot stack{"stack"}, micro_batch{"micro_batch"}, rerun{"rerun"}, course{"course"}, hooked{"hooked"}, known{"known"};
+  Slot stack{"stack"}, micro_batch{"micro_batch"}, rerun{"rerun"}, course{"course"}, hooked{"hooked"}, known{"known"},
+      watch{"watch"};
 } position;
 
 inline struct CourseSlots {
-  Slot quiet{"quiet"}, inside{"inside"}, again{"again"}, saves{"saves"}, kept{"kept"}, at{"at"}, index{"index"};
+  Slot quiet{"quiet"}, inside{"inside"}, again{"again"}, saves{"saves"}, kept{"kept"}, at{"at"}, index{"index"},
+      operators{"operators"}, hooked{"hooked"}, signed_{"signed"};
 } course;
+
+inline struct ObservationSlots {
+  Slot stopwatch{"stopwatch"}, counting{"counting"};
+} observation;
 
 inline struct MicroBatchSlots {
   Slot mover{"mover"}, home{"home"}, home_key{"home_key"}, count{"count"}, forward_done{"forward_done"},
@@ -235,9 +241,11 @@ inline struct Engine {
                *MicroBatch = nullptr;
   PyObject *DEVICE = nullptr, *COPYING = nullptr, *HOST = nullptr, *LOADED = nullptr, *KEPT = nullptr,
            *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
-           *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr;
+           *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr, *TAG = nullptr;
+  PyObject *engines = nullptr, *compiler = nullptr, *under_way = nullptr, *UNKNOWN = nullptr,
+           *hooks_are_ours_alone = nullptr, *push_hooks = nullptr, *pop_hooks = nullptr, *top_hooks = nullptr;
   PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *unpacked = nullptr, *heappush = nullptr,
-           *heappop = nullptr, *inline_path = nullptr, *last_of = nullptr, *set_by_others = nullptr, *empty = nullptr;
+           *heappop = nullptr, *inline_path = nullptr, *MARKERS = nullptr, *set_by_others = nullptr, *empty = nullptr;
   PyObject *held = nullptr, *owned = nullptr, *without = nullptr;  // the ledger's counters
 } engine;
 

@@ -1,4 +1,4 @@
-// wrappers.py: what stands around operators that matter to nobody, whose number alone is counted.
+// Operators that matter to nobody, whose number alone is counted; all others are in runs.h.
 
 #pragma once
 
@@ -59,45 +59,43 @@ inline int start(PyObject* where, PyObject* batch, PyObject* of, PyObject* entry
 
 inline PyObject* last_of(PyObject* list) { return PyList_GET_ITEM(list, PyList_GET_SIZE(list) - 1); }
 
-// enters(position, tag, rerun): what `leaves` takes; None: it is no such operator, and nothing has happened.
-inline PyObject* enters(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&] {
-    PyObject *where = args[0], *tag = args[1], *rerunning = args[2];
-    PyObject *stack = position.stack.get(where), *of = position.course.get(where);
-    if (of == Py_None || is_empty(stack)) return new_reference(Py_None);
-    int kind = AGAIN;
-    if (rerunning == Py_None) {
-      kind = position.hooked.number(where) != 0 ? INSIDE : NOTHING_SAVED;
-    } else if (position.known.get(where) != Py_True) {
-      return new_reference(Py_None);
-    }
-    PyObject* quiet = (kind == AGAIN ? course.again : kind == INSIDE ? course.inside : course.quiet).get(of);
-    PyObject *layer = PyTuple_GET_ITEM(tag, 0), *path = PyTuple_GET_ITEM(tag, 1), *top = last_of(stack);
-    PyObject* batch = position.micro_batch.get(where);
-    const long long depth = PyList_GET_SIZE(stack), number = micro_batch.count.number(batch);
-    int code = kind;
-    if (same(PyTuple_GET_ITEM(top, 1), path) && same(PyTuple_GET_ITEM(top, 0), layer)) {
-      // a subclass calling super: it is all of what runs already
-      if (entry_at(quiet, number, layer, path) == nullptr) return new_reference(Py_None);
+// Whether it is an operator that nobody has to know of, which has started: what `leave` takes; -1: it is none, and
+// nothing has happened.
+inline long long enter(PyObject* where, PyObject* tag, PyObject* rerunning) {
+  PyObject *stack = position.stack.get(where), *of = position.course.get(where);
+  if (of == Py_None || is_empty(stack)) return -1;
+  int kind = AGAIN;
+  if (rerunning == Py_None) {
+    kind = position.hooked.number(where) != 0 ? INSIDE : NOTHING_SAVED;
+  } else if (position.known.get(where) != Py_True) {
+    return -1;
+  }
+  PyObject* quiet = (kind == AGAIN ? course.again : kind == INSIDE ? course.inside : course.quiet).get(of);
+  PyObject *layer = PyTuple_GET_ITEM(tag, 0), *path = PyTuple_GET_ITEM(tag, 1), *top = last_of(stack);
+  PyObject* batch = position.micro_batch.get(where);
+  const long long depth = PyList_GET_SIZE(stack), number = micro_batch.count.number(batch);
+  int code = kind;
+  if (same(PyTuple_GET_ITEM(top, 1), path) && same(PyTuple_GET_ITEM(top, 0), layer)) {
+    // a subclass calling super: it is all of what runs already
+    if (entry_at(quiet, number, layer, path) == nullptr) return -1;
+  } else {
+    PyObject* entry = entry_at(quiet, number + 1, layer, path);
+    if (entry == nullptr) return -1;
+    code = start(where, batch, of, entry, number + 1, kind);
+  }
+  if (kind == AGAIN) {
+    PyObject* saving = rerun.saved.get(rerunning);
+    PyObject* entered = saves.entered.get(saving);
+    Own turn = own(PyLong_FromSsize_t(PyList_GET_SIZE(entered)));
+    static Name entries("entries");
+    Own expected = entries.of(saves.program.get(saving));
+    if (must(PyDict_Contains(expected.get(), turn.get()))) {
+      code |= ENTERS;
     } else {
-      PyObject* entry = entry_at(quiet, number + 1, layer, path);
-      if (entry == nullptr) return new_reference(Py_None);
-      code = start(where, batch, of, entry, number + 1, kind);
+      must(PyList_Append(entered, path));
     }
-    if (kind == AGAIN) {
-      PyObject* saving = rerun.saved.get(rerunning);
-      PyObject* entered = saves.entered.get(saving);
-      Own turn = own(PyLong_FromSsize_t(PyList_GET_SIZE(entered)));
-      static Name entries("entries");
-      Own expected = entries.of(saves.program.get(saving));
-      if (must(PyDict_Contains(expected.get(), turn.get()))) {
-        code |= ENTERS;
-      } else {
-        must(PyList_Append(entered, path));
-      }
-    }
-    return PyLong_FromLongLong((depth << BITS) | code);
-  });
+  }
+  return (depth << BITS) | code;
 }
 
 inline void back_to(PyObject* batch, PyObject* stack) {
@@ -113,68 +111,71 @@ inline void ended(PyObject* batch) {
   operator_ended(batch);
 }
 
-// leaves(position, code, rerun): whether all has been done that is to be done when the operator ends.
-inline PyObject* leaves(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&] {
-    PyObject *where = args[0], *rerunning = args[2];
-    const long long code = number_of(args[1]), depth = code >> BITS;
-    if (position.rerun.get(where) != rerunning || position.hooked.number(where) > depth) {
-      return new_reference(Py_False);
-    }
-    PyObject* stack = position.stack.get(where);
-    if (PyList_GET_SIZE(stack) <= depth) return new_reference(Py_True);
-    must(PyList_SetSlice(stack, depth, PyList_GET_SIZE(stack), nullptr));
-    Own batch = Own::of(position.micro_batch.get(where));
-    if ((code & (INSIDE | AGAIN)) != 0) back_to(batch.get(), stack);
-    ended(batch.get());
-    return new_reference(Py_True);
-  });
+// Whether all has been done that is to be done when the operator ends.
+inline bool leave(PyObject* where, long long code, PyObject* rerunning) {
+  const long long depth = code >> BITS;
+  if (position.rerun.get(where) != rerunning || position.hooked.number(where) > depth) return false;
+  PyObject* stack = position.stack.get(where);
+  if (PyList_GET_SIZE(stack) <= depth) return true;
+  must(PyList_SetSlice(stack, depth, PyList_GET_SIZE(stack), nullptr));
+  Own batch = Own::of(position.micro_batch.get(where));
+  if ((code & (INSIDE | AGAIN)) != 0) back_to(batch.get(), stack);
+  ended(batch.get());
+  return true;
 }
 
-// marks_start(position, suffix): whether inline code of that name is such an operator, which has started; 2: and a
-// backward follows.
-inline PyObject* marks_start(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&] {
-    PyObject *where = args[0], *of = position.course.get(where), *rerunning = position.rerun.get(where);
-    if (of == Py_None || (rerunning != Py_None && position.known.get(where) != Py_True)) return PyLong_FromLong(0);
-    const int kind = rerunning != Py_None                     ? AGAIN
-                     : position.hooked.number(where) != 0 ? INSIDE
-                                                              : NOTHING_SAVED;
-    PyObject* quiet = (kind == AGAIN ? course.again : kind == INSIDE ? course.inside : course.quiet).get(of);
-    PyObject* top = last_of(position.stack.get(where));
-    PyObject *layer = PyTuple_GET_ITEM(top, 0), *parent = PyTuple_GET_ITEM(top, 1);
-    Own path = call(engine.inline_path, parent, args[1]);
-    PyObject* batch = position.micro_batch.get(where);
-    const long long number = micro_batch.count.number(batch);
-    if (same(path.get(), parent)) return PyLong_FromLong(entry_at(quiet, number, layer, path.get()) != nullptr);
-    PyObject* entry = entry_at(quiet, number + 1, layer, path.get());
-    if (entry == nullptr) return PyLong_FromLong(0);
-    return PyLong_FromLong((start(where, batch, of, entry, number + 1, kind) & AHEAD) != 0 ? 2 : 1);
-  });
+// Whether inline code of that name is an operator that nobody has to know of, which has started; 2: and a backward
+// follows.
+inline int mark_start(PyObject* where, PyObject* suffix) {
+  PyObject *of = position.course.get(where), *rerunning = position.rerun.get(where);
+  if (of == Py_None || (rerunning != Py_None && position.known.get(where) != Py_True)) return 0;
+  const int kind = rerunning != Py_None                   ? AGAIN
+                   : position.hooked.number(where) != 0 ? INSIDE
+                                                          : NOTHING_SAVED;
+  PyObject* quiet = (kind == AGAIN ? course.again : kind == INSIDE ? course.inside : course.quiet).get(of);
+  PyObject* top = last_of(position.stack.get(where));
+  PyObject *layer = PyTuple_GET_ITEM(top, 0), *parent = PyTuple_GET_ITEM(top, 1);
+  Own path = call(engine.inline_path, parent, suffix);
+  PyObject* batch = position.micro_batch.get(where);
+  const long long number = micro_batch.count.number(batch);
+  if (same(path.get(), parent)) return entry_at(quiet, number, layer, path.get()) != nullptr;
+  PyObject* entry = entry_at(quiet, number + 1, layer, path.get());
+  if (entry == nullptr) return 0;
+  return (start(where, batch, of, entry, number + 1, kind) & AHEAD) != 0 ? 2 : 1;
 }
 
-// marks_stop(position, suffix, recomputes): whether such an operator has ended.
-inline PyObject* marks_stop(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&] {
-    PyObject *where = args[0], *of = position.course.get(where), *rerunning = position.rerun.get(where);
-    const bool looks = rerunning != Py_None || position.hooked.number(where) != 0;
-    PyObject* stack = position.stack.get(where);
-    PyObject* top = last_of(stack);
-    if (PyTuple_GET_ITEM(top, 2) != Py_True) return new_reference(Py_True);  // no inline code is running
-    if (of == Py_None || (looks && is_empty(course.again.get(of))) ||
-        position.hooked.number(where) >= PyList_GET_SIZE(stack) ||
-        (rerunning != Py_None && position.known.get(where) != Py_True)) {
-      return new_reference(Py_False);
-    }
-    static PyObject* const outermost = must(PyUnicode_InternFromString(""));
-    Own mine = call(engine.last_of, PyTuple_GET_ITEM(top, 1)), named = call(engine.inline_path, outermost, args[1]);
-    if (!same(mine.get(), named.get())) return new_reference(Py_True);
-    must(PyList_SetSlice(stack, PyList_GET_SIZE(stack) - 1, PyList_GET_SIZE(stack), nullptr));
-    Own batch = Own::of(position.micro_batch.get(where));
-    if (looks || args[2] == Py_True) back_to(batch.get(), stack);
-    ended(batch.get());
-    return new_reference(Py_True);
-  });
+// Whether the innermost operator that runs is inline code of that name.
+inline bool is_marked(PyObject* where, PyObject* suffix) {
+  PyObject* top = last_of(position.stack.get(where));
+  if (PyTuple_GET_ITEM(top, 2) != Py_True) return false;
+  PyObject *path = PyTuple_GET_ITEM(top, 1), *known = PyDict_GetItemWithError(engine.MARKERS, suffix);
+  if (known == nullptr && PyErr_Occurred()) throw python_error();
+  PyObject* name = known == nullptr ? suffix : known;
+  const Py_ssize_t before = PyUnicode_GET_LENGTH(path) - PyUnicode_GET_LENGTH(name);
+  const bool last = before == 0 || (before > 0 && PyUnicode_READ_CHAR(path, before - 1) == '.');
+  return last && must(static_cast<int>(PyUnicode_Tailmatch(path, name, 0, PY_SSIZE_T_MAX, 1))) != 0 &&
+         PyUnicode_FindChar(name, '.', 0, PY_SSIZE_T_MAX, 1) < 0;
+}
+
+// Whether such an operator has ended.
+inline bool mark_stop(PyObject* where, PyObject* suffix, PyObject* in_use) {
+  PyObject *of = position.course.get(where), *rerunning = position.rerun.get(where);
+  const bool looks = rerunning != Py_None || position.hooked.number(where) != 0;
+  PyObject* stack = position.stack.get(where);
+  PyObject* top = last_of(stack);
+  if (PyTuple_GET_ITEM(top, 2) != Py_True) return true;  // no inline code is running
+  if (of == Py_None || (looks && is_empty(course.again.get(of))) ||
+      position.hooked.number(where) >= PyList_GET_SIZE(stack) ||
+      (rerunning != Py_None && position.known.get(where) != Py_True)) {
+    return false;
+  }
+  if (!is_marked(where, suffix)) return true;
+  must(PyList_SetSlice(stack, PyList_GET_SIZE(stack) - 1, PyList_GET_SIZE(stack), nullptr));
+  Own batch = Own::of(position.micro_batch.get(where));
+  static Name in_force("in_force"), recomputes("recomputes");
+  if (looks || recomputes.is_true(in_force.of(in_use).get())) back_to(batch.get(), stack);
+  ended(batch.get());
+  return true;
 }
 
 }  // namespace hot

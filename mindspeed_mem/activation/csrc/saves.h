@@ -20,8 +20,6 @@ struct Hooks {
   bool one_stream;
 };
 
-inline Slot stopwatch{"stopwatch"};
-
 // Whether a custom function packs what it saves: the code that called the hook.
 inline bool by_a_function() {
   PyFrameObject* frame = PyEval_GetFrame();
@@ -417,7 +415,7 @@ inline Own content_of(PyObject* kept) {
 inline Own unpacked_handle(Hooks* of, PyObject* kept) {
   PyObject* batch = handle.micro_batch.get(kept);
   static Name reads("_reads");  // for the gradient of a weight that is put off
-  if (!stopwatch.is_none(of->observation) || reads.of(of->saved).get() != Py_None) return Own();
+  if (!observation.stopwatch.is_none(of->observation) || reads.of(of->saved).get() != Py_None) return Own();
   if (!is_empty(position.stack.get(of->position)) && !position.rerun.is_none(of->position)) return Own();
   const at::Tensor& alias = THPVariable_Unpack(handle.alias.get(kept));
   if (handle.version.is_none(kept) || alias._version() != handle.version.number(kept)) return Own();
