@@ -195,7 +195,7 @@ def raised_bound(problem: Problem) -> float:
 
 def _held(problem: Problem) -> int:
     """What is there whatever a plan does."""
-    return max(stage.static_bytes + stage.temporary_bytes for stage in problem.stages)
+    return max(stage.fixed_bytes for stage in problem.stages)
 
 
 def _without_recompute(problem: Problem) -> Problem:
