@@ -26,7 +26,6 @@ from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search import many
 from mindspeed_mem.adaptive.search.decisions import is_valid
 from mindspeed_mem.adaptive.search.search import Found
-from mindspeed_mem.schedule.placement import Placement
 from mindspeed_mem.schedule.simulation import play
 
 MB = 10**6
@@ -123,7 +122,7 @@ def best_of_all(problem: Problem, limit: int, search: Search) -> float:
             some = [one[first : first + many.LANES] for one in letters]
             pairs = zip(some, distances, strict=True)
             tracks = [many.ManyTracks(problem, number, *one) for number, one in enumerate(pairs)]
-            play(tracks, Placement(len(problem.stages), problem.virtual_stages), 0.0)
+            play(tracks, problem.placement, 0.0)
             fits = numpy.all([one.peaks <= limit for one in tracks], axis=0) & hosts[first : first + many.LANES]
             seconds = numpy.max([one.now for one in tracks], axis=0)
             best = min(best, float(seconds[fits].min(initial=math.inf)))

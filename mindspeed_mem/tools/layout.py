@@ -170,7 +170,8 @@ def words(layout: Layout, devices: int) -> str:
     """A layout in the words of --fix, its schedule, and what it does with states."""
     sizes = {name: getattr(layout, field_name) for name, field_name in NAMES.items() if field_name != "data"}
     sizes["dp"] = layout.data(devices)
-    shown = [f"{name}={size}" for name, size in sizes.items() if name == "mbs" or size > (name != "zero")]
+    usual = {"mbs": 0, "zero": 0, "first": 0, "last": 0}
+    shown = [f"{name}={size}" for name, size in sizes.items() if size > usual.get(name, 1)]
     if layout.schedule != "1f1b":
         shown.append(layout.schedule)
     if layout.on_device < 1:

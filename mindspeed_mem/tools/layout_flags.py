@@ -6,6 +6,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
+from mindspeed_mem.adaptive.layout import ends
 from mindspeed_mem.adaptive.layout.enumeration import Layout, Model
 from mindspeed_mem.command_line import flag
 from mindspeed_mem.tools import plan_options
@@ -52,7 +53,9 @@ def of_layout(layout: Layout, model: Model, devices: int) -> list[str]:
     words = ["--tensor-model-parallel-size", str(layout.tensor)]
     words += ["--sequence-parallel"] * split.sequence_parallel
     words += ["--pipeline-model-parallel-size", str(layout.pipeline)]
-    if layout.virtual > 1:
+    if layout.ends != ends.EVEN:
+        words += ends.words(model.shape.num_layers, layout.pipeline, layout.virtual, layout.ends)
+    elif layout.virtual > 1:
         each = model.shape.num_layers // layout.pipeline // layout.virtual
         words += ["--num-layers-per-virtual-pipeline-stage", str(each)]
     if layout.schedule != "1f1b":

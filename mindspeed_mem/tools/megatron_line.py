@@ -8,13 +8,13 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from mindspeed_mem.adaptive.layout import ends
 from mindspeed_mem.command_line import flag
 
 _UNCOUNTED = (
     *("moe_latent_size", "moe_expert_capacity_factor", "heterogeneous_layers_config_path", "hybrid_override_pattern"),
     *("experimental_attention_variant", "fp4_format", "optimizer_cpu_offload", "squared_relu"),
-    *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
-    *("account_for_loss_in_pipeline_split", "use_megatron_fsdp", "use_torch_fsdp2", "attention_output_gate"),
+    *("pipeline_model_parallel_layout", "use_megatron_fsdp", "use_torch_fsdp2", "attention_output_gate"),
 )
 """Options that change what a rank holds in ways that nobody here has counted."""
 _VALUES = {
@@ -23,6 +23,8 @@ _VALUES = {
 }
 """Values that mean for memory what others do."""
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,13 +55,12 @@ def options(
     """
     numbers, switches, choices, texts = tables
     parser = Parser()
-    parser.add_argument("--num-virtual-stages-per-pipeline-rank")
     parser.add_argument("--optimizer")
-    for name in _ENDS:
+    for name in (*_ENDS, _VIRTUAL):
         parser.add_argument(flag(name))
     for name in (*numbers, *choices, *texts):
         parser.add_argument(flag(name))
-    for name in (*switches, "bf16", "fp16"):
+    for name in (*switches, *_COUNTED, "bf16", "fp16"):
         parser.add_argument(flag(name), action="store_true", default=None)
     for name in _UNCOUNTED:
         parser.add_argument(flag(name), nargs="?", const=True)
@@ -83,21 +84,50 @@ def options(
     for name, values in _VALUES.items():
         if name in found:
             found[name] = values.get(found[name], found[name])
-    virtual = found.pop("num_virtual_stages_per_pipeline_rank", None)
-    ends = [found.pop(name, None) for name in _ENDS]
-    sizes = [str(found.get(name, "")) for name in ("num_layers", "pipeline_model_parallel_size")]
-    if virtual is not None and all(size.isdigit() for size in (virtual, *sizes)):
-        found["num_layers_per_virtual_pipeline_stage"] = int(sizes[0]) // (int(sizes[1]) * int(virtual))
-    if any(ends) and all(size.isdigit() for size in (*filter(None, ends), *sizes)):
-        found["pipeline_stages"] = _between(*map(int, sizes), *(int(end) if end else None for end in ends))
-    return {"transformer_impl": "transformer_engine", **found}
+    stages = _stages(found, wrong)
+    return {"transformer_impl": "transformer_engine", **found, **stages}
 
 
-def _between(layers: int, stages: int, first: int | None, last: int | None) -> str:
-    """Layers of each stage, where the first or the last has its own number of them."""
+def _stages(found: dict[str, Any], wrong: list[str]) -> dict[str, object]:
+    """How layers are split over stages in `plan`'s words; what Megatron says it in is taken out of `found`."""
+    virtual, first, last = (found.pop(name, None) for name in (_VIRTUAL, *_ENDS))
+    embedding, loss = (bool(found.pop(name, False)) for name in _COUNTED)
+    each = found.get("num_layers_per_virtual_pipeline_stage")
+    sizes = [found.get("num_layers"), found.get("pipeline_model_parallel_size", "1")]
+    texts = [text for text in (virtual, first, last, each, *sizes) if text is not None]
+    if None in sizes or not all(text.isdigit() and int(text) for text in texts):
+        return {}  # said where they are read
+    layers, pipeline = map(int, sizes)
+    if not (first or last or embedding or loss):
+        return {} if virtual is None else {"num_layers_per_virtual_pipeline_stage": layers // (pipeline * int(virtual))}
+    said = " ".join(
+        flag(name) for name, there in zip((*_ENDS, *_COUNTED), (first, last, embedding, loss), strict=True) if there
+    )
+    parts = int(virtual or 1)
+    if each is not None:
+        parts = (layers + embedding + loss) // pipeline // int(found.pop("num_layers_per_virtual_pipeline_stage"))
+    counts: tuple[int, ...] = ()
+    if (first or last) and not (embedding or loss) and each is None:
+        counts = _between(layers, pipeline, parts, first and int(first), last and int(last))
+    elif not (first or last):
+        counts = ends.counted(layers, pipeline, max(parts, 1), embedding, loss)
+    if not counts:
+        wrong.append(
+            f"--megatron {said}: {layers} layers on {pipeline} pipeline stages of {parts} parts cannot be split so; "
+            "Megatron refuses it, too"
+        )
+        return {}
+    return {"pipeline_stages": ",".join(map(str, counts))}
+
+
+def _between(layers: int, stages: int, parts: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    """Layers of each part, where the first stage or the last has its own number of them; empty: that cannot be."""
     inner = stages - (first is not None) - (last is not None)
     each = (layers - (first or 0) - (last or 0)) // max(inner, 1)
-    return ",".join(map(str, [*[first] * (first is not None), *[each] * inner, *[last] * (last is not None)]))
+    try:
+        return ends.parts(layers, stages, parts, ends.Ends(first or each, last or each))
+    except ValueError:
+        return ()
 
 
 def with_experts(text: str | None, layers: int | None, wrong: list[str]) -> list[bool]:

@@ -235,6 +235,21 @@ def test_what_does_not_fit_names_bytes_stage_holders_and_what_to_try():
     assert least.simulated == simulate(problem, least.plan)
 
 
+def test_who_holds_what_does_not_count_what_no_operator_takes():
+    """Temporaries of 700 MB are known operator by operator, and the peak is where an operator takes none of them."""
+    problem = small_problem(layers=3, micro_batches=4)
+    stages = tuple(dataclasses.replace(stage, temporary_bytes=700 * MB) for stage in problem.stages)
+    whole = dataclasses.replace(problem, stages=stages)
+    known = tuple(dataclasses.replace(stage, operator_temporary_bytes=700 * MB) for stage in stages)
+    needed = {}
+    for name, one in (("whole", whole), ("known", dataclasses.replace(problem, stages=known))):
+        with pytest.raises(InfeasibleError) as error:
+            Search(one).best(600 * MB)
+        needed[name] = error.value.needed_bytes
+        assert ("temporaries 0.65 GiB" in str(error.value)) == (name == "whole")
+    assert needed["whole"] - needed["known"] == 700 * MB
+
+
 def test_the_host_limit_holds():
     free = small_problem(layers=4, micro_batches=2, link=50.0)
     bound = small_problem(layers=4, micro_batches=2, link=50.0, host=200 * MB)

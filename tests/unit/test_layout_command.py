@@ -32,6 +32,10 @@ CASES = {
         1.0,
         GROUPS + "--devices 8 --devices-per-node 4 --fix tp=2,pp=2,vpp=2,mbs=1 --allow swap,recompute",
     ),
+    "a shorter end": (4, "--num-layers 9 --devices 3 --fix pp=3,vpp=1,first=4,mbs=1 --allow none"),
+    "shorter ends of virtual stages": (4, "--num-layers 12 --devices 4 --fix pp=4,vpp=2,last=2,mbs=1 --allow none"),
+    "the loss as a layer": (4, "--num-layers 15 --devices 4 --fix pp=4,vpp=2,mbs=1 --allow none"),
+    "embedding and loss as layers": (4, "--num-layers 14 --devices 4 --fix pp=4,vpp=2,first=3,mbs=1 --allow none"),
     "zb": (2, "--transformer-impl local --devices 2 --fix pp=2,vpp=1,mbs=1 --pipeline-schedules zb"),
     "v": (3, "--transformer-impl local --devices 2 --fix pp=2,mbs=1 --pipeline-schedules v"),
     "context": (2, "--devices 8 --fix cp=2,zero=0,mbs=1"),
@@ -95,6 +99,11 @@ def test_the_printed_line_is_read_back_as_the_same_layout(found, tmp_path, name)
     for short, field in names.items():
         assert profile.shapes[field] == int(shown.get(short, field not in ("chunk_zero_stage",))), short
     assert profile.model["micro_batch_size"] == int(shown["mbs"])
+    stages = [sum(len(part.layers) for part in stage.parts) for stage in profile.problem.stages]
+    if "first" in shown:
+        assert (stages[0], stages[-1]) == (int(shown["first"]), int(shown["last"]))
+    else:
+        assert len(set(stages)) == 1
     if "experts" in name:
         assert (profile.shapes["expert"], profile.shapes["expert_tensor"]) == (4, int(shown.get("etp", 1)))
     assert profile.shapes["schedule"] == (name if name in ("zb", "v") else "1f1b")
@@ -163,7 +172,8 @@ def test_the_table_says_what_is_best_and_where_the_time_goes(found):
 def test_a_script_trains_with_the_layout_and_its_plan(found, tmp_path):
     script = tmp_path / "run.sh"
     words = (
-        SMALL.format(gib=0.6) + GROUPS + "--devices 8 --devices-per-node 4 --fix tp=2,pp=2,mbs=2 --allow swap,recompute"
+        SMALL.format(gib=0.6) + GROUPS + "--devices 8 --devices-per-node 4 --allow swap,recompute "
+        "--fix tp=2,pp=2,first=2,last=2,mbs=2"
     )
     status, out, err = found(f"{words} --output {script}")
     assert status == 0, err
@@ -212,7 +222,8 @@ def test_all_that_is_wrong_is_said_at_once(found):
     for reason in (
         "--tensor-model-parallel-size is searched; --fix takes tp, cp, ep,",
         "--devices 12 is no multiple of --devices-per-node 8",
-        "--fix takes sizes such as tp=4, of tp, cp, ep, etp, pp, vpp, mbs, dp, zero (zero: 0 to 3), not 'tp=x'",
+        "--fix takes sizes such as tp=4, of tp, cp, ep, etp, pp, vpp, first, last, mbs, dp, zero (zero: 0 to 3), ",
+        "not 'tp=x'",
         "not 'dq=2'",
         "--allow takes swap, recompute, chunk-zero, or none, not 'magic'",
         "--pipeline-schedules zb: what TransformerEngine's layers hold for it is not counted: --transformer-impl local",

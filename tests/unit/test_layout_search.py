@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from mindspeed_mem.adaptive.layout import accounting, closed_form
+from mindspeed_mem.adaptive.layout import accounting, closed_form, ends
 from mindspeed_mem.adaptive.layout.cluster import Cluster
 from mindspeed_mem.adaptive.layout.enumeration import Layout, Model, layouts
 from mindspeed_mem.adaptive.layout.search import LayoutSearch, raised_bound
@@ -92,7 +92,8 @@ def test_what_it_finds_is_the_best_of_all(shape, fixed):
 def test_schedules_with_a_split_backward_are_among_the_pipelines():
     what, on = model(dataclasses.replace(LLAMA, te=False)), devices(count=2, gib=40)
     search = LayoutSearch(what, on, reserve_bytes=0)
-    tried = list(layouts(what, on, {"pipeline": 2, "micro_batch": 1}, True, Counter(), schedules=("1f1b", "zb", "v")))
+    fixed = {"pipeline": 2, "first": 2, "micro_batch": 1}
+    tried = list(layouts(what, on, fixed, True, Counter(), schedules=("1f1b", "zb", "v")))
     found = {(one.schedule, one.virtual) for one in tried}
     assert found == {("1f1b", 1), ("1f1b", 2), ("zb", 1), ("zb", 2), ("v", 2)}
     assert not any(one.zero for one in tried if one.schedule != "1f1b") and any(one.zero for one in tried)
@@ -109,6 +110,28 @@ def test_schedules_with_a_split_backward_are_among_the_pipelines():
             assert spent.recompute == pytest.approx(0, abs=1e-9)
 
 
+def test_a_heavy_head_shortens_the_last_stage():
+    """Where the head is worth several layers, and where layers do not divide: the few splits that are tried have one
+    within 1 % of the best of all that Megatron accepts among them."""
+    wide = dataclasses.replace(LLAMA, num_layers=12)
+    for shape, pipeline in ((wide, 2), (wide, 4), (dataclasses.replace(LLAMA, num_layers=11), 4)):
+        what = Model(shape=shape, split=Degrees(), batch=16, vocab_size=128000)
+        on = devices(count=pipeline, gib=60, per_node=4)
+        search = LayoutSearch(what, on, allowed=(), reserve_bytes=0)
+        sizes = {"pipeline": pipeline, "virtual": 1, "micro_batch": 1}
+        tried = every(what, on, **sizes)
+        all_there_are = [one for first in range(1, 12) for one in every(what, on, first=first, **sizes)]
+        assert len(tried) < len(all_there_are) and all(one in all_there_are for one in tried)
+        best, of_all = (search.run(some).planned[0] for some in (tried, all_there_are))
+        assert best.seconds <= 1.01 * of_all.seconds and 0 < best.layout.last < shape.num_layers / pipeline
+        even = [one for one in tried if not one.first]
+        assert bool(even) == (shape.num_layers % pipeline == 0)
+        for one in even:
+            assert best.seconds < 0.95 * search.run([one]).planned[0].seconds
+        spent = accounting.seconds(best, what, on)
+        assert sum(spent) == pytest.approx(best.seconds) and spent.recompute == pytest.approx(0, abs=1e-9)
+
+
 def test_time_that_is_up_leaves_a_gap():
     what, on = model(), devices(gib=2.2)
     outcome = LayoutSearch(what, on, reserve_bytes=0, work=0).run(every(what, on), seconds=1e-9)
@@ -122,15 +145,19 @@ def test_only_what_megatron_accepts_is_tried_and_the_rest_counted():
     for layout in found:
         data = layout.data(24)
         assert layout.tensor * layout.context * layout.pipeline * data == 24 and layout.tensor <= 4
-        assert (
-            LLAMA.num_layers % (layout.pipeline * layout.virtual) == 0 and LLAMA.num_query_groups % layout.tensor == 0
-        )
+        assert LLAMA.num_query_groups % layout.tensor == 0
+        if layout.first:
+            counts = ends.parts(LLAMA.num_layers, layout.pipeline, layout.virtual, layout.ends)
+            assert sum(counts) == LLAMA.num_layers and min(counts) > 0
+        else:
+            assert LLAMA.num_layers % (layout.pipeline * layout.virtual) == 0
         assert 24 % (data * layout.micro_batch) == 0
         if layout.virtual > 1:
             assert layout.pipeline > 1 and 24 // (data * layout.micro_batch) % layout.pipeline == 0
         assert layout.context == 1 or LLAMA.seq_length % (2 * layout.context) == 0
     assert refused["attention heads are no multiple of tensor-parallel ranks"]
-    assert refused["layers are no multiple of pipeline stages"]
+    assert refused["layers cannot be divided so over pipeline stages and their virtual ones"]
+    assert any(layout.first for layout in found)
     assert refused["virtual stages: micro-batches are no multiple of pipeline stages"]
     assert refused["the sequence is no multiple of twice the context-parallel ranks"]
     assert refused["the global batch is no multiple of micro-batch times data-parallel ranks"]

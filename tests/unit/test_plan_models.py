@@ -168,6 +168,16 @@ def test_a_command_line_of_megatron_describes_the_model(planned):
     _, uneven, _ = planned([*ours, "--megatron", f"{LINE} --bf16 --decoder-first-pipeline-num-layers 3"])
     assert [len(stage.parts[0].layers) for stage in uneven.problem.stages] == [3, 5]
     assert uneven == planned([*ours, "--pipeline-stages", "3,5", "--megatron", f"{LINE} --bf16"])[1]
+    counted = f"{LINE.replace('--num-layers 8', '--num-layers 7').replace('([0]*2+[1]*6)', '1')} --bf16"
+    for words, stages in (
+        ("--account-for-loss-in-pipeline-split", [[4], [3]]),
+        ("--account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2", [[1, 2], [2, 2]]),
+        ("--decoder-last-pipeline-num-layers 2", [[5], [2]]),
+    ):
+        _, uneven, _ = planned([*ours, "--megatron", f"{counted} {words}"])
+        assert [[len(part.layers) for part in stage.parts] for stage in uneven.problem.stages] == stages
+    status, _, printed = planned([*ours, "--megatron", f"{LINE} --bf16 --account-for-loss-in-pipeline-split"])
+    assert status == 2 and "--megatron --account-for-loss-in-pipeline-split: 8 layers on 2 pipeline stages" in printed
     status, _, printed = planned([*ours, "--megatron", f"{LINE} --optimizer-cpu-offload --optimizer muon"])
     assert status == 2 and "--megatron --optimizer-cpu-offload: what that changes in memory is not known" in printed
     assert "--megatron --optimizer muon: only the states of adam are known" in printed

@@ -68,7 +68,7 @@ def seconds(one: Planned, model: Model, cluster: Cluster) -> Seconds:
         sum(closed_form.part_seconds(problem, part) for part in stage.parts) for stage in problem.stages
     )
     optimizer = max(stage.step_seconds for stage in problem.stages)
-    if problem.pipeline.apart:  # orders that were found by simulation idle more than the bound says
+    if problem.pipeline.apart or split.stage_layers:  # others than all alike in order idle more than the bound says
         idle = keep_all(one.found.problem).seconds - kept
         kept, total = kept + idle, total + idle
     more = one.seconds - kept

@@ -8,7 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from mindspeed_mem.adaptive.layout import ends
 from mindspeed_mem.adaptive.layout.cluster import Cluster
+from mindspeed_mem.adaptive.layout.ends import Ends
+from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.shape import Degrees, Shape
 from mindspeed_mem.schedule import problems as schedule_problems
 
@@ -19,6 +22,8 @@ NAMES = {
     "etp": "expert_tensor",
     "pp": "pipeline",
     "vpp": "virtual",
+    "first": "first",
+    "last": "last",
     "mbs": "micro_batch",
     "dp": "data",
     "zero": "zero",
@@ -44,12 +49,20 @@ class Layout:
     expert_tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
+    first: int = 0
+    """Layers of the first pipeline stage,"""
+    last: int = 0
+    """and of the last one; both 0: as many as the others have."""
     micro_batch: int = 1
     zero: int = 0
     """The stage of chunks; 0: none."""
     on_device: float = 1.0
     schedule: str = "1f1b"
     """``--pipeline-schedule``: 1f1b, zb or v."""
+
+    @property
+    def ends(self) -> Ends:
+        return Ends(self.first, self.last)
 
     def data(self, devices: int) -> int:
         return devices // (self.tensor * self.context * self.pipeline)
@@ -67,12 +80,15 @@ class Layout:
         """What of it concerns bytes and seconds."""
         data = self.data(devices)
         micro_batches = model.batch // (data * self.micro_batch)
+        counts: tuple[int, ...] = ()
+        if self.ends != ends.EVEN:
+            counts = ends.parts(model.shape.num_layers, self.pipeline, self.virtual, self.ends)
         return dataclasses.replace(
             model.split,
             tensor=self.tensor,
             pipeline=self.pipeline,
             virtual=self.virtual,
-            stage_layers="",
+            stage_layers=",".join(map(str, counts)),
             data=data,
             context=self.context,
             micro_batches=micro_batches,
@@ -128,32 +144,56 @@ def layouts(
     tensors = _choices(fixed, "tensor", [size for size in _divisors(devices) if size <= cluster.per_node])
     pipelines = _choices(fixed, "pipeline", _divisors(devices))
     contexts = _choices(fixed, "context", _divisors(devices))
+    head = _head(model, cluster)
     for tensor, pipeline, context in itertools.product(tensors, pipelines, contexts):
         if devices % (tensor * pipeline * context):
             continue  # not so many devices: no layout at all
-        reason = _indivisible(shape, tensor, pipeline, context)
+        reason = _indivisible(shape, tensor, context)
+        splits = _splits(shape.num_layers, pipeline, head, fixed)
+        if reason is None and not splits:
+            reason = "layers cannot be divided so over pipeline stages and their virtual ones"
         if reason is not None:
             refused[reason] += 1
             continue
         data = devices // (tensor * pipeline * context)
         if fixed.get("data", data) != data:
             continue
-        virtuals = [size for size in _divisors(shape.num_layers // pipeline) if size <= _VIRTUAL]
         for micro_batch in _choices(fixed, "micro_batch", _MICRO_BATCHES):
             if model.batch % (data * micro_batch):
                 refused["the global batch is no multiple of micro-batch times data-parallel ranks"] += 1
                 continue
             count = model.batch // (data * micro_batch)
-            for virtual in _choices(fixed, "virtual", virtuals):
-                if shape.num_layers // pipeline % virtual or (virtual > 1 and pipeline == 1):
-                    refused["virtual stages: they need pipeline stages, and divide the layers of each"] += 1
-                    continue
+            for virtual, (first, last) in splits:
                 one = Layout(
-                    tensor=tensor, context=context, pipeline=pipeline, virtual=virtual, micro_batch=micro_batch
+                    tensor=tensor,
+                    context=context,
+                    pipeline=pipeline,
+                    virtual=virtual,
+                    first=first,
+                    last=last,
+                    micro_batch=micro_batch,
                 )
                 for scheduled in _scheduled(one, count, schedules, refused):
                     for experts in _experts(shape, scheduled, data, fixed, refused):
                         yield from _sharded(experts, data * context, fixed, chunks)
+
+
+def _head(model: Model, cluster: Cluster) -> float:
+    """What the last stage has to do besides its layers, in layers: predictions, their losses, further tokens'."""
+    shape = dataclasses.replace(model.shape, micro_batch_size=1, vocab_size=model.padded(1))
+    problem = from_shape.problem(shape, Degrees(), cluster.machine)
+    (part,) = problem.stages[0].parts
+    kinds = [problem.class_of[name] for name in part.layers]
+    layers = [kind.forward_seconds + kind.backward_seconds for kind in kinds]
+    each = sum(layers[: shape.num_layers]) / shape.num_layers
+    return (part.after.forward_seconds + part.after.backward_seconds + sum(layers[shape.num_layers :])) / each
+
+
+def _splits(layers: int, pipeline: int, head: float, fixed: Mapping[str, int]) -> list[tuple[int, Ends]]:
+    """Virtual stages, and the layers of the first stage and the last."""
+    asked = Ends(fixed.get("first", 0), fixed.get("last", 0))
+    virtuals = _choices(fixed, "virtual", range(1, 1 + (_VIRTUAL if pipeline > 1 else 1)))
+    return [(virtual, one) for virtual in virtuals for one in ends.choices(layers, pipeline, virtual, head, asked)]
 
 
 def _scheduled(one: Layout, count: int, schedules: Collection[str], refused: Counter[str]) -> Iterator[Layout]:
@@ -162,6 +202,8 @@ def _scheduled(one: Layout, count: int, schedules: Collection[str], refused: Cou
         split, v = schedule != "1f1b", schedule == "v"
         if split and (one.pipeline == 1 or one.virtual > _SPLIT_VIRTUAL or (v and one.virtual != _SPLIT_VIRTUAL)):
             continue  # none idles, few do, or it is no V: nothing that Megatron refuses
+        if v and one.ends != ends.EVEN:
+            continue  # a V has the first part and the last on one stage
         if schedule_problems(one.pipeline, one.virtual, count, split=split, v=v):
             refused["virtual stages: micro-batches are no multiple of pipeline stages"] += 1
             continue
@@ -195,7 +237,7 @@ def _experts(shape: Shape, one: Layout, data: int, fixed: Mapping[str, int], ref
                 yield dataclasses.replace(one, expert=expert, expert_tensor=split)
 
 
-def _indivisible(shape: Shape, tensor: int, pipeline: int, context: int) -> str | None:
+def _indivisible(shape: Shape, tensor: int, context: int) -> str | None:
     """Why Megatron refuses these sizes."""
     if shape.num_attention_heads % tensor:
         return "attention heads are no multiple of tensor-parallel ranks"
@@ -203,8 +245,6 @@ def _indivisible(shape: Shape, tensor: int, pipeline: int, context: int) -> str 
         return "query groups are no multiple of tensor-parallel ranks"
     if shape.ffn_hidden_size % tensor or shape.shared_expert_size % tensor:
         return "the MLP's width is no multiple of tensor-parallel ranks"
-    if shape.num_layers % pipeline:
-        return "layers are no multiple of pipeline stages"
     if context > 1 and not (shape.flash and shape.te):
         return "only TransformerEngine's fused attention is split over context-parallel ranks"
     if context > 1 and shape.seq_length % (2 * context):

@@ -176,7 +176,8 @@ class LayoutSearch:
 
 def raised_bound(problem: Problem) -> float:
     """Seconds that no plan which fits is below; infinite where none does. The first stage, which holds the most
-    micro-batches, and the last one, which has the head, are looked at."""
+    micro-batches, the first of those with the most layers, and the last one, which has the head, are looked at."""
+    layers = [sum(len(part.layers) for part in stage.parts) for stage in problem.stages]
     stages, line = len(problem.stages), problem.pipeline
     few = min(line.micro_batches, 2 * stages)  # that many are in flight
     short = problem.with_micro_batches(few)
@@ -184,7 +185,7 @@ def raised_bound(problem: Problem) -> float:
     for number, stage in enumerate(problem.stages):
         works = [closed_form.part_seconds(problem, part) for part in stage.parts]
         cycle = sum(works)
-        if number in (0, stages - 1):
+        if number in (0, layers.index(max(layers)), stages - 1):
             rules = (Rules(inputs_move=move) for move in (False, True))
             cycle = max(cycle, min(bound(short, number, problem.device_limit / GB, rule) for rule in rules))
         longest = max(longest, way + line.micro_batches * cycle)
@@ -194,7 +195,7 @@ def raised_bound(problem: Problem) -> float:
 
 def _held(problem: Problem) -> int:
     """What is there whatever a plan does."""
-    return max(stage.static_bytes + stage.temporary_bytes for stage in problem.stages)
+    return max(stage.fixed_bytes for stage in problem.stages)
 
 
 def _without_recompute(problem: Problem) -> Problem:

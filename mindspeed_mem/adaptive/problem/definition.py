@@ -146,6 +146,11 @@ class Stage:
     step_seconds: float = 0.0
     """Once per step, outside the passes: reductions, optimizer."""
 
+    @property
+    def fixed_bytes(self) -> int:
+        """What is there whatever runs and whatever is planned."""
+        return self.static_bytes + self.temporary_bytes - self.operator_temporary_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:

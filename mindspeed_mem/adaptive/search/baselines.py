@@ -112,7 +112,7 @@ def _saved(problem: Problem) -> list[tuple[int, dict[str, int]]]:
     found = []
     for number, stage in enumerate(problem.stages):
         for counts, waits in problem.held[number]:
-            held, saved = stage.static_bytes + stage.temporary_bytes - stage.operator_temporary_bytes, dict[str, int]()
+            held, saved = stage.fixed_bytes, dict[str, int]()
             held += sum(n * problem.waiting(number, part) for part, n in enumerate(waits))
             for n, part in zip(counts, stage.parts, strict=True):
                 held += n * (part.before.bytes + part.after.bytes)

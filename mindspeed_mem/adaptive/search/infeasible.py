@@ -39,7 +39,8 @@ class InfeasibleError(ValueError):
 def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, int]:
     """Who holds how many of the bytes of a stage's peak."""
     stage = problem.stages[number]
-    held = {STATIC: stage.static_bytes, "temporaries": stage.temporary_bytes, "layer inputs, head and loss": 0}
+    short = stage.fixed_bytes - stage.static_bytes  # what operators take for a short time is with the layers at work
+    held = {STATIC: stage.static_bytes, "temporaries": short, "layer inputs, head and loss": 0}
     counts, waits = max(problem.held[number], key=lambda one: (sum(map(sum, one)), one))
     waiting = sum(n * problem.waiting(number, part) for part, n in enumerate(waits))
     for letters, part, count in zip(plan.stages[number].parts, stage.parts, waits, strict=True):

@@ -267,7 +267,7 @@ def _stage(
         kept.append((held, terms))
         moved.append(swapped)
         later.append(waits_on_host)
-    there = (stage.static_bytes + stage.temporary_bytes - stage.operator_temporary_bytes) / GB
+    there = stage.fixed_bytes / GB
     for counts, waits in problem.held[number]:
         rows = [(name, n * value) for n, (_, terms) in zip(counts, kept, strict=True) for name, value in terms.items()]
         held = sum(n * size for n, (size, _) in zip(counts, kept, strict=True))
