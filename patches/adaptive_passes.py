@@ -40,7 +40,7 @@ class AdaptivePasses(Listener):
     def _begin(self, engine: Engine, adaptation: FollowsCalls, call: ScheduleCall) -> None:
         models = call.models
         sizes = (call.arguments["seq_length"], call.arguments["micro_batch_size"], call.micro_batches)
-        what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, *sizes)
+        what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, *sizes, *_order(call))
         _agreement.agree(engine, models)
         here = Ranks(ranks.number(), call.stage, ranks.gather, ranks.to_first, _agreement.partners())
         adaptation.begin(what, here, lambda: _facts(engine, models, what))
@@ -51,6 +51,14 @@ class AdaptivePasses(Listener):
 
 
 join("mindspeed_mem.passes:LISTENERS", AdaptivePasses(), declared_by=__name__)
+
+
+def _order(call: ScheduleCall) -> tuple[str, bool]:
+    """The schedule that runs, and whether it has gradients of weights put off within the backward of their pass."""
+    now = features.in_force()
+    if now.zero_bubble:  # without a pipeline Megatron's own loop runs, and puts nothing off
+        return ("v" if now.v_placement else "zb") if call.stages > 1 else "1f1b", False
+    return "1f1b", "--split-backward" in now.on
 
 
 def _facts(engine: Engine, models: Sequence[nn.Module], call: Call) -> dict[str, Any]:

@@ -121,9 +121,12 @@ class _Delayed:
         self._of, self._waiting, self._count = one, waiting, len(entries)
         tensors = (tensor for tensors, _ in entries for tensor in _flat(tensors))
         self.holds = tuple(tensor for tensor in tensors if type(tensor) is torch.Tensor)
-        if engines.current() is not None:
+        engine = engines.current()
+        if engine is not None:
             for tensor in self.holds:
                 LEDGER.enter(tensor.untyped_storage(), owned=False)
+            if engine.observation.profiler is not None:  # as a whole: the modules' own code says no more
+                engine.observation.profiler.puts_off(None, self.holds)
 
     def compute(self) -> None:
         """By the module's own means, as often as it has run in the pass; then whoever waits is told."""

@@ -7,14 +7,16 @@ A weight's gradient that is missing in backward makes DistributedDataParallel's 
 Whatever is no such layer computes as always.
 
 In Megatron's own loops weights follow right after the backward of their pass; in ours (`pipeline_cap`) when the order
-says so.
+says so. A profile is told what is put off, and when it is computed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -64,6 +66,27 @@ _CALLS = SplitBackward()
 join("mindspeed_mem.passes:LISTENERS", _CALLS, declared_by=__name__)
 
 
+def _profiler() -> Any:
+    engine = engines.current()
+    return None if engine is None else engine.observation.profiler
+
+
+@contextlib.contextmanager
+def _profiled(key: Hashable) -> Iterator[None]:
+    """Around the computing of what was put off in the pass ``key``."""
+    if (profiler := _profiler()) is None:
+        yield
+        return
+    profiler.begin_weights(key if key != _PASS else None)
+    try:
+        yield
+    finally:
+        profiler.end_pass()
+
+
+join("mindspeed_mem.schedule.weight_gradients:WEIGHT_GRADIENTS.around", _profiled, declared_by=__name__)
+
+
 @functools.cache
 def _say_idle() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -110,11 +133,11 @@ def linear_backward(original, ctx, grad_output):
     parameter = getattr(ctx.next_functions[1][0], "variable", None)
     if not WEIGHT_GRADIENTS.collecting or parameter is None or _is_special(ctx, parameter):
         return original(ctx, grad_output)
-    engine, later = engines.current(), None
+    engine, later, read = engines.current(), None, None
     if engine is None:
         inputs, weight = ctx.saved_tensors
     else:
-        (inputs, weight), later = engine.saved.for_weights(ctx)
+        (inputs, weight), later, read = engine.saved.for_weights(ctx)
     result = original(_WithoutWeight(ctx, inputs, weight), grad_output)
     layers = sys.modules[_LAYERS]
     grad_bias = None
@@ -123,7 +146,9 @@ def linear_backward(original, ctx, grad_output):
     gathered_by = ctx.tp_group if ctx.sequence_parallel else None
     fused = ctx.gradient_accumulation_fusion
     holds = (grad_output.detach(),) if later is not None else (grad_output.detach(), inputs.detach())
-    compute = _WeightGradient(parameter, later or _Here(holds[-1]), holds[0], gathered_by, fused)
+    profiler = None if engine is None else engine.observation.profiler
+    node = None if profiler is None else profiler.puts_off(read, holds[:1])
+    compute = _WeightGradient(parameter, later or _Here(holds[-1]), holds[0], gathered_by, fused, node)
     WEIGHT_GRADIENTS.put_off(parameter, compute, holds, None if later is None else later.fetch)
     if engine is not None:  # of the inputs it may have counted their operator's, until its backward
         for held in holds:
@@ -191,12 +216,15 @@ class _WeightGradient:
         grad_output: torch.Tensor,
         gathered_by: Any,
         fused: bool,
+        node: Any,
     ) -> None:
         self._parameter, self._inputs, self._grad_output = parameter, inputs, grad_output
-        self._gathered_by, self._fused = gathered_by, fused
+        self._gathered_by, self._fused, self._node = gathered_by, fused, node
         self._version = grad_output._version
 
     def __call__(self) -> torch.Tensor | None:
+        if self._node is not None and (profiler := _profiler()) is not None:
+            profiler.makes_weights(self._node)
         try:
             if self._version != self._grad_output._version:
                 raise ChangedError

@@ -8,6 +8,7 @@ commands of the compute stream run. Each operator of each layer is a command of 
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections import defaultdict
 
@@ -39,6 +40,11 @@ class Machine:
     def __init__(self, problem, plan):
         self.problem, self.plan = problem, plan
         self.weight_copies = 0
+        self.begins = [0 for _ in problem.stages]
+        """The most that is held on each stage when a backward begins."""
+        self.most = None
+        if plan.idle_prefetch:
+            self.most = Machine(problem, dataclasses.replace(plan, idle_prefetch=False)).begins
         self.late = [[] for _ in problem.stages]  # events of copies out that are due, with their bytes
         self.streams = [
             [Stream()] * 3 if problem.link.blocking else [Stream() for _ in range(3)] for _ in problem.stages
@@ -96,7 +102,32 @@ class Machine:
             if direction == FORWARD:
                 self._forward(number, micro_batch, chunk, ahead, fetched)
             else:
+                self.begins[number] = max(self.begins[number], self._held(number))
                 self._backward(number, micro_batch, chunk, ahead, fetched)
+            if ahead and self.most is not None:
+                self._idle(number, ahead, fetched)
+            self.streams[number][0].put(sets=[("pass", number, direction, micro_batch, chunk)])
+
+    def _held(self, number):
+        """What computation holds by now, of which every command is known."""
+        return sum(take - give for _, _, _, take, give, _ in self.streams[number][0].queue)
+
+    def _idle(self, number, key, fetched):
+        """More copies back of the backward that comes, where a pass has ended: as far as a backward has begun with as
+        much, and gradients of weights have room for what they bring back two at a time."""
+        later = sorted((self._on_host(item) for items in self.items.values() for item in items), reverse=True)
+        room, far = self.most[number] - self._held(number) - sum(later[:2]), self.plan.stages[number].distance
+        wanted = [
+            (-(item["due"] + far), -item["due"], index)
+            for index, item in enumerate(self.items[key[1]])
+            if item["act"] == "S" and item["group"].bytes > self._on_host(item) and (number, key, index) not in fetched
+        ]
+        for _, _, index in sorted(wanted):
+            item = self.items[key[1]][index]
+            room -= item["group"].bytes - self._on_host(item)
+            if room < 0:
+                break
+            self._start(number, key, index, fetched)
 
     def _layers(self, number, chunk):
         of_chunk = self.problem.stages[number].parts[chunk]
@@ -148,7 +179,6 @@ class Machine:
 
     def _load(self, number, key, position, fetched):
         """Start the copies back that are due when the operator numbered `position` is about to run backward."""
-        compute, _, back = self.streams[number]
         far = self.plan.stages[number].distance
         found = [
             (item["due"] + far, index)
@@ -156,18 +186,22 @@ class Machine:
             if item["act"] == "S" and item["due"] + far >= position and (number, key, index) not in fetched
         ]
         for _, index in sorted(found, reverse=True):
-            item = self.items[key[1]][index]
-            fetched.add((number, key, index))
-            copied = ("out", number, key, index)
-            if (copied, item["group"].bytes) in self.late[number]:  # it stays: its memory is counted as the copy's now
-                self.late[number].remove((copied, item["group"].bytes))
-                compute.put(give=item["group"].bytes)
-            asked = ("asked", number, key, index)
-            size = item["group"].bytes - self._on_host(item)
-            compute.put(take=size, sets=[asked])
-            seconds = size / GB / self.problem.link.back
-            # not after the copy out: what is late by then would stay, and is taken to be copied all the same
-            back.put(wait=[asked], seconds=seconds, sets=[("back", number, key, index)])
+            self._start(number, key, index, fetched)
+
+    def _start(self, number, key, index, fetched):
+        compute, _, back = self.streams[number]
+        item = self.items[key[1]][index]
+        fetched.add((number, key, index))
+        copied = ("out", number, key, index)
+        if (copied, item["group"].bytes) in self.late[number]:  # it stays: its memory is counted as the copy's now
+            self.late[number].remove((copied, item["group"].bytes))
+            compute.put(give=item["group"].bytes)
+        asked = ("asked", number, key, index)
+        size = item["group"].bytes - self._on_host(item)
+        compute.put(take=size, sets=[asked])
+        seconds = size / GB / self.problem.link.back
+        # not after the copy out: what is late by then would stay, and is taken to be copied all the same
+        back.put(wait=[asked], seconds=seconds, sets=[("back", number, key, index)])
 
     def _release(self, number, copied, size):
         """What is due leaves once its copy is done, at the latest when more is late than the window allows.
@@ -227,7 +261,6 @@ class Machine:
         for due in sorted(releases):
             for index, size in releases[due]:
                 self._release(number, ("out", number, key, index), size)
-        compute.put(sets=[("pass", number, FORWARD, micro_batch, chunk)])
 
     def _backward(self, number, micro_batch, chunk, ahead, fetched):
         compute = self.streams[number][0]
@@ -262,7 +295,7 @@ class Machine:
         compute.put(seconds=start.backward_seconds - later[1])
         if self.problem.pipeline.schedule == "1f1b" and self.splits:
             self._weights(number, chunk)
-        compute.put(give=start.bytes - waits[1], sets=[("pass", number, "backward", micro_batch, chunk)])
+        compute.put(give=start.bytes - waits[1])
 
     def _weights(self, number, chunk):
         """Gradients of weights; what they are made from is counted as theirs until the last of them is there."""

@@ -168,16 +168,16 @@ class SavedTensors:
             own_tensors.unpacked(kept)
         return tensor
 
-    def for_weights(self, ctx: Any) -> tuple[tuple, OnHost | None]:
+    def for_weights(self, ctx: Any) -> tuple[tuple, OnHost | None, Handle | None]:
         """``ctx.saved_tensors`` of a linear layer that puts the gradient of its weight off, input first.
 
         What the input's gradient does not need, and is on the host, stays there: there is a stand-in without memory for
-        it, and what brings it back.
+        it, and what brings it back. Last comes the input's handle, if it has one.
         """
         outer, self._reads = self._reads, ReadsForWeights(self._mover)
         try:
             tensors = ctx.saved_tensors
-            return tensors, self._reads.later
+            return tensors, self._reads.later, self._reads.first
         finally:
             self._reads = outer
 

@@ -176,11 +176,6 @@ SPLIT_BACKWARD = (
     of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_ours("--chunk-zero-stage", "a chunk's gradients are reduced as the backward pass makes them"),
-    of_ours(
-        "--adaptive-memory-optimization",
-        "its profile does not measure what gradients of weights hold and take; `python -m mindspeed_mem plan` counts "
-        "that: give its plan with --memory-config",
-    ),
     of_mindspeed("--moe-fb-overlap", _BOTH_PUT_OFF),
     of_mindspeed("--schedules-method", _BOTH_PUT_OFF, value="dualpipev"),
     of_mindspeed("--recompute-in-bubble", _OTHER_LINEAR),

@@ -56,7 +56,7 @@ FEATURES = (
         since="0.14",
         before_that="its linear layers do not know their process groups",
         bars=incompatible.SPLIT_BACKWARD,
-        same_plan="no plan is found beside it",
+        same_plan="it is compared as part of the shape of a call",
     ),
     Feature(
         flag="--pipeline-schedule",
@@ -70,7 +70,7 @@ FEATURES = (
         since="0.14",
         before_that="its passes take no number of a stage",
         bars=incompatible.ZERO_BUBBLE,
-        same_plan="no plan is found beside it",
+        same_plan="the schedule is compared as part of the shape of a call",
     ),
     Feature(
         flag="--memory-config",

@@ -212,7 +212,7 @@ class _Step(Untimed):
             self.backend, engine.in_force.num_layers, self._boundary, reads=False
         )
         self._mover.timing = self
-        self._untimed_weights, WEIGHT_GRADIENTS.timed = WEIGHT_GRADIENTS.timed, self._weights
+        WEIGHT_GRADIENTS.around.append(self._weights)
         LEDGER.token = logged(self.allocations)
         if engine.survival is not None:
             engine.survival.mover.copying = self.watch.copying
@@ -228,7 +228,7 @@ class _Step(Untimed):
         self.backend.end_range(self._range)
         self._engine.observation.stopwatch = None
         self._mover.timing, LEDGER.token = UNTIMED, Token
-        WEIGHT_GRADIENTS.timed = self._untimed_weights
+        WEIGHT_GRADIENTS.around.remove(self._weights)
         self.allocations.close()
         if self._engine.survival is not None:
             self._engine.survival.mover.copying = contextlib.nullcontext

@@ -32,10 +32,6 @@ class Delayed(Protocol):
         """See that its parameters have their gradients, and who follows these is told."""
 
 
-def _untimed(key: Hashable) -> AbstractContextManager:
-    return contextlib.nullcontext()
-
-
 class WeightGradients:
     """Those that are put off, by pass; passes run one at a time."""
 
@@ -47,8 +43,8 @@ class WeightGradients:
         for what they have put off in it."""
         self.count = 0
         """How many gradients were put off so far."""
-        self.timed: Callable[[Hashable], AbstractContextManager] = _untimed
-        """Entered around each pass that computes them; a trace puts itself in this place."""
+        self.around: list[Callable[[Hashable], AbstractContextManager]] = []
+        """Whoever watches: entered, with the pass, around the computing of what was put off in it."""
 
     @property
     def collecting(self) -> bool:
@@ -108,7 +104,9 @@ class WeightGradients:
         one = self._passes.pop(key)
         without = [parameter for parameter in one.parameters if parameter.grad is None]
         try:
-            with self.timed(key):
+            with contextlib.ExitStack() as stack:
+                for watcher in self.around:
+                    stack.enter_context(watcher(key))
                 self._run(one)
         except BaseException:
             for parameter in without:

@@ -74,10 +74,10 @@ def test_inputs_of_recomputation_move_where_the_plan_says_so():
     row = letters(input_layernorm="R", input="S")
     stage = StagePlan(parts=((row.replace("S", "-"), row, row, row),), distance=7)
     for move in (False, True):
-        config = memory_config(problem, Plan(stages=(stage,), inputs_move=move))
+        config = memory_config(problem, Plan(stages=(stage,), inputs_move=move, idle_prefetch=move))
         loaded = load_memory_config(sections(config), num_layers=4)
         assert loaded == config
-        assert loaded.swap.swap_recompute_inputs is move
+        assert loaded.swap.swap_recompute_inputs is loaded.swap.idle_prefetch is move
         assert loaded.swap.default_prefetch == (7 if move else 1)
 
 

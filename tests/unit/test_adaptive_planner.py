@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from mindspeed_mem.adaptive import simulate
+from mindspeed_mem.adaptive.problem.checks import problems_of
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.run.planner import ROUNDS, Planner
 from mindspeed_mem.adaptive.search.search import Search
@@ -133,6 +134,18 @@ def test_a_slow_link_is_told_from_slow_computation(problem):
     assert passes_seconds(slower, again) == pytest.approx(1.4 * predicted, rel=0.1)
     near = measured(problem, found, seconds=1.03)
     assert corrected(problem, found.simulated, near) == problem
+
+
+def test_gradients_of_weights_are_corrected_with_the_rest_of_the_backward(problem):
+    line = dataclasses.replace(problem.pipeline, split_backward=True)
+    split = [dataclasses.replace(one, weight_seconds=one.backward_seconds / 2) for one in problem.classes[0].operators]
+    kinds = (dataclasses.replace(problem.classes[0], operators=tuple(split)), *problem.classes[1:])
+    problem = dataclasses.replace(problem, pipeline=line, classes=kinds)
+    found = Search(problem).best()
+    faster = corrected(problem, found.simulated, measured(problem, found, seconds=0.4))
+    assert problems_of(faster) == []
+    shares = [(one.weight_seconds, one.backward_seconds / 2) for one in faster.classes[0].operators]
+    assert all(weight == pytest.approx(half) for weight, half in shares) and any(weight for weight, _ in shares)
 
 
 def test_where_copies_block_a_plan_that_swaps_and_took_longer_makes_swapping_dear(problem):

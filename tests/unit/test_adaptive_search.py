@@ -18,7 +18,7 @@ from mindspeed_mem.adaptive.search.baselines import full_recompute
 from mindspeed_mem.adaptive.search.decisions import Count, host_bytes, is_valid, is_valid_stage, key
 from mindspeed_mem.adaptive.search.milp import Rules
 from mindspeed_mem.adaptive.search.search import MEGATRON
-from tests.planning import MB, small_problem, tiny_class
+from tests.planning import LAYER, MB, small_problem, tiny_class
 from tests.planning_costs import cycle_seconds, host_gb, is_allowed, stage_gb
 
 GOAL = 1.003
@@ -296,6 +296,19 @@ def test_a_plan_that_swaps_lets_copies_be_late_where_that_fits():
     assert found[0].seconds >= roomy.simulated.seconds >= found[1].seconds
     blocking = Search(small_problem(layers=6, micro_batches=4, link=0.6, blocking=True))
     assert blocking.best(int(0.9 * most)).plan.window_bytes == 0
+
+
+def test_a_plan_has_copies_back_start_in_idle_time_where_that_is_faster():
+    """Four stages over a slow link, without recomputation: all that saves memory is waited for."""
+    once = {"recompute_seconds": None, "recompute_keeps": 0, "recompute_operators": (), "needs": ()}
+    kind = dataclasses.replace(LAYER, groups=tuple(dataclasses.replace(one, **once) for one in LAYER.groups))
+    search = Search(small_problem(stages=4, layers=1, micro_batches=6, link=0.5, kind=kind), work=1000)
+    most, least = max(search.simulated(search.keep_all).peaks), search.floor()
+    found = search.best(int(0.9 * least + 0.1 * most))
+    without = search.simulated(dataclasses.replace(found.plan, idle_prefetch=False))
+    assert found.plan.idle_prefetch and found.simulated.seconds < without.seconds
+    assert max(found.simulated.peaks) <= found.problem.device_limit
+    assert not search.best(10 * most).plan.idle_prefetch, "nothing is swapped"
 
 
 def headline(tflops, link_gbps):

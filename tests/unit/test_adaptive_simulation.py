@@ -57,7 +57,8 @@ def cases(draw):
             for part in stage.parts
         )
         plans.append(StagePlan(parts=parts, distance=draw(st.integers(1, 14))))
-    return problem, Plan(stages=tuple(plans), inputs_move=inputs_move)
+    idle = stages > 1 and draw(st.booleans())
+    return problem, Plan(stages=tuple(plans), inputs_move=inputs_move, idle_prefetch=idle)
 
 
 @settings(max_examples=150, deadline=None)
@@ -135,8 +136,8 @@ def test_plans_played_at_once_take_to_the_bit_what_each_takes_by_itself(case, ch
     for place, one in enumerate(several):
         track = StageTrack(problem, number, one)
         assert (track.alone(), track.peak, track.stall) == tuple(row[place] for row in alone)
-        every = (*plan.stages[:number], one, *plan.stages[number + 1 :])
-        found = simulate(problem, dataclasses.replace(plan, stages=every))
+        every = (*plan.stages[:number], one, *plan.stages[number + 1 :])  # none of them in idle time
+        found = simulate(problem, dataclasses.replace(plan, stages=every, idle_prefetch=False))
         assert (found.seconds, found.peaks[number], found.stalls[number]) == tuple(row[place] for row in together)
 
 
@@ -218,6 +219,17 @@ def test_what_a_group_no_longer_needs_leaves_early():
         )
         problem = dataclasses.replace(problem, stages=(stage,))
         assert simulate(problem, Search(problem).keep_all).peaks == (most * MB,)
+
+
+def test_copies_in_idle_time_are_waited_for_less_and_hold_no_more():
+    """When the last micro-batches leave the first stage, there is room for what is swapped of them."""
+    problem = small_problem(stages=2, layers=3, micro_batches=6, link=2.0)
+    swapped = "S" * len(LAYER.groups)
+    part = ("-" + swapped[1:], swapped, "K" * len(LAYER.groups))
+    plan = Plan(stages=(StagePlan(parts=(part,), distance=1),) * 2)
+    plain, ours = simulate(problem, plan), simulate(problem, dataclasses.replace(plan, idle_prefetch=True))
+    assert ours.stalls[0] < plain.stalls[0] and ours.seconds < plain.seconds
+    assert ours.peaks == plain.peaks
 
 
 def test_a_window_saves_waiting_for_copies():

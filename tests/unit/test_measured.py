@@ -196,6 +196,35 @@ def test_all_that_an_operator_hands_to_the_next_layer_leaves_together():
     assert problem.stages[0].parts[0].after.bytes == 10 + 80
 
 
+def test_what_gradients_of_weights_wait_for_is_told_apart():
+    seen = chunk(
+        [{**DENSE, "act": dataclasses.replace(ACT, makes={"a": 256, "m": 32}, saved={"a": ["down"], "m": ["act"]})}] * 2
+    )
+    for row in seen.storages:
+        if row["op"] in ("norm", "act") and row["saved_by"][0][1] in ("up", "down"):
+            row["for_weights"] = "alone"
+        elif row["layer"] < 0:
+            row["for_weights"] = "too"
+    rows = [
+        dataclasses.replace(one, weight_seconds=SECONDS, weight_bytes=48) if one.op == "down" else one
+        for one in seen.operators
+    ]
+    line = Pipeline(micro_batches=2, split_backward=True)
+    problem = from_profile.problem([rank(dataclasses.replace(seen, operators=tuple(rows)))], line, 10**6)
+    assert problems_of(problem) == []
+    [kind] = problem.classes
+    assert [(one.name, one.weight_bytes, one.weights_only, one.leaves) for one in kind.groups] == [
+        ("input", 0, False, ()),
+        ("norm", 64, True, ()),
+        ("up", 0, False, ()),
+        ("act", 256, True, ()),
+    ]
+    down = kind.operators[kind.index["down"]]
+    assert (down.backward_seconds, down.weight_seconds, down.weight_bytes) == (2 * SECONDS, SECONDS, 48)
+    assert problem.stages[0].parts[0].before.weight_bytes == 64  # what the first layer was given
+    assert problem.waiting(0, 0) == 2 * (64 + 256 + 48) + 64
+
+
 def test_an_input_that_no_operator_of_its_own_makes_stays():
     layer = changed("add", named=False)
     problem = problem_of(layer, layer)

@@ -41,6 +41,8 @@ class Census:
         self._storages: dict[int, list[dict[str, Any]]] = {}
         self._choices: dict[int, list[dict[str, Any]]] = {}
         self._dataflow: dict[int, dict[str, Any]] = {}
+        self._of_handle: weakref.WeakKeyDictionary[Handle, tuple[dict[str, Any], bool]] = weakref.WeakKeyDictionary()
+        """The row of what has been counted, and whether this is its only handle."""
 
     def add(self, owner: Owner, saver: Owner, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """``saver`` saves a tensor of ``storage``, which ``owner`` produced (layer -1: outside)."""
@@ -81,16 +83,25 @@ class Census:
         forward.keep_only({row.facts["id"] for row in kept})
         self._choices[chunk], self._dataflow[chunk] = forward.choices(), forward.dataflow(_named())
         self.watch.clear()
-        self._storages[chunk] = [
-            {**row.facts, "saved_by": sorted(row.savers), "uses": sorted(row.uses)} for row in kept
-        ]
+        self._storages[chunk] = []
+        for row in kept:
+            facts = {**row.facts, "saved_by": sorted(row.savers), "uses": sorted(row.uses)}
+            handles = [handle for one in row.handles if (handle := one()) is not None]
+            self._of_handle.update(dict.fromkeys(handles, (facts, len(handles) == 1)))
+            self._storages[chunk].append(facts)
         self._open.clear()
         self._row_of.clear()
+
+    def for_weights(self, handle: Handle) -> None:
+        """The gradient of a weight that is put off is made from what ``handle`` is of."""
+        row, alone = self._of_handle.get(handle, (None, False))
+        if row is not None:
+            row["for_weights"] = "alone" if alone else "too"
 
     def storages(self, chunk: int | None = None) -> list[dict[str, Any]]:
         """One dict per storage of a chunk (None: of all): its number in that chunk's `dataflow` (``id``), producing
         layer (-1: outside), op and its number in forward order, bytes, shape, dtype, the operators that saved it
-        (``saved_by``) and their numbers (``uses``)."""
+        (``saved_by``) and their numbers (``uses``); whether gradients of weights wait for it (``for_weights``)."""
         chunks = sorted(self._storages) if chunk is None else [chunk]
         return [row for one in chunks for row in self._storages.get(one, ())]
 

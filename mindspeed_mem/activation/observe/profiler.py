@@ -14,13 +14,19 @@ from typing import TYPE_CHECKING
 from mindspeed_mem.activation.observe.census import Census
 from mindspeed_mem.activation.observe.observed_ops import OUTSIDE, Node
 from mindspeed_mem.activation.observe.outside_layers import OutsideBytes
+from mindspeed_mem.activation.observe.put_off import PutOff
 from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, Outside, RankProfile
 from mindspeed_mem.activation.observe.stopwatch import COPIES, PassTimes, Stopwatch
 from mindspeed_mem.activation.observe.temporaries import Temporaries
-from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from mindspeed_mem.activation.engine import Engine
+    from mindspeed_mem.activation.storage.records import Handle
     from mindspeed_mem.device.link_speed import LinkSpeed
 
 _TIMED = 2  # calls: one that is cut into intervals for their memory as well, and one that is not
@@ -45,7 +51,7 @@ class Profiler:
         self._census: Census | None = None  # complete
         self._memory: Temporaries | None = None  # of a complete call
         self._timed: list[Stopwatch] = []
-        self._outside = OutsideBytes()
+        self._outside, self._put_off = OutsideBytes(), PutOff()
         self._between: list[float] = []
         self._now: Stopwatch | None = None
         self._cutting: Temporaries | None = None
@@ -105,12 +111,38 @@ class Profiler:
         """A forward or backward of micro-batch and chunk ``key`` begins."""
         if self._now is not None:
             self._now.begin(direction, key)
+            if direction == BACKWARD:
+                self._put_off.begin(key[1])
 
     def end_pass(self) -> None:
         if self._now is not None:
             if self._now.forward is not None:
                 self._outside.count(self._now, self._engine.in_force.num_layers, keep=self._census is not None)
             self._now.end()
+
+    def begin_weights(self, key: tuple[int | None, int] | None) -> None:
+        """The gradients of weights of the pass ``key`` (None: of the backward that runs, or ran last) are computed."""
+        if self._now is not None and (key := key or self._now.latest) is not None:
+            self._now.end()
+            self._now.begin(WEIGHT, key)
+
+    def puts_off(self, read: Handle | None, holds: Sequence[torch.Tensor]) -> Node:
+        """A backward has put off the gradient of a weight, made from what ``read`` is of and from ``holds``; returns
+        whose weight it is."""
+        if self._now is None:
+            return OUTSIDE
+        node = self._now.saver(read)
+        if not self._now.in_layers(node):
+            node = OUTSIDE
+        if read is not None and self._observation.census is not None:
+            self._observation.census.for_weights(read)
+        self._put_off.add(node, read, holds)
+        return node
+
+    def makes_weights(self, node: Node) -> None:
+        """Those of this operator come now."""
+        if self._now is not None:
+            self._now.makes_weights(node)
 
     def _boundary(self, ran: Node, runs: Node) -> None:
         assert self._cutting is not None and self._now is not None
@@ -157,22 +189,31 @@ class Profiler:
         return [*first, *second] if alike else second
 
     def _chunk(self, chunk: int, passes: list[PassTimes], census: Census) -> ChunkProfile:
-        forwards = [one for one in passes if one.chunk == chunk and one.direction == FORWARD]
-        backwards = [one for one in passes if one.chunk == chunk and one.direction == BACKWARD]
+        each = (
+            [one for one in passes if one.chunk == chunk and one.direction == way]
+            for way in (FORWARD, BACKWARD, WEIGHT)
+        )
+        forwards, backwards, weights = each
         nodes = list(dict.fromkeys(node for one in forwards for node in one.operators))
 
         assert self._memory is not None
         most = self._memory.by
 
+        waits = self._put_off.most(chunk)
+
         def temporary(what: object) -> dict[str, int]:
-            return {f"{one}_temporary_bytes": most.get((one, what), 0) for one in (FORWARD, BACKWARD)}
+            backward = max(most.get((one, what), 0) for one in (BACKWARD, WEIGHT))
+            return {"forward_temporary_bytes": most.get((FORWARD, what), 0), "backward_temporary_bytes": backward}
 
         def outside(where: str, counts: dict[int, int]) -> Outside:
-            seconds = [median(getattr(one, where) for one in some) for some in (forwards, backwards)]
+            each = ([getattr(one, where) for one in some] for some in (forwards, backwards, weights))
+            forward, backward, later = (median(some) if some else 0.0 for some in each)
             return Outside(
-                forward_seconds=seconds[0],
-                backward_seconds=seconds[1],
+                forward_seconds=forward,
+                backward_seconds=backward + later,
                 bytes=counts.get(chunk, 0),
+                weight_seconds=later,
+                weight_bytes=waits.get(OUTSIDE, 0) if where == "after" else 0,
                 **temporary((where, chunk)),
             )
 
@@ -183,7 +224,9 @@ class Profiler:
                     layer=layer,
                     op=op,
                     forward_seconds=_median((layer, op), forwards),
-                    backward_seconds=_median((layer, op), backwards),
+                    backward_seconds=_median((layer, op), backwards) + _median((layer, op), weights),
+                    weight_seconds=_median((layer, op), weights),
+                    weight_bytes=waits.get((layer, op), 0),
                     **temporary((layer, op)),
                 )
                 for layer, op in nodes
@@ -196,4 +239,4 @@ class Profiler:
 
 
 def _median(node: Node, passes: list[PassTimes]) -> float:
-    return median(one.operators.get(node, 0.0) for one in passes)
+    return median(one.operators.get(node, 0.0) for one in passes) if passes else 0.0

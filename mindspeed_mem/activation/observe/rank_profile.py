@@ -22,6 +22,10 @@ class OperatorProfile:
     forward_temporary_bytes: int = 0
     """The most that was allocated while it ran beyond what backward keeps; over all micro-batches."""
     backward_temporary_bytes: int = 0
+    weight_seconds: float = 0.0
+    """Of the backward, what gradients of weights take that were put off,"""
+    weight_bytes: int = 0
+    """and the output gradients that were held for them; each storage counted where it was put off first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,8 @@ class ChunkProfile:
     operators: tuple[OperatorProfile, ...]
     """In the order in which they start forward; an operator that runs twice in a pass is there once."""
     storages: tuple[dict[str, Any], ...]
-    """`Census.storages`: what backward keeps, by storage."""
+    """`Census.storages`: what backward keeps, by storage. Of what gradients of weights that were put off are made from
+    ``for_weights`` says "alone", where nothing else needs it, or "too"."""
     dataflow: dict[str, Any]
     """`Census.dataflow`: what operators read and make, kept or not."""
     before: Outside = field(default_factory=Outside)

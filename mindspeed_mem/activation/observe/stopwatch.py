@@ -2,8 +2,9 @@
 
 Time is cut where another operator begins to run. Forward, the engine's regions tell; backward, the first unpack of what
 an operator saved says that its backward begins. An operator that saved nothing has no time in backward: it goes to the
-one that ran before it. So does what an operator saves nothing for. While activations are copied because memory ran out,
-the time is no operator's. The pieces of a pass add up to all of it.
+one that ran before it. So does what an operator saves nothing for. Gradients of weights that are put off are a pass of
+their own, whose operators are told one by one. While activations are copied because memory ran out, the time is no
+operator's. The pieces of a pass add up to all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed_mem.activation.observe.observed_ops import OUTSIDE, Node
 from mindspeed_mem.activation.storage.records import Handle
-from mindspeed_mem.passes import BACKWARD, FORWARD
+from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 
 if TYPE_CHECKING:
     from mindspeed_mem.device import Backend
@@ -125,6 +126,12 @@ class Stopwatch:
             if node != now.moments[-1][1]:
                 self._moment(node)
 
+    def makes_weights(self, node: Node) -> None:
+        """In a pass that computes gradients of weights, those of this operator come now."""
+        now = self._pass
+        if now is not None and now.direction == WEIGHT and node != now.moments[-1][1]:
+            self._moment(node)
+
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """Around what copies activations, or lets computation wait for copies."""
@@ -147,6 +154,16 @@ class Stopwatch:
         """Micro-batch and chunk of the forward that runs; None if none does."""
         now = self._pass
         return now.key if now is not None and now.direction == FORWARD else None
+
+    @property
+    def latest(self) -> tuple[int | None, int] | None:
+        """Micro-batch and chunk of the pass that runs or has just ended; None before the first."""
+        now = self._pass or self._last
+        return None if now is None else now.key
+
+    def saver(self, kept: Handle | None) -> Node:
+        """The operator that saved this."""
+        return OUTSIDE if kept is None else self._saved.get(kept, (None, 0, OUTSIDE))[2]
 
     def handles(self) -> Iterator[Handle]:
         """What the pass that runs has saved and backward still keeps."""
@@ -195,7 +212,7 @@ class Stopwatch:
                 late += seconds
             else:  # from one layer to the next
                 operators[layer, ""] += seconds
-        if one.direction == BACKWARD and inside:
+        if one.direction != FORWARD and inside:
             early, late = late, early
         total = between(moments[0][0], moments[-1][0])
         self.passes.append(PassTimes(one.direction, *one.key, dict(operators), early, late, copies, total))

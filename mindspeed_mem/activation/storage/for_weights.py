@@ -46,9 +46,12 @@ class ReadsForWeights:
         self._mover, self._thread = mover, threading.get_ident()
         self.later: OnHost | None = None
         """What stays where it is."""
+        self.first: Handle | None = None
+        """What was read first, which is what the layer was given."""
 
     def brought(self, kept: Handle) -> torch.Tensor:
         """What ``kept`` is a handle of, or a stand-in for it."""
+        self.first = self.first or kept
         record = kept.record
         if record is None or record.way_back is not self._mover or threading.get_ident() != self._thread:
             return kept.bring_back()

@@ -11,8 +11,8 @@ from mindspeed_mem.adaptive.problem.layer_classes import LayerClasses
 from mindspeed_mem.adaptive.problem.part_view import PartView
 from mindspeed_mem.plan.layers import in_words
 
-_SECONDS = ("forward_seconds", "backward_seconds")
-_EACH = (*_SECONDS, "forward_temporary_bytes", "backward_temporary_bytes")
+_SECONDS = ("forward_seconds", "backward_seconds", "weight_seconds")
+_EACH = (*_SECONDS, "forward_temporary_bytes", "backward_temporary_bytes", "weight_bytes")
 _MOST = ("static_bytes", "temporary_bytes", "step_seconds")
 
 
@@ -71,10 +71,11 @@ def _part(view: PartView, classes: LayerClasses) -> Part:
     first, last = view.layers[0], view.layers[-1]
     if skipped := set(range(first, last)) - set(view.layers):
         raise ValueError(f"{in_words(sorted(skipped))} did not run in a step, or nothing inside could be seen")
+    before = view.profile.before
     return Part(
         layers=tuple(classes.name_of[layer] for layer in view.layers),
         first_layer=view.layers[0],
-        before=view.profile.before,
+        before=replace(before, weight_bytes=before.weight_bytes + view.given_for_weights()),
         after=replace(after, bytes=after.bytes + sum(map(view.left_over, view.layers))),
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mindspeed_mem.adaptive.problem.part_view import KeptStorage, PartView
 from mindspeed_mem.adaptive.problem.recompute_sets import RecomputeSets, SecondRun
@@ -33,11 +34,21 @@ class Draft:
     swappable: bool = True
     from_previous: bool = False
     leaves: tuple[tuple[str, int], ...] = ()
+    weight_bytes: int = 0
+    """Of `bytes`, what gradients of weights that are put off wait for."""
+    weights_only: bool = False
+    """Nothing else needs these."""
 
 
 def alike(name: str) -> str:
     """One name for all members of a list, as experts are."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _waiting(storages: list[KeptStorage]) -> dict[str, Any]:
+    waiting = [one for one in storages if one.for_weights]
+    alone = bool(waiting) and all(one.for_weights == "alone" for one in waiting)
+    return {"weight_bytes": sum(one.bytes for one in waiting), "weights_only": alone}
 
 
 class Grouping:
@@ -88,6 +99,7 @@ class Grouping:
                     operators=() if op is None else (op,),
                     used_by=self._users(storages),
                     leaves=self._leaves(storages),
+                    **_waiting(storages),
                     swappable=op is None or self._leaves_alone(op),
                     from_previous=True,
                 )
@@ -139,6 +151,7 @@ class Grouping:
             operators=self._in_order(self.inner[name] | set(self.operators[name])),
             used_by=self._users(storages),
             leaves=self._leaves(storages),
+            **_waiting(storages),
             again=again,
             keeps=keeps,
             needs=needs,
@@ -169,14 +182,15 @@ class Grouping:
         return self._in_order(users)
 
     def _leaves(self, storages: list[KeptStorage]) -> tuple[tuple[str, int], ...]:
-        """The users but the first that are the first of some of these, with how many bytes those have."""
+        """The users but the first that are the first of some of these, with how many bytes those have; not of what
+        gradients of weights wait for."""
         sizes: dict[str, int] = {}
         for one in storages:
             mine = self._users([one])
             if mine:
-                sizes[mine[0]] = sizes.get(mine[0], 0) + one.bytes
+                sizes[mine[0]] = sizes.get(mine[0], 0) + one.bytes * (not one.for_weights)
         first, *later = self._in_order(sizes) or ("",)
-        return tuple((name, sizes[name]) for name in later)
+        return tuple((name, sizes[name]) for name in later if sizes[name])
 
     def _in_order(self, names: Collection[str]) -> tuple[str, ...]:
         return tuple(name for name in self.names if name in names)

@@ -16,7 +16,7 @@ from mindspeed_mem.adaptive.problem.part_view import PartView
 from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.plan.operators import EXPERTS, within
 
-_TEMPORARY = ("forward_temporary_bytes", "backward_temporary_bytes")
+_BYTES = ("forward_temporary_bytes", "backward_temporary_bytes", "weight_bytes")
 _ROUTED = {one.name for one in EXPERTS}
 
 
@@ -56,8 +56,9 @@ class LayerClasses:
 
     def _class(self, name: str, layers: Sequence[int], first: Sequence[int]) -> LayerClass:
         names = self._views[layers[0]].names(layers[0])
-        forward, backward = self._each(layers, "forward_seconds"), self._each(layers, "backward_seconds")
-        most = {which: self._each(layers, which, max) for which in _TEMPORARY}
+        ways = ("forward", "backward", "weight")
+        forward, backward, weight = (self._each(layers, f"{way}_seconds") for way in ways)
+        most = {which: self._each(layers, which, max) for which in _BYTES}
         groups = []
         for place in range(len(self._drafts[layers[0]])):
             some = [self._drafts[layer][place] for layer in layers]
@@ -73,6 +74,7 @@ class LayerClasses:
                     name=op,
                     forward_seconds=forward[op],
                     backward_seconds=backward[op],
+                    weight_seconds=weight[op],
                     **{which: int(of[op]) for which, of in most.items()},
                 )
                 for op in names
@@ -141,6 +143,9 @@ def _group(
         needs=first.needs if seconds is not None else (),
         leaves=_leaves(some, names),
         swappable=first.swappable,
+        weight_bytes=max(one.weight_bytes for one in some),
+        weights_only=any(one.weight_bytes for one in some)
+        and all(one.weights_only or not one.weight_bytes for one in some),
         from_previous=first.from_previous,
     )
 

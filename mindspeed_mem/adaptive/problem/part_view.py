@@ -21,6 +21,8 @@ class KeptStorage:
     """Others hold it anyway."""
     savers: frozenset[tuple[int, str]]
     """Layer and operator of those whose backward reads it."""
+    for_weights: str = ""
+    """Whether gradients of weights that are put off wait for it: "alone", "too" (others need it, too), or "": none."""
 
     def saved_in(self, layer: int) -> bool:
         return any(at == layer for at, _ in self.savers)
@@ -46,9 +48,11 @@ class PartView:
         self.profile = profile
         self.layers = tuple(sorted(profile.layers))
         savers = {row["id"]: frozenset((at, op) for at, op in row["saved_by"]) for row in profile.storages}
+        waiting = {row["id"]: row.get("for_weights", "") for row in profile.storages}
         self.storages = {
             row["id"]: KeptStorage(
-                **{**row, "saved": row["id"] in savers, "savers": savers.get(row["id"], frozenset())}
+                **{**row, "saved": row["id"] in savers, "savers": savers.get(row["id"], frozenset())},
+                for_weights=waiting.get(row["id"], ""),
             )
             for row in profile.dataflow["storages"]
         }
@@ -104,6 +108,10 @@ class PartView:
         shared = {key for other in self.layers[1:] for key in self.operators(other)[""].reads}
         own = {key for key in given - shared if self.storages[key].layer < 0}
         return {max(own, key=lambda key: (self.storages[key].bytes, -key))} if own else set()
+
+    def given_for_weights(self) -> int:
+        """Bytes of what this part was given that gradients of its weights wait for."""
+        return sum(one.bytes for one in self.storages.values() if one.layer < 0 and one.for_weights)
 
     def left_over(self, layer: int) -> int:
         """Bytes that a layer passes on to no layer of this part: to the final norm, to the head."""

@@ -54,6 +54,9 @@ class Call(NamedTuple):
     seq_length: int
     micro_batch_size: int
     micro_batches: int
+    schedule: str = "1f1b"
+    """``--pipeline-schedule``, where there is a pipeline."""
+    split_backward: bool = False
 
 
 class Ranks(NamedTuple):
@@ -180,7 +183,13 @@ class Adaptation:
 
     def _plan(self) -> None:
         limit, call = min(self._ranks.gather(self._limit())), self._call
-        line = Pipeline(micro_batches=call.micro_batches, group_size=call.group_size, cap=call.cap)
+        line = Pipeline(
+            micro_batches=call.micro_batches,
+            group_size=None if call.schedule == "v" else call.group_size,
+            cap=call.cap,
+            schedule=call.schedule,
+            split_backward=call.split_backward,
+        )
 
         def start() -> Decision:
             problem = from_profile.problem(self.profiles, line, limit, self.engine.mover.slabs.limit_bytes)

@@ -19,6 +19,9 @@ _LEAST = 0.02
 allocator could go on only after it had given back what it kept."""
 
 
+_PASSES = ("forward_seconds", "backward_seconds", "weight_seconds")
+
+
 class Measured(NamedTuple):
     """What one rank saw of a training call that executed a plan."""
 
@@ -96,13 +99,13 @@ def _stage(problem: Problem, simulated: Simulated, number: int, measured: Sequen
 
 
 def _class(kind: LayerClass, ratio: float) -> LayerClass:
-    operators = tuple(_scaled(one, ratio, "forward_seconds", "backward_seconds") for one in kind.operators)
+    operators = tuple(_scaled(one, ratio, *_PASSES) for one in kind.operators)
     groups = tuple(_scaled(one, ratio, "recompute_seconds") for one in kind.groups)
     return dataclasses.replace(kind, operators=operators, groups=groups)
 
 
 def _outside(outside: Outside, ratio: float) -> Outside:
-    return _scaled(outside, ratio, "forward_seconds", "backward_seconds")
+    return _scaled(outside, ratio, *_PASSES)
 
 
 def _scaled(one, ratio: float, *names: str):

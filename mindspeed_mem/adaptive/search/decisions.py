@@ -61,6 +61,8 @@ class Plan:
     (``swap_recompute_inputs``); otherwise it stays there."""
     window_bytes: int = 0
     """What copies out that are late may hold on each rank before computation waits for them."""
+    idle_prefetch: bool = False
+    """Whether more copies back start where a pass has ended (``swap_config.idle_prefetch``)."""
 
 
 def key(block: Block) -> Key:

@@ -81,6 +81,7 @@ class PartScripts:
         """temporary: `Stage.operator_temporary_bytes`."""
         self.part, self._temporary = part, temporary
         self.copies: list[Copy] = []
+        self._starts: list[tuple[int, int]] = []  # of each copy back: before which operators, counted on, and for which
         self._on_host = problem.on_host
         kinds = [problem.class_of[name] for name in part.layers]
         bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
@@ -91,7 +92,8 @@ class PartScripts:
         self._splits, self._apart = line.splits, line.apart
         self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
         self._waiting = part.before.weight_bytes + part.after.weight_bytes
-        self._later: list[tuple[int, int]] = []  # (operator, bytes): what comes back for the gradient of its weight
+        self.later: list[tuple[int, int]] = []
+        """(operator, bytes): what comes back for the gradient of its weight."""
         self._weights = [0.0] * (count + 2)
         self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
         self._weight_spare = [0] * (count + 2)
@@ -150,12 +152,13 @@ class PartScripts:
         forward.give[due] += nbytes
         start = needed + distance
         if later:
-            self._later.append((last, later))
+            self.later.append((last, later))
             if link.slows and not link.blocking:
                 self._weights[last] += link.slows * later / GB / link.back
         back = nbytes - later
         seconds, early = nbytes / GB, max(0, start - self.count - self._tail)
         self.copies.append(Copy(nbytes, exact(seconds / link.out), exact(back / GB / link.back), back, early))
+        self._starts.append((start, needed))
         if link.slows and not link.blocking:
             forward.seconds[saved] += link.slows * seconds / link.out
             backward.seconds[needed] += link.slows * back / GB / link.back
@@ -169,13 +172,44 @@ class PartScripts:
         """How much of the stage's temporaries is not there while this much is."""
         return max(0, self._temporary - temporary)
 
-    def script(self, forward: bool, ahead: PartScripts | None, fetched: bool) -> Script:
-        """A pass. ahead: whose backward follows and lets its first copies start here; fetched: for a backward, its own
-        first copies have started in the pass before."""
-        key = forward, None if ahead is None else id(ahead), fetched
+    def script(
+        self,
+        forward: bool,
+        ahead: PartScripts | None,
+        fetched: bool,
+        idle: tuple[int, ...] = (),
+        there: tuple[int, ...] = (),
+    ) -> Script:
+        """A pass.
+
+        Args:
+            forward: its direction.
+            ahead: whose backward follows and lets its first copies start here.
+            fetched: for a backward, its own first copies have started in the pass before.
+            idle: the copies of ``ahead`` that start at its end besides.
+            there: for a backward, its own copies that have started so.
+        """
+        key = forward, None if ahead is None else id(ahead), fetched, idle, there
         if key not in self._cache:
-            self._cache[key] = self._write_forward(ahead) if forward else self._write_backward(ahead, fetched)
+            write = self._write_forward(ahead) if forward else self._write_backward(ahead, fetched, there)
+            self._cache[key] = write if ahead is None or not idle else _with_idle(write, ahead, idle)
         return self._cache[key]
+
+    def fitting(self, room: int) -> tuple[int, ...]:
+        """The copies back that there is room for where a pass has ended, of those that have not started in it, in the
+        order in which they are needed."""
+        found: list[int] = []
+        for copy in self._wanted:
+            room -= self.copies[copy].back_bytes
+            if room < 0:
+                break
+            found.append(copy)
+        return tuple(found)
+
+    @cached_property
+    def _wanted(self) -> list[int]:
+        these = [number for number, copy in enumerate(self.copies) if not copy.early and copy.back_bytes]
+        return sorted(these, key=lambda number: (*(-place for place in self._starts[number]), number))
 
     @cached_property
     def _weighted(self) -> list[int]:
@@ -191,7 +225,7 @@ class PartScripts:
             return Script((), 0.0, 0, -self._waiting, 0.0)
         begins = list(accumulate((self._weights[number] for number in numbers), initial=0.0))
         steps, sizes = [], [0] * (len(numbers) + 1)
-        for copy, (place, nbytes) in enumerate(weight_order(numbers, self._later)):
+        for copy, (place, nbytes) in enumerate(weight_order(numbers, self.later)):
             self.weight_copies.append(Copy(nbytes, 0.0, exact(nbytes / GB / self._link.back), nbytes, 0))
             steps.append((place - 1, BACK, copy, copy, begins[max(0, place - 1)]))
             steps.append((place, WAIT, copy, copy, begins[place]))
@@ -217,7 +251,7 @@ class PartScripts:
         spare = [start, *line.spare[1 : self.count + 1], loss, loss]
         return _script(steps, whole, before.bytes, take[1:], line.give[1:], spare)
 
-    def _write_backward(self, ahead: PartScripts | None, fetched: bool) -> Script:
+    def _write_backward(self, ahead: PartScripts | None, fetched: bool, there: tuple[int, ...]) -> Script:
         """From the loss down to operator 1; an event of an operator comes before its backward. Where gradients of
         weights are put off, but are no pass of their own, they come at its end."""
         before, after, line = self.part.before, self.part.after, self._backward
@@ -229,10 +263,13 @@ class PartScripts:
         whole = begins[-1] + end
         whole += self._weight_seconds if self._splits and not self._apart else 0.0
         steps = []
+        take = [line.take[number] for number in numbers]
         for number, what, copy in line.steps:
             place = self.count - number
-            steps.append((place, what, -copy, copy, begins[place]))
-        take = [line.take[number] for number in numbers]
+            if what == BACK and copy in there:
+                take[place] -= self.copies[copy].back_bytes
+            else:
+                steps.append((place, what, -copy, copy, begins[place]))
         give = [line.give[number] for number in numbers]
         at_start = 0
         if not fetched:
@@ -251,6 +288,14 @@ class PartScripts:
                 of_start += self._waiting
                 spare[-1] = min([embedding, *(self._weight_spare[number] for number in self._weighted)])
         return _script(steps, whole, at_start, [0, *take], [of_loss, *give], spare, of_start)
+
+
+def _with_idle(script: Script, ahead: PartScripts, idle: tuple[int, ...]) -> Script:
+    """The same with these copies started at its end."""
+    steps = [(0.0, AHEAD, copy) for copy in idle]
+    steps[0] = (script.rest, AHEAD, idle[0])
+    net = script.net + sum(ahead.copies[copy].back_bytes for copy in idle)
+    return script._replace(steps=(*script.steps, *steps), rest=0.0, net=net)
 
 
 def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:

@@ -56,6 +56,7 @@ def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
             default_prefetch=max(stage.distance for stage in plan.stages) if inputs_move else 1,
             op_swap=swaps,
             window_bytes=plan.window_bytes,
+            idle_prefetch=plan.idle_prefetch,
             smallest_bytes=0,  # all of a group leaves: its bytes are counted on
         ),
         recompute=RecomputeConfig(
@@ -98,6 +99,8 @@ def sections(config: MemoryConfig) -> dict[str, dict[str, object]]:
     for name in ("window_bytes", "smallest_bytes"):
         if (value := getattr(config.swap, name)) is not None:
             swap[name] = value
+    if config.swap.idle_prefetch:
+        swap["idle_prefetch"] = True
     swap["op_swap"] = [
         {
             "op_name": list(one.op_name) if len(one.op_name) > 1 else one.op_name[0],

@@ -157,6 +157,8 @@ def _remarks(problem: Problem, reserve: Reserve | None, found: Found) -> list[st
     ]
     if found.plan.inputs_move:
         text.append("what recomputed operators start from leaves the device, too (swap_recompute_inputs)")
+    if found.plan.idle_prefetch:
+        text.append("copies back also start where a pass has ended (idle_prefetch)")
     return text
 
 

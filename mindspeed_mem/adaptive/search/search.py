@@ -73,6 +73,8 @@ class Search:
         if best is None:
             least = self.least()
             raise InfeasibleError(problem, least.plan, least.simulated.peaks)
+        if (other := self._in_idle_time(best)) is not None and max(self.simulated(other).peaks) <= limit:
+            best = min(best, other, key=self._order)
         gap = max(stage.gap for stage in self._stages)
         return Found(problem=problem, plan=best, simulated=self._seen[best], rivals=rivals, gap=gap)
 
@@ -105,11 +107,18 @@ class Search:
             self._seen[plan] = simulate(self.problem, plan)
         return self._seen[plan]
 
-    def _order(self, plan: Plan) -> tuple[float, int, int]:
+    def _in_idle_time(self, plan: Plan) -> Plan | None:
+        """The same with more copies back where a pass has ended, if that may change anything."""
+        moves = any(SWAP in text for one in plan.stages for part in one.parts for text in part)
+        if len(plan.stages) == 1 or self.problem.link.blocking or not moves:
+            return None
+        return replace(plan, idle_prefetch=True)
+
+    def _order(self, plan: Plan) -> tuple[float, int, bool, int]:
         """Of plans that are as fast, one that moves less; of the same with and without a window one that has it: when
         copies take longer than was thought, it waits less."""
         moved = sum(host_bytes(self.problem, number, stage) for number, stage in enumerate(plan.stages))
-        return self._seen[plan].seconds, moved, -plan.window_bytes
+        return self._seen[plan].seconds, moved, plan.idle_prefetch, -plan.window_bytes
 
     def _rivals(self, problem: Problem) -> dict[str, Simulated]:
         """What simpler means achieve. Those that are plans count as found from now on, so that none of them is better

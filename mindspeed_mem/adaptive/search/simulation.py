@@ -7,6 +7,9 @@ link that blocks, copies run in the compute stream.
 What is swapped is released at its release point or when its copy is done, but no later than when copies that are late
 hold more than the plan's window. How late they are is a matter of time, but the window bounds what they hold: it is
 added to the peak.
+
+Where the plan has copies back start in idle time (activation/idle_time.py), these are the last that a pass does, as
+many as there is room for by what is held when backwards begin: a matter of the order, too.
 """
 
 from __future__ import annotations
@@ -90,7 +93,10 @@ def _step(problem: Problem) -> int:
 def _tracks(problem: Problem, plan: Plan, others: Sequence[StageTrack] = ()) -> list[StageTrack]:
     """others: of the same plan with more micro-batches."""
     pairs = itertools.zip_longest(plan.stages, (track.parts for track in others))
-    return [StageTrack(problem, number, stage, plan.window_bytes, parts) for number, (stage, parts) in enumerate(pairs)]
+    return [
+        StageTrack(problem, number, stage, plan.window_bytes, parts, plan.idle_prefetch)
+        for number, (stage, parts) in enumerate(pairs)
+    ]
 
 
 class _Streams(NamedTuple):
@@ -140,8 +146,9 @@ class StageTrack:
         plan: StagePlan,
         window: int = 0,
         parts: Sequence[PartScripts] | None = None,
+        idle_prefetch: bool = False,
     ):
-        """parts: of the same plan, if they are there."""
+        """parts: of the same plan, if they are there. idle_prefetch: as in `Plan`."""
         stage = problem.stages[number]
         self._blocking = problem.link.blocking
         self.passes = problem.passes[number]
@@ -150,9 +157,10 @@ class StageTrack:
             PartScripts(problem, part, letters, plan.distance, stage.operator_temporary_bytes)
             for part, letters in zip(stage.parts, plan.parts, strict=True)
         ]
-        self._scripts = self._scripts_of(self.passes)
         whole = problem.whole[number]
-        held = self._scripts if whole is self.passes else self._scripts_of(whole)
+        most = _most_at_backwards(whole, self._scripts_of(whole)) if idle_prefetch else None
+        self._scripts = self._scripts_of(self.passes, most)
+        held = self._scripts if whole is self.passes else self._scripts_of(whole, most)
         self.late = 0 if self._blocking or not window else min(window, host_bytes(problem, number, plan))
         highest = _most_held(held, -stage.operator_temporary_bytes)
         self.peak = stage.static_bytes + stage.temporary_bytes + highest + self.late
@@ -258,17 +266,37 @@ class StageTrack:
                 total += ahead[copy].back_seconds
         return total
 
-    def _scripts_of(self, passes: Sequence[Pass]) -> list[Script]:
+    def _scripts_of(self, passes: Sequence[Pass], most: int | None = None) -> list[Script]:
+        """most: bytes up to which copies back start where a pass has ended; None: they do not."""
         after, found = coming(passes), []
         begun = False  # the first copies back of the next backward, in the pass before
+        idle: tuple[int, ...] = ()  # of these, those that started when it had ended
+        held, later = 0, sorted((nbytes for part in self.parts for _, nbytes in part.later), reverse=True)
         for (direction, _, part), following in zip(passes, after, strict=True):
             if direction == WEIGHT:
                 found.append(self.parts[part].weights)
+                held += found[-1].net
                 continue
             ahead = None if following is None else self.parts[following[2]]
-            found.append(self.parts[part].script(direction == FORWARD, ahead, begun))
+            there, idle = idle, ()
+            script = self.parts[part].script(direction == FORWARD, ahead, begun, there=there)
+            if most is not None and ahead is not None:  # gradients of weights come first
+                idle = ahead.fitting(most - held - script.net - sum(later[:2]))
+                script = self.parts[part].script(direction == FORWARD, ahead, begun, idle, there)
+            found.append(script)
+            held += script.net
             begun = following is not None
         return found
+
+
+def _most_at_backwards(passes: Sequence[Pass], scripts: Sequence[Script]) -> int:
+    """The most bytes that are held when a backward begins."""
+    held, most = 0, 0
+    for (direction, *_), script in zip(passes, scripts, strict=True):
+        if direction == BACKWARD:
+            most = max(most, held)
+        held += script.net
+    return most
 
 
 def _most_held(scripts: Sequence[Script], highest: int) -> int:
