@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = str(ROOT / "mindspeed_mem"), str(ROOT / "patches")
 MOST = {
     "nothing": (entry(op_swap=[]), 105, 100),
-    "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 470, 220),
-    "everything": (EVERYTHING, 1200, 260),
-    "whole layers": (again(recompute=True), 930, 560),
+    "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 470, 185),
+    "everything": (EVERYTHING, 1200, 215),
+    "whole layers": (again(recompute=True), 930, 550),
     "watched": ({}, 180, 160),
 }
 """A plan, and the most calls of a layer, without and with what is in C++; some more than there are."""
