@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from mindspeed_mem.activation import course, engine, hot_path, operator_runs, regions
+from mindspeed_mem.activation import course, hot_path, operator_runs, regions
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
 from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun
@@ -69,7 +69,6 @@ def use(module: ModuleType | None) -> None:
         "heappop": heapq.heappop,
         "inline_path": regions.inline_path,
         "MARKERS": regions.MARKERS,
-        "engines": engine,
         "UNKNOWN": course.UNKNOWN,
         "hooks_are_ours_alone": regions.hooks_are_ours_alone,
         "push_hooks": torch._C._autograd._push_saved_tensors_default_hooks,

@@ -132,7 +132,6 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"heappop", &engine.heappop},
         {"inline_path", &engine.inline_path},
         {"MARKERS", &engine.MARKERS},
-        {"engines", &engine.engines},
         {"UNKNOWN", &engine.UNKNOWN},
         {"hooks_are_ours_alone", &engine.hooks_are_ours_alone},
         {"push_hooks", &engine.push_hooks},
@@ -146,6 +145,9 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"enough", &enough},
     };
     for (const auto& [name, to] : others) take(args[1], name, to);
+    // Only looked at later: it imports whoever calls this.
+    Own engines = own(PyImport_ImportModule("mindspeed_mem.activation.engine"));
+    Py_XSETREF(engine.engines, engines.release());
     for (const auto& [name, to] : {std::pair<const char*, PyObject**>{"held", &engine.held},
                                    {"owned", &engine.owned},
                                    {"without", &engine.without}}) {
