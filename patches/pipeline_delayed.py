@@ -166,7 +166,8 @@ def _delayable(module: Any) -> list[torch.nn.Parameter]:
     named = module.named_parameters(recurse=False)
     found = [one for name, one in named if one.requires_grad and not name.startswith("layer_norm")]
     hooked = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in found)
-    return [] if hooked or any(one not in _HOOKS for one in found) else found
+    told = all((hook := _HOOKS.get(one)) is not None and hook() is not None for one in found)
+    return found if told and not hooked else []
 
 
 def _native_backward_dw(kind: type) -> Any:

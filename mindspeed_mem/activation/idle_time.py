@@ -30,7 +30,8 @@ class IdleTime:
         self._mover, self._in_force = mover, in_force
         self._following: MicroBatch | None = None
         self._most = 0
-        """Bytes that were held when a backward began, at most: without what was brought back for it here."""
+        """Bytes that were held when a backward of this plan began, at most: without what was brought back for it."""
+        self._plan = in_force.plan
         self._said = False
 
     @property
@@ -44,6 +45,7 @@ class IdleTime:
         return following
 
     def backward_begins(self) -> None:
+        self._forget_other_plans()
         self._most = max(self._most, LEDGER.held.now)
 
     def pass_ended(self) -> None:
@@ -51,6 +53,7 @@ class IdleTime:
         following, self._following = self._following, None
         if following is None:
             return
+        self._forget_other_plans()
         later = self._mover.staying.for_weights
         there = [record for ref in following.moved if (record := ref()) is not None and record.state == HOST]
         there = [record for record in there if key_of(record) not in later]
@@ -63,6 +66,11 @@ class IdleTime:
                 break
             wanted.append(record)
         self._mover.load(wanted)
+
+    def _forget_other_plans(self) -> None:
+        """Under an earlier plan, or before there was one, more may have been held."""
+        if self._plan is not self._in_force.plan:
+            self._plan, self._most = self._in_force.plan, 0
 
     def say_without(self) -> None:
         """There is no pipeline; said once."""

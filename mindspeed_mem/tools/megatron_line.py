@@ -95,26 +95,33 @@ def _stages(found: dict[str, Any], wrong: list[str]) -> dict[str, object]:
     each = found.get("num_layers_per_virtual_pipeline_stage")
     sizes = [found.get("num_layers"), found.get("pipeline_model_parallel_size", "1")]
     texts = [text for text in (virtual, first, last, each, *sizes) if text is not None]
+    names = (*_ENDS, *_COUNTED, _VIRTUAL)
+    said = " ".join(
+        flag(name) for name, there in zip(names, (first, last, embedding, loss, virtual), strict=True) if there
+    )
     if None in sizes or not all(text.isdigit() and int(text) for text in texts):
-        return {}  # said where they are read
+        if said:
+            wrong.append(f"--megatron {said}: takes whole numbers above 0, and --num-layers on the same line")
+        return {}  # others are said where they are read
     layers, pipeline = map(int, sizes)
+    if pipeline == 1:
+        embedding = loss = False  # they change nothing there
     if not (first or last or embedding or loss):
         return {} if virtual is None else {"num_layers_per_virtual_pipeline_stage": layers // (pipeline * int(virtual))}
-    said = " ".join(
-        flag(name) for name, there in zip((*_ENDS, *_COUNTED), (first, last, embedding, loss), strict=True) if there
-    )
-    parts = int(virtual or 1)
+    parts, left = int(virtual or 1), 0
     if each is not None:
-        parts = (layers + embedding + loss) // pipeline // int(found.pop("num_layers_per_virtual_pipeline_stage"))
+        of_stage, left = divmod(layers + embedding + loss, pipeline)
+        parts, more = divmod(of_stage, int(found.pop("num_layers_per_virtual_pipeline_stage")))
+        left += more
     counts: tuple[int, ...] = ()
     if (first or last) and not (embedding or loss) and each is None:
         counts = _between(layers, pipeline, parts, first and int(first), last and int(last))
-    elif not (first or last):
-        counts = ends.counted(layers, pipeline, max(parts, 1), embedding, loss)
+    elif not (first or last) and parts and not left:
+        counts = ends.counted(layers, pipeline, parts, embedding, loss)
     if not counts:
         wrong.append(
-            f"--megatron {said}: {layers} layers on {pipeline} pipeline stages of {parts} parts cannot be split so; "
-            "Megatron refuses it, too"
+            f"--megatron {said}: {layers} layers on {pipeline} pipeline stages of {parts} parts cannot be split so "
+            "that each part has a layer; change the number of layers, stages, or virtual stages"
         )
         return {}
     return {"pipeline_stages": ",".join(map(str, counts))}
@@ -122,12 +129,11 @@ def _stages(found: dict[str, Any], wrong: list[str]) -> dict[str, object]:
 
 def _between(layers: int, stages: int, parts: int, first: int | None, last: int | None) -> tuple[int, ...]:
     """Layers of each part, where the first stage or the last has its own number of them; empty: that cannot be."""
-    inner = stages - (first is not None) - (last is not None)
-    each = (layers - (first or 0) - (last or 0)) // max(inner, 1)
-    try:
-        return ends.parts(layers, stages, parts, ends.Ends(first or each, last or each))
-    except ValueError:
-        return ()
+    inner, rest = stages - (first is not None) - (last is not None), layers - (first or 0) - (last or 0)
+    if inner == 0 and parts > 1:
+        return ()  # megatron-core fails on both with virtual stages
+    each, left = divmod(rest, max(inner, 1))
+    return () if left else ends.by_stage(layers, stages, parts, ends.Ends(first or each, last or each))
 
 
 def with_experts(text: str | None, layers: int | None, wrong: list[str]) -> list[bool]:

@@ -49,6 +49,47 @@ def run(idle_prefetch: bool, idle: float) -> tuple[float, int, list[float]]:
         return waited, engine.report().peak_bytes, gradients
 
 
+def most_of_plans() -> tuple[int, int]:
+    """Bytes held at most by a plan from the start, and by the same one after steps that kept almost everything."""
+    from mindspeed_mem.activation.storage.ledger import LEDGER
+    from mindspeed_mem.device.simulated import SimulatedBackend
+    from mindspeed_mem.plan import load_memory_config
+    from tests.models import build_gpt
+    from tests.swap_runs import SDPA, entry, one_forward, op, patched, swap
+
+    settings = {"pp_aware": False, "idle_prefetch": True, "window_bytes": 0}
+    plan = entry(layer_swap=[{"backward_prefetch": 1, "layers": [0, 1, 2, 3]}], **settings)
+    keeps = entry(op_swap=[op(r"self_attention\.linear_proj", 1)], **settings)
+    order = [(FORWARD, 0, 0), (FORWARD, 1, 0), (FORWARD, 2, 0), *[(BACKWARD, number, 0) for number in range(3)]]
+    found = []
+    for first in (plan, keeps):
+        backend = SimulatedBackend(bandwidth=1e8, latency=0.0, op_seconds=1e-5)
+        with patched(SDPA), parallel(), backend.tracker(), swap(first, backend) as engine:
+            chunks = build_gpt("dense", layers=4)
+            for now in (first, plan):
+                engine.adopt(load_memory_config(now), lambda mine: [mine])
+                for _ in range(2):
+                    LEDGER.reset_peak()
+                    before, losses = LEDGER.held.now, {}
+                    engine.passes.begin_schedule(("test",), order, 0)
+                    for direction, number, _ in order:
+                        if direction == FORWARD:
+                            losses[number] = one_forward(engine, chunks, number)
+                            continue
+                        engine.passes.begin_backward(losses[number])
+                        losses.pop(number).sum().backward()
+                        engine.passes.end_backward()
+                    engine.passes.end_schedule(True)
+            found.append(LEDGER.held.peak - before)
+    return found[0], found[1]
+
+
+@pytest.mark.distributed
+def test_what_was_held_before_the_plan_is_no_room():
+    [(alone, after)] = on_ranks(1, most_of_plans)
+    assert after <= alone, (after, alone)
+
+
 @pytest.mark.distributed
 def test_more_copying_is_hidden_in_idle_time_and_no_more_is_held():
     runs = {(ours, idle): on_ranks(1, run, ours, idle)[0] for ours in (False, True) for idle in (0.0, 1.0)}

@@ -10,7 +10,18 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mindspeed_mem.adaptive.layout import ends
 from mindspeed_mem.adaptive.layout.ends import EVEN, Ends
 
-SIZES = [(12, 2, 1), (11, 4, 1), (9, 3, 1), (7, 2, 1), (12, 4, 2), (15, 4, 2), (14, 4, 2), (15, 2, 4), (23, 4, 3)]
+SIZES = [
+    (12, 2, 1),
+    (16, 2, 2),
+    (11, 4, 1),
+    (9, 3, 1),
+    (7, 2, 1),
+    (12, 4, 2),
+    (15, 4, 2),
+    (14, 4, 2),
+    (15, 2, 4),
+    (23, 4, 3),
+]
 
 
 def config(layers, pipeline, words):
@@ -70,3 +81,8 @@ def test_only_what_leaves_less_on_the_fullest_stage_is_tried():
     assert ends.choices(11, 4, 1, 0.5) and EVEN not in ends.choices(11, 4, 1, 0.5)
     assert ends.choices(12, 1, 1, 3.0) == (EVEN,) and ends.choices(12, 1, 2, 3.0) == ()
     assert ends.choices(3, 4, 1, 0.5) == ()
+
+
+@pytest.mark.parametrize("layers, pipeline", [(19, 8), (40, 16), (70, 16)])
+def test_where_layers_do_not_divide_something_is_tried(layers, pipeline):
+    assert ends.choices(layers, pipeline, 1, 0.65)

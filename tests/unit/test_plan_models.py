@@ -178,6 +178,18 @@ def test_a_command_line_of_megatron_describes_the_model(planned):
         assert [[len(part.layers) for part in stage.parts] for stage in uneven.problem.stages] == stages
     status, _, printed = planned([*ours, "--megatron", f"{LINE} --bf16 --account-for-loss-in-pipeline-split"])
     assert status == 2 and "--megatron --account-for-loss-in-pipeline-split: 8 layers on 2 pipeline stages" in printed
+    for words in (
+        "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 3",  # of four on a stage
+        "--decoder-first-pipeline-num-layers 3 --num-virtual-stages-per-pipeline-rank 2",
+        "--decoder-first-pipeline-num-layers 0",
+    ):
+        status, _, printed = planned([*ours, "--megatron", f"{counted} {words}"])
+        assert status == 2 and f"--megatron {words.split()[0]}" in printed
+    elsewhere = counted.replace("--num-layers 7", "")
+    status, _, printed = planned(
+        [*ours, "--num-layers", "7", "--megatron", f"{elsewhere} --account-for-loss-in-pipeline-split"]
+    )
+    assert status == 2 and "--account-for-loss-in-pipeline-split: takes whole numbers above 0, and --num-" in printed
     status, _, printed = planned([*ours, "--megatron", f"{LINE} --optimizer-cpu-offload --optimizer muon"])
     assert status == 2 and "--megatron --optimizer-cpu-offload: what that changes in memory is not known" in printed
     assert "--megatron --optimizer muon: only the states of adam are known" in printed

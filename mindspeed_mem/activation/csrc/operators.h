@@ -151,6 +151,7 @@ inline bool is_marked(PyObject* where, PyObject* suffix) {
   PyObject *path = PyTuple_GET_ITEM(top, 1), *known = PyDict_GetItemWithError(engine.MARKERS, suffix);
   if (known == nullptr && PyErr_Occurred()) throw python_error();
   PyObject* name = known == nullptr ? suffix : known;
+  if (!PyUnicode_Check(name)) return false;
   const Py_ssize_t before = PyUnicode_GET_LENGTH(path) - PyUnicode_GET_LENGTH(name);
   const bool last = before == 0 || (before > 0 && PyUnicode_READ_CHAR(path, before - 1) == '.');
   return last && must(static_cast<int>(PyUnicode_Tailmatch(path, name, 0, PY_SSIZE_T_MAX, 1))) != 0 &&

@@ -139,9 +139,19 @@ inline PyObject* abandon(PyObject* self, long long depth) {
   static Name abandoned("abandoned");
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace != nullptr) PyException_SetTraceback(value, trace);
   Own raised(type), what(value), from(trace);
-  abandoned.call(self, own(PyLong_FromLongLong(depth)).get());
-  PyErr_Restore(raised.release(), what.release(), from.release());
+  try {
+    abandoned.call(self, own(PyLong_FromLongLong(depth)).get());
+    PyErr_Restore(raised.release(), what.release(), from.release());
+  } catch (python_error&) {  // what was raised first is its context
+    PyObject *newer = nullptr, *now = nullptr, *at = nullptr;
+    PyErr_Fetch(&newer, &now, &at);
+    PyErr_NormalizeException(&newer, &now, &at);
+    PyException_SetContext(now, what.release());
+    PyErr_Restore(newer, now, at);
+  }
   return nullptr;
 }
 

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _MOST = 3
-"""Splits of one pipeline that are tried: those with the lightest stages, and of these the ones that hold less."""
+"""Splits of one pipeline of so many virtual stages that are tried: those with the lightest stages, and of these the
+ones that hold less."""
 _COUNTED = ((0, 1), (1, 0), (1, 1))
 """Whether the embedding counts as a layer, and whether the loss does."""
 
@@ -35,7 +36,7 @@ def parts(layers: int, pipeline: int, virtual: int, ends: Ends) -> tuple[int, ..
     Raises:
         ValueError: Megatron does not split so.
     """
-    counts = _by_stage(layers, pipeline, virtual, ends)
+    counts = by_stage(layers, pipeline, virtual, ends)
     for embedding, loss in _COUNTED:
         counts = counts or _by_part(layers, pipeline, virtual, ends, embedding, loss)
     if not counts:
@@ -50,8 +51,9 @@ def parts(layers: int, pipeline: int, virtual: int, ends: Ends) -> tuple[int, ..
 def words(layers: int, pipeline: int, virtual: int, ends: Ends) -> list[str]:
     """The same in Megatron's options, with the number of virtual stages."""
     found = ["--num-virtual-stages-per-pipeline-rank", str(virtual)] if virtual > 1 else []
-    if _by_stage(layers, pipeline, virtual, ends):
-        others = (layers - sum(ends)) // (pipeline - 2) if pipeline > 2 else None
+    if by_stage(layers, pipeline, virtual, ends):
+        # of two stages the first is enough, and with virtual stages megatron-core fails on both
+        others = (layers - sum(ends)) // (pipeline - 2) if pipeline > 2 else ends.last
         if ends.first != others:
             found += ["--decoder-first-pipeline-num-layers", str(ends.first)]
         if ends.last != others:
@@ -89,13 +91,15 @@ def choices(layers: int, pipeline: int, virtual: int, head: float, fixed: Ends =
             every += [one for one in _all(layers, pipeline, virtual) if _agree(one, fixed)]
         return tuple(every)
     lightest = -(-layers // (pipeline * virtual)) * virtual + head  # with the last stage as long as any
-    kept: list[tuple[float, int, Ends]] = []
+    every_one: list[tuple[float, int, Ends]] = []
     for one in _all(layers, pipeline, virtual):
         others = (layers - sum(one)) / max(1, pipeline - 2)
         work = max(one.first, one.last + head, others)
-        if work < lightest or (work == lightest and not even):
-            # The first stage holds as many micro-batches as there are stages, each further one a micro-batch less.
-            kept.append((work, round(max(one.first * pipeline, others * (pipeline - 1))), one))
+        # The first stage holds as many micro-batches as there are stages, each further one a micro-batch less.
+        every_one.append((work, round(max(one.first * pipeline, others * (pipeline - 1))), one))
+    if not even:  # something has to be tried
+        lightest = max(lightest, min((work for work, *_ in every_one), default=0.0))
+    kept = [one for one in every_one if one[0] < lightest or (one[0] == lightest and not even)]
     found = [EVEN] * even
     least = None
     for _, held, one in sorted(kept):
@@ -116,7 +120,7 @@ def _all(layers: int, pipeline: int, virtual: int) -> tuple[Ends, ...]:
     found = []
     for first, last in itertools.product(range(virtual, layers, virtual), repeat=2):
         one = Ends(first, last)
-        if _by_stage(layers, pipeline, virtual, one) and (left or one != (each, each)):
+        if by_stage(layers, pipeline, virtual, one) and (left or one != (each, each)):
             found.append(one)
     for embedding, loss in _COUNTED:
         counts = counted(layers, pipeline, virtual, bool(embedding), bool(loss))
@@ -125,8 +129,8 @@ def _all(layers: int, pipeline: int, virtual: int) -> tuple[Ends, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _by_stage(layers: int, pipeline: int, virtual: int, ends: Ends) -> tuple[int, ...]:
-    """Where every stage divides its layers evenly; empty where that cannot be."""
+def by_stage(layers: int, pipeline: int, virtual: int, ends: Ends) -> tuple[int, ...]:
+    """The layers of each part where every stage divides its own evenly; empty where that cannot be."""
     left, inner = layers - sum(ends), pipeline - 2
     if min(ends) < 1 or inner < 0 or (left % (inner * virtual) or left < 1 if inner else left):
         return ()
