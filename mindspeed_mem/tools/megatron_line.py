@@ -90,22 +90,18 @@ def options(
 
 def _stages(found: dict[str, Any], wrong: list[str]) -> dict[str, object]:
     """How layers are split over stages in `plan`'s words; what Megatron says it in is taken out of `found`."""
-    virtual, first, last = (found.pop(name, None) for name in (_VIRTUAL, *_ENDS))
-    embedding, loss = (bool(found.pop(name, False)) for name in _COUNTED)
+    asked = {name: found.pop(name, None) for name in (*_ENDS, *_COUNTED, _VIRTUAL)}
+    first, last, embedding, loss, virtual = asked.values()
+    said = " ".join(flag(name) for name, value in asked.items() if value)
     each = found.get("num_layers_per_virtual_pipeline_stage")
     sizes = [found.get("num_layers"), found.get("pipeline_model_parallel_size", "1")]
     texts = [text for text in (virtual, first, last, each, *sizes) if text is not None]
-    names = (*_ENDS, *_COUNTED, _VIRTUAL)
-    said = " ".join(
-        flag(name) for name, there in zip(names, (first, last, embedding, loss, virtual), strict=True) if there
-    )
     if None in sizes or not all(text.isdigit() and int(text) for text in texts):
         if said:
             wrong.append(f"--megatron {said}: takes whole numbers above 0, and --num-layers on the same line")
         return {}  # others are said where they are read
     layers, pipeline = map(int, sizes)
-    if pipeline == 1:
-        embedding = loss = False  # they change nothing there
+    embedding, loss = (bool(one) and pipeline > 1 for one in (embedding, loss))  # they change nothing on one stage
     if not (first or last or embedding or loss):
         return {} if virtual is None else {"num_layers_per_virtual_pipeline_stage": layers // (pipeline * int(virtual))}
     parts, left = int(virtual or 1), 0

@@ -95,6 +95,7 @@ def test_an_operator_of_which_nothing_is_selected_costs_a_few_calls(native):
     for extension in (fast_tensors.EXTENSION, hot_path.EXTENSION) if native else ():
         extension.build()
     [(found, plans)] = on_ranks(1, all_plans, native)
+    print("calls of a layer:", found)  # with pytest -rP
     assert {name: n for name, n in found.items() if n > MOST[name][1 + native]} == {}, found
     (_, none), (there, some), (there_still, none_now) = plans
     assert there and some > 0 and (none, there_still, none_now) == (0, False, 0), plans

@@ -36,12 +36,12 @@ Method methods[] = {
     {"MicroBatch", {"saved_by", micro_batch_saved_by, METH_O, nullptr}},
     {"MicroBatch", {"dropped", micro_batch_dropped, METH_O, nullptr}},
     {"MicroBatch", {"unpacks", micro_batch_unpacks, METH_O, nullptr}},
+    {"MicroBatch", {"backward_reaches", micro_batch_backward_reaches, METH_O, nullptr}},
     {"OperatorRuns", {"_start", fast(operator_runs_start), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_leave", operator_runs_leave, METH_O, nullptr}},
     {"OperatorRuns", {"ended", operator_runs_ended, METH_O, nullptr}},
     {"OperatorRuns", {"_run_once", fast(operator_runs_run_once), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_signature", fast(operator_runs_signature), METH_FASTCALL, nullptr}},
-    {"MicroBatch", {"backward_reaches", micro_batch_backward_reaches, METH_O, nullptr}},
 };
 
 void find_slots(PyObject* classes) {

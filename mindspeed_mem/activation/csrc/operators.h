@@ -59,18 +59,22 @@ inline int start(PyObject* where, PyObject* batch, PyObject* of, PyObject* entry
 
 inline PyObject* last_of(PyObject* list) { return PyList_GET_ITEM(list, PyList_GET_SIZE(list) - 1); }
 
+// What runs at this place, as `Quiet` has it, and which of its operators nobody has to know of; nullptr: that is not
+// known.
+inline std::pair<int, PyObject*> quiet_at(PyObject* where) {
+  PyObject *of = position.course.get(where), *rerunning = position.rerun.get(where);
+  if (of == Py_None) return {NOTHING_SAVED, nullptr};
+  if (rerunning != Py_None) return {AGAIN, position.known.get(where) == Py_True ? course.again.get(of) : nullptr};
+  if (position.hooked.number(where) != 0) return {INSIDE, course.inside.get(of)};
+  return {NOTHING_SAVED, course.quiet.get(of)};
+}
+
 // Whether it is an operator that nobody has to know of, which has started: what `leave` takes; -1: it is none, and
 // nothing has happened.
 inline long long enter(PyObject* where, PyObject* tag, PyObject* rerunning) {
   PyObject *stack = position.stack.get(where), *of = position.course.get(where);
-  if (of == Py_None || is_empty(stack)) return -1;
-  int kind = AGAIN;
-  if (rerunning == Py_None) {
-    kind = position.hooked.number(where) != 0 ? INSIDE : NOTHING_SAVED;
-  } else if (position.known.get(where) != Py_True) {
-    return -1;
-  }
-  PyObject* quiet = (kind == AGAIN ? course.again : kind == INSIDE ? course.inside : course.quiet).get(of);
+  const auto [kind, quiet] = quiet_at(where);
+  if (quiet == nullptr || is_empty(stack)) return -1;
   PyObject *layer = PyTuple_GET_ITEM(tag, 0), *path = PyTuple_GET_ITEM(tag, 1), *top = last_of(stack);
   PyObject* batch = position.micro_batch.get(where);
   const long long depth = PyList_GET_SIZE(stack), number = micro_batch.count.number(batch);
@@ -127,12 +131,9 @@ inline bool leave(PyObject* where, long long code, PyObject* rerunning) {
 // Whether inline code of that name is an operator that nobody has to know of, which has started; 2: and a backward
 // follows.
 inline int mark_start(PyObject* where, PyObject* suffix) {
-  PyObject *of = position.course.get(where), *rerunning = position.rerun.get(where);
-  if (of == Py_None || (rerunning != Py_None && position.known.get(where) != Py_True)) return 0;
-  const int kind = rerunning != Py_None                   ? AGAIN
-                   : position.hooked.number(where) != 0 ? INSIDE
-                                                          : NOTHING_SAVED;
-  PyObject* quiet = (kind == AGAIN ? course.again : kind == INSIDE ? course.inside : course.quiet).get(of);
+  PyObject* of = position.course.get(where);
+  const auto [kind, quiet] = quiet_at(where);
+  if (quiet == nullptr) return 0;
   PyObject* top = last_of(position.stack.get(where));
   PyObject *layer = PyTuple_GET_ITEM(top, 0), *parent = PyTuple_GET_ITEM(top, 1);
   Own path = call(engine.inline_path, parent, suffix);

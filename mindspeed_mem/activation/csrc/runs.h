@@ -253,6 +253,7 @@ inline PyObject* operator_runs_signature(PyObject* self, PyObject* const* args, 
 }
 
 // ---- what wrappers.py calls
+
 // What a module has, without asking its type.
 inline PyObject* of_module(PyObject* module, Name& name) {
   PyObject* found = PyDict_GetItemWithError(PyModule_GetDict(module), name.object());

@@ -191,8 +191,11 @@ class PartScripts:
         """
         key = forward, None if ahead is None else id(ahead), fetched, idle, there
         if key not in self._cache:
-            write = self._write_forward(ahead) if forward else self._write_backward(ahead, fetched, there)
-            self._cache[key] = write if ahead is None or not idle else _with_idle(write, ahead, idle)
+            if ahead is not None and idle:
+                script = _with_idle(self.script(forward, ahead, fetched, there=there), ahead, idle)
+            else:
+                script = self._write_forward(ahead) if forward else self._write_backward(ahead, fetched, there)
+            self._cache[key] = script
         return self._cache[key]
 
     def fitting(self, room: int) -> tuple[int, ...]:
