@@ -98,7 +98,7 @@ def _stages(found: dict[str, Any], wrong: list[str]) -> dict[str, object]:
     texts = [text for text in (virtual, first, last, each, *sizes) if text is not None]
     if None in sizes or not all(text.isdigit() and int(text) for text in texts):
         if said:
-            wrong.append(f"--megatron {said}: takes whole numbers above 0, and --num-layers on the same line")
+            wrong.append(f"--megatron {said}: needs --num-layers on the same line, and whole numbers above 0")
         return {}  # others are said where they are read
     layers, pipeline = map(int, sizes)
     embedding, loss = (bool(one) and pipeline > 1 for one in (embedding, loss))  # they change nothing on one stage

@@ -189,7 +189,7 @@ def test_a_command_line_of_megatron_describes_the_model(planned):
     status, _, printed = planned(
         [*ours, "--num-layers", "7", "--megatron", f"{elsewhere} --account-for-loss-in-pipeline-split"]
     )
-    assert status == 2 and "--account-for-loss-in-pipeline-split: takes whole numbers above 0, and --num-" in printed
+    assert status == 2 and "--account-for-loss-in-pipeline-split: needs --num-layers on the same line" in printed
     status, _, printed = planned([*ours, "--megatron", f"{LINE} --optimizer-cpu-offload --optimizer muon"])
     assert status == 2 and "--megatron --optimizer-cpu-offload: what that changes in memory is not known" in printed
     assert "--megatron --optimizer muon: only the states of adam are known" in printed
