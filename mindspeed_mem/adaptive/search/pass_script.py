@@ -103,10 +103,10 @@ class PartScripts:
         self._forward, self._backward = _Direction(count), _Direction(count)
         for base, kind in zip(bases, kinds, strict=False):
             end = base + 1 + len(kind.operators)
-            self._forward.seconds[base + 1 : end] = [operator.forward_seconds for operator in kind.operators]
-            self._forward.spare[base + 1 : end] = [self._spare(one.forward_temporary_bytes) for one in kind.operators]
-            self._backward.spare[base + 1 : end] = [self._spare(one.backward_temporary_bytes) for one in kind.operators]
-            self._backward.seconds[base + 1 : end] = [operator.backward_seconds for operator in kind.operators]
+            self._forward.seconds[base + 1 : end], self._backward.seconds[base + 1 : end] = _seconds(kind)
+            for number, operator in enumerate(kind.operators if temporary else (), base + 1):
+                self._forward.spare[number] = self._spare(operator.forward_temporary_bytes)
+                self._backward.spare[number] = self._spare(operator.backward_temporary_bytes)
             for number, operator in enumerate(kind.operators if self._splits else (), base + 1):
                 self._backward.seconds[number] -= operator.weight_seconds
                 self._backward.take[number] += operator.weight_bytes
@@ -251,29 +251,28 @@ class PartScripts:
             steps.append((number - 1, AHEAD, rank, copy, ends[number - 1]))
             take[number] += nbytes
         start, loss = (self._spare(one.forward_temporary_bytes) for one in (before, after))
-        spare = [start, *line.spare[1 : self.count + 1], loss, loss]
+        spare = [start, *line.spare[1 : self.count + 1], loss, loss] if self._temporary else ()
         return _script(steps, whole, before.bytes, take[1:], line.give[1:], spare)
 
     def _write_backward(self, ahead: PartScripts | None, fetched: bool, there: tuple[int, ...]) -> Script:
         """From the loss down to operator 1; an event of an operator comes before its backward. Where gradients of
         weights are put off, but are no pass of their own, they come at its end."""
         before, after, line = self.part.before, self.part.after, self._backward
-        numbers = range(self.count, 0, -1)
         loss, end = after.backward_seconds, before.backward_seconds
         if self._splits:
             loss, end = loss - after.weight_seconds, end - before.weight_seconds
-        begins = list(accumulate((line.seconds[number] for number in numbers), initial=loss))
+        begins = list(accumulate(line.seconds[self.count : 0 : -1], initial=loss))
         whole = begins[-1] + end
         whole += self._weight_seconds if self._splits and not self._apart else 0.0
         steps = []
-        take = [line.take[number] for number in numbers]
+        take = line.take[self.count : 0 : -1]
         for number, what, copy in line.steps:
             place = self.count - number
             if what == BACK and copy in there:
                 take[place] -= self.copies[copy].back_bytes
             else:
                 steps.append((place, what, -copy, copy, begins[place]))
-        give = [line.give[number] for number in numbers]
+        give = line.give[self.count : 0 : -1]
         at_start = 0
         if not fetched:
             steps += [(-1, BACK, rank, copy, 0.0) for rank, copy in enumerate(self.early)]
@@ -284,11 +283,12 @@ class PartScripts:
             take[place] += nbytes
         of_loss, of_start = after.bytes, before.bytes
         loss, embedding = (self._spare(one.backward_temporary_bytes) for one in (after, before))
-        spare = [loss, loss, *(line.spare[number] for number in numbers), embedding]
+        spare = [loss, loss, *line.spare[self.count : 0 : -1], embedding] if self._temporary else []
         if self._splits:
             of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
             if not self._apart:
                 of_start += self._waiting
+            if spare and not self._apart:
                 spare[-1] = min([embedding, *(self._weight_spare[number] for number in self._weighted)])
         return _script(steps, whole, at_start, [0, *take], [of_loss, *give], spare, of_start)
 
@@ -323,7 +323,7 @@ def _script(
     at_end: int = 0,
 ) -> Script:
     """Events as (place, what, rank, copy, time); memory taken and given operator by operator, and what is not there of
-    the temporaries at the start, at each of them and at the end."""
+    the temporaries at the start, at each of them and at the end, if anything."""
     gaps, since = [], 0.0
     whole = exact(whole)
     for _, what, _, copy, moment in sorted(steps):  # at one place: copies out, releases, copies back, waits
@@ -334,7 +334,7 @@ def _script(
     given = accumulate(give, initial=0)
     held = [at_start, *map(sub, islice(taken, 1, None), given)]  # each once it has taken, before it gives
     net = at_start + sum(take) - sum(give) - at_end
-    highest = max(*map(sub, held, spare), net + at_end - spare[-1])
+    highest = max(*map(sub, held, spare), net + at_end - spare[-1]) if spare else max(*held, net + at_end)
     return Script(tuple(gaps), whole - since, highest, net, whole)
 
 
@@ -357,6 +357,13 @@ class _Life(NamedTuple):
     needed: int
     leaves: tuple[tuple[int, int], ...]
     """Places with the bytes that leave there once backward has been."""
+
+
+@lru_cache(maxsize=512)
+def _seconds(kind: LayerClass) -> tuple[list[float], list[float]]:
+    """Of the operators of a layer, forward and backward."""
+    operators = kind.operators
+    return [one.forward_seconds for one in operators], [one.backward_seconds for one in operators]
 
 
 @lru_cache(maxsize=4096)
