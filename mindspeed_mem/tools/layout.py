@@ -16,11 +16,14 @@ from mindspeed_mem import output, requirements
 from mindspeed_mem.adaptive.layout import accounting
 from mindspeed_mem.adaptive.layout.cluster import LATENCY, Cluster
 from mindspeed_mem.adaptive.layout.enumeration import NAMES, Layout, Model, layouts
+from mindspeed_mem.adaptive.layout.measured import Measured, OtherModelError
 from mindspeed_mem.adaptive.layout.search import ALLOWED, CHUNKS, RECOMPUTE, LayoutSearch, Outcome, Planned
-from mindspeed_mem.adaptive.problem.definition import SCHEDULES
+from mindspeed_mem.adaptive.problem import from_shape, profile_file
+from mindspeed_mem.adaptive.problem.definition import GIB, SCHEDULES
+from mindspeed_mem.adaptive.problem.profile_file import Profile, ProfileError
 from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.search.plan_table import aligned, gib
-from mindspeed_mem.command_line import check_file, flag, number, whole
+from mindspeed_mem.command_line import check_file, flag, instead_of, number, whole
 from mindspeed_mem.tools import layout_flags, plan_options
 
 DESCRIPTION = """Finds how a model is best split over a number of devices, with the memory plan of each split: tensor
@@ -37,6 +40,8 @@ TABLE = "--device-table"
 SPEEDS = plan_options.SPEEDS | {
     "inter_node_gbps": (20.0, "GB/s that a device has of what its node sends to other nodes"),
 }
+_OF_A_DEVICE = ("tflops", "memory_gbps", "link_gbps")
+"""Speeds that a profile has."""
 _NO_CHUNKS = ("fp8_param_gather", "use_precision_aware_optimizer")
 """Options of Megatron beside which chunks are refused."""
 
@@ -47,7 +52,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     machine.add_argument("--devices", dest="device_count", metavar="N", help="how many there are")
     machine.add_argument("--devices-per-node", metavar="N", help="of each node (8)")
     plan_options.add_arguments(model, machine, TABLE, SPEEDS)
-    plan_options.add_limits(machine)
+    plan_options.add_limits(machine, " (default with --trace: the limit the profile was made under)")
     machine.add_argument("--latency-us", metavar="X", help=f"of each message between devices ({1e6 * LATENCY:g})")
     search = command.add_argument_group("the search")
     what = f"sizes that are not searched, such as tp=4,pp=8: {', '.join(NAMES)}"
@@ -60,6 +65,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     what = "after so many no further layout is looked at (300); what may have been missed is said"
     search.add_argument("--seconds", metavar="N", default="300", help=what)
     files = command.add_argument_group("files")
+    what = "a profile of this model, measured under any layout: seconds and bytes of all others are scaled from it"
+    files.add_argument("--trace", dest="profile", metavar="FILE", help=what)
     files.add_argument("--output", metavar="FILE", help="write a script that trains with the best layout")
     what = "write its memory plan: a YAML file for --memory-config (beside --output: the same name with .yaml)"
     files.add_argument("--memory-output", metavar="FILE", help=what)
@@ -77,14 +84,17 @@ def main(given: argparse.Namespace) -> int:
         print(line)
     refused: Counter[str] = Counter()
     every = list(layouts(model, cluster, request.fixed, CHUNKS in request.allowed, refused, request.schedules))
-    search = LayoutSearch(model, cluster, allowed=request.allowed, reserve_bytes=request.reserve_bytes)
+    estimate = from_shape.problem if request.measured is None else request.measured.problem
+    search = LayoutSearch(
+        model, cluster, allowed=request.allowed, reserve_bytes=request.reserve_bytes, estimate=estimate
+    )
     outcome = search.run(every, seconds=request.seconds, enough=request.top)
     for line in _counted(every, refused, outcome):
         print(line)
     if not outcome.planned:
         print("mindspeed_mem layout:", *_shortage(request, search, outcome, every), sep="\n  ", file=sys.stderr)
         return 1
-    for line in (*_table(request, outcome), *_said(request, outcome), *worth.lines(outcome.planned[0].found)):
+    for line in (*_table(request, search, outcome), *_said(request, outcome), *worth.lines(outcome.planned[0].found)):
         print(line)
     _write(given, request, outcome.planned[0])
     return 0
@@ -102,12 +112,15 @@ def _head(request: Request) -> list[str]:
         f"{cluster.devices} device{'s' * (cluster.devices > 1)} of {gib(machine.memory_bytes)} GiB"
         + (f" in {nodes} nodes" if nodes > 1 else "")
     )
+    product = f"{machine.tflops:g} TFLOP/s, {machine.memory_gbps:g} GB/s device memory, "
     speeds = (
-        f"Seconds are estimates: {machine.tflops:g} TFLOP/s, {machine.memory_gbps:g} GB/s device memory, "
         f"{machine.tensor_gbps:g} GB/s within a node, {cluster.inter_node_gbps:g} to others, {machine.link_gbps:g} to "
         "the host."
     )
-    return [*request.assumed, text, speeds]
+    if request.measured is None:
+        return [*request.assumed, text, f"Seconds are estimates: {product}{speeds}"]
+    said = f"Seconds are estimates from the profile: {speeds}"
+    return [*request.assumed, text, said, *request.measured.said()]
 
 
 def _counted(every: Sequence[Layout], refused: Counter[str], outcome: Outcome) -> list[str]:
@@ -122,7 +135,7 @@ def _counted(every: Sequence[Layout], refused: Counter[str], outcome: Outcome) -
     return lines
 
 
-def _table(request: Request, outcome: Outcome) -> list[str]:
+def _table(request: Request, search: LayoutSearch, outcome: Outcome) -> list[str]:
     """The best layouts, and where their time goes."""
     model, cluster = request.model, request.cluster
     tokens, flops = model.batch * model.shape.seq_length, accounting.model_flops(model)
@@ -142,7 +155,7 @@ def _table(request: Request, outcome: Outcome) -> list[str]:
                 *(f"{100 * share:.0f}" for share in shares),
             )
         )
-        spent = accounting.seconds(one, model, cluster)
+        spent = accounting.seconds(one, search)
         times.append((str(place), *(f"{value:.3g}" if value > 5e-4 else "0" for value in spent)))
     return ["", *aligned(rows), "", *aligned(times)]
 
@@ -254,6 +267,8 @@ class Request:
     top: int
     seconds: float
     plan_file: str
+    measured: Measured | None
+    """What a profile has of it."""
     assumed: list[str]
     """What was assumed of the device, and left out of what was asked for."""
 
@@ -268,7 +283,9 @@ def _read(given: argparse.Namespace, wrong: list[str]) -> Request | None:
     per_node = whole("--devices-per-node", given.devices_per_node, wrong) or 8
     if count is not None and count > per_node and count % per_node:
         wrong.append(f"--devices {count} is no multiple of --devices-per-node {per_node}")
-    assumed = plan_options.by_name(given, wrong, TABLE, SPEEDS, alone=count == 1)
+    profile = _profile(given, wrong)
+    speeds = SPEEDS if profile is None else {name: SPEEDS[name] for name in SPEEDS if name not in _OF_A_DEVICE}
+    assumed = plan_options.by_name(given, wrong, TABLE, speeds, alone=count == 1)
     for name in layout_flags.SEARCHED:  # of a command line's layout nothing is taken
         setattr(given, name, False if name in plan_options.SWITCHES else None)
     given.micro_batch_size = "1"
@@ -296,7 +313,13 @@ def _read(given: argparse.Namespace, wrong: list[str]) -> Request | None:
         inter_node_gbps=inter,
         latency_seconds=LATENCY if latency is None else latency / 1e6,
     )
-    bars = _barred(given, model)
+    bars, measured = _barred(given, model), None
+    if profile is not None:
+        try:
+            measured = Measured(profile, model, cluster)
+        except OtherModelError as error:
+            wrong += [f"--trace {given.profile}: {reason}" for reason in error.problems]
+            return None
     return Request(
         model=model,
         cluster=cluster,
@@ -308,8 +331,26 @@ def _read(given: argparse.Namespace, wrong: list[str]) -> Request | None:
         top=top,
         seconds=seconds,
         plan_file=plan_file,
+        measured=measured,
         assumed=[*filter(None, [assumed]), *(text for name, text in bars.items() if name in allowed)],
     )
+
+
+def _profile(given: argparse.Namespace, wrong: list[str]) -> Profile | None:
+    """The profile, with what it says of the device filled in."""
+    if given.profile is None:
+        return None
+    instead_of("--trace", given, _OF_A_DEVICE, wrong)
+    try:
+        profile = profile_file.read(given.profile)
+    except ProfileError as error:
+        wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
+        return None
+    given.link_gbps = str(profile.problem.link.out)
+    if given.device_memory_gib is None and given.device_name is None:
+        given.device_memory_gib = str(profile.problem.device_limit / GIB)
+        given.reserve_gib = given.reserve_gib or "0"  # that limit is what a plan may take
+    return profile
 
 
 def _barred(given: argparse.Namespace, model: Model) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_mem.adaptive.problem import profile_file
 from tests.guarding import settled
 from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
@@ -120,7 +121,9 @@ def test_a_kept_plan_is_used_again_by_the_same_job_only(tmp_path):
     [(first, second, third)] = on_ranks(1, kept, str(tmp_path / "plan.yaml"))
     assert not any("plan in" in line and "used" in line for line in first)
     assert any("the plan is kept in" in line for line in first)
-    assert (tmp_path / "plan.profile.json").exists()
+    sizes = profile_file.read(tmp_path / "plan.profile.json").shapes  # for layout --trace
+    assert {sizes[name] for name in ("tensor", "context", "expert", "data")} == {1}
+    assert (sizes["sequence_parallel"], sizes["distributed_optimizer"]) == (False, False)
     assert any("is used: it was made for the same job" in line for line in second) and second[-1] == "settled after 1"
     assert any("is not used: micro_batches was 2 and is 3" in line for line in third)
 

@@ -81,7 +81,7 @@ def test_what_it_finds_is_the_best_of_all(shape, fixed):
     shares = [accounting.shares(one) for one in exhaustive.planned]
     assert any(one.swap or one.recompute for one in shares)
     for one in exhaustive.planned:
-        spent = accounting.seconds(one, what, on)
+        spent = accounting.seconds(one, search)
         assert sum(spent) == pytest.approx(one.seconds) and min(spent) > -1e-9
         assert (spent.expert > 0) == (one.layout.expert * one.layout.expert_tensor > 1)
         assert (spent.tensor > 0) == (one.layout.tensor > 1) or shape is EXPERTS
@@ -104,7 +104,7 @@ def test_schedules_with_a_split_backward_are_among_the_pipelines():
         problem = search.problem(one.layout)
         assert closed_form.seconds(problem) <= raised_bound(problem) * (1 + 1e-9)
         assert raised_bound(problem) <= one.seconds * (1 + 1e-9)
-        spent = accounting.seconds(one, what, on)
+        spent = accounting.seconds(one, search)
         assert sum(spent) == pytest.approx(one.seconds) and spent.bubble > 0
         if one.layout.schedule != "1f1b":  # all that a step takes beyond what everything kept would
             assert spent.recompute == pytest.approx(0, abs=1e-9)
@@ -128,7 +128,7 @@ def test_a_heavy_head_shortens_the_last_stage():
         assert bool(even) == (shape.num_layers % pipeline == 0)
         for one in even:
             assert best.seconds < 0.95 * search.run([one]).planned[0].seconds
-        spent = accounting.seconds(best, what, on)
+        spent = accounting.seconds(best, search)
         assert sum(spent) == pytest.approx(best.seconds) and spent.recompute == pytest.approx(0, abs=1e-9)
 
 

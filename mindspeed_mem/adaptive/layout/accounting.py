@@ -7,9 +7,8 @@ import math
 from typing import Any, NamedTuple
 
 from mindspeed_mem.adaptive.layout import closed_form
-from mindspeed_mem.adaptive.layout.cluster import Cluster
 from mindspeed_mem.adaptive.layout.enumeration import Model
-from mindspeed_mem.adaptive.layout.search import Planned
+from mindspeed_mem.adaptive.layout.search import LayoutSearch, Planned
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.shape import Machine
 from mindspeed_mem.adaptive.search.baselines import keep_all
@@ -42,13 +41,14 @@ class Shares(NamedTuple):
     recompute: float
 
 
-def seconds(one: Planned, model: Model, cluster: Cluster) -> Seconds:
+def seconds(one: Planned, search: LayoutSearch) -> Seconds:
     """Each way of ranks to each other is worth what the step would be shorter without it."""
+    model, cluster = search.model, search.cluster
     split, shape = one.layout.split(model, cluster.devices), one.layout.shape(model)
     machine = cluster.machine_for(split)
 
     def takes(machine: Machine) -> float:
-        return closed_form.seconds(from_shape.problem(shape, split, machine))
+        return closed_form.seconds(search.estimate(shape, split, machine))
 
     total, ways = takes(machine), []
     kept = total
@@ -62,7 +62,7 @@ def seconds(one: Planned, model: Model, cluster: Cluster) -> Seconds:
         ways.append(total - left)
         total = left
     context, expert, pipeline, data, tensor = ways
-    problem = from_shape.problem(shape, split, machine)
+    problem = search.estimate(shape, split, machine)
     count = problem.pipeline.micro_batches
     compute = count * max(
         sum(closed_form.part_seconds(problem, part) for part in stage.parts) for stage in problem.stages

@@ -14,8 +14,9 @@ import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive.layout import closed_form
@@ -23,10 +24,12 @@ from mindspeed_mem.adaptive.layout.cluster import Cluster
 from mindspeed_mem.adaptive.layout.enumeration import Layout, Model
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
+from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.milp import Rules, bound
 from mindspeed_mem.adaptive.search.search import Found, Search
 
+Estimate: TypeAlias = Callable[[Shape, Degrees, Machine], Problem]
 SWAP, RECOMPUTE, CHUNKS = ALLOWED = ("swap", "recompute", "chunk-zero")
 """What a plan may do."""
 WORK, TREE = 100_000, 20
@@ -87,16 +90,18 @@ class LayoutSearch:
         allowed: Collection[str] = ALLOWED,
         reserve_bytes: int | None = None,
         work: int = WORK,
+        estimate: Estimate = from_shape.problem,
     ):
-        """reserve_bytes: of a device, not to be planned with; None: what its groups of ranks and libraries need."""
-        self.model, self.cluster = model, cluster
+        """reserve_bytes: of a device, not to be planned with; None: what its groups of ranks and libraries need.
+        estimate: what there is to plan on a layout."""
+        self.model, self.cluster, self.estimate = model, cluster, estimate
         self._swap, self._recompute = SWAP in allowed, RECOMPUTE in allowed
         self._reserve, self._work = reserve_bytes, work
 
     def problem(self, layout: Layout) -> Problem:
         """What is to be planned on one stage of each kind."""
         split = layout.split(self.model, self.cluster.devices)
-        problem = from_shape.problem(layout.shape(self.model), split, self.cluster.machine_for(split))
+        problem = self.estimate(layout.shape(self.model), split, self.cluster.machine_for(split))
         kept = self._reserve
         if kept is None:
             kept = reserve.of_device(problem.device_limit, split.groups).bytes

@@ -42,6 +42,16 @@ SURVIVE, PROFILE, TRY, SETTLED, OFF = "survive", "profile", "try", "settled", "o
 _CALLS_EACH = 3  # of a plan that is tried
 _WATCHED = 10
 _AGAIN = 3  # times to plan again after evictions, or to profile other shapes, before it is left to eviction
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "data": "data_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "distributed_optimizer": "states_are_split",
+    "chunk_zero_stage": "chunk_zero_stage",
+}
+"""What a profile calls facts of a job that other layouts are estimated from."""
 
 
 class Call(NamedTuple):
@@ -311,7 +321,10 @@ class Adaptation:
         machine = {key: value for key, value in described if isinstance(value, str | int | float)}
         planner = self._planner()
         kept = planner.kept or planner.tries[-1]
-        profile = profile_file.Profile(problem=planner.problem, shapes=self._call._asdict(), machine=machine)
+        shapes = self._call._asdict() | {
+            name: self._facts[fact] for name, fact in _SIZES.items() if fact in self._facts
+        }
+        profile = profile_file.Profile(problem=planner.problem, shapes=shapes, machine=machine)
         try:
             beside = self.target.with_suffix(".profile.json")
             config = plan_file.by_name(kept.config, self.engine.in_force.stacks)
