@@ -145,11 +145,15 @@ def linear_backward(original, ctx, grad_output):
         grad_bias = layers.prepare_input_tensors_for_wgrad_compute(grad_output, grad_output)[0].sum(dim=0)
     gathered_by = ctx.tp_group if ctx.sequence_parallel else None
     fused = ctx.gradient_accumulation_fusion
-    holds = (grad_output.detach(),) if later is not None else (grad_output.detach(), inputs.detach())
+    gradient, inputs = grad_output.detach(), inputs.detach()
+    away = None if engine is None else engine.saved.output_gradient(gradient)
     profiler = None if engine is None else engine.observation.profiler
-    node = None if profiler is None else profiler.puts_off(read, holds[:1])
-    compute = _WeightGradient(parameter, later or _Here(holds[-1]), holds[0], gathered_by, fused, node)
-    WEIGHT_GRADIENTS.put_off(parameter, compute, holds, None if later is None else later.fetch)
+    node = None if profiler is None else profiler.puts_off(read, (gradient,))
+    sources = later or _Here(inputs), away or _Here(gradient)
+    compute = _WeightGradient(parameter, *sources, gathered_by, fused, node)
+    holds = tuple(one.tensor for one in sources if isinstance(one, _Here))
+    on_host = tuple(one for one in sources if isinstance(one, OnHost))
+    WEIGHT_GRADIENTS.put_off(parameter, compute, holds, functools.partial(_fetch, on_host) if on_host else None)
     if engine is not None:  # of the inputs it may have counted their operator's, until its backward
         for held in holds:
             LEDGER.enter(held.untyped_storage(), owned=False)
@@ -190,16 +194,21 @@ class _WithoutWeight:
         return getattr(self._ctx, name)
 
 
+def _fetch(on_host: tuple[OnHost, ...]) -> None:
+    for one in on_host:
+        one.fetch()
+
+
 class _Here:
-    """What a layer was given, on the device."""
+    """What the gradient of a weight is made from, on the device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self.tensor, self._version = tensor, tensor._version
 
     def get(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
+        if self.tensor._version != self._version:
             raise ChangedError
-        return self._tensor
+        return self.tensor
 
 
 class ChangedError(RuntimeError):
@@ -213,22 +222,19 @@ class _WeightGradient:
         self,
         parameter: torch.nn.Parameter,
         inputs: _Here | OnHost,
-        grad_output: torch.Tensor,
+        grad_output: _Here | OnHost,
         gathered_by: Any,
         fused: bool,
         node: Any,
     ) -> None:
         self._parameter, self._inputs, self._grad_output = parameter, inputs, grad_output
         self._gathered_by, self._fused, self._node = gathered_by, fused, node
-        self._version = grad_output._version
 
     def __call__(self) -> torch.Tensor | None:
         if self._node is not None and (profiler := _profiler()) is not None:
             profiler.makes_weights(self._node)
         try:
-            if self._version != self._grad_output._version:
-                raise ChangedError
-            inputs = self._inputs.get()
+            grad_output, inputs = self._grad_output.get(), self._inputs.get()
         except (ChangedError, OverwrittenError) as error:
             raise RuntimeError(
                 f"what a weight of shape {tuple(self._parameter.shape)} needs for its gradient was changed in place "
@@ -237,7 +243,7 @@ class _WeightGradient:
         layers = sys.modules[_LAYERS]
         if self._gathered_by is not None:
             inputs = self._gathered(layers, inputs)
-        grad_output, inputs = layers.prepare_input_tensors_for_wgrad_compute(self._grad_output, inputs)
+        grad_output, inputs = layers.prepare_input_tensors_for_wgrad_compute(grad_output, inputs)
         return self._add(layers, grad_output, inputs) if self._fused else grad_output.t().matmul(inputs)
 
     def _gathered(self, layers: Any, inputs: torch.Tensor) -> torch.Tensor:

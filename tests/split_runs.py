@@ -39,6 +39,7 @@ def departures(kind: str, layout: dict[str, Any], model: dict[str, Any], plan: A
             before = WEIGHT_GRADIENTS.count
             ours, _ = trained(kind, model, micro_batches, **more)
             put_off = WEIGHT_GRADIENTS.count - before
+            moved = None if engine is None else engine.report().bytes_out
             left = {} if engine is None else left_over(engine)
     found = [
         f"call {number}: {what}"
@@ -46,6 +47,7 @@ def departures(kind: str, layout: dict[str, Any], model: dict[str, Any], plan: A
         for what in difference(*pair)
     ]
     found += [] if put_off else ["nothing was put off"]
+    found += ["nothing was moved"] if plan and plan["swap_config"].get("output_gradients") and not moved else []
     return found + ([f"left over {left}"] if any(left.values()) else [])
 
 

@@ -222,7 +222,7 @@ class Passes:
         first = first_of(output)
         if isinstance(first, torch.Tensor):
             self._of_output[id(first)] = micro_batch.key, weakref.ref(first)
-            by_graph = micro_batch.native or self._in_force.watch_only
+            by_graph = micro_batch.native or self._in_force.watch_only or self._in_force.output_gradients
             if by_graph and first.grad_fn is not None:  # no handle may hold it, but the graph has to
                 first.grad_fn.register_prehook(lambda _: micro_batch.begin_backward())
         moved = [record for ref in micro_batch.moved if (record := ref()) is not None]

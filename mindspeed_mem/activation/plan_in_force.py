@@ -79,6 +79,11 @@ class PlanInForce:
         assert self.plan is not None
         return self.plan
 
+    @property
+    def output_gradients(self) -> bool:
+        """Gradients of outputs leave while gradients of weights wait for them."""
+        return self.config.swap.swap and self.config.swap.output_gradients
+
     def decision(self, layer: int, op: str) -> Swap | None:
         return self.plan.decision(layer, op) if self.plan is not None and 0 <= layer < self.num_layers else None
 

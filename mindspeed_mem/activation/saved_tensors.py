@@ -22,7 +22,7 @@ from mindspeed_mem.activation.rerun.dropped import Slot
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import Tape
-from mindspeed_mem.activation.storage import marks, own_tensors
+from mindspeed_mem.activation.storage import for_weights, marks, own_tensors
 from mindspeed_mem.activation.storage.for_weights import OnHost, ReadsForWeights
 from mindspeed_mem.activation.storage.ledger import LEDGER, Token
 from mindspeed_mem.activation.storage.micro_batch import NO_OWNER, MicroBatch
@@ -180,6 +180,14 @@ class SavedTensors:
             return tensors, self._reads.later, self._reads.first
         finally:
             self._reads = outer
+
+    def output_gradient(self, gradient: torch.Tensor) -> OnHost | None:
+        """What brings the gradient of a layer's output back for the gradient of its weight, which is put off; None: it
+        stays. The backward of the layer has used it."""
+        micro_batch = self._position.micro_batch
+        if not self._in_force.output_gradients or micro_batch is None:
+            return None
+        return for_weights.leave(self._mover, micro_batch, gradient)
 
     def may_drop(self) -> bool:
         """Whether records may be left out of what only recomputed operators need: nobody counts them or moves them."""

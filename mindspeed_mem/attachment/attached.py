@@ -285,6 +285,7 @@ def pass_forward(original: Callable) -> Callable:
 _COMPILED = (
     "the plan has no effect: the model is compiled as a whole, and runs as it is; compile parts of its layers instead"
 )
+_AT_ONCE = "swap_config.output_gradients has no effect: only Megatron's linear layers put gradients of weights off"
 _UNSEEN = (
     "no forward of the model with gradients was seen: none has run, or it is compiled as a whole, and the plan has no "
     "effect"
@@ -360,7 +361,8 @@ def attach(
     if searches:
         attached._search(None if adaptive_plan_file is None else Path(adaptive_plan_file))
     compiled = [_COMPILED] if getattr(model, "_compiled_call_impl", None) is not None else []
-    for notice in [*config.notices, *compiled] if ranks.number() == 0 else ():
+    at_once = [_AT_ONCE] if config.swap.swap and config.swap.output_gradients else []
+    for notice in [*config.notices, *at_once, *compiled] if ranks.number() == 0 else ():
         logger.warning(notice)
     return attached
 

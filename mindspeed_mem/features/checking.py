@@ -117,6 +117,12 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     memory = _load(values["--memory-config"], flags, num_layers, problems)
     notices = (*(() if memory is None else memory.notices), *_without_effect(values))
     swaps, recomputes = memory is not None and memory.swap.swap, memory is not None and memory.recompute.active
+    puts_off = values["--split-backward"] or values["--pipeline-schedule"] != "1f1b"
+    if memory is not None and swaps and memory.swap.output_gradients and not puts_off:
+        notices += (
+            "swap_config.output_gradients has no effect: without --split-backward or --pipeline-schedule zb or v "
+            "gradients of weights are computed at once",
+        )
     adapts = values["--adaptive-memory-optimization"]
     survives = values["--survive-oom"] or adapts
     if recomputes and not (swaps or survives) and values["--swap-host-memory-gib"] is not None:

@@ -40,6 +40,7 @@ _SWAP_KEYS = (
     "window_bytes",
     "smallest_bytes",
     "idle_prefetch",
+    "output_gradients",
 )
 _MCORE_KEYS = {"cpu_offloading": "swap", "cpu_offloading_num_layers": "layer_swap"}
 """What the models of MindFormers that are built like Megatron's call these keys."""
@@ -96,6 +97,8 @@ class SwapConfig:
     """Smaller activations are not swapped; None: those whose copies would take longer to start than to run."""
     idle_prefetch: bool = False
     """Pipeline stages bring more back between two passes, as far as an earlier backward has begun with as much."""
+    output_gradients: bool = False
+    """Gradients of linear layers' outputs are on the host while gradients of weights, which are put off, need them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +152,8 @@ def load_memory_config(
     if check.problems:
         raise MemoryConfigError(check.problems, name)
     if not recompute.active:
-        if with_swap and (swap.layer_swap, swap.op_swap) != (None, None) and not (swap.layer_swap or swap.op_swap):
+        selects = swap.layer_swap or swap.op_swap or swap.output_gradients
+        if with_swap and (swap.layer_swap, swap.op_swap) != (None, None) and not selects:
             notices.append("swap_config.swap is True, but layer_swap and op_swap are empty: nothing is swapped")
         if with_swap and swap.swap_recompute_inputs:
             notices.append("swap_config.swap_recompute_inputs has no effect: nothing is recomputed")
@@ -211,6 +215,7 @@ def _read_swap(section: Any, check: Checker, notices: list[str]) -> SwapConfig:
         "window_bytes": check.size,
         "smallest_bytes": check.size,
         "idle_prefetch": check.boolean,
+        "output_gradients": check.boolean,
     }
     values: dict[str, Any] = {
         key: read(found[key], f"{path}.{called[key]}") for key, read in readers.items() if key in found

@@ -41,7 +41,10 @@ def with_split_backward(layout, model):
 
     if layout.get("pp"):
         return in_idle_time("dense", layout, model, [(None, 4)], split=True)
-    return departures("dense", layout, model)
+    from tests.swap_runs import entry
+
+    plan = entry(layer_swap={"backward_prefetch": 3, "layers": True}, output_gradients=True)
+    return departures("dense", layout, model) + departures("dense", layout, model, plan)
 
 
 @pytest.mark.sweep

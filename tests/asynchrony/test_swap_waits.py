@@ -30,7 +30,11 @@ def run(program: str, leave_out: str | None, distance: int, host_limit: int | No
     simulated = DEVICE == "cpu"
     backend = SimulatedBackend() if simulated else get_backend(DEVICE)
     looks = backend.tracker() if simulated else contextlib.nullcontext()
-    plan = entry(layer_swap=[{"backward_prefetch": distance, "layers": True}], window_bytes=0)
+    plan = entry(
+        layer_swap=[{"backward_prefetch": distance, "layers": True}],
+        window_bytes=0,
+        output_gradients=program == "split backward",
+    )
     try:
         with (
             patched(SDPA),

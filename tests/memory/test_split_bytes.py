@@ -79,7 +79,7 @@ def test_what_waits_in_a_layer_and_in_the_head(case):
         assert found == [whole, whole + each]
 
 
-def waiting_beside_swap() -> list[tuple[int, int]]:
+def waiting_beside_swap(**more: Any) -> list[tuple[int, int]]:
     """Of each pass: bytes on the device that wait, and all that the ledger counts then."""
     import torch
 
@@ -87,17 +87,18 @@ def waiting_beside_swap() -> list[tuple[int, int]]:
     from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
     from tests.models import build_gpt, train_step
     from tests.split_runs import split
-    from tests.swap_runs import EVERYTHING, SDPA, left_over, patched, swap
+    from tests.swap_runs import SDPA, entry, left_over, patched, swap
     from tests.worlds import parallel
 
     kind, _, fields, _ = model_of("dense GELU")
+    plan = entry(layer_swap=[{"backward_prefetch": 1, "layers": True}], **more)
     found, native = [], WEIGHT_GRADIENTS.run
 
     def counted(key):
         found.append((WEIGHT_GRADIENTS.waiting(), LEDGER.held.now))
         native(key)
 
-    with patched(SDPA), parallel(), split(), swap(EVERYTHING) as engine:
+    with patched(SDPA), parallel(), split(), swap(plan) as engine:
         WEIGHT_GRADIENTS.run = counted
         try:
             chunks = build_gpt(kind, layers=LAYERS, dtype=torch.bfloat16, tied=False, **fields)
@@ -122,3 +123,18 @@ def test_what_only_gradients_of_weights_need_stays_on_the_host_until_then():
     whole = problem.waiting(0, 0)
     assert [waiting for waiting, _ in found] == [whole, *[whole - LAYERS * on_host] * 2]  # learnt in the first pass
     assert all(held >= waiting for waiting, held in found) and found[1][1] < found[0][1]
+
+
+def test_gradients_of_outputs_leave_where_the_plan_says_so():
+    from mindspeed_mem.adaptive.problem import from_shape
+    from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Machine
+
+    *_, shape = model_of("dense GELU")
+    problem = from_shape.problem(shape, Degrees(split_backward=True), Machine(memory_bytes=1))
+    outputs = LAYERS * sum(one.weight_bytes for one in problem.classes[0].operators)
+    outputs += ELEMENT * shape.tokens * shape.vocab_size  # of the head
+    [without], [found] = on_ranks(1, waiting_beside_swap), on_ranks(1, waiting_beside_swap, output_gradients=True)
+    assert [one - other for (one, _), (other, _) in zip(without, found, strict=True)] == [outputs] * 3
+    assert [one - other for (_, one), (_, other) in zip(without, found, strict=True)] == [outputs] * 3  # by the ledger
+    small = on_ranks(1, waiting_beside_swap, output_gradients=True, smallest_bytes=10**9)
+    assert small[0][0][0] == without[0][0]

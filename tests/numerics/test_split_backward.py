@@ -88,6 +88,8 @@ def plans() -> dict[str, Any]:
         "swap, both": entry(layer_swap={"backward_prefetch": 3, "layers": True}, activations="both"),
         "recompute": again({"mlp": True, r"self_attention\.linear_.*": True}),
         "layers": again(recompute=True),
+        "output gradients": entry(op_swap=[], output_gradients=True),
+        "all of it": entry(layer_swap={"backward_prefetch": 3, "layers": True}, output_gradients=True),
     }
 
 

@@ -128,6 +128,14 @@ def test_a_file_that_only_recomputes():
     assert check({"memory_config": off, "device": "cpu"}).notices == ()
 
 
+def test_output_gradients_without_anything_put_off_have_no_effect():
+    plan = {"swap_config": {"swap": True, "op_swap": [], "output_gradients": True}}
+    (notice,) = check({"device": "cpu", "memory_config": plan}).notices
+    assert notice.startswith("swap_config.output_gradients has no effect") and "--split-backward" in notice
+    for more in ({"split_backward": True}, {"pipeline_schedule": "zb"}):
+        assert check({"device": "cpu", "memory_config": plan, **more}).notices == ()
+
+
 def test_surviving_needs_no_plan_and_takes_the_host_budget():
     settings = check(scan(["--survive-oom", "--swap-host-memory-gib", "2", "--device", "cpu"]))
     assert settings.on == ("--device", "--swap-host-memory-gib", "--survive-oom")

@@ -1,7 +1,8 @@
-"""Where a split backward puts gradients of weights off: what nothing but these needs stays on the host until then.
+"""Where a split backward puts gradients of weights off: what nothing but these needs is on the host until then.
 
-Such a record was saved once, by the linear layer that reads it in its backward. It is noted, so that from the next pass
-on no copy back is started for that backward.
+What a layer was given stays there, if it was moved. Such a record was saved once, by the linear layer that reads it in
+its backward. It is noted, so that from the next pass on no copy back is started for that backward. The gradient of its
+output leaves when that backward has used it (`swap_config.output_gradients`).
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_mem.activation.storage.records import COPYING, HOST, LOADED, Handle, key_of
+from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from mindspeed_mem.activation.storage.records import COPYING, HOST, KEPT, LOADED, Handle, Record, key_of
+from mindspeed_mem.device import fast_tensors
 
 if TYPE_CHECKING:
+    from mindspeed_mem.activation.storage.micro_batch import MicroBatch
     from mindspeed_mem.activation.storage.mover import Mover
-    from mindspeed_mem.activation.storage.records import Record
+
+OUTSIDE = -1, "output gradients", 0
+"""Who owns them: they are no operator's activations."""
 
 
 class OnHost:
-    """What a linear layer was given, where the plan has moved it."""
+    """What the gradient of a weight is made from, where the plan has moved it."""
 
     def __init__(self, mover: Mover, record: Record, kept: Handle):
         """``record`` is that of ``kept``, which autograd lets go of."""
@@ -65,3 +72,31 @@ class ReadsForWeights:
         size = alias.size() if kept.layout is None else kept.layout[1]
         self.later = OnHost(self._mover, record, kept)
         return alias.new_empty(()).expand(size)
+
+
+def leave(mover: Mover, micro_batch: MicroBatch, gradient: torch.Tensor) -> OnHost | None:
+    """Move the gradient of a layer's output, which its backward has used, to the host; None where it stays."""
+    if micro_batch.stays or not fast_tensors.is_plain(gradient, mover.backend.tensor_type):
+        return None
+    storage = gradient.untyped_storage()
+    found = marks.of(storage)
+    record: Record | None = None if found.record is None else found.record()
+    if record is None:
+        if found.stays or found.static or not storage.nbytes():
+            return None
+        record = Record(mover, micro_batch, OUTSIDE, storage, LEDGER.enter(storage, False, found), gradient)
+        if mover.staying.is_small(record):
+            return None
+        found.record = weakref.ref(record)
+    elif record.way_back is not mover or record.layer != OUTSIDE[0] or not record.holds(gradient):
+        return None
+    kept = Handle(gradient, record)
+    if record.state == HOST:
+        kept.let_go()
+    there = OnHost(mover, record, kept)
+    if mover.several or not (mover.backend.one_stream or mover.backend.stream_key() == micro_batch.home_key):
+        mover.saves(record, gradient, first=record.state == KEPT)
+    if record.state == KEPT:
+        mover.copy_out((record,))
+        mover.release_when_copied(record)
+    return None if record.state == KEPT else there  # the host has no room
