@@ -65,7 +65,10 @@ def _facts(engine: Engine, models: Sequence[nn.Module], call: Call) -> dict[str,
     """What a plan depends on, as plain values with names. Collective: stages have layers and sizes of their own."""
     state = sys.modules["megatron.core.parallel_state"]
     config = sys.modules["megatron.core.utils"].get_model_config(models[0])
-    getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "data_parallel")
+    getters = (
+        *("tensor_model_parallel", "context_parallel", "data_parallel"),
+        *("expert_model_parallel", "expert_tensor_parallel"),
+    )
     layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
     parameters = [(str(one.dtype), one.numel(), one.requires_grad) for model in models for one in model.parameters()]
     limits = {"device_limit": engine.backend.nominal_limit(), "host_limit": engine.mover.slabs.limit_bytes}

@@ -259,6 +259,7 @@ class Passes:
         if self._position.micro_batch is not None:
             self._position.micro_batch.native.drop()
         self._position.micro_batch = None
+        self._mover.release_late()
         self._idle_time.pass_ended()
 
     def _backward_after(self, now: Pass) -> MicroBatch | None:

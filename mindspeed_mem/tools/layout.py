@@ -40,8 +40,6 @@ TABLE = "--device-table"
 SPEEDS = plan_options.SPEEDS | {
     "inter_node_gbps": (20.0, "GB/s that a device has of what its node sends to other nodes"),
 }
-_OF_A_DEVICE = ("tflops", "memory_gbps", "link_gbps")
-"""Speeds that a profile has."""
 _NO_CHUNKS = ("fp8_param_gather", "use_precision_aware_optimizer")
 """Options of Megatron beside which chunks are refused."""
 
@@ -112,15 +110,14 @@ def _head(request: Request) -> list[str]:
         f"{cluster.devices} device{'s' * (cluster.devices > 1)} of {gib(machine.memory_bytes)} GiB"
         + (f" in {nodes} nodes" if nodes > 1 else "")
     )
-    product = f"{machine.tflops:g} TFLOP/s, {machine.memory_gbps:g} GB/s device memory, "
     speeds = (
+        f"Seconds are estimates: {machine.tflops:g} TFLOP/s, {machine.memory_gbps:g} GB/s device memory, "
         f"{machine.tensor_gbps:g} GB/s within a node, {cluster.inter_node_gbps:g} to others, {machine.link_gbps:g} to "
         "the host."
     )
     if request.measured is None:
-        return [*request.assumed, text, f"Seconds are estimates: {product}{speeds}"]
-    said = f"Seconds are estimates from the profile: {speeds}"
-    return [*request.assumed, text, said, *request.measured.said()]
+        return [*request.assumed, text, speeds]
+    return [*request.assumed, text, f"{speeds} Layers are scaled from the profile.", *request.measured.said()]
 
 
 def _counted(every: Sequence[Layout], refused: Counter[str], outcome: Outcome) -> list[str]:
@@ -284,8 +281,7 @@ def _read(given: argparse.Namespace, wrong: list[str]) -> Request | None:
     if count is not None and count > per_node and count % per_node:
         wrong.append(f"--devices {count} is no multiple of --devices-per-node {per_node}")
     profile = _profile(given, wrong)
-    speeds = SPEEDS if profile is None else {name: SPEEDS[name] for name in SPEEDS if name not in _OF_A_DEVICE}
-    assumed = plan_options.by_name(given, wrong, TABLE, speeds, alone=count == 1)
+    assumed = plan_options.by_name(given, wrong, TABLE, SPEEDS, alone=count == 1)
     for name in layout_flags.SEARCHED:  # of a command line's layout nothing is taken
         setattr(given, name, False if name in plan_options.SWITCHES else None)
     given.micro_batch_size = "1"
@@ -340,7 +336,7 @@ def _profile(given: argparse.Namespace, wrong: list[str]) -> Profile | None:
     """The profile, with what it says of the device filled in."""
     if given.profile is None:
         return None
-    instead_of("--trace", given, _OF_A_DEVICE, wrong)
+    instead_of("--trace", given, ("link_gbps",), wrong)
     try:
         profile = profile_file.read(given.profile)
     except ProfileError as error:

@@ -43,6 +43,9 @@ class OnHost:
     def get(self) -> torch.Tensor:
         """Raises OverwrittenError where it was changed in place since it was saved."""
         self.fetch()
+        if self._record.op == OUTSIDE[1] and self._record.state == LOADED:
+            # Where nobody else holds a gradient any more, autograd may add the next one to it in place.
+            self._handle.version = None
         return self._handle.bring_back()
 
 
@@ -76,7 +79,7 @@ class ReadsForWeights:
 
 def leave(mover: Mover, micro_batch: MicroBatch, gradient: torch.Tensor) -> OnHost | None:
     """Move the gradient of a layer's output, which its backward has used, to the host; None where it stays."""
-    if micro_batch.stays or not fast_tensors.is_plain(gradient, mover.backend.tensor_type):
+    if not fast_tensors.is_plain(gradient, mover.backend.tensor_type):
         return None
     storage = gradient.untyped_storage()
     found = marks.of(storage)
@@ -88,7 +91,7 @@ def leave(mover: Mover, micro_batch: MicroBatch, gradient: torch.Tensor) -> OnHo
         if mover.staying.is_small(record):
             return None
         found.record = weakref.ref(record)
-    elif record.way_back is not mover or record.layer != OUTSIDE[0] or not record.holds(gradient):
+    elif record.way_back is not mover or record.op != OUTSIDE[1] or not record.holds(gradient):
         return None
     kept = Handle(gradient, record)
     if record.state == HOST:
@@ -99,4 +102,5 @@ def leave(mover: Mover, micro_batch: MicroBatch, gradient: torch.Tensor) -> OnHo
     if record.state == KEPT:
         mover.copy_out((record,))
         mover.release_when_copied(record)
+        mover.release_late()
     return None if record.state == KEPT else there  # the host has no room

@@ -58,10 +58,10 @@ class Staying:
             self._warned = True
             logger.warning(
                 "the host budget of %d bytes is used up (--swap-host-memory-gib, attach: host_memory_gib): "
-                "%s of layer %d (%d bytes) and what follows stays on the device; raise the budget or select less",
+                "%s%s (%d bytes) and what follows stays on the device; raise the budget or select less",
                 limit_bytes,
-                record.op,
-                record.layer,
+                record.op or "what is outside the layers",
+                f" of layer {record.layer}" if record.layer >= 0 else "",
                 record.nbytes,
             )
 

@@ -28,6 +28,7 @@ _MIB = 2**20
 _NEAR = 0.05
 """Bytes of a layer that are further off may be those of another model."""
 _NEEDED = ("seq_length", "micro_batch_size", "tensor", "context", "expert", "data")
+_SECONDS = ("forward_seconds", "backward_seconds")
 _MANY = 5
 """Operators that are named at most."""
 
@@ -59,10 +60,12 @@ class _Layers(NamedTuple):
 
     ratios: Mapping[str, _Ratio]
     """By operator."""
+    between: tuple[float, float]
+    """Seconds, forward and backward, of the layer and of modules around operators: the host's, whatever the layout."""
     more: tuple[float, float]
-    """Seconds, forward and backward, of what the formula has nothing for: the host's, between operators."""
+    """Those of operators that the formula has nothing for, for each token and tensor-parallel rank."""
     again: Mapping[str, float]
-    """By group: what its second run takes for each second that it takes by the formula."""
+    """By group: as a ratio, of its second run."""
     nbytes: float
     """For each byte by the formula."""
 
@@ -85,8 +88,9 @@ class Measured:
         self._shape, self._split = _layout_of(profile, model)
         machine = cluster.machine_for(self._split)
         self._whole = whole = from_shape.problem(self._shape, self._split, machine)
-        alone = from_shape.problem(self._shape, self._split, _unconnected(machine))
-        self._layers = {kind.name: _of_layers(there, kind, alone.class_of[kind.name]) for kind in whole.classes}
+        self._alone = alone = from_shape.problem(self._shape, self._split, _unconnected(machine))
+        share = self._shape.tokens / self._split.tensor
+        self._layers = {kind.name: _of_layers(there, kind, alone.class_of[kind.name], share) for kind in whole.classes}
         (first, last), (first_by_formula, last_by_formula), (_, last_alone) = map(_ends, (there, whole, alone))
         self._head = _ratio(last, last_by_formula, last_alone)
         self._head_bytes = _share(last.bytes, last_by_formula.bytes)
@@ -116,7 +120,8 @@ class Measured:
                     temporary_bytes=int(stage.temporary_bytes * self._temporary),
                 )
             )
-        classes = [_scaled(kind, alone.class_of[kind.name], self._layers[kind.name]) for kind in whole.classes]
+        share = shape.tokens / split.tensor
+        classes = [_scaled(kind, alone.class_of[kind.name], self._layers[kind.name], share) for kind in whole.classes]
         return dataclasses.replace(whole, classes=tuple(classes), stages=tuple(stages), link=self._there.link)
 
     def said(self) -> list[str]:
@@ -129,7 +134,8 @@ class Measured:
             "tokens."
         ]
         for kind in self._whole.classes:
-            here, layers = _scaled(kind, kind, self._layers[kind.name]), self._layers[kind.name]
+            layers = self._layers[kind.name]
+            here = _scaled(kind, self._alone.class_of[kind.name], layers, shape.tokens / split.tensor)
             times = [1e3 * (one.forward_seconds + one.backward_seconds) for one in (here, kind)]
             sizes_there = [sum(group.bytes for group in one.groups) / _MIB for one in (here, kind)]
             text = "There a {} takes {:.4g} ms (by formula {:.4g}) and keeps {:.4g} MiB ({:.4g})"
@@ -175,13 +181,18 @@ def _ends(problem: Problem) -> tuple[Outside, Outside]:
 def _layout_of(profile: Profile, model: Model) -> tuple[Shape, Degrees]:
     """What the profile was measured on."""
     known: dict[str, Any] = {**profile.model, **profile.shapes}  # a profile by formula has some in either
-    missing = [name for name in _NEEDED if type(known.get(name)) is not int]
+    needed = (*_NEEDED, "expert_tensor") if model.shape.num_experts else _NEEDED
+    missing = [name for name in needed if type(known.get(name)) is not int or known[name] < (name != "expert_tensor")]
     if missing:
         raise OtherModelError([f"it does not say its sizes ({', '.join(missing)}): profile again with this version"])
     size = {name: known[name] for name in _NEEDED}
     there, ahead = profile.problem, model.shape.mtp_num_layers
     counts = [len(part.layers) for part in _parts(there)]
     counts[-1] -= ahead
+    if counts[-1] < 1:
+        raise OtherModelError(
+            [f"its last part has {counts[-1] + ahead} layers, and the model {ahead} to predict ahead"]
+        )
     which = model.shape.with_experts
     if sum(counts) != model.shape.num_layers and len(set(which)) > 1:
         text = f"it has {sum(counts)} layers of {model.shape.num_layers}, and which have experts differs"
@@ -213,41 +224,63 @@ def _layout_of(profile: Profile, model: Model) -> tuple[Shape, Degrees]:
     return shape, split
 
 
-def _of_layers(there: Problem, whole: LayerClass, alone: LayerClass) -> _Layers:
-    """What was measured of the layers that are most like these; ``alone``: these without collectives."""
+def _of_layers(there: Problem, whole: LayerClass, alone: LayerClass, share: float) -> _Layers:
+    """What was measured of the layers that are most like these. Who predicts ahead has a decoder's layer, and around it
+    what nobody could name: that is taken to be as much slower as that layer.
+
+    alone: these without collectives. share: tokens of a tensor-parallel rank, there.
+    """
+    names = [name for name in whole.index if name != from_shape.PREDICTION]
+    groups = [one for one in whole.groups if one.name != from_shape.PREDICTION and not one.from_previous]
     counts = Counter(name for part in _parts(there) for name in part.layers)
-    alike = {one.name: len(whole.index.keys() & one.index.keys()) for one in there.classes if counts[one.name]}
-    like = [one for one in there.classes if alike.get(one.name) == max(alike.values(), default=0)]
-    missing = [name for name in whole.group_index if name != op.INPUT and not any(name in one.index for one in like)]
+    some = [one for one in there.classes if counts[one.name]]
+    alike = {one.name: (len(one.index.keys() & names), -len(one.index.keys() - names)) for one in some}
+    like = [one for one in some if alike[one.name] == max(alike.values())]
+    missing = [one.name for one in groups if not any(one.name in kind.index for kind in like)]
     if missing:
         few = ", ".join(missing[:_MANY]) + " and others" * (len(missing) > _MANY)
         raise OtherModelError([f"it was measured on another model, which has no {few}"])
     layers = sum(counts[one.name] for one in like)
-    of_operator: dict[str, list[float]] = {name: [0.0, 0.0] for name in whole.index}
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    between, more = [0.0, 0.0], [0.0, 0.0]
     again: defaultdict[str, float] = defaultdict(float)
     kept = 0.0
-    for one in like:
-        share = counts[one.name] / layers
-        kept += share * sum(group.bytes for group in one.groups)
-        for operator in one.operators:
-            around = [name for name in whole.index if name == operator.name or op.within(operator.name, name)]
-            sums = of_operator[max(around, key=len, default="")]
-            sums[0] += share * operator.forward_seconds
-            sums[1] += share * operator.backward_seconds
-        for group in one.groups:
-            again[group.name] += share * (group.recompute_seconds or 0.0)
-    ratios, more = {}, [0.0, 0.0]
+    for kind in like:
+        weight = counts[kind.name] / layers
+        kept += weight * sum(group.bytes for group in kind.groups if not group.from_previous)
+        for operator in kind.operators:
+            around = [name for name in names if name == operator.name or op.within(operator.name, name)]
+            sums = found[name] if (name := max(around, key=len, default="")) else more
+            if not name and any(op.within(other, operator.name) for other in names):
+                sums = between
+            sums[0] += weight * operator.forward_seconds
+            sums[1] += weight * operator.backward_seconds
+        for group in kind.groups:
+            again[group.name] += weight * (group.recompute_seconds or 0.0)
+    ratios: dict[str, _Ratio] = {}
     for operator, other in zip(whole.operators, alone.operators, strict=True):
-        found = Outside(forward_seconds=of_operator[operator.name][0], backward_seconds=of_operator[operator.name][1])
-        ratios[operator.name] = _ratio(found, operator, other)
-        more[0] += found.forward_seconds * (operator.forward_seconds == 0)
-        more[1] += found.backward_seconds * (operator.backward_seconds == 0)
-    second = {one.name: again[one.name] / one.recompute_seconds for one in whole.groups if one.recompute_seconds}
+        mine = Outside(forward_seconds=found[operator.name][0], backward_seconds=found[operator.name][1])
+        ratios[operator.name] = _ratio(mine, operator, other)
+        more[0] += mine.forward_seconds * (operator.forward_seconds == 0)
+        more[1] += mine.backward_seconds * (operator.backward_seconds == 0)
+    if from_shape.PREDICTION in whole.index:
+        of_all = [
+            [sum(getattr(one, field) for one in kind.operators if one.name in names) for kind in (whole, alone)]
+            for field in _SECONDS
+        ]
+        sums = [sum(column) for column in zip(*(found[name] for name in names), strict=True)]
+        ratios[from_shape.PREDICTION] = _Ratio(*(_factor(mine, *one) for mine, one in zip(sums, of_all, strict=True)))
+    pairs = [pair for pair in zip(whole.groups, alone.groups, strict=True) if again[pair[0].name]]
     return _Layers(
         ratios,
-        (more[0], more[1]),
-        {name: factor for name, factor in second.items() if factor},
-        _share(kept, sum(group.bytes for group in whole.groups)),
+        (between[0], between[1]),
+        (more[0] / share, more[1] / share),
+        {
+            one.name: _factor(again[one.name], one.recompute_seconds, other.recompute_seconds or 0.0)
+            for one, other in pairs
+            if one.recompute_seconds
+        },
+        _share(kept, sum(group.bytes for group in groups)),
     )
 
 
@@ -272,33 +305,34 @@ def _share(there: float, by_formula: float) -> float:
     return there / by_formula if there and by_formula else 1.0
 
 
-def _scaled(whole: LayerClass, alone: LayerClass, layers: _Layers) -> LayerClass:
-    """The formula's class by what was measured."""
-    nbytes = layers.nbytes
+def _scaled(whole: LayerClass, alone: LayerClass, layers: _Layers, share: float) -> LayerClass:
+    """The formula's class by what was measured; ``share``: tokens of a tensor-parallel rank."""
     operators = []
     for operator, other in zip(whole.operators, alone.operators, strict=True):
         fields = layers.ratios[operator.name].scaled(operator, other)
         if not operator.name:
-            fields["forward_seconds"] += layers.more[0]
-            fields["backward_seconds"] += layers.more[1]
-        operators.append(dataclasses.replace(operator, **fields, weight_bytes=int(operator.weight_bytes * nbytes)))
-    seconds = {one.name: one.forward_seconds for one in operators}
-    formula = {one.name: one.forward_seconds for one in whole.operators}
+            for name, between, more in zip(_SECONDS, layers.between, layers.more, strict=True):
+                fields[name] += between + more * share
+        nbytes = int(operator.weight_bytes * layers.nbytes)
+        operators.append(dataclasses.replace(operator, **fields, weight_bytes=nbytes))
     groups = []
-    for group in whole.groups:
+    for group, apart in zip(whole.groups, alone.groups, strict=True):
         again = group.recompute_seconds
-        if again:
-            names = group.recompute_operators or group.operators
-            usual = sum(formula.get(name, 0.0) for name in names)
-            forward = sum(seconds.get(name, 0.0) for name in names) / usual if usual else 1.0
-            again *= layers.again.get(group.name, forward)
+        if again and apart.recompute_seconds:
+            factor = layers.again.get(group.name)
+            if factor is None:
+                names = group.recompute_operators or group.operators
+                seconds = {name: alone.operators[alone.index[name]].forward_seconds for name in names}
+                scaled = sum(layers.ratios[name].forward * one for name, one in seconds.items())
+                factor = scaled / sum(seconds.values()) if any(seconds.values()) else 1.0
+            again += (factor - 1) * apart.recompute_seconds
         names = ("bytes", "recompute_keeps", "weight_bytes")
-        sizes: dict[str, Any] = {name: int(getattr(group, name) * nbytes) for name in names}
-        leaves = tuple((name, int(size * nbytes)) for name, size in group.leaves)
+        sizes: dict[str, Any] = {name: int(getattr(group, name) * layers.nbytes) for name in names}
+        leaves = tuple((name, int(size * layers.nbytes)) for name, size in group.leaves)
         groups.append(dataclasses.replace(group, **sizes, leaves=leaves, recompute_seconds=again))
     return dataclasses.replace(
         whole,
         operators=tuple(operators),
         groups=tuple(groups),
-        input_bytes=int(whole.input_bytes * nbytes),
+        input_bytes=int(whole.input_bytes * layers.nbytes),
     )

@@ -46,6 +46,7 @@ _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "context": "context_parallel_size",
     "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
     "data": "data_parallel_size",
     "sequence_parallel": "sequence_parallel",
     "distributed_optimizer": "states_are_split",

@@ -99,8 +99,7 @@ def sections(config: MemoryConfig) -> dict[str, dict[str, object]]:
     for name in ("window_bytes", "smallest_bytes"):
         if (value := getattr(config.swap, name)) is not None:
             swap[name] = value
-    if config.swap.idle_prefetch:
-        swap["idle_prefetch"] = True
+    swap |= {name: True for name in ("idle_prefetch", "output_gradients") if getattr(config.swap, name)}
     swap["op_swap"] = [
         {
             "op_name": list(one.op_name) if len(one.op_name) > 1 else one.op_name[0],
