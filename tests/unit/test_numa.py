@@ -1,5 +1,6 @@
 """Binding to NUMA nodes: topologies are made up, the affinity that changes is a real process's."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def affinity_is_restored(monkeypatch):
     before = {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
     yield
     for thread in map(int, os.listdir("/proc/self/task")):
-        os.sched_setaffinity(thread, before.get(thread, set(CORES)))
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(thread, before.get(thread, set(CORES)))
 
 
 def host(folder: Path, nodes: dict[int, set[int] | str], numa_node: int | None = 1) -> Path:
