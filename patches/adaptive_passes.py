@@ -65,10 +65,7 @@ def _facts(engine: Engine, models: Sequence[nn.Module], call: Call) -> dict[str,
     """What a plan depends on, as plain values with names. Collective: stages have layers and sizes of their own."""
     state = sys.modules["megatron.core.parallel_state"]
     config = sys.modules["megatron.core.utils"].get_model_config(models[0])
-    getters = (
-        *("tensor_model_parallel", "context_parallel", "data_parallel"),
-        *("expert_model_parallel", "expert_tensor_parallel"),
-    )
+    sizes = ("tensor_model", "context", "data", "expert_model", "expert_tensor")
     layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
     parameters = [(str(one.dtype), one.numel(), one.requires_grad) for model in models for one in model.parameters()]
     limits = {"device_limit": engine.backend.nominal_limit(), "host_limit": engine.mover.slabs.limit_bytes}
@@ -77,7 +74,7 @@ def _facts(engine: Engine, models: Sequence[nn.Module], call: Call) -> dict[str,
     device = engine.backend.describe()
     return {
         **call._asdict(),
-        **{f"{name}_size": getattr(state, f"get_{name}_world_size")() for name in getters},
+        **{f"{name}_parallel_size": getattr(state, f"get_{name}_parallel_world_size")() for name in sizes},
         **limits,
         **features.plan_facts(features.in_force()),
         "device": f"{device['type']} {device.get('device', '')}".strip(),

@@ -187,7 +187,7 @@ class SavedTensors:
         micro_batch = self._position.micro_batch
         if not self._in_force.output_gradients or micro_batch is None:
             return None
-        return for_weights.leave(self._mover, micro_batch, gradient)
+        return for_weights.to_host(self._mover, micro_batch, gradient)
 
     def may_drop(self) -> bool:
         """Whether records may be left out of what only recomputed operators need: nobody counts them or moves them."""

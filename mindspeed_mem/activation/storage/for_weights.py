@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from mindspeed_mem.activation.storage.micro_batch import MicroBatch
     from mindspeed_mem.activation.storage.mover import Mover
 
-OUTSIDE = -1, "output gradients", 0
-"""Who owns them: they are no operator's activations."""
+_GRADIENTS = "output gradients"
+"""Who owns records of them: no operator of a layer."""
 
 
 class OnHost:
@@ -43,7 +43,7 @@ class OnHost:
     def get(self) -> torch.Tensor:
         """Raises OverwrittenError where it was changed in place since it was saved."""
         self.fetch()
-        if self._record.op == OUTSIDE[1] and self._record.state == LOADED:
+        if self._record.op == _GRADIENTS and self._record.state == LOADED:
             # Where nobody else holds a gradient any more, autograd may add the next one to it in place.
             self._handle.version = None
         return self._handle.bring_back()
@@ -77,7 +77,7 @@ class ReadsForWeights:
         return alias.new_empty(()).expand(size)
 
 
-def leave(mover: Mover, micro_batch: MicroBatch, gradient: torch.Tensor) -> OnHost | None:
+def to_host(mover: Mover, micro_batch: MicroBatch, gradient: torch.Tensor) -> OnHost | None:
     """Move the gradient of a layer's output, which its backward has used, to the host; None where it stays."""
     if not fast_tensors.is_plain(gradient, mover.backend.tensor_type):
         return None
@@ -87,18 +87,17 @@ def leave(mover: Mover, micro_batch: MicroBatch, gradient: torch.Tensor) -> OnHo
     if record is None:
         if found.stays or found.static or not storage.nbytes():
             return None
-        record = Record(mover, micro_batch, OUTSIDE, storage, LEDGER.enter(storage, False, found), gradient)
+        record = Record(mover, micro_batch, (-1, _GRADIENTS, 0), storage, LEDGER.enter(storage, False, found), gradient)
         if mover.staying.is_small(record):
             return None
         found.record = weakref.ref(record)
-    elif record.way_back is not mover or record.op != OUTSIDE[1] or not record.holds(gradient):
+    elif record.way_back is not mover or record.op != _GRADIENTS or not record.holds(gradient):
         return None
     kept = Handle(gradient, record)
     if record.state == HOST:
         kept.let_go()
     there = OnHost(mover, record, kept)
-    if mover.several or not (mover.backend.one_stream or mover.backend.stream_key() == micro_batch.home_key):
-        mover.saves(record, gradient, first=record.state == KEPT)
+    mover.saves(record, gradient, first=record.state == KEPT)
     if record.state == KEPT:
         mover.copy_out((record,))
         mover.release_when_copied(record)

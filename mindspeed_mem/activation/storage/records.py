@@ -288,8 +288,8 @@ class Handle:
         """Raise as autograd would: a hook switches its own check off."""
         if self.changed():
             found = self.alias._version
-            inside = self.record is not None and self.record.layer >= 0
-            where = f" by {self.record.op} of layer {self.record.layer}" if self.record is not None and inside else ""
+            record = self.record
+            where = f" by {record.op} of layer {record.layer}" if record is not None and record.layer >= 0 else ""
             raise OverwrittenError(OVERWRITTEN.format(where, found, self.version))
 
     def bring_back(self) -> torch.Tensor:

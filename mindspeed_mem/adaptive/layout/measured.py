@@ -240,23 +240,7 @@ def _of_layers(there: Problem, whole: LayerClass, alone: LayerClass, share: floa
     if missing:
         few = ", ".join(missing[:_MANY]) + " and others" * (len(missing) > _MANY)
         raise OtherModelError([f"it was measured on another model, which has no {few}"])
-    layers = sum(counts[one.name] for one in like)
-    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    between, more = [0.0, 0.0], [0.0, 0.0]
-    again: defaultdict[str, float] = defaultdict(float)
-    kept = 0.0
-    for kind in like:
-        weight = counts[kind.name] / layers
-        kept += weight * sum(group.bytes for group in kind.groups if not group.from_previous)
-        for operator in kind.operators:
-            around = [name for name in names if name == operator.name or op.within(operator.name, name)]
-            sums = found[name] if (name := max(around, key=len, default="")) else more
-            if not name and any(op.within(other, operator.name) for other in names):
-                sums = between
-            sums[0] += weight * operator.forward_seconds
-            sums[1] += weight * operator.backward_seconds
-        for group in kind.groups:
-            again[group.name] += weight * (group.recompute_seconds or 0.0)
+    found, between, more, again, kept = _summed(like, counts, names)
     ratios: dict[str, _Ratio] = {}
     for operator, other in zip(whole.operators, alone.operators, strict=True):
         mine = Outside(forward_seconds=found[operator.name][0], backward_seconds=found[operator.name][1])
@@ -282,6 +266,34 @@ def _of_layers(there: Problem, whole: LayerClass, alone: LayerClass, share: floa
         },
         _share(kept, sum(group.bytes for group in groups)),
     )
+
+
+def _summed(
+    like: Sequence[LayerClass], counts: Mapping[str, int], names: Sequence[str]
+) -> tuple[defaultdict[str, list[float]], list[float], list[float], defaultdict[str, float], float]:
+    """Of the mean layer of these classes: seconds, forward and backward, of each operator in ``names`` with what is
+    inside it, of what is around some of them, and of all others; of second runs by group; bytes kept of its own.
+
+    counts: layers of each class.
+    """
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    between, more = [0.0, 0.0], [0.0, 0.0]
+    again: defaultdict[str, float] = defaultdict(float)
+    kept, layers = 0.0, sum(counts[kind.name] for kind in like)
+    for kind in like:
+        weight = counts[kind.name] / layers
+        for operator in kind.operators:
+            around = [name for name in names if name and (name == operator.name or op.within(operator.name, name))]
+            if around:
+                sums = found[max(around, key=len)]
+            else:
+                sums = between if any(op.within(name, operator.name) for name in names) else more
+            sums[0] += weight * operator.forward_seconds
+            sums[1] += weight * operator.backward_seconds
+        for group in kind.groups:
+            again[group.name] += weight * (group.recompute_seconds or 0.0)
+            kept += weight * group.bytes * (not group.from_previous)
+    return found, between, more, again, kept
 
 
 def _ratio(there: Outside, whole: PlannedOperator | Outside, alone: PlannedOperator | Outside) -> _Ratio:
