@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -60,8 +60,9 @@ class Variant(NamedTuple):
         return {"max_inflight_microbatches": self.cap, "pipeline_schedule": schedule}
 
 
-def variants(stages: int) -> dict[str, Variant]:
-    return {
+def variants(stages: int, only: Sequence[str] | None = None) -> dict[str, Variant]:
+    """``only``: those in whose names one of these texts is, besides Megatron's 1F1B."""
+    every = {
         "1F1B, Megatron's": Variant(),
         "interleaved, 2 virtual stages, Megatron's": Variant(2),
         "interleaved, capped at the memory of 1F1B": Variant(2, 2 * stages),
@@ -72,6 +73,8 @@ def variants(stages: int) -> dict[str, Variant]:
         "zero bubble at half of it": Variant(1, stages // 2, True),
         "V at half of it": Variant(2, stages // 2 * 2, True, True),
     }
+    first = next(iter(every))
+    return {name: one for name, one in every.items() if only is None or name == first or any(x in name for x in only)}
 
 
 def predicted(stages: int, micro_batches: int, one: Variant, seconds: float) -> dict[str, float]:
@@ -207,7 +210,7 @@ def _rank(rank: int, ranks: int, meeting: str, given: argparse.Namespace, micro_
     # Once for all variants: each group of gloo has threads that look for work all the time, until the process ends.
     parallel_state.initialize_model_parallel(1, ranks)
     model_parallel_cuda_manual_seed(1)
-    known, state = variants(ranks), {}
+    known, state = variants(ranks, given.only), {}
     steps: list[tuple[float, float]] = []
 
     def step():
@@ -235,9 +238,9 @@ def _rank(rank: int, ranks: int, meeting: str, given: argparse.Namespace, micro_
 
 
 def _rows(stages: int, micro_batches: int, seconds: float, found: dict[str, list[float]]) -> dict[str, dict]:
-    work, rows = 3 * seconds * micro_batches, {}
-    for name, one in variants(stages).items():
-        expected, measured = predicted(stages, micro_batches, one, seconds), statistics.median(found[name])
+    work, rows, known = 3 * seconds * micro_batches, {}, variants(stages)
+    for name in found:
+        expected, measured = predicted(stages, micro_batches, known[name], seconds), statistics.median(found[name])
         rows[name] = {
             "seconds": measured,
             "of_1f1b": statistics.median(map(float.__truediv__, found[name], found[next(iter(found))])),
@@ -277,12 +280,17 @@ def main() -> None:
     parser.add_argument("--sizes", type=_sizes, nargs="+", default=[(4, 16)], metavar="PxM", help=what)
     parser.add_argument("--seconds", type=float, default=0.05, help="of each of a pass's three parts; default 0.05")
     parser.add_argument("--rounds", type=int, default=3)
+    what = "besides Megatron's 1F1B, those in whose names one of these texts is, such as zero"
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help=what)
     what = "ranks come before all other processes of the machine, which takes rights for that (SCHED_FIFO)"
     parser.add_argument("--real-time", action="store_true", help=what)
     parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()
     if given.rounds < 1 or given.seconds <= 0:
         parser.error("--rounds is at least 1, --seconds more than 0")
+    names = list(variants(2))
+    if unknown := [text for text in given.only or () if not any(text in name for name in names)]:
+        parser.error(f"--only {' '.join(unknown)}: in no name; there are {'; '.join(names)}")
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for stages, micro_batches in given.sizes:

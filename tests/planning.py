@@ -72,7 +72,12 @@ SPLIT_LAYER = replace(
     LAYER,
     name="split layer",
     operators=tuple(
-        replace(one, weight_seconds=_LINEAR[one.name][0], weight_bytes=_LINEAR[one.name][1] * MB)
+        replace(
+            one,
+            weight_seconds=_LINEAR[one.name][0],
+            weight_bytes=_LINEAR[one.name][1] * MB,
+            gradient_bytes=_LINEAR[one.name][1] * MB,
+        )
         if one.name in _LINEAR
         else one
         for one in LAYER.operators
@@ -112,7 +117,12 @@ def small_problem(
             head = Outside()
             if place == placement.parts - 1:
                 head = Outside(
-                    forward_seconds=0.1, backward_seconds=0.2, bytes=90 * MB, weight_seconds=0.1, weight_bytes=70 * MB
+                    forward_seconds=0.1,
+                    backward_seconds=0.2,
+                    bytes=90 * MB,
+                    weight_seconds=0.1,
+                    weight_bytes=70 * MB,
+                    gradient_bytes=40 * MB,
                 )
             before = Outside(bytes=64 * MB, forward_seconds=0.01 if first_layer == 0 else 0.0)
             parts.append(Part(layers=(kind.name,) * layers, first_layer=first_layer, before=before, after=head))

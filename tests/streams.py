@@ -116,7 +116,9 @@ class Machine:
         """More copies back of the backward that comes, where a pass has ended: as far as a backward has begun with as
         much, and gradients of weights have room for what they bring back two at a time."""
         later = sorted((self._on_host(item) for items in self.items.values() for item in items), reverse=True)
-        room, far = self.most[number] - self._held(number) - sum(later[:2]), self.plan.stages[number].distance
+        gradients = [size for chunk in self.items for size in self._gradients(number, chunk).values()]
+        room = self.most[number] - self._held(number) - sum(later[:2]) - 2 * max(gradients, default=0)
+        far = self.plan.stages[number].distance
         wanted = [
             (-(item["due"] + far), -item["due"], index)
             for index, item in enumerate(self.items[key[1]])
@@ -272,7 +274,10 @@ class Machine:
         loss, start = of_chunk.after, of_chunk.before
         waits = [one.weight_bytes * self.splits for one in (loss, start)]
         later = [one.weight_seconds * self.splits for one in (loss, start)]
-        compute.put(seconds=loss.backward_seconds - later[0], give=loss.bytes - waits[0])
+        count, gradients = position + 1, self._gradients(number, chunk)
+        ran = ("ran back", number, key, count)
+        compute.put(seconds=loss.backward_seconds - later[0], give=loss.bytes - waits[0], sets=[ran])
+        self._leaves(number, ran, gradients.get(count))
         self._load(number, key, position + self._tail(number, chunk), fetched)
         for kind in reversed(self._layers(number, chunk)):
             for operator in reversed(kind.operators):
@@ -288,14 +293,34 @@ class Machine:
                         size = item["group"].bytes - item["group"].recompute_keeps
                         compute.put(seconds=item["group"].recompute_seconds, take=size)
                 seconds = operator.backward_seconds - operator.weight_seconds * self.splits
-                compute.put(seconds=seconds, take=operator.weight_bytes * self.splits)
+                ran = ("ran back", number, key, position)
+                compute.put(seconds=seconds, take=operator.weight_bytes * self.splits, sets=[ran])
                 done = [item["group"] for item in items if item["first"] == position]
                 compute.put(give=sum(group.bytes - group.weight_bytes * self.splits for group in done))
+                self._leaves(number, ran, gradients.get(position))
                 position -= 1
         compute.put(seconds=start.backward_seconds - later[1])
         if self.problem.pipeline.schedule == "1f1b" and self.splits:
             self._weights(number, chunk)
         compute.put(give=start.bytes - waits[1])
+
+    def _gradients(self, number, chunk):
+        """Output gradients that are on the host until gradients of weights are computed, by operator."""
+        if not self.plan.output_gradients or self.problem.pipeline.schedule == "1f1b":
+            return {}
+        operators = [operator for kind in self._layers(number, chunk) for operator in kind.operators]
+        after = self.problem.stages[number].parts[chunk].after
+        sizes = {place: one.gradient_bytes for place, one in enumerate(operators, 1) if one.weight_seconds}
+        sizes[len(operators) + 1] = after.gradient_bytes if after.weight_seconds else 0
+        return {place: size for place, size in sizes.items() if size}
+
+    def _leaves(self, number, ran, size):
+        """An output gradient, once it has been used."""
+        if size:
+            copied = ("gradient", *ran)
+            seconds = size / GB / self.problem.link.out
+            self.streams[number][1].put(wait=[ran], seconds=seconds, sets=[copied])
+            self._release(number, copied, size)
 
     def _weights(self, number, chunk):
         """Gradients of weights; what they are made from is counted as theirs until the last of them is there."""
@@ -303,13 +328,15 @@ class Machine:
         outside = (of_chunk.before, of_chunk.after)
         operators = [operator for kind in kinds for operator in kind.operators]
         given = sum(item["group"].weight_bytes - self._on_host(item) for item in self.items[chunk])
-        given += sum(one.weight_bytes for one in (*outside, *operators))
+        gradients = {place: ({}, size) for place, size in self._gradients(number, chunk).items()}
+        given += sum(one.weight_bytes for one in (*outside, *operators)) - sum(size for _, size in gradients.values())
         compute, _, back = self.streams[number]
         linears = [(0, of_chunk.before), *enumerate(operators, 1), (len(operators) + 1, of_chunk.after)]
         linears = [(place, one) for place, one in reversed(linears) if one.weight_seconds]
 
         def copies(linear):
-            return [(i, self._on_host(i)) for i in self.items[chunk] if i["last"] == linear and self._on_host(i)]
+            found = [(i, self._on_host(i)) for i in self.items[chunk] if i["last"] == linear and self._on_host(i)]
+            return sorted([*found, *([gradients[linear]] if linear in gradients else [])], key=lambda one: one[1])
 
         def fetch(linear):
             for item, size in copies(linear):

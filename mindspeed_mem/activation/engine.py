@@ -162,6 +162,7 @@ class Engine:
         """
         self.second_runs.forget()
         self.mover.staying.for_weights.clear()
+        self.mover.staying.largest_gradient = 0
         self.in_force.adopt(config, tell)
         self.resolve(gather, partners)
         if self.survival is not None:

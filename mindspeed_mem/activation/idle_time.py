@@ -54,11 +54,13 @@ class IdleTime:
         if following is None:
             return
         self._forget_other_plans()
-        later = self._mover.staying.for_weights
+        staying = self._mover.staying
+        later = staying.for_weights
         there = [record for ref in following.moved if (record := ref()) is not None and record.state == HOST]
         there = [record for record in there if key_of(record) not in later]
         there.sort(key=lambda record: (record.last_use + record.distance, record.last_use), reverse=True)
-        between = sum(sorted((nbytes for _, _, nbytes in later), reverse=True)[:2])  # gradients of weights come first
+        # Gradients of weights come first, and what they are made from comes back for two of them at a time.
+        between = sum(sorted((nbytes for _, _, nbytes in later), reverse=True)[:2]) + 2 * staying.largest_gradient
         room, wanted = self._most - LEDGER.held.now - between, []
         for record in there:
             room -= record.nbytes

@@ -98,6 +98,53 @@ def test_what_waits_is_measured_to_the_byte_and_timed_apart(name):
         assert all(group.name not in alone for group in kind.groups if not group.weight_bytes)
 
 
+def moving_output_gradients(name: str, layout: dict[str, int]) -> dict[str, Any]:
+    """What this stage is predicted to hold at most with all kept, and with output gradients moved; what it then does;
+    and what these plans change of any number."""
+    import dataclasses
+
+    from megatron.core import parallel_state
+
+    from mindspeed_mem.adaptive import Search
+    from mindspeed_mem.adaptive.problem import from_profile
+    from mindspeed_mem.adaptive.problem.definition import Pipeline
+    from mindspeed_mem.adaptive.search.plan_file import memory_config
+    from mindspeed_mem.ranks import gather
+    from tests.limited_runs import Training, counted, different, surviving
+    from tests.memory.test_profiler import profile
+
+    with counted() as memory, scheduled(name, **layout):
+        expected = Training(memory, "dense", 4, layers=4)
+        results = [expected.step() for _ in range(7)]
+        del expected
+        with surviving() as engine:
+            training = Training(memory, "dense", 4, layers=4)
+            training.step()
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            profiles = gather(profile(engine, training, stage=stage)[0])
+            problem = from_profile.problem(profiles, Pipeline(micro_batches=4, schedule=name), 2**40)
+            search, peaks, found = Search(problem), [], list[Any]()
+            for plan in (search.keep_all, dataclasses.replace(search.keep_all, output_gradients=True)):
+                engine.adopt(memory_config(problem, plan), gather, ())
+                step = training.step()
+                found += different(step, results[training.number - 1])
+                peaks.append((search.simulated(plan).peaks[stage], memory.peak))
+            moved = max(problem.with_output_gradients().gradients_on_host(stage, part) for part in range(len(layout)))
+    return {"peaks": peaks, "differs": found, "moved": moved}
+
+
+@pytest.mark.parametrize("name", but(("zb", "v"), "zb"))
+def test_output_gradients_leave_as_the_planner_takes_them_to(name):
+    layout = SCHEDULES[name]
+    results = on_ranks(2, moving_output_gradients, name, layout)
+    for one in results:
+        (kept, there), (predicted, found) = one["peaks"]
+        assert one["differs"] == [] and one["moved"] > 0
+        assert predicted < kept and found <= there  # the fullest moment of a stage may be in its first forwards
+        assert found == pytest.approx(predicted, rel=0.02)
+    assert any(found < there for one in results for (_, there), (_, found) in [one["peaks"]])
+
+
 def beside_transformer_engine() -> tuple:
     from tests.numerics.test_transformer_engine import of_transformer_engine
 

@@ -73,11 +73,13 @@ def test_inputs_of_recomputation_move_where_the_plan_says_so():
     problem = gpt()
     row = letters(input_layernorm="R", input="S")
     stage = StagePlan(parts=((row.replace("S", "-"), row, row, row),), distance=7)
+    flags = ("inputs_move", "idle_prefetch", "output_gradients")
     for move in (False, True):
-        config = memory_config(problem, Plan(stages=(stage,), inputs_move=move, idle_prefetch=move))
+        config = memory_config(problem, Plan(stages=(stage,), **dict.fromkeys(flags, move)))
         loaded = load_memory_config(sections(config), num_layers=4)
         assert loaded == config
-        assert loaded.swap.swap_recompute_inputs is loaded.swap.idle_prefetch is move
+        assert loaded.swap.swap_recompute_inputs is move
+        assert loaded.swap.idle_prefetch is loaded.swap.output_gradients is move
         assert loaded.swap.default_prefetch == (7 if move else 1)
 
 

@@ -13,12 +13,13 @@ from mindspeed_mem.adaptive import InfeasibleError, Plan, Search, StagePlan, sim
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.definition import GB, blocks
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
+from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.search import milp
 from mindspeed_mem.adaptive.search.baselines import full_recompute
 from mindspeed_mem.adaptive.search.decisions import Count, host_bytes, is_valid, is_valid_stage, key
 from mindspeed_mem.adaptive.search.milp import Rules
 from mindspeed_mem.adaptive.search.search import MEGATRON
-from tests.planning import LAYER, MB, small_problem, tiny_class
+from tests.planning import LAYER, MB, SPLIT_LAYER, small_problem, tiny_class
 from tests.planning_costs import cycle_seconds, host_gb, is_allowed, stage_gb
 
 GOAL = 1.003
@@ -309,6 +310,34 @@ def test_a_plan_has_copies_back_start_in_idle_time_where_that_is_faster():
     assert found.plan.idle_prefetch and found.simulated.seconds < without.seconds
     assert max(found.simulated.peaks) <= found.problem.device_limit
     assert not search.best(10 * most).plan.idle_prefetch, "nothing is swapped"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_plan_moves_output_gradients_where_nothing_else_fits_and_only_where_that_gains(blocking):
+    search = Search(
+        small_problem(stages=2, layers=2, micro_batches=4, kind=SPLIT_LAYER, schedule="zb", blocking=blocking)
+    )
+    most, least = max(search.simulated(search.keep_all).peaks), search.floor()
+    found = search.best(int(0.9 * least + 0.1 * most))
+    without = search.simulated(dataclasses.replace(found.plan, output_gradients=False))
+    assert found.plan.output_gradients and max(without.peaks) > found.problem.device_limit
+    assert max(found.simulated.peaks) <= found.problem.device_limit
+    assert any(line.startswith("swap output gradients") for line in worth.lines(found))
+    roomy = search.best(int(0.95 * most))
+    moving = search.simulated(dataclasses.replace(search.keep_all, output_gradients=True))
+    assert not roomy.plan.output_gradients and roomy.simulated.seconds < moving.seconds
+    assert Search(found.problem, swap=False).floor() > found.problem.device_limit
+
+
+def test_output_gradients_stay_where_the_host_has_no_room_or_nothing_waits():
+    limits = {"stages": 2, "layers": 2, "micro_batches": 4, "kind": SPLIT_LAYER}
+    waits = small_problem(schedule="zb", **limits)
+    search = Search(waits)
+    limit = int(0.9 * search.floor() + 0.1 * max(search.simulated(search.keep_all).peaks))
+    with pytest.raises(InfeasibleError):
+        Search(dataclasses.replace(waits, host_limit=10 * MB)).best(limit)
+    at_once = Search(small_problem(split_backward=True, **limits))
+    assert not at_once.best(int(1.1 * at_once.floor())).plan.output_gradients
 
 
 def headline(tflops, link_gbps):

@@ -10,7 +10,7 @@ from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive import Plan, Search, StagePlan, simulate
 from mindspeed_mem.adaptive.problem.definition import GB
 from mindspeed_mem.adaptive.search import many
-from mindspeed_mem.adaptive.search.decisions import is_valid
+from mindspeed_mem.adaptive.search.decisions import is_valid, under
 from mindspeed_mem.adaptive.search.simulation import StageTrack
 from tests.planning import LAYER, MB, SPLIT_LAYER, small_problem, tiny_class
 from tests.streams import Machine
@@ -57,8 +57,9 @@ def cases(draw):
             for part in stage.parts
         )
         plans.append(StagePlan(parts=parts, distance=draw(st.integers(1, 14))))
-    idle = stages > 1 and draw(st.booleans())
-    return problem, Plan(stages=tuple(plans), inputs_move=inputs_move, idle_prefetch=idle)
+    idle, gradients = stages > 1 and draw(st.booleans()), draw(st.booleans())
+    flags = {"inputs_move": inputs_move, "idle_prefetch": idle, "output_gradients": gradients}
+    return problem, Plan(stages=tuple(plans), **flags)
 
 
 @settings(max_examples=150, deadline=None)
@@ -80,7 +81,8 @@ def test_a_window_for_late_copies_is_in_time_and_bounds_what_they_hold(case, win
     seconds, peaks = Machine(problem, plan).run()
     found = simulate(problem, plan)
     if not problem.link.blocking:
-        assert found.seconds == pytest.approx(seconds, rel=CLOSE) and found.seconds <= at_once.seconds * (1 + CLOSE)
+        close = 0.01 if plan.idle_prefetch else CLOSE  # what is late takes room that copies in idle time would have
+        assert found.seconds == pytest.approx(seconds, rel=close) and found.seconds <= at_once.seconds * (1 + CLOSE)
         assert all(most <= bound for most, bound in zip(peaks, found.peaks, strict=True))
     for one, without in zip(found.peaks, at_once.peaks, strict=True):
         assert without <= one <= without + (0 if problem.link.blocking else plan.window_bytes)
@@ -123,7 +125,7 @@ def test_plans_played_at_once_take_to_the_bit_what_each_takes_by_itself(case, ch
     problem = dataclasses.replace(problem, link=dataclasses.replace(problem.link, slows=chance.choice([0.0, 0.1])))
     if chance.random() < 0.5:
         problem = with_temporaries(problem, chance)
-    number = chance.randrange(len(plan.stages))
+    number, moving = chance.randrange(len(plan.stages)), under(problem, plan)
     mine = plan.stages[number]
     texts = sorted({text for part in mine.parts for text in part[1:]} | {"K" * len(LAYER.groups)})
     several = [mine]
@@ -131,10 +133,10 @@ def test_plans_played_at_once_take_to_the_bit_what_each_takes_by_itself(case, ch
         parts = tuple((part[0], *(chance.choice(texts) for _ in part[1:])) for part in mine.parts)
         several.append(dataclasses.replace(mine, parts=parts))
     letters = many.letters_of(several)
-    alone = many.alone(problem, number, letters, mine.distance)
-    together = many.Together(problem, plan.stages, number).play(letters, mine.distance)
+    alone = many.alone(moving, number, letters, mine.distance)
+    together = many.Together(moving, plan.stages, number).play(letters, mine.distance)
     for place, one in enumerate(several):
-        track = StageTrack(problem, number, one)
+        track = StageTrack(moving, number, one)
         assert (track.alone(), track.peak, track.stall) == tuple(row[place] for row in alone)
         every = (*plan.stages[:number], one, *plan.stages[number + 1 :])  # none of them in idle time
         found = simulate(problem, dataclasses.replace(plan, stages=every, idle_prefetch=False))

@@ -214,6 +214,7 @@ class Profiler:
                 bytes=counts.get(chunk, 0),
                 weight_seconds=later,
                 weight_bytes=waits.get(OUTSIDE, 0) if where == "after" else 0,
+                gradient_bytes=self._put_off.gradients[chunk] if where == "after" else 0,
                 **temporary((where, chunk)),
             )
 

@@ -20,8 +20,11 @@ class PutOff:
 
     def __init__(self) -> None:
         self._most: dict[int, Counter[Node]] = {}  # by model chunk
+        self.gradients: Counter[int] = Counter()
+        """By model chunk: of what waits outside the layers, the most that output gradients have."""
         self._chunk = 0
         self._now: Counter[Node] = Counter()
+        self._outside = 0  # output gradients
         self._seen: set[int] = set()  # addresses of what is held: nobody else has them meanwhile
 
     def begin(self, chunk: int) -> None:
@@ -43,6 +46,7 @@ class PutOff:
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())
                 self._now[node] += storage.nbytes()
+                self._outside += storage.nbytes() * (node == OUTSIDE and read is not None)
         if node == OUTSIDE and read is not None:
             record = read.record
             self._now[node] += read.alias.untyped_storage().nbytes() if record is None else record.nbytes
@@ -55,4 +59,5 @@ class PutOff:
     def _end(self) -> None:
         most = self._most.setdefault(self._chunk, Counter())
         most |= self._now  # the larger of each
-        self._now, self._seen = Counter(), set()
+        self.gradients |= Counter({self._chunk: self._outside})
+        self._now, self._outside, self._seen = Counter(), 0, set()

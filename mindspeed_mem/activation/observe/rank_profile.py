@@ -42,6 +42,8 @@ class Outside:
     """Of the backward, what gradients of weights take that a split backward puts off,"""
     weight_bytes: int = 0
     """and what it holds for them from then on: output gradients, and what of `bytes` they are made from."""
+    gradient_bytes: int = 0
+    """Of these, the output gradients."""
     forward_temporary_bytes: int = 0
     """As an operator's."""
     backward_temporary_bytes: int = 0

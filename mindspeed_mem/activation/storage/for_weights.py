@@ -102,4 +102,7 @@ def to_host(mover: Mover, micro_batch: MicroBatch, gradient: torch.Tensor) -> On
         mover.copy_out((record,))
         mover.release_when_copied(record)
         mover.release_late()
-    return None if record.state == KEPT else there  # the host has no room
+    if record.state == KEPT:  # the host has no room
+        return None
+    mover.staying.largest_gradient = max(mover.staying.largest_gradient, record.nbytes)
+    return there

@@ -36,7 +36,9 @@ class Staying:
         self.no_room_bytes = 0
         """Of what found no room on the host."""
         self.for_weights: set[tuple[int, int, int]] = set()
-        """What stays on the host until gradients of weights are computed (for_weights.py)."""
+        """What stays on the host until gradients of weights are computed (for_weights.py),"""
+        self.largest_gradient = 0
+        """and of gradients of outputs there the most bytes that one has."""
         self._warned = False
 
     def is_small(self, record: Record) -> bool:

@@ -152,6 +152,7 @@ class Measured:
                 **self._head.scaled(after, alone.after),
                 bytes=int(after.bytes * self._head_bytes),
                 weight_bytes=int(after.weight_bytes * self._head_bytes),
+                gradient_bytes=int(after.gradient_bytes * self._head_bytes),
             )
         if part.first_layer == 0 and part.layers:
             before = dataclasses.replace(
@@ -325,8 +326,9 @@ def _scaled(whole: LayerClass, alone: LayerClass, layers: _Layers, share: float)
         if not operator.name:
             for name, between, more in zip(_SECONDS, layers.between, layers.more, strict=True):
                 fields[name] += between + more * share
-        nbytes = int(operator.weight_bytes * layers.nbytes)
-        operators.append(dataclasses.replace(operator, **fields, weight_bytes=nbytes))
+        for name in ("weight_bytes", "gradient_bytes"):
+            fields[name] = int(getattr(operator, name) * layers.nbytes)
+        operators.append(dataclasses.replace(operator, **fields))
     groups = []
     for group, apart in zip(whole.groups, alone.groups, strict=True):
         again = group.recompute_seconds

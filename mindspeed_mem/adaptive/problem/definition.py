@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
@@ -33,6 +34,8 @@ class PlannedOperator:
     """Of these, what gradients of weights take that a split backward puts off,"""
     weight_bytes: int = 0
     """and the output gradients that it holds until then. What it holds of groups is said there."""
+    gradient_bytes: int = 0
+    """Of these, what may be on the host meanwhile: not of layers that put gradients off by themselves."""
     forward_temporary_bytes: int = 0
     """The most that is held while it runs beyond what backward keeps; see `Stage.operator_temporary_bytes`."""
     backward_temporary_bytes: int = 0
@@ -203,6 +206,8 @@ class Problem:
     link: Link
     device_limit: int
     host_limit: int | None = None
+    output_gradients: bool = False
+    """Whether every plan moves those that wait for gradients of weights, see `Plan.output_gradients`."""
 
     @property
     def virtual_stages(self) -> int:
@@ -258,17 +263,37 @@ class Problem:
         """Bytes of a group that, swapped, stay on the host until gradients of weights are computed."""
         return group.weight_bytes if group.weights_only and self.pipeline.apart else 0
 
+    def gradient_on_host(self, one: PlannedOperator | Outside) -> int:
+        """Bytes of the gradient of an output that stay on the host until that of the weight is computed."""
+        moves = self.output_gradients and self.pipeline.apart and one.weight_seconds
+        return one.gradient_bytes if moves else 0
+
+    def gradients_on_host(self, stage: int, part: int) -> int:
+        """Those of a pass of a part."""
+        of_part = self.stages[stage].parts[part]
+        each = {name: sum(map(self.gradient_on_host, self.class_of[name].operators)) for name in set(of_part.layers)}
+        return sum(each[name] for name in of_part.layers) + self.gradient_on_host(of_part.after)
+
     def waiting(self, stage: int, part: int) -> int:
         """Bytes that a pass of a part holds from its backward until its gradients of weights are there."""
         of_part = self.stages[stage].parts[part]
         layers = sum(self.class_of[name].weight_bytes for name in of_part.layers)
         first = self.class_of[of_part.layers[0]].groups if of_part.layers else ()
         outside = sum(group.weight_bytes for group in first if group.from_previous)  # in nobody's hands there
-        return layers - outside + of_part.before.weight_bytes + of_part.after.weight_bytes
+        whole = layers - outside + of_part.before.weight_bytes + of_part.after.weight_bytes
+        return whole - self.gradients_on_host(stage, part)
 
     def with_limit(self, device_limit: int) -> Problem:
-        """The same with another device limit; what is known about schedule and classes is kept."""
-        other = dataclasses.replace(self, device_limit=device_limit)
+        """The same with another device limit."""
+        return self._with(device_limit=device_limit)
+
+    def with_output_gradients(self) -> Problem:
+        """The same where every plan moves them."""
+        return self._with(output_gradients=True)
+
+    def _with(self, **fields: Any) -> Problem:
+        """What is known about schedule and classes is kept."""
+        other = dataclasses.replace(self, **fields)
         for name in ("passes", "whole", "held", "in_flight", "turning", "class_of"):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
@@ -280,7 +305,7 @@ class Problem:
         for kind in self.classes:
             groups = tuple(dataclasses.replace(group, swappable=False) for group in kind.groups)
             classes.append(dataclasses.replace(kind, groups=groups))
-        return dataclasses.replace(self, classes=tuple(classes))
+        return dataclasses.replace(self, classes=tuple(classes), output_gradients=False)
 
     def with_micro_batches(self, count: int) -> Problem:
         """The same with another number of micro-batches; with fewer, what the whole step holds is known still."""

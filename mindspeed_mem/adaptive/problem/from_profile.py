@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, Outside, RankProfile
 from mindspeed_mem.adaptive.problem.definition import Link, Part, Pipeline, Problem, Stage
@@ -107,4 +107,4 @@ def _slowest(chunk: ChunkProfile, others: Sequence[ChunkProfile]) -> ChunkProfil
 
 
 def _most(parts: Sequence[Outside]) -> Outside:
-    return Outside(**{name: max(getattr(part, name) for part in parts) for name in (*_EACH, "bytes")})
+    return Outside(**{field.name: max(getattr(part, field.name) for part in parts) for field in fields(Outside)})

@@ -243,6 +243,7 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
             backward_seconds=b,
             weight_seconds=times.weight.get(name, 0.0) if name in waits.of_operators else 0.0,
             weight_bytes=waits.of_operators.get(name, 0),
+            gradient_bytes=0 if shape.te else waits.of_operators.get(name, 0),
         )
         for name, f, b in seconds
     ]
@@ -298,6 +299,7 @@ def prediction_class(kind: LayerClass, shape: Shape, split: Degrees, times: Time
         backward_seconds=2 * project,
         weight_seconds=times.product(2 * shape.hidden_size, shape.hidden_size),
         weight_bytes=shape.tokens * shape.hidden_size * ELEMENT,
+        gradient_bytes=0 if shape.te else shape.tokens * shape.hidden_size * ELEMENT,
     )
     kept = Group(
         name=PREDICTION,
@@ -370,6 +372,7 @@ def _stage(
     head = Outside(
         weight_seconds=product * later,
         weight_bytes=(ELEMENT * logits + stream) * later,
+        gradient_bytes=ELEMENT * logits * later,
         forward_seconds=heads * (product + pointwise),
         backward_seconds=heads * (2 * product + pointwise),
         bytes=heads * (4 + ELEMENT) * logits + norm_bytes(shape, split) + handed + len(ahead) * stream,

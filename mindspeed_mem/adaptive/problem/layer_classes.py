@@ -75,6 +75,7 @@ class LayerClasses:
                     forward_seconds=forward[op],
                     backward_seconds=backward[op],
                     weight_seconds=weight[op],
+                    gradient_bytes=int(most["weight_bytes"][op]),
                     **{which: int(of[op]) for which, of in most.items()},
                 )
                 for op in names

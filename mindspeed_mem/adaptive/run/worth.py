@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mindspeed_mem.adaptive.problem.definition import GB, GIB, Group, Problem
-from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, SWAP, Plan
+from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, SWAP, Plan, under
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_table import aligned
 from mindspeed_mem.adaptive.search.search import Found, Search
@@ -36,6 +36,8 @@ def lines(found: Found) -> list[str]:
             most = max(range(len(saved)), key=saved.__getitem__)
             each = costs / max(saved[most] / GIB, 1e-9)
             rows.append((each, (f"{verb} {name}", layers, saved[most], work[most], costs, each)))
+    if found.plan.output_gradients:
+        rows.append(_of_gradients(found))
     shown = [
         (name, str(layers), f"{saved / 2**20:.1f}", *(f"{1e3 * one:.1f}" for one in seconds))
         for _, (name, layers, saved, *seconds) in sorted(rows, key=lambda row: row[0])
@@ -45,6 +47,20 @@ def lines(found: Found) -> list[str]:
         *aligned([_HEAD, *shown]),
         "(on the stage where it saves most; step ms: what keeping it would gain)",
     ] * bool(rows)
+
+
+def _of_gradients(found: Found) -> tuple[float, tuple[str, int, float, float, float, float]]:
+    """The row of output gradients that wait for gradients of weights on the host."""
+    problem = under(found.problem, found.plan)
+    parts, rows = range(problem.virtual_stages), []
+    for stage in range(len(problem.stages)):
+        nbytes = [problem.gradients_on_host(stage, part) for part in parts]
+        saved = max(sum(n * nbytes[part] for part, n in enumerate(waits)) for _, waits in problem.held[stage])
+        rows.append((saved, problem.pipeline.micro_batches * _copied(problem, sum(nbytes))))
+    saved, work = max(rows)
+    costs = found.simulated.seconds - simulate(problem, replace(found.plan, output_gradients=False)).seconds
+    each = costs / max(saved / GIB, 1e-9)
+    return each, (f"{_VERBS[SWAP]} output gradients", problem.num_layers, saved, work, costs, each)
 
 
 def next_gib(search: Search, found: Found) -> list[str]:
@@ -73,7 +89,12 @@ def _each(problem: Problem, plan: Plan) -> Iterator[tuple[int, int, Group, str]]
 def _seconds(problem: Problem, group: Group, letter: str) -> float:
     if letter == RECOMPUTE:
         return group.recompute_seconds or 0.0
-    return group.bytes / GB * (1 / problem.link.out + 1 / problem.link.back)
+    return _copied(problem, group.bytes)
+
+
+def _copied(problem: Problem, nbytes: int) -> float:
+    """Seconds of copies out and back."""
+    return nbytes / GB * (1 / problem.link.out + 1 / problem.link.back)
 
 
 def _kept(problem: Problem, plan: Plan, name: str, letter: str) -> Plan:

@@ -63,6 +63,14 @@ class Plan:
     """What copies out that are late may hold on each rank before computation waits for them."""
     idle_prefetch: bool = False
     """Whether more copies back start where a pass has ended (``swap_config.idle_prefetch``)."""
+    output_gradients: bool = False
+    """Whether gradients of outputs are on the host while gradients of weights wait for them
+    (``swap_config.output_gradients``)."""
+
+
+def under(problem: Problem, plan: Plan) -> Problem:
+    """The problem with what the plan moves whatever its letters are."""
+    return problem.with_output_gradients() if plan.output_gradients else problem
 
 
 def key(block: Block) -> Key:
@@ -160,11 +168,11 @@ def is_valid_stage(problem: Problem, number: int, plan: StagePlan, inputs_move: 
 def host_bytes(problem: Problem, number: int, plan: StagePlan) -> int:
     """The most that a stage has on the host."""
     parts, later = [], []  # until the backward, and until gradients of weights
-    for letters, part in zip(plan.parts, problem.stages[number].parts, strict=True):
+    for place, (letters, part) in enumerate(zip(plan.parts, problem.stages[number].parts, strict=True)):
         rows = zip(letters, (problem.class_of[name] for name in part.layers), strict=True)
         swapped = [g for text, kind in rows for g, one in zip(kind.groups, text, strict=True) if one == SWAP]
         parts.append(sum(group.bytes for group in swapped))
-        later.append(sum(map(problem.on_host, swapped)))
+        later.append(sum(map(problem.on_host, swapped)) + problem.gradients_on_host(number, place))
     both = [*parts, *later]
     return max(
         sum(n * size for n, size in zip((*held, *waits), both, strict=True)) for held, waits in problem.held[number]

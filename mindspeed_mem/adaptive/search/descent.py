@@ -80,6 +80,7 @@ class Descent:
         self.play, self.distances, self.work, self.price = play, distances, work, price
         self.layers: list[_Layer] = []
         self._ends: list[tuple[int, int]] = []  # of the letters of each part
+        self._gradients = [problem.gradients_on_host(number, part) for part in range(problem.virtual_stages)]
         sizes: list[int] = []
         later: list[int] = []
         for part, of_part in enumerate(problem.stages[number].parts):
@@ -238,7 +239,8 @@ class Descent:
         swapped = rows == ord(SWAP)
         whole = (self._sizes, self._later)  # until the backward, and until gradients of weights
         parts = [swapped[:, first:end] @ sizes[first:end] for sizes in whole for first, end in self._ends]
-        flights = [(*held, *waits) for held, waits in self.problem.held[self.number]]
+        parts += self._gradients
+        flights = [(*held, *waits, *waits) for held, waits in self.problem.held[self.number]]
         sums = [sum(n * size for n, size in zip(held, parts, strict=True)) for held in flights]
         return numpy.max(sums, axis=0)
 

@@ -257,7 +257,9 @@ def _stage(
                     waits_on_host[s] = on_host / GB
                 again[r] = -link.back * (group.recompute_seconds or 0.0)
         # What every plan takes, so that the gap is one of the cycle and not of what is added to it.
-        program.variable(("compute", place), forward + backward, price=1.0, low=forward + backward)
+        gradients = problem.gradients_on_host(number, place) / GB  # waited for, without a window
+        copies = gradients * (1 / link.out + (1 / link.back if link.blocking else 0.0)) if gradients else 0.0
+        program.variable(("compute", place), forward + backward + copies, price=1.0, low=forward + backward + copies)
         if link.blocking:  # nothing hides behind compute
             forward, backward, again = 0.0, 0.0, {}
         else:
@@ -277,7 +279,8 @@ def _stage(
         if problem.host_limit is not None:
             both = (*zip(counts, moved, strict=True), *zip(waits, later, strict=True))
             gone = [(name, n * size) for n, terms in both for name, size in terms.items()]
-            program.at_most(_summed(gone), problem.host_limit / GB)
+            always = sum(n * problem.gradients_on_host(number, part) for part, n in enumerate(waits))
+            program.at_most(_summed(gone), (problem.host_limit - always) / GB)
 
 
 def _summed(terms: Sequence[tuple[tuple, float]]) -> dict[tuple, float]:

@@ -82,7 +82,7 @@ class PartScripts:
         self.part, self._temporary = part, temporary
         self.copies: list[Copy] = []
         self._starts: list[tuple[int, int]] = []  # of each copy back: before which operators, counted on, and for which
-        self._on_host = problem.on_host
+        self._on_host, gradient = problem.on_host, problem.gradient_on_host
         kinds = [problem.class_of[name] for name in part.layers]
         bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
         self.count = count = bases[-1]
@@ -93,7 +93,9 @@ class PartScripts:
         self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
         self._waiting = part.before.weight_bytes + part.after.weight_bytes
         self.later: list[tuple[int, int]] = []
-        """(operator, bytes): what comes back for the gradient of its weight."""
+        """(operator, bytes): what of groups comes back for the gradient of its weight,"""
+        self.gradients: list[tuple[int, int]] = []
+        """and what of gradients of outputs."""
         self._weights = [0.0] * (count + 2)
         self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
         self._weight_spare = [0] * (count + 2)
@@ -112,8 +114,12 @@ class PartScripts:
                 self._backward.take[number] += operator.weight_bytes
                 self._weights[number] = operator.weight_seconds
                 self._weight_spare[number] = self._spare(operator.backward_temporary_bytes)
+                if nbytes := gradient(operator):
+                    self._add_gradient(number, nbytes)
             self._weight_seconds += kind.weight_seconds
             self._waiting += sum(operator.weight_bytes for operator in kind.operators)
+        if nbytes := gradient(part.after):
+            self._add_gradient(count + 1, nbytes)
         for layer, (kind, text) in enumerate(zip(kinds, letters, strict=True)):
             previous = kinds[layer - 1] if layer else None
             for life in _lives(kind, previous, text, self._splits):
@@ -167,6 +173,20 @@ class PartScripts:
             backward.steps.append((start, BACK, number))
             backward.take[start] += back
         backward.steps.append((needed, WAIT, number))
+
+    def _add_gradient(self, number: int, nbytes: int) -> None:
+        """That of the output of operator `number` leaves when its backward has used it, and computation waits for that,
+        as far as the window is full."""
+        copy, seconds, link = len(self.copies), nbytes / GB, self._link
+        self.copies.append(Copy(nbytes, exact(seconds / link.out), 0.0, 0, 0))
+        self._starts.append((0, 0))
+        self._backward.steps += [(number - 1, OUT, copy), (number - 1, RELEASE, copy)]
+        self._backward.give[number] += nbytes
+        self._waiting -= nbytes
+        self.gradients.append((number, nbytes))
+        if link.slows and not link.blocking:
+            self._backward.seconds[number] += link.slows * seconds / link.out
+            self._weights[number] += link.slows * seconds / link.back
 
     def _spare(self, temporary: int) -> int:
         """How much of the stage's temporaries is not there while this much is."""
@@ -228,7 +248,7 @@ class PartScripts:
             return Script((), 0.0, 0, -self._waiting, 0.0)
         begins = list(accumulate((self._weights[number] for number in numbers), initial=0.0))
         steps, sizes = [], [0] * (len(numbers) + 1)
-        for copy, (place, nbytes) in enumerate(weight_order(numbers, self.later)):
+        for copy, (place, nbytes) in enumerate(weight_order(numbers, [*self.later, *self.gradients])):
             self.weight_copies.append(Copy(nbytes, 0.0, exact(nbytes / GB / self._link.back), nbytes, 0))
             steps.append((place - 1, BACK, copy, copy, begins[max(0, place - 1)]))
             steps.append((place, WAIT, copy, copy, begins[place]))
@@ -261,6 +281,7 @@ class PartScripts:
         loss, end = after.backward_seconds, before.backward_seconds
         if self._splits:
             loss, end = loss - after.weight_seconds, end - before.weight_seconds
+        loss += line.seconds[self.count + 1]
         begins = list(accumulate(line.seconds[self.count : 0 : -1], initial=loss))
         whole = begins[-1] + end
         whole += self._weight_seconds if self._splits and not self._apart else 0.0
@@ -285,7 +306,8 @@ class PartScripts:
         loss, embedding = (self._spare(one.backward_temporary_bytes) for one in (after, before))
         spare = [loss, loss, *line.spare[self.count : 0 : -1], embedding] if self._temporary else []
         if self._splits:
-            of_loss, of_start = of_loss - after.weight_bytes, of_start - before.weight_bytes
+            of_loss += dict(self.gradients).get(self.count + 1, 0) - after.weight_bytes
+            of_start -= before.weight_bytes
             if not self._apart:
                 of_start += self._waiting
             if spare and not self._apart:

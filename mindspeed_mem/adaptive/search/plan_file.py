@@ -57,6 +57,7 @@ def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
             op_swap=swaps,
             window_bytes=plan.window_bytes,
             idle_prefetch=plan.idle_prefetch,
+            output_gradients=plan.output_gradients,
             smallest_bytes=0,  # all of a group leaves: its bytes are counted on
         ),
         recompute=RecomputeConfig(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.problem.profile_file import Profile
-from mindspeed_mem.adaptive.search.decisions import Plan, host_bytes
+from mindspeed_mem.adaptive.search.decisions import Plan, host_bytes, under
 from mindspeed_mem.adaptive.search.milp import NODES
 from mindspeed_mem.adaptive.search.search import Found
 from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
@@ -99,7 +99,8 @@ def lines(
 def otherwise(found: Found) -> Iterator[tuple[str, Simulated]]:
     """What a plan that swaps is worth on a machine that copies worse than was thought."""
     problem, link = found.problem, found.problem.link
-    if not any(host_bytes(problem, number, stage) for number, stage in enumerate(found.plan.stages)):
+    moving = under(problem, found.plan)
+    if not any(host_bytes(moving, number, stage) for number, stage in enumerate(found.plan.stages)):
         return
     slower = replace(link, out=_SLOWER * link.out, back=_SLOWER * link.back)
     yield f"link at {100 * _SLOWER:.0f} %", simulate(replace(problem, link=slower), found.plan)
@@ -114,6 +115,7 @@ def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) ->
     waits = ("wait for W",) * problem.pipeline.apart  # passes between backward and gradients of weights
     figures = ("static", "keep all", "full", "this plan", "on host", "waits s", "prefetch")
     rows: list[tuple[str, ...]] = [("stage", "in flight", *each, *waits, *figures)]
+    moving = under(problem, found.plan)
     for number, (stage, plan) in enumerate(zip(problem.stages, found.plan.stages, strict=True)):
         held = problem.in_flight[number]
         rows.append(
@@ -126,7 +128,7 @@ def _stages(problem: Problem, kept: Simulated, full: Simulated, found: Found) ->
                 gib(kept.peaks[number]),
                 gib(full.peaks[number]),
                 gib(found.simulated.peaks[number]),
-                gib(host_bytes(problem, number, plan)),
+                gib(host_bytes(moving, number, plan)),
                 f"{found.simulated.stalls[number]:.3g}",
                 str(plan.distance),
             )
@@ -159,6 +161,8 @@ def _remarks(problem: Problem, reserve: Reserve | None, found: Found) -> list[st
         text.append("what recomputed operators start from leaves the device, too (swap_recompute_inputs)")
     if found.plan.idle_prefetch:
         text.append("copies back also start where a pass has ended (idle_prefetch)")
+    if found.plan.output_gradients:
+        text.append("output gradients leave the device until gradients of weights are computed (output_gradients)")
     return text
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search import baselines, many
-from mindspeed_mem.adaptive.search.decisions import SWAP, Plan, StagePlan, host_bytes
+from mindspeed_mem.adaptive.search.decisions import SWAP, Plan, StagePlan, host_bytes, under
 from mindspeed_mem.adaptive.search.descent import WORK, Descent
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.milp import NODES
@@ -45,10 +47,12 @@ class Search:
     def __init__(self, problem: Problem, *, swap: bool = True, work: int = WORK, nodes: int = NODES):
         """work: operators simulated for small changes at most; nodes: of each tree of the solver at most."""
         self._without = Search(problem, swap=False, work=work // 5, nodes=nodes) if swap else None
-        self._work = work
+        self._work, self._nodes = work, nodes
         self.problem = problem = problem if swap else problem.without_swap()
         needs = any(group.needs for kind in problem.classes for group in kind.groups)
         self._inputs_move = (False, True) if swap and needs else (False,)  # the rules tried, see `Plan.inputs_move`
+        waits = any(one.gradient_bytes for kind in problem.classes for one in kind.operators)
+        self._gradients_may = swap and waits and problem.pipeline.apart and not problem.output_gradients
         self._seen: dict[Plan, Simulated] = {}
         self._stages = [StageSearch(problem, number, nodes) for number in range(len(problem.stages))]
         self.keep_all = Plan(stages=tuple(stage.keep_all for stage in self._stages))
@@ -61,21 +65,26 @@ class Search:
         limit = self.problem.device_limit if device_limit is None else device_limit
         problem = self.problem.with_limit(limit)
         kept = self.simulated(self.keep_all)
-        if max(kept.peaks) <= limit:  # nothing is faster
+        if self._fits(self.keep_all, limit):  # nothing is faster
             return Found(problem=problem, plan=self.keep_all, simulated=kept)
         rivals = self._rivals(problem)
         stages: list[StagePlan] = []
         for inputs_move in self._inputs_move:
             if self._may_gain(problem, stages, inputs_move):
                 stages = self._try(problem, inputs_move) or stages
-        fitting = [plan for plan, simulated in self._seen.items() if max(simulated.peaks) <= limit]
+        gap = max(stage.gap for stage in self._stages)
+        if self._with_gradients is not None and self._gradients_may_gain(limit):
+            with contextlib.suppress(InfeasibleError):
+                moving = self._with_gradients.best(limit)
+                self.simulated(replace(moving.plan, output_gradients=True))
+                gap = max(gap, moving.gap)
+        fitting = [plan for plan in self._seen if self._fits(plan, limit)]
         best = min(fitting, key=self._order, default=None)
         if best is None:
             least = self.least()
             raise InfeasibleError(problem, least.plan, least.simulated.peaks)
-        if (other := self._in_idle_time(best)) is not None and max(self.simulated(other).peaks) <= limit:
+        if (other := self._in_idle_time(best)) is not None and self._fits(other, limit):
             best = min(best, other, key=self._order)
-        gap = max(stage.gap for stage in self._stages)
         return Found(problem=problem, plan=best, simulated=self._seen[best], rivals=rivals, gap=gap)
 
     def curve(self, limits: Sequence[int]) -> list[Found | None]:
@@ -94,6 +103,8 @@ class Search:
             Plan(stages=tuple(stage.least(inputs_move) for stage in self._stages), inputs_move=inputs_move)
             for inputs_move in self._inputs_move
         ]
+        if self._with_gradients is not None:
+            plans.append(replace(self._with_gradients.least().plan, output_gradients=True))
         plan = min(plans, key=lambda one: max(self.simulated(one).peaks))
         return Found(problem=self.problem, plan=plan, simulated=self._seen[plan])
 
@@ -107,17 +118,39 @@ class Search:
             self._seen[plan] = simulate(self.problem, plan)
         return self._seen[plan]
 
+    @cached_property
+    def _with_gradients(self) -> Search | None:
+        """The same where gradients of outputs move, if any wait for gradients of weights."""
+        if not self._gradients_may:
+            return None
+        return Search(self.problem.with_output_gradients(), work=self._work, nodes=self._nodes)
+
+    def _gradients_may_gain(self, limit: int) -> bool:
+        """Whether to move them, and nothing else, is faster than all that fits."""
+        fitting = [one.seconds for plan, one in self._seen.items() if self._fits(plan, limit)]
+        window = 0 if self.problem.link.blocking else reserve.late_copies(limit)
+        least = self.simulated(replace(self.keep_all, output_gradients=True, window_bytes=window))
+        return min(fitting, default=math.inf) > least.seconds * (1 + GOOD)
+
+    def _fits(self, plan: Plan, limit: int) -> bool:
+        """Whether it needs no more of the device than the limit, nor of the host than there is."""
+        if max(self.simulated(plan).peaks) > limit:
+            return False
+        host, problem = self.problem.host_limit, under(self.problem, plan)
+        return host is None or all(host_bytes(problem, *one) <= host for one in enumerate(plan.stages))
+
     def _in_idle_time(self, plan: Plan) -> Plan | None:
         """The same with more copies back where a pass has ended, if that may change anything."""
         moves = any(SWAP in text for one in plan.stages for part in one.parts for text in part)
-        if len(plan.stages) == 1 or self.problem.link.blocking or not moves:
+        if plan.idle_prefetch or len(plan.stages) == 1 or self.problem.link.blocking or not moves:
             return None
         return replace(plan, idle_prefetch=True)
 
     def _order(self, plan: Plan) -> tuple[float, int, bool, int]:
         """Of plans that are as fast, one that moves less; of the same with and without a window one that has it: when
         copies take longer than was thought, it waits less."""
-        moved = sum(host_bytes(self.problem, number, stage) for number, stage in enumerate(plan.stages))
+        problem = under(self.problem, plan)
+        moved = sum(host_bytes(problem, number, stage) for number, stage in enumerate(plan.stages))
         return self._seen[plan].seconds, moved, plan.idle_prefetch, -plan.window_bytes
 
     def _rivals(self, problem: Problem) -> dict[str, Simulated]:
@@ -197,5 +230,6 @@ class Search:
         """With copies that may be late, too: that waits less, and holds more."""
         plan = Plan(stages=tuple(stages), inputs_move=inputs_move)
         self.simulated(plan)
-        if not problem.link.blocking and any(SWAP in text for one in stages for part in one.parts for text in part):
+        moves = problem.output_gradients or any(SWAP in text for one in stages for part in one.parts for text in part)
+        if moves and not problem.link.blocking:
             self.simulated(replace(plan, window_bytes=reserve.late_copies(problem.device_limit)))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import Problem
-from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes
+from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes, under
 from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT, PartScripts, Script, exact
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span, Timeline
@@ -50,6 +50,7 @@ class Simulated:
 def simulate(problem: Problem, plan: Plan) -> Simulated:
     """Play a step. With very many micro-batches only the first are played, if their order goes on as it began, and the
     pace of the last of them goes on."""
+    problem = under(problem, plan)
     micro_batches, send = problem.pipeline.micro_batches, exact(problem.pipeline.send_seconds)
     few, once = most_played(problem), max(stage.step_seconds for stage in problem.stages)
     tracks = _tracks(problem.with_micro_batches(min(few, micro_batches)), plan)
@@ -218,7 +219,7 @@ class StageTrack:
         part, mine = self.parts[work[2]], (0, work[2])
         copies = part.weight_copies if weights else part.copies
         out_free, back_free, now, stall = streams.out, streams.back, 0.0, 0.0
-        out_done = [0.0] * len(copies) if work[0] == FORWARD else []
+        out_done = [] if weights else [0.0] * len(copies)
         back_done = [0.0] * len(copies) if weights or not streams.fetched else list(streams.fetched)
         late = _Late({key[:3]: key[3] for key in streams.due}, self._window, self.parts)
         ahead, coming = [], mine
@@ -272,6 +273,7 @@ class StageTrack:
         begun = False  # the first copies back of the next backward, in the pass before
         idle: tuple[int, ...] = ()  # of these, those that started when it had ended
         held, later = 0, sorted((nbytes for part in self.parts for _, nbytes in part.later), reverse=True)
+        between = sum(later[:2]) + 2 * max((nbytes for part in self.parts for _, nbytes in part.gradients), default=0)
         for (direction, _, part), following in zip(passes, after, strict=True):
             if direction == WEIGHT:
                 found.append(self.parts[part].weights)
@@ -281,7 +283,7 @@ class StageTrack:
             there, idle = idle, ()
             script = self.parts[part].script(direction == FORWARD, ahead, begun, there=there)
             if most is not None and ahead is not None:  # gradients of weights come first
-                idle = ahead.fitting(most - held - script.net - sum(later[:2]))
+                idle = ahead.fitting(most - held - script.net - between)
                 script = self.parts[part].script(direction == FORWARD, ahead, begun, idle, there)
             found.append(script)
             held += script.net

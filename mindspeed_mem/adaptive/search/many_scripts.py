@@ -1,0 +1,386 @@
+"""What happens in the passes of a part of a stage under many plans: `pass_script.PartScripts` for all of them at once.
+
+Plans of one distance have the same events at the same places; which of them there are is a row of zeros and ones over
+the plans ("lanes").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Problem
+from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact, leaving
+
+if TYPE_CHECKING:
+    import numpy
+
+    Array: TypeAlias = "numpy.ndarray[Any, Any]"
+
+
+@dataclass
+class _Copies:
+    """Copies at one place in all plans that have them."""
+
+    has: Array
+    """(lanes) of float64, 1 or 0; a single one for all lanes."""
+    out: float
+    saved: int
+    due: int
+    returns: list[Return] = field(default_factory=list)
+
+
+class Return(NamedTuple):
+    """A copy back, in the plans that need it at the same place."""
+
+    number: int
+    """Of the copy, in the order of layers and groups."""
+    has: Array
+    nbytes: int
+    back: float
+    start: int
+    """The operator before whose backward it starts; 0: in the pass before."""
+    early: int
+    needed: int
+
+
+class Event(NamedTuple):
+    """What happens at a moment in a pass; a number for each lane in the arrays."""
+
+    what: int
+    copy: int
+    moment: int
+    """Row of `Passes.moments`."""
+    seconds: Any
+    """Of the copy, 0 where there is none; None where none starts."""
+    has: Any
+    """1 where there is one."""
+
+
+class Passes(NamedTuple):
+    """One kind of pass."""
+
+    events: list[Event]
+    moments: Array
+    """(places, lanes): seconds of compute until each place."""
+    whole: Array
+    highest: Array
+    net: Array
+    copied: Array
+    """Seconds of all copies that start in it."""
+
+
+class ManyScripts:
+    """One part of a stage under all plans."""
+
+    def __init__(self, problem: Problem, number: int, place: int, letters: Array, distance: int):
+        import numpy
+
+        self.part = part = problem.stages[number].parts[place]
+        self.lanes = len(letters)
+        kinds = [problem.class_of[name] for name in part.layers]
+        bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
+        self.count = bases[-1]
+        self._tail = int(part.after != Outside())
+        shape = (self.count + 2, self.lanes)
+        self._forward_seconds = numpy.zeros((self.count + 2, self.lanes if problem.link.slows else 1))
+        self._backward_seconds = numpy.zeros(shape)
+        self._take, self._regive = numpy.zeros((2, self.count + 2, 1), numpy.int64)  # whatever the letters are
+        self._temporary = temporary = problem.stages[number].operator_temporary_bytes
+        self._forward_spare = numpy.zeros((self.count + 2, 1), numpy.int64)
+        self._backward_spare = numpy.zeros(shape if temporary else (self.count + 2, 1), numpy.int64)
+        self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
+        self._copies: list[_Copies] = []
+        self._problem, splits = problem, problem.pipeline.splits
+        self._link, self._distance = problem.link, distance
+        self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
+        self._waiting: Array = numpy.full(self.lanes, problem.waiting(number, place))
+        self._later: list[tuple[int, int, Array]] = []  # (operator, bytes, lanes): see `PartScripts`
+        self._gradients: dict[int, int] = {}  # bytes by operator
+        self._weights = numpy.zeros((self.count + 2, self.lanes))
+        self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
+        self._weight_spare = [0] * (self.count + 2)
+        outside = (part.before, part.after)
+        self._weight_spare[0], self._weight_spare[-1] = (self._spare(one.backward_temporary_bytes) for one in outside)
+        for base, kind in zip(bases, kinds, strict=False):
+            self._weight_seconds += kind.weight_seconds
+            for operator, one in enumerate(kind.operators, base + 1):
+                self._forward_seconds[operator] = one.forward_seconds
+                self._backward_seconds[operator] = one.backward_seconds - one.weight_seconds * splits
+                self._retake[operator] += one.weight_bytes * splits
+                self._weights[operator] = one.weight_seconds
+                self._forward_spare[operator] = self._spare(one.forward_temporary_bytes)
+                self._backward_spare[operator] = spare = self._spare(one.backward_temporary_bytes)
+                self._weight_spare[operator] = spare
+                self._gradient(operator, problem.gradient_on_host(one))
+        self._gradient(self.count + 1, problem.gradient_on_host(part.after))
+        first = 0
+        for layer, kind in enumerate(kinds):
+            mine = numpy.ascontiguousarray(letters[:, first : first + len(kind.groups)].T)
+            self._layer(kind, kinds[layer - 1] if layer else None, bases[layer], mine)
+            first += len(kind.groups)
+        late = [one for copy in self._copies for one in copy.returns if one.early]
+        self.early = sorted(late, key=lambda one: (-one.early, -one.number))
+        """The copies back that may start in the pass before, the first of them first."""
+        self._cache: dict[tuple[bool, int | None, bool], Passes] = {}
+
+    def _gradient(self, number: int, nbytes: int) -> None:
+        """See `PartScripts`."""
+        import numpy
+
+        if not nbytes:
+            return
+        seconds, link = nbytes / GB, self._link
+        self._gradients[number] = nbytes
+        self._regive[number] += nbytes
+        self._later.append((number, nbytes, numpy.ones(self.lanes)))
+        if link.slows and not link.blocking:
+            self._backward_seconds[number] += link.slows * seconds / link.out
+            self._weights[number] += link.slows * seconds / link.back
+
+    def _layer(self, kind: LayerClass, previous: LayerClass | None, base: int, letters: Array) -> None:
+        import numpy
+
+        alike = (letters == letters[:, :1]).all(axis=1)
+        swapped, again = letters == ord(SWAP), letters == ord(RECOMPUTE)
+        needed: list[int | Array] = [max(kind.index[name] for name in group.used_by) for group in kind.groups]
+        for place in reversed(range(len(kind.groups))):
+            for name in kind.groups[place].needs if again[place].any() else ():
+                other, own = kind.group_index[name], needed[place]
+                if alike[place] and isinstance(own, int) and isinstance(needed[other], int):
+                    needed[other] = max(own, needed[other])
+                else:
+                    needed[other] = numpy.maximum(needed[other], numpy.where(again[place], own, 0))
+        for place, group in enumerate(kind.groups):
+            first = letters[place, 0]
+            if first == ord(NOTHING):
+                continue
+            from_before = previous is not None and group.from_previous
+            maker = previous if previous is not None and from_before else kind
+            at = max(maker.index[name] for name in group.operators if name in maker.index)
+            produced = at + 1 + (base - len(maker.operators) if from_before else base)
+            uses = [base + 1 + kind.index[name] for name in group.used_by]
+            self._take[produced] += group.bytes
+            for name, size in leaving(group, kind, self._problem.pipeline.splits):
+                self._regive[base + 1 + kind.index[name]] += size
+            if not alike[place] or first != ord(KEEP):
+                mine = swapped[place], again[place]
+                if alike[place]:
+                    mine = mine[0][:1], mine[1][:1]
+                self._add(group, produced, base + 1, (min(uses), max(uses)), *mine, needed[place])
+                if self._temporary and again[place].any():
+                    spare = self._spare(group.recompute_temporary_bytes)
+                    for one, there in _cases(needed[place], mine[1]):
+                        row = self._backward_spare[base + 1 + one]
+                        numpy.minimum(row, numpy.where(there, spare, row), out=row)
+
+    def _add(
+        self,
+        group: Group,
+        produced: int,
+        base: int,
+        uses: tuple[int, int],
+        swapped: Array,
+        again: Array,
+        needed: int | Array,
+    ) -> None:
+        """A group that is swapped or recomputed in some plans; `base`: the place of its layer's first operator."""
+        import numpy
+
+        nbytes = group.bytes
+        if again.any():
+            less = nbytes - group.recompute_keeps
+            self._give[max(uses[1], produced)] += again * less
+            for one, there in _cases(needed, again):
+                self._retake[base + one] += there * less
+                self._backward_seconds[base + one] += there * (group.recompute_seconds or 0.0)
+        if not swapped.any():
+            return
+        saved = max(produced, uses[0])
+        due = max(produced + self._distance, saved)
+        if due > self.count:
+            due = self.count if due == self.count + self._tail else self.count + 1
+        self._give[due] += swapped * nbytes
+        later = self._problem.on_host(group)
+        back_bytes = nbytes - later
+        slows = 0.0 if self._link.blocking else self._link.slows
+        if later:
+            self._later.append((uses[1], later, numpy.broadcast_to(swapped, self.lanes).astype(float)))
+            self._waiting = self._waiting - swapped * later
+            self._weights[uses[1]] += swapped * (slows * later / GB / self._link.back)
+        seconds, seconds_back = nbytes / GB, back_bytes / GB
+        out, back = exact(seconds / self._link.out), exact(seconds_back / self._link.back)
+        copy = _Copies(swapped.astype(float), out, saved, due)
+        if slows:
+            self._forward_seconds[saved] += swapped * (slows * seconds / self._link.out)
+        for one, there in _cases(needed, swapped):
+            if slows:
+                self._backward_seconds[base + one] += there * (slows * seconds_back / self._link.back)
+            start = base + one + self._distance
+            early = max(0, start - self.count - self._tail)
+            start = 0 if early else min(start, self.count)
+            if start:
+                self._retake[start] += there * back_bytes
+            number = len(self._copies)
+            copy.returns.append(Return(number, there.astype(float), back_bytes, back, start, early, base + one))
+        self._copies.append(copy)
+
+    def passes(self, forward: bool, ahead: int | None, parts: Sequence[ManyScripts], fetched: bool) -> Passes:
+        """See `PartScripts.script`; ahead: the part whose backward follows."""
+        key = forward, ahead, fetched
+        if key not in self._cache:
+            early = [] if ahead is None else parts[ahead].early
+            self._cache[key] = self._of_forward(early) if forward else self._of_backward(early, fetched)
+        return self._cache[key]
+
+    @cached_property
+    def _weighted(self) -> list[int]:
+        return [number for number in range(self.count + 1, -1, -1) if self._weights[number].any()]
+
+    @cached_property
+    def weights(self) -> Passes:
+        """See `PartScripts.weights`."""
+        import numpy
+
+        numbers = self._weighted
+        places = {number: place for place, number in enumerate(numbers)}
+        moments = numpy.zeros((len(numbers) + 1, self.lanes))
+        if numbers:
+            moments[1:] = numpy.stack([self._weights[number] for number in numbers]).cumsum(axis=0)
+        sizes = numpy.zeros((len(numbers) + 1, self.lanes), numpy.int64)
+        steps: list[tuple[int, int, int, int, Any, Any]] = []
+        for copy, (number, nbytes, has) in enumerate(self._later):
+            place, seconds = places[number], exact(nbytes / GB / self._link.back)
+            steps.append((place - 1, BACK, nbytes, copy, has * seconds, has))
+            steps.append((place, WAIT, nbytes, copy, None, None))
+            sizes[place] += has.astype("int64") * nbytes
+        if not numbers:
+            none = sizes[0]
+            return Passes([], moments, moments[-1], none, none - self._waiting, numpy.zeros(self.lanes))
+        spares = [self._weight_spare[number] for number in numbers]
+        spare = numpy.array([spares[0], *spares, spares[-1]])[:, None]
+        return _passes(steps, moments, sizes[0], sizes[1:], sizes[:-1], spare, self._waiting)
+
+    def _of_forward(self, ahead: Sequence[Return]) -> Passes:
+        import numpy
+
+        before, after, count = self.part.before, self.part.after, self.count
+        seconds = self._forward_seconds.copy()
+        seconds[0], seconds[count + 1] = before.forward_seconds, after.forward_seconds
+        steps: list[tuple[int, int, int, int, Any, Any]] = []
+        for number, copy in enumerate(self._copies):
+            steps.append((copy.saved, OUT, number, number, copy.has * copy.out, copy.has))
+            steps.append((copy.due, RELEASE, number, number, None, None))
+        take = self._take.copy()
+        take[count + 1] += after.bytes
+        if ahead:
+            take = numpy.repeat(take, self.lanes, axis=1)
+        for rank, one in enumerate(ahead):
+            at = max(1, count + 1 - one.early)
+            steps.append((at - 1, AHEAD, rank, rank, one.has * one.back, one.has))
+            take[at] += self._bytes(one)
+        start = numpy.full(self.lanes, before.bytes)
+        spare = numpy.concatenate([self._forward_spare, self._forward_spare[-1:]])
+        begin, loss = (self._spare(one.forward_temporary_bytes) for one in (before, after))
+        spare[0], spare[-2:] = begin, loss
+        return _passes(steps, seconds.cumsum(axis=0), start, take[1:], self._give[1:], spare)
+
+    def _of_backward(self, ahead: Sequence[Return], fetched: bool) -> Passes:
+        import numpy
+
+        before, after, count = self.part.before, self.part.after, self.count
+        seconds = self._backward_seconds.copy()
+        loss, end = after.backward_seconds, before.backward_seconds
+        of_loss = after.bytes
+        of_start: int | Array = before.bytes
+        if self._problem.pipeline.splits:
+            loss, end = loss - after.weight_seconds, end - before.weight_seconds
+            of_loss += self._gradients.get(count + 1, 0) - after.weight_bytes
+            of_start -= before.weight_bytes
+        seconds[count + 1] += loss  # before the last operator
+        moments = seconds[:0:-1].cumsum(axis=0)
+        moments = numpy.concatenate([moments, moments[-1:] + end])
+        if self._problem.pipeline.splits and not self._problem.pipeline.apart:
+            moments[-1] += self._weight_seconds
+            of_start += self._waiting
+        steps: list[tuple[int, int, int, int, Any, Any]] = []
+        for copy in self._copies:
+            for one in copy.returns:
+                if one.start:
+                    steps.append((count - one.start, BACK, -one.number, key_of(one), one.has * one.back, one.has))
+                steps.append((count - one.needed, WAIT, -one.number, key_of(one), None, None))
+        ones = numpy.ones(self.lanes)
+        for number, nbytes in self._gradients.items():
+            out = exact(nbytes / GB / self._link.out)
+            steps.append((count + 1 - number, OUT, -number, number, ones * out, ones))
+            steps.append((count + 1 - number, RELEASE, -number, number, None, None))
+        take = numpy.concatenate([numpy.zeros((1, self.lanes), numpy.int64), self._retake[count:0:-1]])
+        start = numpy.zeros(self.lanes, numpy.int64)
+        if not fetched:
+            for rank, one in enumerate(self.early):
+                steps.append((-1, BACK, rank, key_of(one), one.has * one.back, one.has))
+                start += self._bytes(one)
+        for rank, one in enumerate(ahead):
+            place = count - min(one.early, count)
+            steps.append((place, AHEAD, rank, rank, one.has * one.back, one.has))
+            take[place + 1] += self._bytes(one)
+        give = numpy.concatenate([[[of_loss]], self._regive[count:0:-1]])
+        loss_spare, last = (self._spare(one.backward_temporary_bytes) for one in (after, before))
+        if self._problem.pipeline.splits and not self._problem.pipeline.apart:
+            last = min([last, *(self._weight_spare[number] for number in self._weighted)])
+        row = self._backward_spare[:1] * 0
+        spare = numpy.concatenate([row + loss_spare, row + loss_spare, self._backward_spare[count:0:-1], row + last])
+        return _passes(steps, moments, start, take, give, spare, of_start)
+
+    def _spare(self, temporary: int) -> int:
+        """See `pass_script.PartScripts`."""
+        return max(0, self._temporary - temporary)
+
+    def _bytes(self, one: Return) -> Array:
+        return one.has.astype("int64") * one.nbytes
+
+
+def key_of(one: Return) -> int:
+    """Tells the returns of all copies apart."""
+    return one.number << 32 | one.needed
+
+
+def _cases(needed: int | Array, those: Array) -> list[tuple[int, Array]]:
+    """By where it is needed: the lanes of `those` in which it is there."""
+    import numpy
+
+    if isinstance(needed, int):
+        return [(needed, those)]
+    return [(int(one), those & (needed == one)) for one in numpy.unique(needed[those] if len(those) > 1 else needed)]
+
+
+def _passes(
+    steps: list[tuple],
+    moments: Array,
+    at_start: Array,
+    take: Array,
+    give: Array,
+    spare: Array,
+    at_end: int | Array = 0,
+) -> Passes:
+    import numpy
+
+    moments = numpy.rint(moments * TICK) / TICK
+    events = []
+    copied = numpy.zeros(len(at_start))
+    for place, what, _, copy, seconds, has in sorted(steps, key=lambda one: one[:4]):
+        events.append(Event(what, copy, place, seconds, has))
+        if seconds is not None:
+            copied += seconds
+    held = take.cumsum(axis=0) + at_start
+    given = give.cumsum(axis=0)
+    net = held[-1] - given[-1] - at_end
+    held = numpy.concatenate([held[:1] + 0 * net, held[1:] - given[:-1]])
+    highest = numpy.maximum(at_start - spare[0], (held - spare[1:-1]).max(axis=0))
+    highest = numpy.maximum(highest, net + at_end - spare[-1])
+    return Passes(events, moments, moments[-1], highest, net, copied)
