@@ -8,7 +8,7 @@ calls. On a device that is what a step of small layers takes, however fast the d
 in one process, on one thread and one model; a figure is the median over rounds of the difference to the plain model in
 the same round, divided by layers (micro-seconds), by the tensors that a layer saves for backward, and by the plain
 model's own time (the share). What others cost stands beside: Megatron's full recompute, and torch's own saved-tensor
-hooks that do nothing, its `save_on_cpu` and its checkpoint of whole layers (which stops early, as ours). Whether the
+hooks that do nothing, its `save_on_cpu` and its non-reentrant checkpoint (which stops early, as ours). Whether the
 engine's hot path in C++ is used (`python -m mindspeed_mem build-native`) is said.
 """
 
@@ -53,19 +53,26 @@ def hooks_that_do_nothing() -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def torch_checkpoints(model) -> Iterator[None]:
-    """Each layer under torch's non-reentrant checkpoint."""
-    for layer in model.decoder.layers:
-        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+def torch_checkpoints(calls: list[tuple[torch.nn.Module, str]]) -> Iterator[None]:
+    """Each of these methods, or functions among a module's attributes, under torch's non-reentrant checkpoint."""
+    natives = [(owner, name, vars(owner).get(name)) for owner, name in calls]
+    for owner, name in calls:
+        call = functools.partial(torch.utils.checkpoint.checkpoint, getattr(owner, name), use_reentrant=False)
+        setattr(owner, name, call)
     try:
         yield
     finally:
-        for layer in model.decoder.layers:
-            del layer.forward
+        for owner, name, native in natives:
+            delattr(owner, name)
+            if native is not None:
+                setattr(owner, name, native)
 
 
 def variants(prefetch: int, model) -> dict[str, Variant]:
     everything = {"layer_swap": [{"backward_prefetch": prefetch, "layers": True}]}
+    layers = model.decoder.layers
+    small = [(norm, "forward") for layer in layers for norm in (layer.input_layernorm, layer.pre_mlp_layernorm)]
+    small += [(layer.mlp, "activation_func") for layer in layers]
     return {
         "no pack": Variant(),
         "nothing selected": Variant(swap(prefetch)),
@@ -76,10 +83,17 @@ def variants(prefetch: int, model) -> dict[str, Variant]:
         "recompute norms and activation": Variant(
             {"recompute_config": {"select_recompute": {NORMS: True, ACTIVATION: True}}}
         ),
+        "recompute norms": Variant({"recompute_config": {"select_recompute": {NORMS: True}}}),
         "recompute whole layers": Variant({"recompute_config": {"recompute": True}}),
         "all through handles, kept": Variant({}),
         "Megatron full recompute": Variant(full=LAYERS, peer=True),
-        "torch checkpoint of layers": Variant(around=functools.partial(torch_checkpoints, model), peer=True),
+        "Megatron's recompute of norms": Variant(modules=("layernorm",), peer=True),
+        "torch checkpoint of layers": Variant(
+            around=functools.partial(torch_checkpoints, [(layer, "forward") for layer in layers]), peer=True
+        ),
+        "torch checkpoint of norms and activation": Variant(
+            around=functools.partial(torch_checkpoints, small), peer=True
+        ),
         "torch hooks that do nothing": Variant(around=hooks_that_do_nothing, peer=True),
         "torch save_on_cpu": Variant(around=torch.autograd.graph.save_on_cpu, peer=True),
     }

@@ -10,8 +10,24 @@ Optimizer states, most of what an optimizer keeps, are there for a rank's own pa
 bit-identical. ``grouping`` gives each rank whole parameters, ``sharding`` a slice of each.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mindspeed_mem.optimizer_parallel.assignment import MODES, Assignment
-from mindspeed_mem.optimizer_parallel.optimizer import Figures, ParallelOptimizer, parallelize
-from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError
+
+if TYPE_CHECKING:
+    from mindspeed_mem.optimizer_parallel.optimizer import Figures as Figures
+    from mindspeed_mem.optimizer_parallel.optimizer import ParallelOptimizer as ParallelOptimizer
+    from mindspeed_mem.optimizer_parallel.optimizer import parallelize as parallelize
+    from mindspeed_mem.optimizer_parallel.support import OptimizerParallelError as OptimizerParallelError
 
 __all__ = ["MODES", "Assignment", "Figures", "OptimizerParallelError", "ParallelOptimizer", "parallelize"]
+
+
+def __getattr__(name: str) -> Any:
+    if (
+        name in __all__
+    ):  # not before it is asked for: DTensors take a second to import, and command lines need the modes
+        module = "support" if name == "OptimizerParallelError" else "optimizer"
+        return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

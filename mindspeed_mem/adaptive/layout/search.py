@@ -110,6 +110,10 @@ class LayoutSearch:
             problem = problem.without_swap()
         return problem if self._recompute else _without_recompute(problem)
 
+    def _planner(self, problem: Problem) -> Search:
+        """Output gradients stay: to move them takes longer than another layout, and bounds are for plans without."""
+        return Search(problem, swap=self._swap, work=self._work, nodes=TREE, output_gradients=False)
+
     def run(
         self,
         layouts: Sequence[Layout],
@@ -154,7 +158,7 @@ class LayoutSearch:
                     outcome.needs[number] = _held(problem)
                 continue
             try:
-                found = Search(problem, swap=self._swap, work=self._work, nodes=TREE).best()
+                found = self._planner(problem).best()
             except InfeasibleError:
                 outcome.refused[NO_PLAN] += 1
                 outcome.needs[number] = _held(problem)
@@ -172,7 +176,7 @@ class LayoutSearch:
         errors = []
         for number in first:
             try:
-                Search(self.problem(layouts[number]), swap=self._swap, work=self._work, nodes=TREE).best()
+                self._planner(self.problem(layouts[number])).best()
             except InfeasibleError as error:
                 errors.append((error.needed_bytes, number, error))
         _, number, missing = min(errors)

@@ -162,7 +162,10 @@ def _remarks(problem: Problem, reserve: Reserve | None, found: Found) -> list[st
     if found.plan.idle_prefetch:
         text.append("copies back also start where a pass has ended (idle_prefetch)")
     if found.plan.output_gradients:
-        text.append("output gradients leave the device until gradients of weights are computed (output_gradients)")
+        text.append(
+            "output gradients leave the device until gradients of weights are computed (output_gradients); less waits "
+            "with a lower --max-inflight-microbatches, or with 1f1b"
+        )
     return text
 
 

@@ -44,15 +44,30 @@ class Search:
     limits (`curve`), more memory never gives a slower plan. Without `swap` plans only keep and recompute.
     """
 
-    def __init__(self, problem: Problem, *, swap: bool = True, work: int = WORK, nodes: int = NODES):
-        """work: operators simulated for small changes at most; nodes: of each tree of the solver at most."""
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        swap: bool = True,
+        work: int = WORK,
+        nodes: int = NODES,
+        output_gradients: bool = True,
+    ):
+        """
+        Args:
+            work: operators simulated for small changes at most.
+            nodes: of each tree of the solver at most.
+            output_gradients: plans may move those that wait for gradients of weights.
+        """
         self._without = Search(problem, swap=False, work=work // 5, nodes=nodes) if swap else None
         self._work, self._nodes = work, nodes
         self.problem = problem = problem if swap else problem.without_swap()
         needs = any(group.needs for kind in problem.classes for group in kind.groups)
         self._inputs_move = (False, True) if swap and needs else (False,)  # the rules tried, see `Plan.inputs_move`
         waits = any(one.gradient_bytes for kind in problem.classes for one in kind.operators)
-        self._gradients_may = swap and waits and problem.pipeline.apart and not problem.output_gradients
+        self._gradients_may = (
+            output_gradients and swap and waits and problem.pipeline.apart and not problem.output_gradients
+        )
         self._seen: dict[Plan, Simulated] = {}
         self._stages = [StageSearch(problem, number, nodes) for number in range(len(problem.stages))]
         self.keep_all = Plan(stages=tuple(stage.keep_all for stage in self._stages))
