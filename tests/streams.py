@@ -92,7 +92,7 @@ class Machine:
         self.splits = problem_splits(self.problem)
         for place, (direction, micro_batch, chunk) in enumerate(passes):
             if direction == WEIGHT:
-                self._weights(number, chunk)
+                self._weights(number, micro_batch, chunk)
                 continue
             later = [one for one in passes[place + 1 :] if one[0] != WEIGHT]
             coming = later[0] if later else None
@@ -301,7 +301,7 @@ class Machine:
                 position -= 1
         compute.put(seconds=start.backward_seconds - later[1])
         if self.problem.pipeline.schedule == "1f1b" and self.splits:
-            self._weights(number, chunk)
+            self._weights(number, micro_batch, chunk)
         compute.put(give=start.bytes - waits[1])
 
     def _gradients(self, number, chunk):
@@ -322,7 +322,7 @@ class Machine:
             self.streams[number][1].put(wait=[ran], seconds=seconds, sets=[copied])
             self._release(number, copied, size)
 
-    def _weights(self, number, chunk):
+    def _weights(self, number, micro_batch, chunk):
         """Gradients of weights; what they are made from is counted as theirs until the last of them is there."""
         of_chunk, kinds = self.problem.stages[number].parts[chunk], self._layers(number, chunk)
         outside = (of_chunk.before, of_chunk.after)
@@ -340,6 +340,10 @@ class Machine:
 
         def fetch(linear):
             for item, size in copies(linear):
+                late = (("gradient", "ran back", number, (micro_batch, chunk), linear), size)
+                if "group" not in item and late in self.late[number]:  # it stays
+                    self.late[number].remove(late)
+                    compute.put(give=size)
                 self.weight_copies += 1
                 item["copy"] = ("for weights", number, self.weight_copies)
                 compute.put(take=size, sets=[("asked", item["copy"])])

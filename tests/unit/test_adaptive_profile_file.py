@@ -91,18 +91,25 @@ def test_names_that_do_not_fit_together_are_found(written):
         recompute_keeps=10**12,
         leaves=[["none", 10**12]],
     )
+    assert "output_gradients" not in content["problem"]
+    content["problem"]["output_gradients"] = True
+    content["problem"]["classes"][0]["operators"][2]["gradient_bytes"] = 8
+    content["problem"]["stages"][0]["parts"][0]["after"]["gradient_bytes"] = 9
     content["problem"]["stages"][1]["parts"][0]["layers"] = ["layer", "moe"]
     content["problem"]["stages"][0]["parts"][1]["first_layer"] = 7
     content["problem"]["link"]["out"] = 0
     content["problem"]["pipeline"]["micro_batches"] = 1
     found = change(path, content)
     parts = [
+        "output_gradients: plans say that",
+        "(qkv).gradient_bytes: got 8; allowed: at most its weight_bytes, 0",
         "'other' is no operator of layer",
         "'nobody' is no operator of layer",
         "leaves: 'none' is not in its used_by",
         "'act' is no group that stands before it",
         "recompute_keeps: got 1000000000000",
         "leaves: got 1000000000000 bytes",
+        "stages[0].parts[0].after.gradient_bytes: got 9",
         "there is no class 'moe'",
         "first_layer: got 7; allowed: 4",
         "link.out: got 0",

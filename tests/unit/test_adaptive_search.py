@@ -334,8 +334,14 @@ def test_output_gradients_stay_where_the_host_has_no_room_or_nothing_waits():
     waits = small_problem(schedule="zb", **limits)
     search = Search(waits)
     limit = int(0.9 * search.floor() + 0.1 * max(search.simulated(search.keep_all).peaks))
-    with pytest.raises(InfeasibleError):
-        Search(dataclasses.replace(waits, host_limit=10 * MB)).best(limit)
+    bound = Search(dataclasses.replace(waits, host_limit=10 * MB))
+    with pytest.raises(InfeasibleError) as caught:
+        bound.best(limit)
+    assert not bound.least().plan.output_gradients
+    assert not bound.best(caught.value.needed_bytes).plan.output_gradients
+    with pytest.raises(InfeasibleError, match="what waits for gradients of weights") as caught:
+        search.best(search.least().simulated.peaks[0] // 2)
+    assert search.best(caught.value.needed_bytes).plan.output_gradients
     at_once = Search(small_problem(split_backward=True, **limits))
     assert not at_once.best(int(1.1 * at_once.floor())).plan.output_gradients
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_mem.adaptive.problem.definition import SCHEDULES, LayerClass, Problem
+from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.adaptive.problem.definition import SCHEDULES, LayerClass, PlannedOperator, Problem
 from mindspeed_mem.schedule import problems as schedule_problems
 
 
 def problems_of(problem: Problem) -> list[str]:
     """Every reason, in words and with its path, why this cannot be planned."""
-    found = []
+    found = ["output_gradients: plans say that; leave it out"] * problem.output_gradients
     for number, kind in enumerate(problem.classes):
         found += [f"classes[{number}] ({kind.name}){text}" for text in _of_class(problem, kind)]
     names = [kind.name for kind in problem.classes]
@@ -44,6 +45,7 @@ def _of_class(problem: Problem, kind: LayerClass) -> Iterator[str]:
         if operator.weight_seconds > operator.backward_seconds:
             most = f"at most its backward_seconds, {operator.backward_seconds}"
             yield f".operators ({operator.name}).weight_seconds: got {operator.weight_seconds}; allowed: {most}"
+        yield from _of_gradients(f".operators ({operator.name})", operator)
     before: list[str] = []
     for number, group in enumerate(kind.groups):
         path = f".groups[{number}] ({group.name})"
@@ -77,6 +79,12 @@ def _of_class(problem: Problem, kind: LayerClass) -> Iterator[str]:
         before.append(group.name)
 
 
+def _of_gradients(path: str, one: PlannedOperator | Outside) -> Iterator[str]:
+    if one.gradient_bytes > one.weight_bytes:
+        most = f"at most its weight_bytes, {one.weight_bytes}"
+        yield f"{path}.gradient_bytes: got {one.gradient_bytes}; allowed: {most}"
+
+
 def _previous(problem: Problem, kind: LayerClass) -> set[str]:
     """The classes of layers that stand before one of this class in a part."""
     parts = (part.layers for stage in problem.stages for part in stage.parts)
@@ -92,6 +100,8 @@ def _of_stages(problem: Problem, known: set[str]) -> Iterator[str]:
         for place, part in enumerate(stage.parts):
             for name in sorted(set(part.layers) - known):
                 yield f"stages[{number}].parts[{place}].layers: there is no class {name!r}"
+            for end in ("before", "after"):
+                yield from _of_gradients(f"stages[{number}].parts[{place}].{end}", getattr(part, end))
     if all(len(stage.parts) == virtual for stage in problem.stages):
         placement = problem.placement
         for number, place in map(placement.place, range(placement.parts)):

@@ -305,7 +305,7 @@ class Problem:
         for kind in self.classes:
             groups = tuple(dataclasses.replace(group, swappable=False) for group in kind.groups)
             classes.append(dataclasses.replace(kind, groups=groups))
-        return dataclasses.replace(self, classes=tuple(classes), output_gradients=False)
+        return dataclasses.replace(self, classes=tuple(classes))
 
     def with_micro_batches(self, count: int) -> Problem:
         """The same with another number of micro-batches; with fewer, what the whole step holds is known still."""

@@ -58,6 +58,8 @@ class Profile:
 
 def write(profile: Profile, target: str | os.PathLike[str]) -> None:
     """Write the file. What was not measured must not be in it: zeros are read as zeros."""
+    problem = dataclasses.asdict(profile.problem)
+    del problem["output_gradients"]  # plans say that
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -66,7 +68,7 @@ def write(profile: Profile, target: str | os.PathLike[str]) -> None:
         "model": dict(profile.model),
         "shapes": dict(profile.shapes),
         "in_flight": profile.problem.in_flight,
-        "problem": dataclasses.asdict(profile.problem),
+        "problem": problem,
     }
     output.write(target, json.dumps(content, indent=1) + "\n")
 

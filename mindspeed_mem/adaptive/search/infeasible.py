@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
-from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, SWAP, Plan
+from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, SWAP, Plan, under
 
 STATIC = "parameters, gradients and optimizer states"
 WAITING = "what waits for gradients of weights"
@@ -38,6 +38,7 @@ class InfeasibleError(ValueError):
 
 def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, int]:
     """Who holds how many of the bytes of a stage's peak."""
+    problem = under(problem, plan)
     stage = problem.stages[number]
     short = stage.fixed_bytes - stage.static_bytes  # what operators take for a short time is with the layers at work
     held = {STATIC: stage.static_bytes, "temporaries": short, "layer inputs, head and loss": 0}

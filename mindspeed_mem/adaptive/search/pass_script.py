@@ -94,14 +94,16 @@ class PartScripts:
         self._waiting = part.before.weight_bytes + part.after.weight_bytes
         self.later: list[tuple[int, int]] = []
         """(operator, bytes): what of groups comes back for the gradient of its weight,"""
-        self.gradients: list[tuple[int, int]] = []
-        """and what of gradients of outputs."""
+        self.gradients: dict[int, tuple[int, int]] = {}
+        """and of gradients of outputs: by operator the bytes, and the number of the copy out."""
         self._weights = [0.0] * (count + 2)
         self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
         self._weight_spare = [0] * (count + 2)
         outside = (part.before, part.after)
         self._weight_spare[0], self._weight_spare[-1] = (self._spare(one.backward_temporary_bytes) for one in outside)
         self.weight_copies: list[Copy] = []
+        self.weight_returns: list[int] = []
+        """The copies out that these bring back, of gradients of outputs; -1: of a group."""
         self._forward, self._backward = _Direction(count), _Direction(count)
         for base, kind in zip(bases, kinds, strict=False):
             end = base + 1 + len(kind.operators)
@@ -183,7 +185,7 @@ class PartScripts:
         self._backward.steps += [(number - 1, OUT, copy), (number - 1, RELEASE, copy)]
         self._backward.give[number] += nbytes
         self._waiting -= nbytes
-        self.gradients.append((number, nbytes))
+        self.gradients[number] = nbytes, copy
         if link.slows and not link.blocking:
             self._backward.seconds[number] += link.slows * seconds / link.out
             self._weights[number] += link.slows * seconds / link.back
@@ -248,7 +250,11 @@ class PartScripts:
             return Script((), 0.0, 0, -self._waiting, 0.0)
         begins = list(accumulate((self._weights[number] for number in numbers), initial=0.0))
         steps, sizes = [], [0] * (len(numbers) + 1)
-        for copy, (place, nbytes) in enumerate(weight_order(numbers, [*self.later, *self.gradients])):
+        places = {number: place for place, number in enumerate(numbers)}
+        returns = [(places[number], nbytes, -1) for number, nbytes in self.later]
+        returns += [(places[number], *gradient) for number, gradient in self.gradients.items()]
+        for copy, (place, nbytes, out) in enumerate(sorted(returns)):  # each starts when the gradient before is there
+            self.weight_returns.append(out)
             self.weight_copies.append(Copy(nbytes, 0.0, exact(nbytes / GB / self._link.back), nbytes, 0))
             steps.append((place - 1, BACK, copy, copy, begins[max(0, place - 1)]))
             steps.append((place, WAIT, copy, copy, begins[place]))
@@ -306,7 +312,7 @@ class PartScripts:
         loss, embedding = (self._spare(one.backward_temporary_bytes) for one in (after, before))
         spare = [loss, loss, *line.spare[self.count : 0 : -1], embedding] if self._temporary else []
         if self._splits:
-            of_loss += dict(self.gradients).get(self.count + 1, 0) - after.weight_bytes
+            of_loss += self.gradients.get(self.count + 1, (0, 0))[0] - after.weight_bytes
             of_start -= before.weight_bytes
             if not self._apart:
                 of_start += self._waiting
@@ -326,13 +332,6 @@ def _with_idle(script: Script, ahead: PartScripts, idle: tuple[int, ...]) -> Scr
 def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:
     """The copies that start in the pass before: number, operators left in it, bytes."""
     return [] if ahead is None else [(n, ahead.copies[n].early, ahead.copies[n].back_bytes) for n in ahead.early]
-
-
-def weight_order(numbers: Sequence[int], later: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Copies back for gradients of weights, which are computed in this order of operators: the place of each copy's
-    operator, and its bytes. Each is started when the gradient before is computed."""
-    places = {number: place for place, number in enumerate(numbers)}
-    return sorted((places[number], nbytes) for number, nbytes in later)
 
 
 def _script(

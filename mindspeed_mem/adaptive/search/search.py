@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -65,6 +64,7 @@ class Search:
         needs = any(group.needs for kind in problem.classes for group in kind.groups)
         self._inputs_move = (False, True) if swap and needs else (False,)  # the rules tried, see `Plan.inputs_move`
         waits = any(one.gradient_bytes for kind in problem.classes for one in kind.operators)
+        waits = waits or any(part.after.gradient_bytes for stage in problem.stages for part in stage.parts)
         self._gradients_may = (
             output_gradients and swap and waits and problem.pipeline.apart and not problem.output_gradients
         )
@@ -88,18 +88,14 @@ class Search:
             if self._may_gain(problem, stages, inputs_move):
                 stages = self._try(problem, inputs_move) or stages
         gap = max(stage.gap for stage in self._stages)
-        if self._with_gradients is not None and self._gradients_may_gain(limit):
-            with contextlib.suppress(InfeasibleError):
-                moving = self._with_gradients.best(limit)
-                self.simulated(replace(moving.plan, output_gradients=True))
-                gap = max(gap, moving.gap)
-        fitting = [plan for plan in self._seen if self._fits(plan, limit)]
-        best = min(fitting, key=self._order, default=None)
+        best = self._fastest(limit)
+        if self._with_gradients is not None and self._gradients_may_gain(limit, best):
+            of_these = self._move_gradients(self._with_gradients, limit)
+            best = self._fastest(limit)
+            gap = of_these if best is not None and best.output_gradients else gap
         if best is None:
             least = self.least()
             raise InfeasibleError(problem, least.plan, least.simulated.peaks)
-        if (other := self._in_idle_time(best)) is not None and self._fits(other, limit):
-            best = min(best, other, key=self._order)
         return Found(problem=problem, plan=best, simulated=self._seen[best], rivals=rivals, gap=gap)
 
     def curve(self, limits: Sequence[int]) -> list[Found | None]:
@@ -136,16 +132,37 @@ class Search:
     @cached_property
     def _with_gradients(self) -> Search | None:
         """The same where gradients of outputs move, if any wait for gradients of weights."""
-        if not self._gradients_may:
+        problem, host = self.problem.with_output_gradients(), self.problem.host_limit
+        least = (host_bytes(problem, *one) for one in enumerate(self.keep_all.stages))
+        if not self._gradients_may or (host is not None and max(least) > host):
             return None
-        return Search(self.problem.with_output_gradients(), work=self._work, nodes=self._nodes)
+        return Search(problem, work=self._work, nodes=self._nodes)
 
-    def _gradients_may_gain(self, limit: int) -> bool:
-        """Whether to move them, and nothing else, is faster than all that fits."""
-        fitting = [one.seconds for plan, one in self._seen.items() if self._fits(plan, limit)]
+    def _move_gradients(self, search: Search, limit: int) -> float:
+        """Simulate the best plans that move them; returns the gap of their search. That plans without a window, which
+        waits for every copy; so it also leaves the window room."""
+        gap, window = 0.0, 0 if self.problem.link.blocking else reserve.late_copies(limit)
+        for room in sorted({limit - window, limit}):
+            with contextlib.suppress(InfeasibleError):
+                found = search.best(room)
+                gap = max(gap, found.gap)
+                for late in {found.plan.window_bytes, window}:
+                    self.simulated(replace(found.plan, output_gradients=True, window_bytes=late))
+        return gap
+
+    def _fastest(self, limit: int) -> Plan | None:
+        """Of all that was found and fits, with copies in idle time where these gain anything."""
+        fitting = [plan for plan in self._seen if self._fits(plan, limit)]
+        best = min(fitting, key=self._order, default=None)
+        if best is not None and (other := self._in_idle_time(best)) is not None and self._fits(other, limit):
+            best = min(best, other, key=self._order)
+        return best
+
+    def _gradients_may_gain(self, limit: int, best: Plan | None) -> bool:
+        """Whether to move them, and nothing else, is faster than the best without."""
         window = 0 if self.problem.link.blocking else reserve.late_copies(limit)
         least = self.simulated(replace(self.keep_all, output_gradients=True, window_bytes=window))
-        return min(fitting, default=math.inf) > least.seconds * (1 + GOOD)
+        return best is None or self._seen[best].seconds > least.seconds * (1 + GOOD)
 
     def _fits(self, plan: Plan, limit: int) -> bool:
         """Whether it needs no more of the device than the limit, nor of the host than there is."""

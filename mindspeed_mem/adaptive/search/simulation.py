@@ -235,8 +235,7 @@ class StageTrack:
                 out_free = (out_free if out_free > now else now) + copies[copy].out_seconds
                 out_done[copy] = out_free
             elif what == BACK:
-                if not weights:
-                    late.stays((*mine, copy))
+                late.stays((*mine, part.weight_returns[copy] if weights else copy))
                 back_free = (back_free if back_free > now else now) + copies[copy].back_seconds
                 back_done[copy] = back_free
             elif what == AHEAD:
@@ -273,7 +272,8 @@ class StageTrack:
         begun = False  # the first copies back of the next backward, in the pass before
         idle: tuple[int, ...] = ()  # of these, those that started when it had ended
         held, later = 0, sorted((nbytes for part in self.parts for _, nbytes in part.later), reverse=True)
-        between = sum(later[:2]) + 2 * max((nbytes for part in self.parts for _, nbytes in part.gradients), default=0)
+        gradients = [nbytes for part in self.parts for nbytes, _ in part.gradients.values()]
+        between = sum(later[:2]) + 2 * max(gradients, default=0)
         for (direction, _, part), following in zip(passes, after, strict=True):
             if direction == WEIGHT:
                 found.append(self.parts[part].weights)

@@ -16,7 +16,15 @@ from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import GB, Problem
 from mindspeed_mem.adaptive.search import many
-from mindspeed_mem.adaptive.search.decisions import SWAP, Counts, StagePlan, all_kept, is_valid_stage, lay_out
+from mindspeed_mem.adaptive.search.decisions import (
+    SWAP,
+    Counts,
+    StagePlan,
+    all_kept,
+    host_bytes,
+    is_valid_stage,
+    lay_out,
+)
 from mindspeed_mem.adaptive.search.descent import Descent
 from mindspeed_mem.adaptive.search.milp import NODES, Rules, Solved, at_once, bound, solve
 from mindspeed_mem.adaptive.search.simulation import StageTrack
@@ -154,7 +162,7 @@ class StageSearch:
         return best, work
 
     def least(self, inputs_move: bool) -> StagePlan:
-        """The plan of the lowest peak there is, as far as can be found."""
+        """The plan of the lowest peak that the host has room for, as far as can be found."""
         if inputs_move not in self._least:
             for guard, ahead in itertools.product(self._guards, (0.0, 1.0)):
                 rules = Rules(inputs_move=inputs_move, guard=guard, ahead=ahead)
@@ -162,13 +170,19 @@ class StageSearch:
                 if solved is not None:
                     for way in itertools.chain.from_iterable(self._ways(solved.counts)):
                         self._lay_out(solved.counts, rules, way)
-            pool = [plan for plan, valid in self._pool.items() if valid[inputs_move]]
+            pool = [plan for plan, valid in self._pool.items() if valid[inputs_move] and self._has_room(plan)]
             lowest = min(pool, key=lambda plan: (self.judge(plan).peak, plan.parts), default=self.keep_all)
             none = self._short.with_limit(0)
-            lowest = self._descent(none, inputs_move, _LEAST).run(lowest)
+            lower = self._descent(none, inputs_move, _LEAST).run(lowest)
+            lowest = lower if self._has_room(lower) else lowest
             self.remember(lowest)
             self._least[inputs_move] = lowest
         return self._least[inputs_move]
+
+    def _has_room(self, plan: StagePlan) -> bool:
+        """Whether the host has."""
+        limit = self._short.host_limit
+        return limit is None or host_bytes(self._short, self.number, plan) <= limit
 
     def _descent(self, problem: Problem, inputs_move: bool, work: int) -> Descent:
         kinds = (problem.class_of[name] for part in problem.stages[self.number].parts for name in part.layers)
