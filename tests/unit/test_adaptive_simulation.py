@@ -81,8 +81,7 @@ def test_a_window_for_late_copies_is_in_time_and_bounds_what_they_hold(case, win
     seconds, peaks = Machine(problem, plan).run()
     found = simulate(problem, plan)
     if not problem.link.blocking:
-        close = 0.01 if plan.idle_prefetch else CLOSE  # what is late takes room that copies in idle time would have
-        assert found.seconds == pytest.approx(seconds, rel=close) and found.seconds <= at_once.seconds * (1 + CLOSE)
+        assert found.seconds == pytest.approx(seconds, rel=CLOSE) and found.seconds <= at_once.seconds * (1 + CLOSE)
         assert all(most <= bound for most, bound in zip(peaks, found.peaks, strict=True))
     for one, without in zip(found.peaks, at_once.peaks, strict=True):
         assert without <= one <= without + (0 if problem.link.blocking else plan.window_bytes)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes, under
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT, PartScripts, Script, exact
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT, PartScripts, Script, exact
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span, Timeline
 from mindspeed_mem.schedule.simulation import play
@@ -158,8 +158,9 @@ class StageTrack:
             PartScripts(problem, part, letters, plan.distance, stage.operator_temporary_bytes)
             for part, letters in zip(stage.parts, plan.parts, strict=True)
         ]
+        self._window = 0 if self._blocking else window
         whole = problem.whole[number]
-        most = _most_at_backwards(whole, self._scripts_of(whole)) if idle_prefetch else None
+        most = self._most_at_backwards(whole) if idle_prefetch else None
         self._scripts = self._scripts_of(self.passes, most)
         held = self._scripts if whole is self.passes else self._scripts_of(whole, most)
         self.late = 0 if self._blocking or not window else min(window, host_bytes(problem, number, plan))
@@ -168,7 +169,6 @@ class StageTrack:
         self.spans: list[Span] = []
         self.stall = 0.0
         self._now, self._streams = 0.0, _IDLE
-        self._window = window
         self._runs: dict[tuple[int, _Streams], _Run] = {}
 
     @property
@@ -271,34 +271,40 @@ class StageTrack:
         after, found = coming(passes), []
         begun = False  # the first copies back of the next backward, in the pass before
         idle: tuple[int, ...] = ()  # of these, those that started when it had ended
-        held, later = 0, sorted((nbytes for part in self.parts for _, nbytes in part.later), reverse=True)
+        held, late = 0, _Late({}, self._window, self.parts)
+        later = sorted((nbytes for part in self.parts for _, nbytes in part.later), reverse=True)
         gradients = [nbytes for part in self.parts for nbytes, _ in part.gradients.values()]
         between = sum(later[:2]) + 2 * max(gradients, default=0)
-        for (direction, _, part), following in zip(passes, after, strict=True):
+        for work, following in zip(passes, after, strict=True):
+            direction, _, part = work
             if direction == WEIGHT:
                 found.append(self.parts[part].weights)
+                late.go_through(work, following, found[-1])
                 held += found[-1].net
                 continue
             ahead = None if following is None else self.parts[following[2]]
             there, idle = idle, ()
             script = self.parts[part].script(direction == FORWARD, ahead, begun, there=there)
-            if most is not None and ahead is not None:  # gradients of weights come first
-                idle = ahead.fitting(most - held - script.net - between)
+            late.go_through(work, following, script)
+            if most is not None and ahead is not None and following is not None:  # gradients of weights come first
+                idle = ahead.fitting(most - held - script.net - late.nbytes - between)
+                for copy in idle:
+                    late.stays((following[1] or 0, following[2], copy))
                 script = self.parts[part].script(direction == FORWARD, ahead, begun, idle, there)
             found.append(script)
             held += script.net
             begun = following is not None
         return found
 
-
-def _most_at_backwards(passes: Sequence[Pass], scripts: Sequence[Script]) -> int:
-    """The most bytes that are held when a backward begins."""
-    held, most = 0, 0
-    for (direction, *_), script in zip(passes, scripts, strict=True):
-        if direction == BACKWARD:
-            most = max(most, held)
-        held += script.net
-    return most
+    def _most_at_backwards(self, passes: Sequence[Pass]) -> int:
+        """The most bytes that are held when a backward begins, with what is late."""
+        held, most, late = 0, 0, _Late({}, self._window, self.parts)
+        for work, following, script in zip(passes, coming(passes), self._scripts_of(passes), strict=True):
+            if work[0] == BACKWARD:
+                most = max(most, held + late.nbytes)
+            late.go_through(work, following, script)
+            held += script.net
+        return most
 
 
 def _most_held(scripts: Sequence[Script], highest: int) -> int:
@@ -333,26 +339,38 @@ class _Late:
 
     def __init__(self, due: dict[_Key, float], window: int, parts: Sequence[PartScripts]):
         self.due, self._window, self._parts = due, window, parts
-        self._bytes = sum(map(self._size, due))
+        self.nbytes = sum(map(self._size, due))
+        """Of these."""
 
     def released(self, key: _Key, done: float) -> float:
         """A copy is due, and done then; returns when those are that the window has no room for."""
         if not self._window:
             return done
         self.due[key] = done
-        self._bytes += self._size(key)
+        self.nbytes += self._size(key)
         done = 0.0
-        while self._bytes > self._window:
+        while self.nbytes > self._window:
             oldest = next(iter(self.due))
             done = self.due.pop(oldest)
-            self._bytes -= self._size(oldest)
+            self.nbytes -= self._size(oldest)
         return done
 
     def stays(self, key: _Key) -> None:
         """It is needed again: if it is late yet, it does not leave at all (its copy back is counted all the same)."""
         if key in self.due:
             del self.due[key]
-            self._bytes -= self._size(key)
+            self.nbytes -= self._size(key)
+
+    def go_through(self, work: Pass, following: Pass | None, script: Script) -> None:
+        """A pass, of which only the order matters: what is late at its end hangs on nothing else."""
+        part, mine = self._parts[work[2]], (work[1] or 0, work[2])
+        for _, what, copy in script.steps if self._window else ():
+            if what == RELEASE:
+                self.released((*mine, copy), 0.0)
+            elif what == BACK:
+                self.stays((*mine, part.weight_returns[copy] if work[0] == WEIGHT else copy))
+            elif what == AHEAD and following is not None:
+                self.stays((following[1] or 0, following[2], copy))
 
     def _size(self, key: _Key) -> int:
         return self._parts[key[1]].copies[key[2]].nbytes
