@@ -322,7 +322,9 @@ def test_a_plan_moves_output_gradients_where_nothing_else_fits_and_only_where_th
     without = search.simulated(dataclasses.replace(found.plan, output_gradients=False))
     assert found.plan.output_gradients and max(without.peaks) > found.problem.device_limit
     assert max(found.simulated.peaks) <= found.problem.device_limit
-    assert any(line.startswith("swap output gradients") for line in worth.lines(found))
+    [row] = [line.split() for line in worth.lines(found) if line.startswith("swap output gradients")]
+    assert float(row[-2]) == pytest.approx(1e3 * (found.simulated.seconds - without.seconds), abs=0.06)
+    assert found.simulated.seconds > without.seconds
     roomy = search.best(int(0.95 * most))
     moving = search.simulated(dataclasses.replace(search.keep_all, output_gradients=True))
     assert not roomy.plan.output_gradients and roomy.simulated.seconds < moving.seconds

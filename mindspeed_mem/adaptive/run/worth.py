@@ -58,7 +58,8 @@ def _of_gradients(found: Found) -> tuple[float, tuple[str, int, float, float, fl
         saved = max(sum(n * nbytes[part] for part, n in enumerate(waits)) for _, waits in problem.held[stage])
         rows.append((saved, problem.pipeline.micro_batches * _copied(problem, sum(nbytes))))
     saved, work = max(rows)
-    costs = found.simulated.seconds - simulate(problem, replace(found.plan, output_gradients=False)).seconds
+    kept = replace(found.plan, output_gradients=False)
+    costs = found.simulated.seconds - simulate(found.problem, kept).seconds
     each = costs / max(saved / GIB, 1e-9)
     return each, (f"{_VERBS[SWAP]} output gradients", problem.num_layers, saved, work, costs, each)
 
