@@ -25,9 +25,7 @@ __all__ = ["MODES", "Assignment", "Figures", "OptimizerParallelError", "Parallel
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name in __all__
-    ):  # not before it is asked for: DTensors take a second to import, and command lines need the modes
+    if name in __all__:  # not before it is asked for: it imports DTensors, for a second
         module = "support" if name == "OptimizerParallelError" else "optimizer"
         return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
