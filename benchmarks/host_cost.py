@@ -2,9 +2,11 @@
 
     python benchmarks/host_cost.py                     # about a minute
     python benchmarks/host_cost.py --json host.json
+    python benchmarks/host_cost.py --device cuda       # what launching kernels takes as well
 
 The tensors are so small that computing and copying them counts for nothing: what is left is Python and torch's own
-calls. On a device that is what a step of small layers takes, however fast the device is. All variants run interleaved
+calls. On a device that is what a step of small layers takes, however fast the device is: there the time is that of the
+wall, until the device is done. All variants run interleaved
 in one process, on one thread and one model; a figure is the median over rounds of the difference to the plain model in
 the same round, divided by layers (micro-seconds), by the tensors that a layer saves for backward, and by the plain
 model's own time (the share). What others cost stands beside: Megatron's full recompute, and torch's own saved-tensor
@@ -35,9 +37,8 @@ from variants import Settings, Variant, set_up, write  # noqa: E402
 from mindspeed_mem.activation import hot_path  # noqa: E402
 
 LAYERS = 16
-SHAPES = {
-    "cpu": (LAYERS, 64, 4, 128, 16, 1, 1, 128)
-}  # layers hidden heads ffn seq micro-batch micro-batches vocabulary
+SHAPES = dict.fromkeys(("cpu", "device"), (LAYERS, 64, 4, 128, 16, 1, 1, 128))
+"""Layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary."""
 LARGE = 2048
 """Bytes from which on a tensor of this shape stands for a large one: not statistics of norms, or tables."""
 NORMS, ACTIVATION = r".*norm", r"mlp\.activation_func"
@@ -146,13 +147,14 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
     parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
-    args.device, args.shape = "cpu", None
+    args.shape = None
     logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
     backend, model, step, shape = set_up(args, SHAPES, swap(args.prefetch))
     saved = saved_per_layer(model, step)
@@ -168,7 +170,8 @@ def main() -> None:
             steps()
     gc.collect()
     gc.freeze()
-    seconds = interleaved(list(chosen), setting, steps, args.rounds, lambda: None, time.process_time, warm=1)
+    clock = time.process_time if backend.is_host else time.perf_counter
+    seconds = interleaved(list(chosen), setting, steps, args.rounds, backend.synchronize, clock, warm=1)
     rows = rows_of(seconds, args.steps, saved)
     print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")
     print(f"{saved:g} saved tensors a layer; its own time: {rows['no pack']['own_us_per_layer']:.0f} us")

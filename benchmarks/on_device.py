@@ -8,7 +8,7 @@
 Nothing is installed and nothing fetched: torch and megatron-core have to be there. Each piece is a process of its own.
 One that takes longer than its limit is stopped, one that fails is noted with the end of its output, and the others go
 on. Results go to a folder, a JSON file for each piece and a page (README.md), which is written anew after each piece. A
-piece whose file there is of this source and this device is not run again, unless --only names it.
+piece whose file there is of this source and this device is not run again, unless it failed or --only names it.
 """
 
 from __future__ import annotations
@@ -222,7 +222,8 @@ class Run:
         for piece in PIECES:
             with contextlib.suppress(OSError, ValueError):
                 record = json.loads(self._file(piece).read_text())
-                if all(record[key] == self.facts[key] for key in ("device", "source", "tiny")):
+                same = all(record[key] == self.facts[key] for key in ("device", "source", "tiny"))
+                if same and record["status"] != FAILED:  # it may have lacked something that is there now
                     self.records[piece.name] = record
 
     def do(self, pieces: Iterable[Piece], again: bool) -> None:
