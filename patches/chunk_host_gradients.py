@@ -2,8 +2,8 @@
 
 Why here: a master on the host has its gradient there, since torch wants both on one device; Megatron's kernels and
 collectives take tensors of the accelerator only. So the few gradients that are summed over tensor- or pipeline-parallel
-ranks are brought up for that, and norm, clipping and unscaling are done on the host. On a CPU, where both are the
-host's, these functions stay Megatron's.
+ranks are brought up for that, and so is each for its norm, one after the other. Clipping and unscaling are done on the
+host. On a CPU, where both are the host's, these functions stay Megatron's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from mindspeed_mem.device import is_host_device
 from mindspeed_mem.patching import around
 from mindspeed_mem.zero.buffers import runtime
-from mindspeed_mem.zero.core.shard_memory import device_of
+from mindspeed_mem.zero.core.shard_memory import device_of, norm_on
 
 _CLIP = "megatron.core.optimizer.clip_grads:"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
@@ -38,13 +38,15 @@ def _device():
 
 @around(_CLIP + "get_grad_norm_fp32")
 def get_grad_norm_fp32(original, grads_for_norm, norm_type=2, *args, **kwargs):
-    """The norm of norms is the norm: of a gradient on the host only its own travels, and stands in its place."""
+    """The norm of norms is the norm: that of a gradient on the host stands in its place.
+
+    The bits are those of all gradients on the device where upstream takes the norm of each, as it does without the
+    kernels of TransformerEngine and Apex, which add up over all of them at once.
+    """
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
-    there = [number for number, grad in enumerate(grads) if away(grad)]
-    if there:
-        norms = torch.stack([torch.linalg.vector_norm(grads[number], float(norm_type)) for number in there])
-        for number, norm in zip(there, norms.to(_device()).split(1), strict=True):
-            grads[number] = norm
+    for number, grad in enumerate(grads):
+        if away(grad):
+            grads[number] = norm_on(_device(), grad, float(norm_type)).view(1)
     return original(grads, norm_type, *args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from mindspeed_mem.gemini.loss_scaler import LossScaler
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown, say_once
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
 from mindspeed_mem.ranks import combined
+from mindspeed_mem.zero.core.shard_memory import norm_on
 from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
 from mindspeed_mem.zero.plain.built_chunk import BuiltChunk
 
@@ -339,13 +340,12 @@ def _global_norm(
         if shard is None:
             continue
         if first:
-            norms.append(torch.linalg.vector_norm(shard))
+            norms.append(norm_on(device, shard))
         else:
             parts = (one.chunk.own_gradient(p) for p in one.chunk.params if getattr(p, "tensor_model_parallel", False))
-            norms += [torch.linalg.vector_norm(part) for part in parts]
+            norms += [norm_on(device, part) for part in parts]
     # One wait for the device, not one for each chunk.
-    on_device = [norm.to(device) for norm in norms]
-    squares = [norm**2 for norm in torch.stack(on_device).tolist()] if on_device else []
+    squares = [norm**2 for norm in torch.stack(norms).tolist()] if norms else []
     total = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
     for over in (group, tensor_parallel_group):
         (total,) = combined([total], dist.ReduceOp.SUM, over, device)
