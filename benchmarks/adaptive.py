@@ -10,7 +10,8 @@ everything. What a plan's step takes more or less than predicted corrects the pr
 times at most. Then all policies run interleaved in one process on one model, all but the first under the cap,
 which the device (on a CPU: its allocator) enforces. Times (on the CPU: of the process, one thread) are medians of the
 ratios to keeping everything in the same round; the step is forward and backward without an optimizer, so that nothing
-dilutes them. Bytes are what a step of its own held at most above its start.
+dilutes them. Bytes are what a step of its own held at most above its start. A device's allocator has expandable
+segments, unless its variable says otherwise: without, gigabytes under the cap are lost between blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
+
+for _device in ("CUDA", "NPU"):  # before torch is there
+    os.environ.setdefault(f"PYTORCH_{_device}_ALLOC_CONF", "expandable_segments:True")
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 

@@ -122,6 +122,11 @@ class Traffic(TorchDispatchMode):
         self.gathers = self.gathered_bytes = self.reductions = self.reduced_bytes = 0
         self.bytes_to_device = self.bytes_to_host = 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else what has been compiled would run uncompiled from then on, also for the variants that come later."""
+        return True
+
     def figures(self) -> dict[str, int]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and type(value) is int}
 
