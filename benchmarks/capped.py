@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from policies import Policy
-from timing import bits, interleaved, reproducible, summary
+from timing import bits, interleaved, reproducible, summary, warm_up
 from variants import Settings, Variant
 
 import mindspeed_mem.megatron_adaptor as mem
@@ -42,6 +42,7 @@ class Bench:
         gc.collect()
         self.static = backend.allocated()
         """Bytes between steps."""
+        self.warm = warm_up(backend)
 
     def profile(self) -> RankProfile:
         """What the profiler of --adaptive-memory-optimization measures in a few steps."""
@@ -64,11 +65,6 @@ class Bench:
         finally:
             engines.stop()
             REGISTRY.undo(patches)
-
-    @property
-    def warm(self) -> int:
-        """Untimed steps before each timed one: setting a cap empties an accelerator's caching allocator."""
-        return int(not self.backend.is_host)
 
     def settings(self, policies: dict[str, Policy], cap: int | None, uncapped: Sequence[str] = ()) -> Settings:
         """``cap``: bytes of everything on the device, or None."""

@@ -259,7 +259,7 @@ def _one(job, variant) -> dict:
 def timed(job, chosen: dict, rows: dict[str, dict], given: argparse.Namespace) -> None:
     """Add the times of all variants to `rows`. Collective."""
     import torch.distributed as dist
-    from timing import interleaved, summary
+    from timing import interleaved, summary, warm_up
 
     kept, rebuild = {}, given.rebuild or not _fit(job, rows)
     cpu: dict[str, list[float]] = {name: [] for name in chosen}
@@ -288,7 +288,7 @@ def timed(job, chosen: dict, rows: dict[str, dict], given: argparse.Namespace) -
             kept[name] = _warm(job, variant)
     gc.collect()
     gc.freeze()
-    how = {"warm": int(not job.backend.is_host), "minutes": given.minutes, "agreed": _agreed}
+    how = {"warm": warm_up(job.backend), "minutes": given.minutes, "agreed": _agreed}
     seconds = interleaved(list(chosen), setting, lambda: current.step(), given.rounds, synchronize, **how)
     given.rounds = len(seconds[BASE])
     gc.unfreeze()

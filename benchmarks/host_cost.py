@@ -156,7 +156,8 @@ def main() -> None:
     args = parser.parse_args()
     args.shape = None
     logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
-    backend, model, step, shape = set_up(args, SHAPES, swap(args.prefetch))
+    # Fused, the activation is no call that torch's checkpoint could be put around.
+    backend, model, step, shape = set_up(args, SHAPES, swap(args.prefetch), bias_activation_fusion=False)
     saved = saved_per_layer(model, step)
     chosen = {k: v for k, v in variants(args.prefetch, model).items() if not args.only or k in ("no pack", *args.only)}
     setting = Settings(model, backend, chosen)

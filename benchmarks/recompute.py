@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from timing import interleaved, summary  # noqa: E402
+from timing import interleaved, summary, warm_up  # noqa: E402
 from variants import Settings, Variant, add_common, chosen, device_bytes_at_peak, results, set_up, write  # noqa: E402
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
@@ -94,7 +94,8 @@ def main() -> None:
     setting = Settings(model, backend, all_variants)
     clock = time.process_time if backend.is_host else time.perf_counter
     names, minutes = list(all_variants), args.minutes
-    seconds = interleaved(names, setting, step, args.rounds, backend.synchronize, clock, minutes=minutes)
+    warm = warm_up(backend)
+    seconds = interleaved(names, setting, step, args.rounds, backend.synchronize, clock, warm, minutes)
     rows, rounds, found = summary(seconds, "no recompute"), len(seconds["no recompute"]), {}
     for name, row in rows.items():
         row["peer"] = all_variants[name].peer

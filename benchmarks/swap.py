@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from timing import interleaved, summary  # noqa: E402
+from timing import interleaved, summary, warm_up  # noqa: E402
 from variants import Settings, Variant, add_common, chosen, device_bytes_at_peak, results, set_up, write  # noqa: E402
 
 import mindspeed_mem.megatron_adaptor as mem  # noqa: E402  before megatron
@@ -77,16 +77,18 @@ def main() -> None:
     all_variants = chosen(variants(args.prefetch, shape["layers"], backend), args.only)
     setting = Settings(model, backend, all_variants)
     names = list(all_variants)
-    seconds, found = interleaved(names, setting, step, args.rounds, backend.synchronize, minutes=args.minutes), {}
+    how = {"warm": warm_up(backend), "minutes": args.minutes}
+    seconds, found = interleaved(names, setting, step, args.rounds, backend.synchronize, **how), {}
     rows, rounds = summary(seconds, "no pack"), len(seconds["no pack"])
+    steps = (rounds + 1) * (1 + how["warm"]) + 2
     for name in names:
         rows[name]["peak_bytes"] = held_at_peak(name, setting, step)
         found[name] = results(setting, name, step)
         rows[name]["same"] = None if None in (found[name], found["no pack"]) else found[name] == found["no pack"]
         if name in setting.engines:
             engine = setting.engines[name].report()
-            rows[name]["stall_ms_per_step"] = 1e3 * setting.stalls[name] / (rounds + 3)
-            rows[name]["bytes_out_per_step"] = engine.bytes_out // (rounds + 3)
+            rows[name]["stall_ms_per_step"] = 1e3 * setting.stalls[name] / steps
+            rows[name]["bytes_out_per_step"] = engine.bytes_out // steps
     print(table(rows))
     write(args, "swap", backend, shape, rounds, rows)
 

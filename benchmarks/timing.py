@@ -18,7 +18,7 @@ _START = time.monotonic()
 
 import torch  # noqa: E402
 
-from mindspeed_mem.device import get_backend  # noqa: E402
+from mindspeed_mem.device import Backend, get_backend  # noqa: E402
 
 
 def interleaved(
@@ -88,6 +88,11 @@ def bits(tensor: torch.Tensor) -> int:
     """A number that tells tensors of one shape apart: the sum of their elements' bit patterns."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return int(tensor.detach().contiguous().view(integer).sum(dtype=torch.int64))
+
+
+def warm_up(backend: Backend) -> int:
+    """Steps before each timed one: an accelerator's caching allocator is as another variant has left it."""
+    return int(not backend.is_host)
 
 
 def summary(seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:

@@ -90,10 +90,11 @@ class Settings:
             self.config.recompute_num_layers = None
 
 
-def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any]):
+def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any], **config: Any):
     """The device's backend, a model on it with no patch of ours left, its step, and the shape.
 
-    The model is built under ``plan``, so that its operators are named. ``shapes``: of "cpu" and "device".
+    The model is built under ``plan``, so that its operators are named. ``shapes``: of "cpu" and "device"; ``config``:
+    more for Megatron's config of the model.
     """
     backend = get_backend(None if args.device in (None, "auto") else args.device)
     mem.configure({"device": backend.type, "sdpa_attention": True, "memory_config": plan})
@@ -104,7 +105,7 @@ def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any]):
     if backend.is_host:
         torch.set_num_threads(1)
     dtype = DTYPES[getattr(args, "dtype", "bf16")]
-    model = build(backend, layers, hidden, heads, ffn, seq, vocab, dtype)
+    model = build(backend, layers, hidden, heads, ffn, seq, vocab, dtype, **config)
     REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
     gc.collect()
     gc.freeze()  # all that is imported: what is collected later need not look through it

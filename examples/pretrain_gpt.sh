@@ -31,6 +31,12 @@ if [[ $TP -gt 1 || " $* " == *" --context-parallel-size"* ]]; then
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # as Megatron wants it; else copies wait in one queue
 fi
 
+# Else torch's allocator keeps memory in pieces, and a model that needs most of a device may not fit.
+case $DEVICE in
+    cuda) export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} ;;
+    npu) export PYTORCH_NPU_ALLOC_CONF=${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True} ;;
+esac
+
 LAUNCH=(--nproc-per-node "$NPROC")
 if [ "${NNODES:-1}" -gt 1 ]; then
     LAUNCH+=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?}" --master-addr "${MASTER_ADDR:?}")

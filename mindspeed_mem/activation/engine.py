@@ -126,7 +126,10 @@ class Engine:
         """Make the plan, as `PlanInForce.resolve`."""
         self.in_force.resolve(gather, partners)
         swap, limit = self.in_force.config.swap, self.backend.nominal_limit()
-        self.mover.late.window = reserve.late_copies(limit or 0) if swap.window_bytes is None else swap.window_bytes
+        if swap.window_bytes is None:
+            self.mover.late.allow(reserve.late_copies(limit or 0), all_of_it=False)
+        else:
+            self.mover.late.allow(swap.window_bytes, all_of_it=True)
         if swap.swap and swap.window_bytes and self.backend.copies_block and self.in_force.tells:
             line = f"swap_config.window_bytes has no effect: copies of {self.backend.type} are never late"
             self.in_force.tell(logging.WARNING, line)

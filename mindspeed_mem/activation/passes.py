@@ -229,7 +229,9 @@ class Passes:
         if as_expected:  # otherwise it is what ran natively that holds it
             self.pinned.check(moved, output)
         away = LEDGER.without.now - LEDGER.held.now + self._mover.late.nbytes
-        self.balance.passed(sum([record.nbytes for record in moved]), away, len(self._in_flight))
+        nbytes = sum([record.nbytes for record in moved])
+        self._mover.late.pass_moved(nbytes)
+        self.balance.passed(nbytes, away, len(self._in_flight))
         if observed.counting is not None:
             observed.counting.finish(micro_batch.key[1])
         if self._in_force.recomputes:

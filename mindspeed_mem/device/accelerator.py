@@ -47,6 +47,8 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
     """What libraries, and older torch_npu itself, say if there is no memory left: RuntimeErrors of no certain type."""
     perhaps_full: re.Pattern[str]
     """What they say for this reason or another."""
+    allocator_variable = "PYTORCH_ALLOC_CONF"
+    """Of the environment, where settings of torch's allocator stand besides this one, which newer versions read."""
     reuses_events = True
     reading_waits = False
     """Whether the host waits for its own queue when it asks for the time between two events that have happened."""
@@ -240,6 +242,15 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
     def allocation_retries(self) -> int:
         stats = getattr(self._module, "memory_stats_as_nested_dict", None) or self._module.memory_stats
         return stats().get("num_alloc_retries", 0)
+
+    def against_pieces(self) -> str | None:
+        in_one = re.search(r"\bexpandable_segments:True", self.allocator_settings())
+        absent = not in_one and self.foreign_allocator() is None
+        return f"{self.allocator_variable}=expandable_segments:True" if absent else None
+
+    def allocator_settings(self) -> str:
+        """Of torch's allocators, as the environment has them."""
+        return ",".join(os.environ.get(name, "") for name in (self.allocator_variable, "PYTORCH_ALLOC_CONF"))
 
     def room(self) -> int | None:
         # What torch may still ask the driver for, and what it keeps without using it.

@@ -256,6 +256,10 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
         """
         return 0
 
+    def against_pieces(self) -> str | None:
+        """A setting with which the allocator would keep its memory in one piece; None where it does, or cannot."""
+        return None
+
     def room(self) -> int | None:
         """Bytes of device memory that can still be had; None where nobody knows."""
         allocated, limit = self.allocated(), self.limit()

@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_mem.activation.storage import mover
 from mindspeed_mem.device.races import RaceError
+from mindspeed_mem.device.simulated import SimulatedBackend
 from tests.side_streams import run as run_at
 from tests.swap_runs import entry, op
 
@@ -36,6 +37,23 @@ def test_a_larger_window_waits_less_and_holds_no_more_than_it_says(distance):
         peaks.append(backend.peak())
     assert stalls == sorted(stalls, reverse=True) and stalls[-1] < 0.7 * stalls[0]
     assert peaks == sorted(peaks) and (distance > 1 or peaks[-1] > peaks[0])
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_unless_given_the_window_is_a_small_part_of_what_a_pass_moves(monkeypatch):
+    monkeypatch.setattr(SimulatedBackend, "nominal_limit", lambda self: 256 * EVERYTHING)
+    plan, late, moved = swapped(0), [], []
+    del plan["swap_config"]["window_bytes"]
+
+    def look(engine):
+        late.append(engine.mover.late.nbytes)
+        moved.append(engine.mover.bytes_out)
+
+    run(plan, after_part=look)
+    parts = len(late) // 12  # of a pass; two steps of three micro-batches, forward and backward
+    of_pass = moved[parts - 1]
+    assert max(late[:parts]) > of_pass / 2
+    assert 0 < max(late[2 * parts :]) <= of_pass / 8
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Memory is really limited: torch's own out-of-memory error is raised inside opera
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -68,6 +69,28 @@ def under_limits(kind: str, shares: tuple, plan: dict | None = None, **model) ->
 @pytest.mark.parametrize("kind", but(["dense", "swiglu_gqa_rope", "moe", "dropout"], "swiglu_gqa_rope", "dropout"))
 def test_with_less_and_less_memory_every_bit_is_the_same(kind):
     assert on_ranks(1, under_limits, kind, SHARES, layers=LAYERS) == [[]]
+
+
+def in_pieces(setting: str | None) -> list[str]:
+    """What is said beside an allocator that retries in each step; ``setting``: what would help."""
+    from tests.limited_runs import Training, counted, surviving
+    from tests.swap_runs import listening
+
+    retries = itertools.count()
+    with counted() as memory, listening() as messages, surviving(None) as engine, parallel():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.backend, "allocation_retries", retries.__next__)
+            patch.setattr(engine.backend, "against_pieces", lambda: setting)
+            training = Training(memory, "dense", layers=2)
+            for _ in range(3):
+                training.step()
+    return [message for message in messages if "in pieces" in message]
+
+
+def test_memory_in_pieces_is_told_once_with_what_helps():
+    [said] = on_ranks(1, in_pieces, "VARIABLE=segments")
+    assert len(said) == 1 and "VARIABLE=segments" in said[0]
+    assert on_ranks(1, in_pieces, None) == [[]]
 
 
 SWAPS = {"swap_config": {"swap": True, "op_swap": [{"op_name": "mlp", "backward_prefetch": 2, "layers": True}]}}

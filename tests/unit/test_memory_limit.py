@@ -355,6 +355,28 @@ def test_what_the_allocator_keeps_can_be_given_back_and_its_retries_are_counted(
     assert get_backend("cpu").give_back() == get_backend("cpu").allocation_retries() == 0
 
 
+@pytest.mark.parametrize(
+    ("variable", "settings", "advice"),
+    [
+        (None, "", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True", None),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", None),
+        ("PYTORCH_ALLOC_CONF", "pinned_use_cuda_host_register:True", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+    ],
+)
+def test_a_setting_against_memory_in_pieces_is_named_where_it_is_absent(monkeypatch, variable, settings, advice):
+    from mindspeed_mem.device.cuda import CudaBackend
+
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, settings)
+    monkeypatch.setattr(CudaBackend, "foreign_allocator", lambda self: None)
+    assert CudaBackend().against_pieces() == advice
+    monkeypatch.setattr(CudaBackend, "foreign_allocator", lambda self: "another")
+    assert CudaBackend().against_pieces() is None
+
+
 def test_the_pci_address_is_written_as_the_kernel_does():
     module = Device(total=GB, free=GB, reserved=0, allocated=0)
     assert StandIn(module).pci_address() == "0000:3b:01.0"

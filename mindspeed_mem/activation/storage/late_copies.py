@@ -11,14 +11,34 @@ if TYPE_CHECKING:
     from mindspeed_mem.activation.storage.records import Record
 
 
+_PART = 8
+"""Of what a pass moves, so large a part may be late: of eight layers one, whose copies then have the time of a layer."""
+
+
 class LateCopies:
     """Records past their release points, the oldest first."""
 
     def __init__(self) -> None:
         self.window = 0
         """Bytes that they may hold together before computation waits for the oldest."""
+        self._bound: int | None = None
+        self._moved = 0
         self.nbytes = 0
         self._records: dict[int, weakref.ref[Record]] = {}
+
+    def allow(self, most: int, all_of_it: bool) -> None:
+        """Set the window, to `most` bytes. Not `all_of_it`: to a part of what a forward pass moves, where that is less.
+
+        A host that runs ahead of the device finds every copy late. A plan that moves no more than the window would free
+        nothing.
+        """
+        self.window, self._bound, self._moved = most, None if all_of_it else most, 0
+
+    def pass_moved(self, nbytes: int) -> None:
+        """By a forward pass; of several model chunks the one that moves most counts."""
+        if self._bound is not None and nbytes > self._moved:
+            self._moved = nbytes
+            self.window = min(self._bound, nbytes // _PART)
 
     def __bool__(self) -> bool:
         return bool(self._records)
