@@ -280,7 +280,7 @@ class Run:
                     _stop(process)
                     self._running.discard(process)
             texts = [file.read_text(errors="replace") for file in files]
-            shown = [word.replace(str(ROOT) + os.sep, "") for word in command[1:]]
+            shown = [word.replace(str(ROOT) + os.sep, "").replace(folder + os.sep, "") for word in command[1:]]
             record = {"piece": piece.name, **self.facts, "date": datetime.date.today().isoformat()}
             record |= {"command": shown, "seconds": time.monotonic() - begun, "exit_status": status}
             record |= {"printed": _end(texts[0]), "complained": _end(texts[1])}
