@@ -156,8 +156,9 @@ def main() -> None:
     args = parser.parse_args()
     args.shape = None
     logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
+    plan = swap(args.prefetch) | {"recompute_config": {"recompute": True}}  # patches of both are to be there
     # Fused, the activation is no call that torch's checkpoint could be put around.
-    backend, model, step, shape = set_up(args, SHAPES, swap(args.prefetch), bias_activation_fusion=False)
+    backend, model, step, shape = set_up(args, SHAPES, plan, bias_activation_fusion=False)
     saved = saved_per_layer(model, step)
     chosen = {k: v for k, v in variants(args.prefetch, model).items() if not args.only or k in ("no pack", *args.only)}
     setting = Settings(model, backend, chosen)

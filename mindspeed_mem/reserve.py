@@ -17,9 +17,9 @@ _WORKSPACES_SHARE = 32
 """This part for operators' workspaces where they are taken beside torch's allocator: one for each stream, as large as
 its largest. An assumption: the fp32 sums of an attention's backward take 1.5 GiB for 4 x 8192 tokens of width 4096."""
 _FRAGMENTATION = 0.02
-"""Of the memory: what an allocator keeps in pieces that nobody can use. With expandable segments 1 % sufficed on an H200
-(16 layers of 7B, micro-batch 4 x 8192, 52 GiB); without, what took 94 % of a cap did not fit and 86 % did, and where
-recomputing and virtual stages mix lifetimes torch's allocator can waste far more (up to 43 %, arXiv 2507.16274)."""
+"""Of the memory: what an allocator keeps in pieces that nobody can use. With expandable segments 1 % sufficed on an
+H200 (16 layers of 7B, micro-batch 4 x 8192, 52 GiB); without, what took 94 % of a cap did not fit and 86 % did, and
+where recomputing and virtual stages mix lifetimes torch's allocator can waste far more (43 %, arXiv 2507.16274)."""
 _LATE_COPIES = 256
 """The part of the memory that copies to the host may hold longer than planned: 320 MiB of 80 GiB, which take a link of
 25 GB/s 13 ms, so that computation does not stand still wherever the link is busy for a while."""

@@ -16,13 +16,11 @@ from mindspeed_mem.device import native_build
 from mindspeed_mem.device.extensions import Extension
 
 _SOURCES = Path(__file__).parent / "csrc"
+_HEADERS = ("arguments", "ledger", "moves", "objects", "operators", "runs", "saves", "tape")
 EXTENSION = Extension(
     _SOURCES / "hot_path.cpp",
     "the engine's hot path",
-    (
-        native_build.SOURCES / "fast_tensors.h",
-        *(_SOURCES / f"{name}.h" for name in ("arguments", "ledger", "moves", "objects", "operators", "runs", "saves")),
-    ),
+    (native_build.SOURCES / "fast_tensors.h", *(_SOURCES / f"{name}.h" for name in _HEADERS)),
 )
 
 native: ModuleType | None = None

@@ -10,7 +10,7 @@ import torch
 from mindspeed_mem.activation import course, hot_path, operator_runs, regions
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
-from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun
+from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, tape
 from mindspeed_mem.activation.storage import ledger, marks, micro_batch, mover, own_tensors, records
 from mindspeed_mem.device import cpu, fast_tensors, slabs
 
@@ -44,6 +44,7 @@ def use(module: ModuleType | None) -> None:
         "Saver": dropped.Saver,
         "SavedSlot": dropped.Slot,
         "Saves": dropped.Saves,
+        "Tape": tape.Tape,
         "OperatorRuns": operator_runs.OperatorRuns,
     }
     others = {
@@ -80,6 +81,9 @@ def use(module: ModuleType | None) -> None:
         "set_by_others": marks.set_by_others,
         "empty": fast_tensors.empty,
         "enough": module_rerun.Enough,
+        "facts_of": tape.facts_of,
+        "Ref": tape.Ref,
+        "Step": tape.Step,
     }
     replaced = module.connect(classes, others) | {(marks, "of"): module.marks_of}
     for (cls, name), method in replaced.items():

@@ -120,12 +120,12 @@ def _has_its_memory(leaf: Any) -> bool:
 
 def written_arguments(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """Those of the arguments given that `op` writes to, by its schema: tensors, and lists of them."""
-    given = ((place, name) for place, name in _written_places(op) if place < len(args) or name in kwargs)
+    given = ((place, name) for place, name in written_places(op) if place < len(args) or name in kwargs)
     return [args[place] if place < len(args) else kwargs[name] for place, name in given]
 
 
 @functools.cache
-def _written_places(op: Any) -> tuple[tuple[int, str], ...]:
+def written_places(op: Any) -> tuple[tuple[int, str], ...]:
     schema = getattr(op, "_schema", None)  # higher-order operators have none
     if schema is None or not schema.is_mutable:
         return ()

@@ -361,7 +361,11 @@ def test_what_the_allocator_keeps_can_be_given_back_and_its_retries_are_counted(
         (None, "", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True", None),
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True", None),
-        ("PYTORCH_ALLOC_CONF", "pinned_use_cuda_host_register:True", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        (
+            "PYTORCH_ALLOC_CONF",
+            "pinned_use_cuda_host_register:True",
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ),
     ],
 )
 def test_a_setting_against_memory_in_pieces_is_named_where_it_is_absent(monkeypatch, variable, settings, advice):

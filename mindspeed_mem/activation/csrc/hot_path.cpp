@@ -4,6 +4,7 @@
 #include "arguments.h"
 #include "runs.h"
 #include "saves.h"
+#include "tape.h"
 
 namespace hot {
 namespace {
@@ -37,6 +38,7 @@ Method methods[] = {
     {"MicroBatch", {"dropped", micro_batch_dropped, METH_O, nullptr}},
     {"MicroBatch", {"unpacks", micro_batch_unpacks, METH_O, nullptr}},
     {"MicroBatch", {"backward_reaches", micro_batch_backward_reaches, METH_O, nullptr}},
+    {"Tape", {"_note", fast(tape_notes), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_start", fast(operator_runs_start), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_leave", operator_runs_leave, METH_O, nullptr}},
     {"OperatorRuns", {"ended", operator_runs_ended, METH_O, nullptr}},
@@ -143,6 +145,9 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"set_by_others", &engine.set_by_others},
         {"empty", &engine.empty},
         {"enough", &enough},
+        {"facts_of", &facts_of},
+        {"Ref", reinterpret_cast<PyObject**>(&ref_type)},
+        {"Step", reinterpret_cast<PyObject**>(&step_type)},
     };
     for (const auto& [name, to] : others) take(args[1], name, to);
     // Only looked at later: it imports whoever calls this.

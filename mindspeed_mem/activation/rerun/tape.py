@@ -8,6 +8,7 @@ torch operation), the result is found to differ when the tape is tried out, and 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,14 +24,37 @@ from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import DROPPED, Handle, Owner, Record, whole
 from mindspeed_mem.device import fast_tensors
-from mindspeed_mem.device.op_rules import written_arguments
+from mindspeed_mem.device.op_rules import written_arguments, written_places
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 MANAGED = "its input is memory that Megatron empties or writes over itself"
 COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
-class _Ref(NamedTuple):
+class Facts(NamedTuple):
+    """Of an operation, whatever it works on."""
+
+    ordinary: bool
+    """No collective."""
+    blank: bool
+    """What it makes has no content yet."""
+    written: tuple[tuple[int, str], ...]
+    """Places and names of the arguments that it writes to."""
+    draws: bool
+    """Random numbers."""
+
+
+@functools.cache
+def facts_of(function: Any) -> Facts:
+    return Facts(
+        ordinary=function.namespace not in COLLECTIVES,
+        blank=function.__name__.startswith(("empty", "new_empty")),
+        written=written_places(function),
+        draws=_RANDOM in function.tags,
+    )
+
+
+class Ref(NamedTuple):
     """A tensor: which storage, and how it lies in it."""
 
     key: int
@@ -40,10 +64,10 @@ class _Ref(NamedTuple):
     offset: int | torch.SymInt
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     function: Callable
     given: Any
-    refs: list[_Ref]
+    refs: list[Ref]
     reads: set[int]
     writes: set[int]
     results: list[int | None]
@@ -59,7 +83,7 @@ class Tape(Rerun, TorchDispatchMode):
         self.inputs: dict[int, Handle] | None = None
         self.paused = False  # what runs now is the engine's own: it keeps, copies and looks at tensors
         self._device_type = mover.backend.tensor_type
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._arguments: dict[int, torch.Tensor] = {}
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blank: set[int] = set()
@@ -77,20 +101,21 @@ class Tape(Rerun, TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        random = rng.capture(tensors_in((args, kwargs))) if _RANDOM in func.tags else None
+        random = rng.capture(tensors_in((args, kwargs))) if facts_of(func).draws else None
         result = func(*args, **kwargs)
         if not self.why_not:
             self._note(func, args, kwargs, result, random)
         return result
 
     def _note(self, func: Any, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
-        if func.namespace in COLLECTIVES:
+        facts = facts_of(func)
+        if not facts.ordinary:
             self.why_not = "it contains a collective"
             return
         if isinstance(kwargs.get("generator"), torch.Generator):
             self.why_not = "it draws from a torch.Generator of its own"
             return
-        refs: list[_Ref] = []
+        refs: list[Ref] = []
         given = split((args, kwargs), self._ref, refs)
         old = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs)) if _plain(tensor)}
         outputs = tensors_in(result)
@@ -103,7 +128,6 @@ class Tape(Rerun, TorchDispatchMode):
                 self.why_not = "it changes its input in place"
                 return
             writes.add(self._key(tensor.untyped_storage()))
-        blank = func.__name__.startswith(("empty", "new_empty"))
         results: list[int | None] = []
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -116,10 +140,12 @@ class Tape(Rerun, TorchDispatchMode):
                 self._made[key] = weakref.ref(storage)
                 writes.add(key)
         if writes:  # what only makes views needs no second run
-            self._blank = self._blank | writes if blank else self._blank - writes
-            self._steps.append(_Step(func, given, refs, {ref.key for ref in refs}, writes, results, random))
+            self._blank = self._blank | writes if facts.blank else self._blank - writes
+            self._steps.append(Step(func, given, refs, {ref.key for ref in refs}, writes, results, random))
 
-    def _ref(self, tensor: torch.Tensor) -> _Ref | None:
+    _note_slowly = _note  # where the other is in C++
+
+    def _ref(self, tensor: torch.Tensor) -> Ref | None:
         """How to name this argument; None for what is kept as it is: parameters, host scalars."""
         if type(tensor) is not torch.Tensor or tensor.device.type != self._device_type or not _plain(tensor):
             return None
@@ -133,7 +159,7 @@ class Tape(Rerun, TorchDispatchMode):
         key = self._key(storage)
         if key > known:
             self._arguments[key] = tensor  # as it is: its node tells who made it
-        return _Ref(key, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return Ref(key, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _key(self, storage: torch.UntypedStorage) -> int:
         found = marks.of(storage)
@@ -168,12 +194,13 @@ class Tape(Rerun, TorchDispatchMode):
 
     def _try_out(self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor]) -> None:
         there = {key: tensor.untyped_storage() for key, tensor in arguments.items()}
-        made = self._run({key for _, key in alive}, there)
+        wanted = {key for _, key in alive}
+        made = _run(self._slice(wanted)[0], wanted, there)
         for storage, key in alive:
             if made[key].nbytes() != storage.nbytes() or not torch.equal(whole(made[key]), whole(storage)):
                 self.why_not = "run again, it gives other values (a kernel that is no torch operation takes part)"
 
-    def _slice(self, wanted: set[int]) -> tuple[list[_Step], set[int]]:
+    def _slice(self, wanted: set[int]) -> tuple[list[Step], set[int]]:
         """The steps on which the storages ``wanted`` depend, in order, and all storages these touch."""
         needed, steps = set(wanted), []
         for step in reversed(self._steps):
@@ -205,7 +232,8 @@ class Tape(Rerun, TorchDispatchMode):
         """Fill every record that is still wanted. Raises RuntimeError if an input was changed in place meanwhile."""
         records = {key: r for key, ref in self._records.items() if (r := ref()) is not None and r.state == DROPPED}
         if records:
-            steps, needed = self._slice(set(records))
+            wanted = set(records)
+            steps, needed = self._slice(wanted)
             weights = tensors_in([step.given for step in steps])
             held = {key: h.bring_back() for key, h in (self.inputs or {}).items() if key in needed}
             with ExitStack() as stack:
@@ -213,34 +241,37 @@ class Tape(Rerun, TorchDispatchMode):
                     stack.enter_context(reader([], [*weights, *held.values()]))
                 there = {key: tensor.untyped_storage() for key, tensor in held.items()}
                 del held, weights
-                made = self._run(set(records), there)
+                made = _run(steps, wanted, there)
             for key, record in records.items():
                 self.fill(record, whole(made[key]))
             self.inputs, self._steps = None, []
 
-    def _run(self, wanted: set[int], there: dict[int, torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
-        """Run the steps on which ``wanted`` depends; ``there`` has their inputs and gets what they make."""
-        steps, _ = self._slice(wanted)
-        last = {key: index for index, step in enumerate(steps) for key in step.reads | step.writes}
-        with torch.no_grad():
-            for index, step in enumerate(steps):
-                args, kwargs = join(step.given, [fast_tensors.view_of(there[ref.key], *ref[1:]) for ref in step.refs])
-                if step.random is None:
-                    result = step.function(*args, **kwargs)
-                else:
-                    with rng.as_of(step.random):
-                        result = step.function(*args, **kwargs)
-                for key, tensor in zip(step.results, tensors_in(result), strict=True):
-                    if key is not None:
-                        there[key] = tensor.untyped_storage()
-                del args, kwargs, result
-                for key in (step.reads | step.writes) - wanted:
-                    if last[key] == index:
-                        there.pop(key, None)
-        return there
-
     def __str__(self) -> str:
         return f"{self.op} of layer {self.layer}"
+
+
+def _run(
+    steps: list[Step], wanted: set[int], there: dict[int, torch.UntypedStorage]
+) -> dict[int, torch.UntypedStorage]:
+    """Run these steps, for the storages ``wanted``; ``there`` has their inputs and gets what they make."""
+    touched = [step.reads | step.writes for step in steps]
+    last = {key: index for index, keys in enumerate(touched) for key in keys}
+    with torch.no_grad():
+        for index, step in enumerate(steps):
+            args, kwargs = join(step.given, [fast_tensors.view_of(there[ref.key], *ref[1:]) for ref in step.refs])
+            if step.random is None:
+                result = step.function(*args, **kwargs)
+            else:
+                with rng.as_of(step.random):
+                    result = step.function(*args, **kwargs)
+            for key, tensor in zip(step.results, tensors_in(result), strict=True):
+                if key is not None:
+                    there[key] = tensor.untyped_storage()
+            del args, kwargs, result
+            for key in touched[index]:
+                if last[key] == index and key not in wanted:
+                    there.pop(key, None)
+    return there
 
 
 def _plain(tensor: torch.Tensor) -> bool:

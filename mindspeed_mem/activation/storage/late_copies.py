@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 _PART = 8
-"""Of what a pass moves, so large a part may be late: of eight layers one, whose copies then have the time of a layer."""
+"""So large a part of what a pass moves may be late: of eight layers one, whose copies then have the time of a layer."""
 
 
 class LateCopies:

@@ -88,8 +88,8 @@ class Survival:
         if retries and (setting := self.backend.against_pieces()) is not None:
             self._in_force.tell(
                 logging.WARNING,
-                "torch's allocator had memory, but in pieces too small for a request, and gave all that it kept back to "
-                f"the driver, which takes time; where a job starts with {setting} there are fewer",
+                "torch's allocator had memory in pieces too small for a request, and gave all that it kept back to the "
+                f"driver, which takes time; where a job starts with {setting}, there are fewer",
             )
         if retries > 1 and limit:
             self.guard.needs.margin = min(self.guard.needs.margin + limit // _AT_ONCE, limit // _MOST_SPARE)

@@ -1,0 +1,205 @@
+// rerun/tape.py: an operation of inline code is noted. What is out of the ordinary goes on in Python, which may begin
+// anew: nothing is noted before all of it has been looked at.
+
+#pragma once
+
+#include "arguments.h"
+#include "moves.h"
+
+namespace hot {
+
+inline PyObject* facts_of = nullptr;  // `tape.facts_of`
+inline PyTypeObject *ref_type = nullptr, *step_type = nullptr;
+
+// `tape._plain`, with memory of its own
+inline bool is_memory(const at::Tensor& tensor) {
+  return tensor.layout() == c10::kStrided && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_nested() &&
+         tensor.has_storage();
+}
+
+class TapeNote {
+ public:
+  explicit TapeNote(PyObject* tape)
+      : tape_(tape), made_(names().made.of(tape)), type_(device_type(names().device_type.of(tape))) {}
+
+  // False: Python is to look at it.
+  bool note(PyObject* function, PyObject* args, PyObject* kwargs, PyObject* result, PyObject* random) {
+    Own facts = call(facts_of, function);
+    PyObject* places = PyTuple_GET_ITEM(facts.get(), 2);
+    if (PyTuple_GET_ITEM(facts.get(), 0) != Py_True || (PyDict_GET_SIZE(kwargs) > 0 && has_generator(kwargs))) {
+      return false;
+    }
+    Own outputs = own(PyList_New(0)), given = own(PyTuple_Pack(2, args, kwargs));
+    collect(result, outputs.get());
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs.get()); ++i) {
+      if (!is_memory(THPVariable_Unpack(PyList_GET_ITEM(outputs.get(), i)))) return false;
+    }
+    Own taken = copied(given.get(), [&](PyObject* one) {
+      if (!THPVariable_Check(one)) return Own();
+      Own slot = take(one);
+      return slot ? std::move(slot) : Own::of(one);
+    });
+    if (unusual_) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
+      if (!written(args, kwargs, PyTuple_GET_ITEM(places, i))) return false;
+    }
+    Own results = numbers_of(outputs.get());
+    if (PySet_GET_SIZE(writes_.get()) > 0) {  // what only makes views needs no second run
+      keep_blank(PyTuple_GET_ITEM(facts.get(), 1) == Py_True);
+      Own step = own(step_type->tp_alloc(step_type, 7));
+      Py_ssize_t at = 0;
+      for (PyObject* part : {function, taken.get(), refs_.get(), reads_.get(), writes_.get(), results.get(), random}) {
+        PyTuple_SET_ITEM(step.get(), at++, new_reference(part));
+      }
+      must(PyList_Append(names().steps.of(tape_).get(), step.get()));
+    }
+    return true;
+  }
+
+ private:
+  struct Names {
+    Name made{"_made"}, device_type{"_device_type"}, steps{"_steps"}, keys{"_keys"}, arguments{"_arguments"},
+        blank{"_blank"}, tape{"tape"}, is_static{"static"}, managed{"managed"};
+  };
+  static Names& names() {
+    static Names all;
+    return all;
+  }
+
+  static c10::DeviceType device_type(Own name) {
+    static PyObject* last = nullptr;  // never let go of: its address tells it apart
+    static c10::DeviceType type;
+    if (name.get() != last) {
+      const char* text = PyUnicode_AsUTF8(name.get());
+      if (text == nullptr) throw python_error();
+      type = c10::Device(text).type();
+      last = name.release();
+    }
+    return type;
+  }
+
+  static bool has_generator(PyObject* kwargs) {
+    static Name generator("generator");
+    PyObject* found = PyDict_GetItemWithError(kwargs, generator.object());
+    if (found == nullptr && PyErr_Occurred()) throw python_error();
+    return found != nullptr && found != Py_None;
+  }
+
+  Own marks(PyObject* storage) {
+    Own attributes = attributes_of(storage);
+    PyObject* known = marks_in(attributes.get());
+    return known != nullptr ? Own::of(known) : new_marks(attributes.get());
+  }
+
+  // `Tape._ref`: in the place of an argument; empty where it is kept as it is
+  Own take(PyObject* one) {
+    const at::Tensor& tensor = THPVariable_Unpack(one);
+    if (!is_memory(tensor)) {
+      unusual_ = unusual_ || !tensor.has_storage();
+      return Own();
+    }
+    old_.push_back(tensor.storage().unsafeGetStorageImpl());
+    if (!fast_tensors::is_tensor(one) || tensor.device().type() != type_) return Own();
+    Own storage = storage_of(tensor), found = marks(storage.get());
+    if (names().is_static.is_true(found.get())) return Own();
+    unusual_ = unusual_ || names().managed.is_true(found.get());
+    const long long known = names().keys.number(tape_);
+    Own key = key_of(found.get());
+    if (number_of(key.get()) > known) {
+      must(PyDict_SetItem(names().arguments.of(tape_).get(), key.get(), one));
+    }
+    Own layout = layout_of(tensor), ref = own(ref_type->tp_alloc(ref_type, 5));
+    PyTuple_SET_ITEM(ref.get(), 0, new_reference(key.get()));
+    for (Py_ssize_t i = 0; i < 4; ++i) {
+      PyTuple_SET_ITEM(ref.get(), i + 1, new_reference(PyTuple_GET_ITEM(layout.get(), i)));
+    }
+    must(PyList_Append(refs_.get(), ref.get()));
+    must(PySet_Add(reads_.get(), key.get()));
+    Own number = own(PyLong_FromSsize_t(PyList_GET_SIZE(refs_.get()) - 1));
+    return call(slot_type, number.get());
+  }
+
+  // Its number on this tape; empty where it has none.
+  Own known_key(PyObject* marks) {
+    Own mine = names().tape.of(marks);
+    if (mine.get() == Py_None || target_of(PyTuple_GET_ITEM(mine.get(), 0)).get() != tape_) return Own();
+    return Own::of(PyTuple_GET_ITEM(mine.get(), 1));
+  }
+
+  // `Tape._key`
+  Own key_of(PyObject* marks) {
+    if (Own known = known_key(marks)) return known;
+    names().keys.add(tape_, 1);
+    Own key = names().keys.of(tape_), reference = own(PyWeakref_NewRef(tape_, nullptr));
+    Own mine = own(PyTuple_Pack(2, reference.get(), key.get()));
+    names().tape.set(marks, mine.get());
+    return key;
+  }
+
+  // One of the arguments that are written to, which it must have made.
+  bool written(PyObject* args, PyObject* kwargs, PyObject* place) {
+    const Py_ssize_t at = PyLong_AsSsize_t(PyTuple_GET_ITEM(place, 0));
+    PyObject* value = at < PyTuple_GET_SIZE(args) ? PyTuple_GET_ITEM(args, at)
+                                                  : PyDict_GetItem(kwargs, PyTuple_GET_ITEM(place, 1));
+    Own tensors = own(PyList_New(0));
+    if (value != nullptr) collect(value, tensors.get());
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.get()); ++i) {
+      const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors.get(), i));
+      if (!tensor.has_storage()) return false;
+      Own storage = storage_of(tensor), key = known_key(marks(storage.get()).get());
+      if (!key || must(PyDict_Contains(made_.get(), key.get())) == 0) return false;
+      must(PySet_Add(writes_.get(), key.get()));
+    }
+    return true;
+  }
+
+  // Of what it returns: numbers, and None for an argument's memory.
+  Own numbers_of(PyObject* outputs) {
+    Own results = own(PyList_New(0));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
+      const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(outputs, i));
+      if (std::find(old_.begin(), old_.end(), tensor.storage().unsafeGetStorageImpl()) != old_.end()) {
+        must(PyList_Append(results.get(), Py_None));
+        continue;
+      }
+      Own storage = storage_of(tensor), key = key_of(marks(storage.get()).get());
+      must(PyList_Append(results.get(), key.get()));
+      if (must(PyDict_Contains(made_.get(), key.get())) == 0) {
+        Own reference = own(PyWeakref_NewRef(storage.get(), nullptr));
+        must(PyDict_SetItem(made_.get(), key.get(), reference.get()));
+        must(PySet_Add(writes_.get(), key.get()));
+      }
+    }
+    return results;
+  }
+
+  void keep_blank(bool blank) {
+    Own before = names().blank.of(tape_);
+    if (!blank && PySet_GET_SIZE(before.get()) == 0) return;
+    Own now = own(blank ? PyNumber_Or(before.get(), writes_.get()) : PyNumber_Subtract(before.get(), writes_.get()));
+    names().blank.set(tape_, now.get());
+  }
+
+  PyObject* tape_;
+  Own made_, refs_ = own(PyList_New(0)), reads_ = own(PySet_New(nullptr)), writes_ = own(PySet_New(nullptr));
+  const c10::DeviceType type_;
+  c10::SmallVector<c10::StorageImpl*, 8> old_;
+  bool unusual_ = false;
+};
+
+// Tape._note(function, args, kwargs, result, random)
+inline PyObject* tape_notes(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 5) {
+      PyErr_SetString(PyExc_TypeError, "_note takes a function, its arguments, what it returned, and a random state");
+      return nullptr;
+    }
+    if (!TapeNote(self).note(args[0], args[1], args[2], args[3], args[4])) {
+      static Name slowly("_note_slowly");
+      slowly.call(self, args[0], args[1], args[2], args[3], args[4]);
+    }
+    return new_reference(Py_None);
+  });
+}
+
+}  // namespace hot
