@@ -5,10 +5,11 @@
     python benchmarks/on_device.py --only adaptive              # this piece, also if it has been run
     python benchmarks/on_device.py --device cpu --tiny          # tries the command itself out
 
-Nothing is installed and nothing fetched: torch and megatron-core have to be there. Each piece is a process of its own.
-One that takes longer than its limit is stopped, one that fails is noted with the end of its output, and the others go
-on. Results go to a folder, a JSON file for each piece and a page (README.md), which is written anew after each piece. A
-piece whose file there is of this source and this device is not run again, unless it failed or --only names it.
+Nothing is installed and nothing fetched: torch, megatron-core and wrapt have to be there. Each piece is a process of
+its own; those that are not timed run side by side where there is room. One that takes longer than its limit is stopped,
+one that fails is noted with the end of its output, and the others go on. Results go to a folder, a JSON file for each
+piece and a page (README.md), which is written anew after each piece. A piece whose file there is of this source and this
+device is not run again, unless it failed or --only names it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ SOFT = 0.8
 """Of a piece's limit: what a benchmark that can end earlier by itself is told."""
 KEPT = 60
 """Lines of output."""
+AT_ONCE, ROOM = 4, 12e9
+"""Pieces that are not timed, where there are twice as many processors, and so many bytes of the device for each."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Piece:
     """Its figures, from its file and what it printed."""
     absent: Callable[[dict[str, Any]], str | None] = lambda device: None
     """Why it cannot be run here on this device."""
+    timed: bool = False
+    """Its figures are times: nothing else may run meanwhile."""
 
 
 # ---- the pieces
@@ -158,16 +163,17 @@ PIECES = (  # in order of value
     bits("chunks", minutes=4),
     bits("gemini", minutes=2),
     bits("pipeline", minutes=3),
-    Piece(name="swap", minutes=4, command=swap),
-    Piece(name="recompute", minutes=6, command=recompute),
+    Piece(name="swap", minutes=4, command=swap, timed=True),
+    Piece(name="recompute", minutes=6, command=recompute, timed=True),
     Piece(
         name="host_cost",
         minutes=4,
         command=host_cost,
+        timed=True,
         absent=lambda device: None if (HERE / "host_cost.py").exists() else "there is no benchmarks/host_cost.py",
     ),
-    Piece(name="adaptive", minutes=8.9, command=adaptive),
-    Piece(name="chunk_zero", minutes=7, command=chunk_zero),
+    Piece(name="adaptive", minutes=8.9, command=adaptive, timed=True),
+    Piece(name="chunk_zero", minutes=7, command=chunk_zero, timed=True),
 )
 
 
@@ -227,19 +233,25 @@ class Run:
                     self.records[piece.name] = record
 
     def do(self, pieces: Iterable[Piece], again: bool) -> None:
-        """Run them, one after the other; tiny ones on a CPU two at a time. `again`: also those that have been run."""
+        """Run them: first those that are not timed, as many at a time as host and device have room for, then the others
+        one after the other. `again`: also those that have been run."""
         waiting = [piece for piece in pieces if again or piece.name not in self.records]
-        at_once = 2 if self.tiny and self.device["type"] == "cpu" else 1
+        alone = 2 if self.tiny and self.device["type"] == "cpu" else 1  # nobody reads these times
+        roomy = (os.cpu_count() or 1) >= 2 * AT_ONCE and (self.device["memory"] or 0) >= AT_ONCE * ROOM
+        for timed, at_once in ((False, AT_ONCE if roomy else alone), (True, alone)):
+            self._run_some([piece for piece in waiting if piece.timed == timed], at_once)
+        self._write_page()
+
+    def _run_some(self, pieces: list[Piece], at_once: int) -> None:
         with ThreadPoolExecutor(at_once) as pool:
             try:
-                for _ in pool.map(self._one, waiting):
+                for _ in pool.map(self._one, pieces):
                     pass
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(self._running):
                     _stop(process)
                 raise
-        self._write_page()
 
     def _one(self, piece: Piece) -> None:
         reason, left = piece.absent(self.device), (self.end - time.monotonic()) / 60

@@ -79,6 +79,31 @@ def test_what_is_there_of_the_same_source_and_device_is_not_run_again(script, pi
     assert script.Run(tmp_path, DEVICE, False, 0.0).records == {}
 
 
+@pytest.mark.parametrize(("memory", "together"), [(10**11, True), (10**9, False)])
+def test_only_what_is_not_timed_runs_side_by_side(script, tmp_path, monkeypatch, memory, together):
+    """Each piece of two that waits for the other one comes to an end."""
+    wait = (
+        "import pathlib, sys, time\n"
+        "here, other = map(pathlib.Path, sys.argv[1:3]); here.touch(); end = time.time() + 3\n"
+        "while time.time() < end and not other.exists(): time.sleep(0.05)\n"
+        "open(sys.argv[3], 'w').write(str(int(other.exists())))"
+    )
+
+    def piece(name, other, timed):
+        files = [str(tmp_path / f"{one}.there") for one in (name, other)]
+        return script.Piece(
+            name=name, minutes=1.0, command=lambda job: ["-c", wait, *files, str(job.target)], timed=timed
+        )
+
+    found = (piece("a", "b", False), piece("b", "a", False), piece("c", "d", True), piece("d", "c", True))
+    monkeypatch.setattr(script, "PIECES", found)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    run = script.Run(tmp_path, DEVICE | {"memory": memory}, False, time.monotonic() + 60)
+    run.do(found, again=True)
+    met = {name: record["figures"] for name, record in run.records.items()}
+    assert met == {"a": int(together), "b": 1, "c": 0, "d": 1}  # the second finds what the first has left
+
+
 def test_what_the_time_does_not_suffice_for_is_left_for_the_next_call(script, pieces, tmp_path):
     assert set(ran(script, tmp_path, seconds=0.0).values()) == {"not begun", "skipped"}
     assert not list(tmp_path.glob("*.json")) and "0.0 minutes were left" in (tmp_path / "README.md").read_text()
