@@ -8,8 +8,8 @@
 Nothing is installed and nothing fetched: torch, megatron-core and wrapt have to be there. Each piece is a process of
 its own; those that are not timed run side by side where there is room. One that takes longer than its limit is stopped,
 one that fails is noted with the end of its output, and the others go on. Results go to a folder, a JSON file for each
-piece and a page (README.md), which is written anew after each piece. A piece whose file there is of this source and this
-device is not run again, unless it failed or --only names it.
+piece and a page (README.md), which is written anew after each piece. A piece whose file there is of this source and
+this device is not run again, unless it failed or --only names it.
 """
 
 from __future__ import annotations
