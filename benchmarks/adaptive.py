@@ -25,7 +25,7 @@ import sys
 import time
 from pathlib import Path
 
-for _device in ("CUDA", "NPU"):  # before torch is there
+for _device in ("CUDA", "NPU") if "PYTORCH_ALLOC_CONF" not in os.environ else ():  # before torch is there
     os.environ.setdefault(f"PYTORCH_{_device}_ALLOC_CONF", "expandable_segments:True")
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]

@@ -32,10 +32,10 @@ if [[ $TP -gt 1 || " $* " == *" --context-parallel-size"* ]]; then
 fi
 
 # Else torch's allocator keeps memory in pieces, and a model that needs most of a device may not fit.
-case $DEVICE in
-    cuda) export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} ;;
-    npu) export PYTORCH_NPU_ALLOC_CONF=${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True} ;;
-esac
+if [[ $DEVICE != cpu && -z ${PYTORCH_ALLOC_CONF+set} ]]; then
+    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True}
+    export PYTORCH_NPU_ALLOC_CONF=${PYTORCH_NPU_ALLOC_CONF-expandable_segments:True}
+fi
 
 LAUNCH=(--nproc-per-node "$NPROC")
 if [ "${NNODES:-1}" -gt 1 ]; then

@@ -27,6 +27,7 @@ from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.pinned import PinnedWatch
+from mindspeed_mem.activation.storage.records import Record
 from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,9 @@ class Passes:
     def _new(self, key: tuple[int | None, int]) -> MicroBatch:
         if not self.scheduled:
             self._auto.next_call()
-            if self._position.micro_batch is not None:
-                self._position.micro_batch.finish_forward()
+            if (before := self._position.micro_batch) is not None:
+                before.finish_forward()
+                self._moved_by(before)
         micro_batch = self._position.micro_batch = MicroBatch(self._mover, key)
         self._in_flight.add(micro_batch)
         self._natives.begin()
@@ -225,12 +227,10 @@ class Passes:
             by_graph = micro_batch.native or self._in_force.watch_only or self._in_force.output_gradients
             if by_graph and first.grad_fn is not None:  # no handle may hold it, but the graph has to
                 first.grad_fn.register_prehook(lambda _: micro_batch.begin_backward())
-        moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
+        moved, nbytes = self._moved_by(micro_batch)
         if as_expected:  # otherwise it is what ran natively that holds it
             self.pinned.check(moved, output)
         away = LEDGER.without.now - LEDGER.held.now + self._mover.late.nbytes
-        nbytes = sum([record.nbytes for record in moved])
-        self._mover.late.pass_moved(nbytes)
         self.balance.passed(nbytes, away, len(self._in_flight))
         if observed.counting is not None:
             observed.counting.finish(micro_batch.key[1])
@@ -238,6 +238,14 @@ class Passes:
             self._second_runs.judge(micro_batch)
         self._no_effect.flush()
         self._idle_time.pass_ended()
+
+    def _moved_by(self, micro_batch: MicroBatch) -> tuple[list[Record], int]:
+        """What the plan has moved in a forward pass that has ended, as far as it is still needed, and its bytes."""
+        moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
+        nbytes = sum([record.nbytes for record in moved])
+        if not self._in_force.everything:
+            self._mover.late.pass_moved(micro_batch.key[1], nbytes)
+        return moved, nbytes
 
     def begin_backward(self, output: Any) -> None:
         """The backward of the pass that returned ``output`` begins."""

@@ -47,8 +47,8 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
     """What libraries, and older torch_npu itself, say if there is no memory left: RuntimeErrors of no certain type."""
     perhaps_full: re.Pattern[str]
     """What they say for this reason or another."""
-    allocator_variable = "PYTORCH_ALLOC_CONF"
-    """Of the environment, where settings of torch's allocator stand besides this one, which newer versions read."""
+    allocator_variables: tuple[str, ...] = ("PYTORCH_ALLOC_CONF",)
+    """Of the environment, with settings of torch's allocators: the first that is set is read."""
     reuses_events = True
     reading_waits = False
     """Whether the host waits for its own queue when it asks for the time between two events that have happened."""
@@ -244,13 +244,17 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return stats().get("num_alloc_retries", 0)
 
     def against_pieces(self) -> str | None:
-        in_one = re.search(r"\bexpandable_segments:True", self.allocator_settings())
-        absent = not in_one and self.foreign_allocator() is None
-        return f"{self.allocator_variable}=expandable_segments:True" if absent else None
+        name, settings = self.allocator_settings()
+        if "expandable_segments:True" in settings.split(",") or self.foreign_allocator() is not None:
+            return None
+        return f"{name}={settings and settings + ','}expandable_segments:True"
 
-    def allocator_settings(self) -> str:
-        """Of torch's allocators, as the environment has them."""
-        return ",".join(os.environ.get(name, "") for name in (self.allocator_variable, "PYTORCH_ALLOC_CONF"))
+    def allocator_settings(self) -> tuple[str, str]:
+        """Of torch's allocators: the variable of the environment that they are read from, and what is in it."""
+        for name in self.allocator_variables:
+            if name in os.environ:
+                return name, "".join(os.environ[name].split())
+        return self.allocator_variables[0], ""
 
     def room(self) -> int | None:
         # What torch may still ask the driver for, and what it keeps without using it.

@@ -31,7 +31,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this proces
 class CudaBackend(AcceleratorBackend):
     """The current GPU of this process."""
 
-    type, collectives, allocator_variable = "cuda", "nccl", "PYTORCH_CUDA_ALLOC_CONF"
+    type, collectives = "cuda", "nccl"
+    allocator_variables = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     sums_float64 = fuses_adam = True
     driver_full = re.compile(
         r"_STATUS_ALLOC(?:ATION)?_FAILED|DEVICE_ALLOCATION_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"

@@ -41,7 +41,8 @@ _QUEUE_IS_LOST = "process exits for this inner error"
 class NpuBackend(AcceleratorBackend):
     """The current NPU of this process."""
 
-    type, collectives, allocator_variable = "npu", "hccl", "PYTORCH_NPU_ALLOC_CONF"
+    type, collectives = "npu", "hccl"
+    allocator_variables = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     runs_mindspeed = True
     # 207001 is ACL's; EI0007 is what HCCL reports of a resource that it got none of, whatever kind
     driver_full = re.compile(
@@ -59,7 +60,8 @@ class NpuBackend(AcceleratorBackend):
         super().__init__(torch.npu)  # type: ignore[attr-defined]  # torch_npu adds it
         self._version = torch_npu.__version__
         self._current: Any = torch_npu._C._npu_getCurrentStream
-        self._expandable = "pin_memory_expandable_segments:True" in self.allocator_settings()
+        settings = (os.environ.get(name, "") for name in self.allocator_variables)  # torch_npu and torch read one each
+        self._expandable = any("pin_memory_expandable_segments:True" in text for text in settings)
         self.reuses_events = os.environ.get("PER_STREAM_QUEUE", "0") in ("", "0")
 
     def stream_key(self) -> object:

@@ -54,6 +54,8 @@ class OpGuard(FormulaKeepingMode):
         self._process = os.getpid()
         self.needs = OpNeeds()
         self.retries = 0
+        self.failures = 0
+        """Requests that failed, of which an allocator of pieces counts one retry each."""
         """How often an operator ran again."""
         self.lacks = 0
         """How often there was too little memory: inside an operator, or before one."""
@@ -123,6 +125,7 @@ class OpGuard(FormulaKeepingMode):
         pinned = storages(args, kwargs)
         doublings = 0
         self.lacks += 1
+        self.failures += 1
         while not why:
             # The frames of the attempt hold tensors. Free memory is in pieces: each time more is asked for.
             error = error.with_traceback(None)
@@ -142,6 +145,7 @@ class OpGuard(FormulaKeepingMode):
             except (RuntimeError, MemoryError) as again:
                 if not self._backend.is_out_of_memory(again):
                     raise
+                self.failures += 1
                 error, wanted = again, max(wanted, self._backend.bytes_wanted(again))
                 why = self._why_changed(op, error)
         raise self._give_up(str(op), wanted, why) from error.with_traceback(None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mindspeed_mem.activation.storage import mover
+from mindspeed_mem.activation.storage.late_copies import LateCopies
 from mindspeed_mem.device.races import RaceError
 from mindspeed_mem.device.simulated import SimulatedBackend
 from tests.side_streams import run as run_at
@@ -37,6 +38,19 @@ def test_a_larger_window_waits_less_and_holds_no_more_than_it_says(distance):
         peaks.append(backend.peak())
     assert stalls == sorted(stalls, reverse=True) and stalls[-1] < 0.7 * stalls[0]
     assert peaks == sorted(peaks) and (distance > 1 or peaks[-1] > peaks[0])
+
+
+def test_the_window_follows_what_each_model_chunk_moved_last():
+    late = LateCopies()
+    late.allow(560, all_of_it=False)
+    windows = []
+    for chunk, moved in ((0, 256), (0, 20_000), (0, 256), (1, 800), (1, 0), (0, 256), (1, 80)):
+        late.pass_moved(chunk, moved)
+        windows.append(late.window)
+    assert windows == [32, 560, 32, 100, 100, 100, 32]
+    late.allow(560, all_of_it=True)
+    late.pass_moved(0, 256)
+    assert late.window == 560
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")

@@ -71,26 +71,42 @@ def test_with_less_and_less_memory_every_bit_is_the_same(kind):
     assert on_ranks(1, under_limits, kind, SHARES, layers=LAYERS) == [[]]
 
 
-def in_pieces(setting: str | None) -> list[str]:
-    """What is said beside an allocator that retries in each step; ``setting``: what would help."""
+def in_pieces(setting: str | None, scarce: bool = False) -> tuple[list[str], int]:
+    """What is said beside an allocator that retries once in each step, or, if memory is ``scarce``, for each request
+    that fails; ``setting``: what would help. And how many requests failed."""
     from tests.limited_runs import Training, counted, surviving
     from tests.swap_runs import listening
 
     retries = itertools.count()
-    with counted() as memory, listening() as messages, surviving(None) as engine, parallel():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.backend, "allocation_retries", retries.__next__)
+    with counted() as memory, listening() as messages:
+        peak = reference(memory, "dense", steps=2, layers=LAYERS)[1]
+        with surviving(None) as engine, parallel(), pytest.MonkeyPatch.context() as patch:
+            if scarce:
+                is_out, failed = engine.backend.is_out_of_memory, []
+
+                def noted(error):
+                    if is_out(error) and all(error is not other for other in failed):
+                        failed.append(error)
+                    return is_out(error)
+
+                patch.setattr(engine.backend, "is_out_of_memory", noted)
+                patch.setattr(engine.backend, "room", lambda: None)  # or it would be made before a request fails
+            patch.setattr(engine.backend, "allocation_retries", (lambda: len(failed)) if scarce else retries.__next__)
             patch.setattr(engine.backend, "against_pieces", lambda: setting)
-            training = Training(memory, "dense", layers=2)
-            for _ in range(3):
-                training.step()
-    return [message for message in messages if "in pieces" in message]
+            training = Training(memory, "dense", layers=LAYERS)
+            training.step()  # the optimizer's states stay
+            for _ in range(4):
+                training.step(above=peak // 2 if scarce else None)
+            failures = len(failed) if scarce else 0
+    return [message for message in messages if "in pieces" in message], failures
 
 
 def test_memory_in_pieces_is_told_once_with_what_helps():
-    [said] = on_ranks(1, in_pieces, "VARIABLE=segments")
+    [(said, _)] = on_ranks(1, in_pieces, "VARIABLE=segments")
     assert len(said) == 1 and "VARIABLE=segments" in said[0]
-    assert on_ranks(1, in_pieces, None) == [[]]
+    assert on_ranks(1, in_pieces, None) == [([], 0)]
+    [(said, failures)] = on_ranks(1, in_pieces, "VARIABLE=segments", scarce=True)
+    assert not said and failures
 
 
 SWAPS = {"swap_config": {"swap": True, "op_swap": [{"op_name": "mlp", "backward_prefetch": 2, "layers": True}]}}

@@ -356,25 +356,25 @@ def test_what_the_allocator_keeps_can_be_given_back_and_its_retries_are_counted(
 
 
 @pytest.mark.parametrize(
-    ("variable", "settings", "advice"),
+    ("settings", "advice"),
     [
-        (None, "", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True", None),
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", None),
+        ({}, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        ({"CUDA": "max_split_size_mb:512, expandable_segments: True"}, None),
+        ({"": "expandable_segments:True"}, None),
+        ({"": "max_split_size_mb:512"}, "PYTORCH_ALLOC_CONF=max_split_size_mb:512,expandable_segments:True"),
         (
-            "PYTORCH_ALLOC_CONF",
-            "pinned_use_cuda_host_register:True",
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            {"CUDA": "pin_memory_expandable_segments:True", "": "expandable_segments:True"},
+            "PYTORCH_CUDA_ALLOC_CONF=pin_memory_expandable_segments:True,expandable_segments:True",
         ),
     ],
 )
-def test_a_setting_against_memory_in_pieces_is_named_where_it_is_absent(monkeypatch, variable, settings, advice):
+def test_a_setting_against_memory_in_pieces_is_named_where_it_is_absent(monkeypatch, settings, advice):
     from mindspeed_mem.device.cuda import CudaBackend
 
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for name in CudaBackend.allocator_variables:
         monkeypatch.delenv(name, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(variable, settings)
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PYTORCH_{name}_ALLOC_CONF" if name else "PYTORCH_ALLOC_CONF", value)
     monkeypatch.setattr(CudaBackend, "foreign_allocator", lambda self: None)
     assert CudaBackend().against_pieces() == advice
     monkeypatch.setattr(CudaBackend, "foreign_allocator", lambda self: "another")

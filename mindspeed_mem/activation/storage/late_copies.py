@@ -22,23 +22,25 @@ class LateCopies:
         self.window = 0
         """Bytes that they may hold together before computation waits for the oldest."""
         self._bound: int | None = None
-        self._moved = 0
+        self._moved: dict[int, int] = {}
         self.nbytes = 0
         self._records: dict[int, weakref.ref[Record]] = {}
 
     def allow(self, most: int, all_of_it: bool) -> None:
-        """Set the window, to `most` bytes. Not `all_of_it`: to a part of what a forward pass moves, where that is less.
+        """Set the window, to `most` bytes. Not `all_of_it`: once a forward pass has run, to a part of what it moved,
+        where that is less.
 
         A host that runs ahead of the device finds every copy late. A plan that moves no more than the window would free
         nothing.
         """
-        self.window, self._bound, self._moved = most, None if all_of_it else most, 0
+        self.window, self._bound = most, None if all_of_it else most
+        self._moved.clear()
 
-    def pass_moved(self, nbytes: int) -> None:
-        """By a forward pass; of several model chunks the one that moves most counts."""
-        if self._bound is not None and nbytes > self._moved:
-            self._moved = nbytes
-            self.window = min(self._bound, nbytes // _PART)
+    def pass_moved(self, chunk: int, nbytes: int) -> None:
+        """By a forward pass of a model chunk; of several that counts whose last pass moved most."""
+        if self._bound is not None and nbytes and self._moved.get(chunk) != nbytes:
+            self._moved[chunk] = nbytes
+            self.window = min(self._bound, max(self._moved.values()) // _PART)
 
     def __bool__(self) -> bool:
         return bool(self._records)

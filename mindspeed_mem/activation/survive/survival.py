@@ -71,28 +71,36 @@ class Survival:
         self._guarding, before = True, self.guard.lacks
         self._tight = guard is not None
         self.mover.spare = (lambda: self.guard.needs.margin) if self._tight else None
-        retries = self.backend.allocation_retries()
+        retries, failures = self.backend.allocation_retries(), self.guard.failures
         self.guarded_steps += self._tight
+        completed = False
         try:
             with guard or onednn.noticed(getattr(self.backend, "ledger", None)):
                 yield
+            completed = True
         finally:
             self._guarding = self._tight = False
             self.mover.spare = None
-            self._leave_more(self.backend.allocation_retries() - retries)
+            retries = self.backend.allocation_retries() - retries
+            self._leave_more(retries)
+            if completed and retries > self.guard.failures - failures:  # for some there was memory
+                self._advise_against_pieces()
             self.policy.ends(self.guard.lacks > before)
 
     def _leave_more(self, retries: int) -> None:
         """The allocator has had to retry so often: what it keeps is in pieces, so more has to be free."""
         limit = self.backend.limit()
-        if retries and (setting := self.backend.against_pieces()) is not None:
+        if retries > 1 and limit:
+            self.guard.needs.margin = min(self.guard.needs.margin + limit // _AT_ONCE, limit // _MOST_SPARE)
+
+    def _advise_against_pieces(self) -> None:
+        setting = self.backend.against_pieces()
+        if setting is not None:
             self._in_force.tell(
                 logging.WARNING,
                 "torch's allocator had memory in pieces too small for a request, and gave all that it kept back to the "
                 f"driver, which takes time; where a job starts with {setting}, there are fewer",
             )
-        if retries > 1 and limit:
-            self.guard.needs.margin = min(self.guard.needs.margin + limit // _AT_ONCE, limit // _MOST_SPARE)
 
     @contextlib.contextmanager
     def moving_everything(self) -> Iterator[None]:
