@@ -132,7 +132,7 @@ def measure(given: argparse.Namespace) -> None:
     import mindspeed_mem.megatron_adaptor  # noqa: F401  before megatron
 
     from capped import Bench, count_memory  # isort: skip
-    from timing import machine
+    from timing import machine, progress
     from variants import set_up
 
     from mindspeed_mem.device import get_backend
@@ -142,11 +142,13 @@ def measure(given: argparse.Namespace) -> None:
     count_memory(backend)
     backend, model, step, shape = set_up(given, SHAPES, {"recompute_config": {"recompute": True}})
     bench = Bench(backend, model, step, shape["layers"])
+    progress("a model is there")
     kind = "cpu" if backend.is_host else "device"
     absent = ABSENT_STATES[kind] if given.absent_states is None else given.absent_states
     margin = MARGIN[kind] if given.margin is None else given.margin
     absent *= sum(parameter.numel() for parameter in model.parameters())
     problem = problem_of(bench.profile(), shape["micro_batches"], bench.whole)
+    progress("its profile is taken")
     if given.trace:
         facts = {"machine": machine(backend.type), "model": shape}
         profile_file.write(profile_file.Profile(problem=problem, **facts), given.trace)
@@ -185,11 +187,14 @@ def problem_of(profile, micro_batches: int, whole: int) -> Problem:
 
 def under_cap(bench, problem: Problem, policies: dict[str, Policy], cap: int, margin: float, given, clock) -> dict:
     """Name -> figures of each policy; those that the cap does not suffice for have no times."""
+    from timing import progress
+
     if given.finalists:
         policies = promising(policies, cap, 2 * given.finalists)
     policies, tries = policies | plans(problem, cap, margin), {}
     for name in [name for name in (RECOMPUTE_ONLY, ADAPTIVE) if name in policies]:
         policies[name], tries[name] = _corrected(bench, problem, name, policies[name], cap, margin)
+    progress("plans are found")
     rows = predictions(problem, policies, cap)
     setting = bench.settings(policies, None)
     peaks = {name: (bench.peak(setting, name), bench.allocator()) for name in rows}
@@ -200,6 +205,7 @@ def under_cap(bench, problem: Problem, policies: dict[str, Policy], cap: int, ma
         if peak is not None:
             row["device_bytes_at_peak"] = peak - bench.static
             row["fits"] |= peak <= cap and bench.peak(setting, name) is not None  # the second: also when fragmented
+    progress("peaks are measured")
     fitting = [name for name, row in rows.items() if row["fits"]]
     slow: list[str] = []
     if given.finalists:
@@ -211,6 +217,7 @@ def under_cap(bench, problem: Problem, policies: dict[str, Policy], cap: int, ma
     for name in fitting:
         losses = bench.losses(setting, name, given.losses)
         rows[name]["same"] = None if None in (losses, reference) else losses == reference
+    progress("losses are compared")
     setting.stalls.clear()
     timed = bench.times(setting, fitting, KEEP_ALL, given.rounds, clock, given.minutes)
     for name in rows.keys() - timed.keys():

@@ -8,6 +8,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -64,6 +65,11 @@ def interleaved(
 def late(minutes: float) -> bool:
     """Whether the program began longer ago than that."""
     return time.monotonic() - _START > 60 * minutes
+
+
+def progress(done: str) -> None:
+    """Tell somebody who waits for a long run what has been done by now."""
+    print(f"{time.monotonic() - _START:6.0f} s: {done}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
