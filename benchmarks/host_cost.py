@@ -6,12 +6,12 @@
 
 The tensors are so small that computing and copying them counts for nothing: what is left is Python and torch's own
 calls. On a device that is what a step of small layers takes, however fast the device is: there the time is that of the
-wall, until the device is done. All variants run interleaved
-in one process, on one thread and one model; a figure is the median over rounds of the difference to the plain model in
-the same round, divided by layers (micro-seconds), by the tensors that a layer saves for backward, and by the plain
-model's own time (the share). What others cost stands beside: Megatron's full recompute, and torch's own saved-tensor
-hooks that do nothing, its `save_on_cpu` and its non-reentrant checkpoint (which stops early, as ours). Whether the
-engine's hot path in C++ is used (`python -m mindspeed_mem build-native`) is said.
+wall, until the device is done. All variants run interleaved in one process, on one thread and one model; a figure is
+the median over rounds of the difference to the plain model in the same round, divided by layers (micro-seconds), by the
+tensors that a layer saves for backward, and by the plain model's own time (the share). What others cost stands beside:
+Megatron's full recompute, and torch's own saved-tensor hooks that do nothing, its `save_on_cpu` and its non-reentrant
+checkpoint (which stops early, as ours). Whether the engine's hot path in C++ is used (`python -m mindspeed_mem
+build-native`) is said.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def recompute(job: Job) -> list[str]:
 
 
 def host_cost(job: Job) -> list[str]:
-    return job.words("host_cost.py", *("--rounds", 1) if job.tiny else ())
+    tiny = ("--rounds", 1, "--steps", 1, "--only", "swap everything", "recompute norms")
+    return job.words("host_cost.py", *tiny if job.tiny else ())
 
 
 def adaptive(job: Job) -> list[str]:
@@ -165,13 +166,7 @@ PIECES = (  # in order of value
     bits("pipeline", minutes=3),
     Piece(name="swap", minutes=4, command=swap, timed=True),
     Piece(name="recompute", minutes=6, command=recompute, timed=True),
-    Piece(
-        name="host_cost",
-        minutes=4,
-        command=host_cost,
-        timed=True,
-        absent=lambda device: None if (HERE / "host_cost.py").exists() else "there is no benchmarks/host_cost.py",
-    ),
+    Piece(name="host_cost", minutes=4, command=host_cost, timed=True),
     Piece(name="adaptive", minutes=8.9, command=adaptive, timed=True),
     Piece(name="chunk_zero", minutes=7, command=chunk_zero, timed=True),
 )

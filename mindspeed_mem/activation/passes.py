@@ -80,7 +80,7 @@ class Passes:
             self._auto.next_call()
             if (before := self._position.micro_batch) is not None:
                 before.finish_forward()
-                self._moved_by(before)
+                self._note_moved(before)
         micro_batch = self._position.micro_batch = MicroBatch(self._mover, key)
         self._in_flight.add(micro_batch)
         self._natives.begin()
@@ -227,7 +227,7 @@ class Passes:
             by_graph = micro_batch.native or self._in_force.watch_only or self._in_force.output_gradients
             if by_graph and first.grad_fn is not None:  # no handle may hold it, but the graph has to
                 first.grad_fn.register_prehook(lambda _: micro_batch.begin_backward())
-        moved, nbytes = self._moved_by(micro_batch)
+        moved, nbytes = self._note_moved(micro_batch)
         if as_expected:  # otherwise it is what ran natively that holds it
             self.pinned.check(moved, output)
         away = LEDGER.without.now - LEDGER.held.now + self._mover.late.nbytes
@@ -239,8 +239,9 @@ class Passes:
         self._no_effect.flush()
         self._idle_time.pass_ended()
 
-    def _moved_by(self, micro_batch: MicroBatch) -> tuple[list[Record], int]:
-        """What the plan has moved in a forward pass that has ended, as far as it is still needed, and its bytes."""
+    def _note_moved(self, micro_batch: MicroBatch) -> tuple[list[Record], int]:
+        """A forward pass has ended: so much may be late of what it moved. Returns what of that is needed yet, and its
+        bytes."""
         moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
         nbytes = sum([record.nbytes for record in moved])
         if not self._in_force.everything:

@@ -54,9 +54,9 @@ class OpGuard(FormulaKeepingMode):
         self._process = os.getpid()
         self.needs = OpNeeds()
         self.retries = 0
-        self.failures = 0
-        """Requests that failed, of which an allocator of pieces counts one retry each."""
         """How often an operator ran again."""
+        self.failures = 0
+        """How often an operator failed for lack of memory: before each, a caching allocator has counted a retry."""
         self.lacks = 0
         """How often there was too little memory: inside an operator, or before one."""
 

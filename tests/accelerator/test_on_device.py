@@ -37,4 +37,4 @@ def test_every_piece_runs_and_no_bit_is_another(tmp_path):
     records = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
     assert {name for name, record in records.items() if record["status"] != "done"} == set(), page
     assert {"doctor", "gpu-tests", "bits-activations", "bits-chunks", "bits-gemini", "bits-pipeline"} <= set(records)
-    assert {"swap", "recompute", "adaptive", "chunk_zero"} <= set(records)
+    assert {"swap", "recompute", "host_cost", "adaptive", "chunk_zero"} <= set(records)

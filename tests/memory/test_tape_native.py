@@ -77,6 +77,7 @@ def noted(program, in_python: bool) -> dict:
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.skipif(hot_path.native is None, reason="the hot path is not in C++")
 def test_noted_alike(name):
+    assert Tape._note is not Tape._note_slowly
     if name == "its input in place":
         assert noted(PROGRAMS[name], True)["why not"]
     [python, native] = [noted(PROGRAMS[name], in_python) for in_python in (True, False)]

@@ -84,15 +84,16 @@ def test_only_what_is_not_timed_runs_side_by_side(script, tmp_path, monkeypatch,
     """Each piece of two that waits for the other one comes to an end."""
     wait = (
         "import pathlib, sys, time\n"
-        "here, other = map(pathlib.Path, sys.argv[1:3]); here.touch(); end = time.time() + 3\n"
+        "here, other = map(pathlib.Path, sys.argv[1:3]); here.touch(); end = time.time() + {}\n"
         "while time.time() < end and not other.exists(): time.sleep(0.05)\n"
         "open(sys.argv[3], 'w').write(str(int(other.exists())))"
     )
 
     def piece(name, other, timed):
+        code = wait.format(30 if together and not timed else 2)  # seconds, the first few of a wait that has an end
         files = [str(tmp_path / f"{one}.there") for one in (name, other)]
         return script.Piece(
-            name=name, minutes=1.0, command=lambda job: ["-c", wait, *files, str(job.target)], timed=timed
+            name=name, minutes=1.0, command=lambda job: ["-c", code, *files, str(job.target)], timed=timed
         )
 
     found = (piece("a", "b", False), piece("b", "a", False), piece("c", "d", True), piece("d", "c", True))
@@ -141,8 +142,12 @@ def test_a_piece_that_is_not_there_is_refused():
 @pytest.mark.parametrize(
     "only",
     [
-        pytest.param(["bits-gemini", "swap"], id="some"),
-        pytest.param(["bits-gemini", "swap", "recompute", "adaptive", "chunk_zero"], marks=pytest.mark.sweep, id="all"),
+        pytest.param(["bits-gemini", "swap", "host_cost"], id="some"),
+        pytest.param(
+            ["bits-gemini", "swap", "host_cost", "recompute", "adaptive", "chunk_zero"],
+            marks=pytest.mark.sweep,
+            id="all",
+        ),
     ],
 )
 def test_the_benchmarks_run_from_end_to_end(only, tmp_path):

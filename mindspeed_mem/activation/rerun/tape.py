@@ -32,7 +32,7 @@ COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
 class Facts(NamedTuple):
-    """Of an operation, whatever it works on."""
+    """Of an operation, whatever it works on; tape.h takes them by their places."""
 
     ordinary: bool
     """No collective."""
