@@ -6,7 +6,6 @@ Why here: ``nvtx_range_push/pop`` are called unconditionally and by suffix (``ro
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import torch
@@ -27,17 +26,19 @@ def range_pop(original):
     return range_ends(original)
 
 
-@contextlib.contextmanager
-def _ranges_closed():
+class _RangesClosed:
     """A second run that stops early leaves ranges open: close them, or Megatron finds its own out of order."""
-    ranges = getattr(sys.modules["megatron.core.utils"], "_nvtx_range_messages", [])
-    before = len(ranges)
-    try:
-        yield
-    finally:
-        while len(ranges) > before:
-            ranges.pop()
+
+    __slots__ = ("_ranges", "_before")
+
+    def __enter__(self):
+        self._ranges = getattr(sys.modules["megatron.core.utils"], "_nvtx_range_messages", [])
+        self._before = len(self._ranges)
+
+    def __exit__(self, *exc_info):
+        while len(self._ranges) > self._before:
+            self._ranges.pop()
             torch.cuda.nvtx.range_pop()
 
 
-join("mindspeed_mem.activation.rerun.second_run:GUARDS", _ranges_closed, declared_by=__name__)
+join("mindspeed_mem.activation.rerun.second_run:GUARDS", _RangesClosed, declared_by=__name__)

@@ -8,8 +8,6 @@ call that ran out of memory, the next may be a second attempt.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
@@ -54,15 +52,16 @@ class Unfinished(Listener):
             _forget(module)
 
 
-@contextlib.contextmanager
-def _second_run() -> Iterator[None]:
-    _begun.append(set())
-    try:
-        yield
-    finally:
+class _SecondRun:
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _begun.append(set())
+
+    def __exit__(self, *exc_info: Any) -> None:
         for module in _begun.pop():
             _forget(module)
 
 
 join("mindspeed_mem.passes:LISTENERS", Unfinished(), declared_by=__name__)
-join("mindspeed_mem.activation.rerun.second_run:GUARDS", _second_run, declared_by=__name__)
+join("mindspeed_mem.activation.rerun.second_run:GUARDS", _SecondRun, declared_by=__name__)

@@ -6,15 +6,27 @@ gradients with dropout are wrong. The functions are those that Megatron's checkp
 
 from __future__ import annotations
 
+import functools
 import sys
 
+from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.patching import replace
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 def _capture(tensors=()):
-    return sys.modules[_RANDOM]._get_all_rng_states()
+    """As Megatron's ``_get_all_rng_states``, which asks for the host's twice where that stands in for a device."""
+    megatron = sys.modules[_RANDOM]
+    tracker, host = megatron.get_cuda_rng_tracker(), rng.host_state()
+    device = host if rng.host_is_all() else megatron._get_cuda_rng_state(graph_safe=_graph_safe(tracker))
+    return host, device, tracker.get_states()
+
+
+@functools.lru_cache(maxsize=1)  # it parses TransformerEngine's version each time
+def _graph_safe(tracker):
+    of = getattr(sys.modules[_RANDOM], "is_graph_safe_cuda_rng_tracker", None)
+    return of is not None and of(tracker)
 
 
 def _restore(states):

@@ -16,7 +16,7 @@ from mindspeed_mem.device import native_build
 from mindspeed_mem.device.extensions import Extension
 
 _SOURCES = Path(__file__).parent / "csrc"
-_HEADERS = ("arguments", "ledger", "moves", "objects", "operators", "runs", "saves", "tape")
+_HEADERS = ("arguments", "hooks", "ledger", "moves", "objects", "operators", "random", "runs", "saves", "tape")
 EXTENSION = Extension(
     _SOURCES / "hot_path.cpp",
     "the engine's hot path",

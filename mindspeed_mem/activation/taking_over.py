@@ -10,7 +10,7 @@ import torch
 from mindspeed_mem.activation import course, hot_path, operator_runs, regions
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
-from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, tape
+from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, second_run, tape
 from mindspeed_mem.activation.storage import ledger, marks, micro_batch, mover, own_tensors, records
 from mindspeed_mem.device import cpu, fast_tensors, slabs
 
@@ -39,7 +39,9 @@ def use(module: ModuleType | None) -> None:
         "Mover": mover.Mover,
         "Slab": slabs.Slab,
         "CpuBackend": cpu.CpuBackend,
+        "Rerun": second_run.Rerun,
         "ModuleRerun": module_rerun.ModuleRerun,
+        "MadeBy": second_run.MadeBy,
         "Made": dropped.Made,
         "Saver": dropped.Saver,
         "SavedSlot": dropped.Slot,

@@ -314,7 +314,7 @@ def test_undoing_all_patches_of_this_package_restores_every_binding(tmp_path):
     *_, line = fresh(EVERYTHING, str(written))  # modules of the newest megatron-core print, too
     statuses, changed, wrong, (at_import, on, off), drifted = json.loads(line)
     assert wrong == []
-    assert (at_import, off) == ([], []) and {"_ranges_closed", "reads", "recomputes", "_capture", "_restore"} <= set(on)
+    assert (at_import, off) == ([], []) and {"_RangesClosed", "reads", "recomputes", "_capture", "_restore"} <= set(on)
     listeners = {
         "FirstStep",
         "OwnConfigs",

@@ -2,8 +2,9 @@
 // says what it takes the place of. What is out of the ordinary goes on there.
 
 #include "arguments.h"
+#include "hooks.h"
+#include "random.h"
 #include "runs.h"
-#include "saves.h"
 #include "tape.h"
 
 namespace hot {
@@ -29,6 +30,7 @@ Method methods[] = {
     {"Record", {"__del__", record_dies, METH_NOARGS, nullptr}},
     {"Record", {"leave", fast(record_leaves), METH_FASTCALL, nullptr}},
     {"Made", {"__del__", made_dies, METH_NOARGS, nullptr}},
+    {"Rerun", {"fill", fast(rerun_fills), METH_FASTCALL, nullptr}},
     {"ModuleRerun", {"refill", refill, METH_O, nullptr}},
     {"Saver", {"__del__", saver_dies, METH_NOARGS, nullptr}},
     {"MicroBatch", {"operator_ended", micro_batch_operator_ended, METH_NOARGS, nullptr}},
@@ -82,8 +84,10 @@ void find_slots(PyObject* classes) {
   in("SavedSlot",
      {&saved_slot.made, &saved_slot.alias, &saved_slot.own, &saved_slot.layout, &saved_slot.saver});
   in("Saves", {&saves.program, &saves.slots, &saves.entered, &saves.made, &saves.saver, &saves.nbytes, &saves.taken,
-               &saves.again});
-  in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining});
+               &saves.again, &module_rerun.seen});
+  in("MadeBy", {&made_by.rerun, &made_by.slot, &made_by.version, &made_by.base});
+  in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
+                     &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number});
   in("Observation", {&observation.stopwatch, &observation.counting});
 }
 
@@ -180,6 +184,8 @@ PyMethodDef functions[] = {
     {"runs", fast(runs), METH_FASTCALL, nullptr},
     {"begins", fast(begins), METH_FASTCALL, nullptr},
     {"ends", fast(ends), METH_FASTCALL, nullptr},
+    {"host_state", host_state, METH_O, nullptr},
+    {"same_states", fast(same_states), METH_FASTCALL, nullptr},
     {"marks_of", marks_of, METH_O, nullptr},
     {"tensors_in", tensors_in, METH_O, nullptr},
     {"split", fast(split), METH_FASTCALL, nullptr},

@@ -120,13 +120,12 @@ class ModuleRerun(Rerun):
         super().__init__(layer, op, 0, mover)
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
-        self.inputs: list[tuple[Handle, bool, dict[str, Any]]] | None = []
         self.training = training
-        self._then: list[tuple[Changeable, Any]] = []
         self._starts_with(places or {})
         self.untried = untried = Untried() if places is None else None
 
-        inputs, slots = self.inputs, dict[int, Slot]()
+        inputs: list[tuple[Handle, bool, dict[str, Any]]] = []
+        slots: dict[int, Slot] = {}
 
         def take(tensor: torch.Tensor) -> tuple[Handle, bool, dict[str, Any]] | Slot | None:
             if type(tensor) is not torch.Tensor:
@@ -139,6 +138,7 @@ class ModuleRerun(Rerun):
             return hold(tensor), tensor.requires_grad, dict(vars(tensor))
 
         self._given = split((args, kwargs, attributes), take, inputs)
+        self.inputs: list[tuple[Handle, bool, dict[str, Any]]] | None = inputs
         self.moves_inputs = any([handle.record is not None for handle, *_ in inputs])
         self.saved = Saves()
         self._random = rng.capture(handle.alias for handle, *_ in inputs)
@@ -223,16 +223,18 @@ class ModuleRerun(Rerun):
             raise OverwrittenError(f"{error}; {hint}") from error
         self._entered_again, self.saved.again, self._filled = 0, 0, []
         try:
-            with self._as_then(tensors, self.refill) as run, contextlib.suppress(Enough):
-                for ref, tensor in zip(self.outputs, tensors_in(run()), strict=False):
-                    if ref is not None and (record := ref()) is not None and record.state == DROPPED:
-                        self._fill(record, local_of(tensor))
+            self._run_as_then(tensors, self.refill, self._refill_outputs)
         finally:
             self._filled.clear()
         if self._remaining:
             self._differs(None, None)
         self.inputs = None
         self._then.clear()
+
+    def _refill_outputs(self, result: Any) -> None:
+        for ref, tensor in zip(self.outputs, tensors_in(result), strict=False):
+            if ref is not None and (record := ref()) is not None and record.state == DROPPED:
+                self._fill(record, local_of(tensor))
 
     def refill(self, tensor: torch.Tensor) -> None:
         """The second run saves ``tensor``: its memory is that of what the first run saved then."""
@@ -262,51 +264,60 @@ class ModuleRerun(Rerun):
 
     refill_slowly = refill  # where the other is in C++
 
-    @contextlib.contextmanager
-    def _as_then(self, leaves: list[torch.Tensor], pack: Callable[[torch.Tensor], None]) -> Iterator[Callable[[], Any]]:
-        """What runs the operator from ``leaves`` as it ran before, and disturbs nothing."""
+    def _run_as_then(
+        self, leaves: list[torch.Tensor], pack: Callable[[torch.Tensor], None], look: Callable[[Any], None]
+    ) -> None:
+        """Run the operator from ``leaves`` as it ran before, and disturb nothing. If it gets to its end, ``look`` is
+        called with what it returns."""
         args, kwargs, attributes = join(self._given, leaves)
+        under_way.append(self)
+        self._noted_again = 0
+        try:
+            with ExitStack() as stack:
+                self._put_back_afterwards(stack, args, kwargs, attributes)
+                grad = torch.is_grad_enabled()
+                torch._C._set_grad_enabled(True)
+                self.mover.begin_again(leaves)
+                try:
+                    with saved_tensors_hooks(pack, self._no_backward):
+                        # who collects what modules return by a context variable (Hugging Face) has it already
+                        result = contextvars.Context().run(self.call, *args, **kwargs)
+                    look(result)
+                except Enough:
+                    pass
+                finally:
+                    self.mover.end_again()
+                    torch._C._set_grad_enabled(grad)
+        finally:
+            _empty(leaves)
+            under_way.pop()
 
-        def unpack(_: None) -> torch.Tensor:
-            raise RuntimeError(f"{self} computes gradients within its forward, so it cannot be recomputed")
+    def _put_back_afterwards(self, stack: ExitStack, args: tuple, kwargs: dict[str, Any], attributes: Any) -> None:
+        """All is as it was when the operator ran first; once ``stack`` is left, as it is now."""
+        if self._places:
+            stack.enter_context(put_back(self._places))
+        if self._then:
+            for place, then in self._then:
+                place.write(then)
+            stack.enter_context(put_back(self._places))  # those of then may lie in other objects
+        for guard in GUARDS:
+            stack.enter_context(guard())
+        for reader in READERS:
+            stack.enter_context(reader(list(modules_of(self.call)), tensors_in((args, kwargs))))
+        if self._random is not None:
+            stack.enter_context(rng.as_of(self._random))
+        for then, now in zip(self._autocast, _autocast_now(), strict=True):
+            if then != now:
+                stack.enter_context(torch.autocast(*then))
+        for module, training in self.training:
+            if module.training != training:
+                stack.callback(setattr, module, "training", module.training)
+                module.training = training
+        if self.state is not None:
+            stack.enter_context(_with_attributes(self.state, attributes))
 
-        def run() -> Any:
-            self.mover.begin_again(leaves)
-            try:
-                with saved_tensors_hooks(pack, unpack):
-                    # who collects what modules return by a context variable (Hugging Face) has it already
-                    return contextvars.Context().run(self.call, *args, **kwargs)
-            finally:
-                self.mover.end_again()
-
-        with ExitStack() as stack:
-            under_way.append(self)
-            stack.callback(under_way.pop)
-            self._noted_again = 0
-            stack.callback(_empty, leaves)
-            if self._places:
-                stack.enter_context(put_back(self._places))
-            if self._then:
-                for place, then in self._then:
-                    place.write(then)
-                stack.enter_context(put_back(self._places))  # those of then may lie in other objects
-            for guard in GUARDS:
-                stack.enter_context(guard())
-            for reader in READERS:
-                stack.enter_context(reader(list(modules_of(self.call)), tensors_in((args, kwargs))))
-            if self._random is not None:
-                stack.enter_context(rng.as_of(self._random))
-            stack.enter_context(torch.enable_grad())
-            for then, now in zip(self._autocast, _autocast_now(), strict=True):
-                if then != now:
-                    stack.enter_context(torch.autocast(**then))
-            for module, training in self.training:
-                if module.training != training:
-                    stack.callback(setattr, module, "training", module.training)
-                    module.training = training
-            if self.state is not None:
-                stack.enter_context(_with_attributes(self.state, attributes))
-            yield run
+    def _no_backward(self, _: None) -> torch.Tensor:
+        raise RuntimeError(f"{self} computes gradients within its forward, so it cannot be recomputed")
 
     # ---- once: whether it repeats itself
     def input_changed(self) -> bool:
@@ -348,17 +359,20 @@ class ModuleRerun(Rerun):
             if index == len(saved) and result is None:
                 raise Enough
 
+        def compare_results(again: Any) -> None:
+            nonlocal otherwise
+            otherwise = otherwise or index != len(saved)
+            for one, other in zip_longest(tensors_in(result), tensors_in(again)) if result is not None else ():
+                compare(one, other)
+
         why_not = ""
         now = rng.capture(leaf for leaf, _ in leaves_then)
         given = zip(leaves_then, self.inputs or (), strict=True)
         leaves = [_leaf(leaf, wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
         self.untried.leaves = leaves_then = []
         try:
-            with put_back(places, changed), self._as_then(leaves, pack) as run, contextlib.suppress(Enough):
-                again, before = tensors_in(run()), tensors_in(result)
-                otherwise = otherwise or index != len(saved)
-                for one, other in zip_longest(before, again) if result is not None else ():
-                    compare(one, other)
+            with put_back(places, changed):
+                self._run_as_then(leaves, pack, compare_results)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
@@ -373,7 +387,7 @@ class ModuleRerun(Rerun):
     def _starts_with(self, places: Mapping[Changeable, bool]) -> None:
         """What counts its runs may do something else after many: a second run finds what the first one found."""
         self._places = list(places)
-        self._then = [(place, place.read()) for place, differs in places.items() if differs]
+        self._then: list[tuple[Changeable, Any]] = [(place, place.read()) for place in places if places[place]]
 
     def settle(self, why_not: str, places: Mapping[Changeable, bool]) -> None:
         """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""
@@ -495,15 +509,11 @@ def _with_attributes(state: Any, attributes: dict[str, Any]) -> Iterator[None]:
         vars(state).update(now)
 
 
-def _autocast_now() -> list[dict[str, Any]]:
+def _autocast_now() -> list[tuple]:
+    """What `torch.autocast` takes, for each device: type, dtype, whether it is on, and whether it keeps its casts."""
+    keeps = torch.is_autocast_cache_enabled()
     return [
-        {
-            "device_type": kind,
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        for kind in _autocast_kinds()
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), keeps) for kind in _autocast_kinds()
     ]
 
 

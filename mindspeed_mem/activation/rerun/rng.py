@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mindspeed_mem.activation import hot_path
+
 if TYPE_CHECKING:
     from mindspeed_mem.device import Backend
 
@@ -29,6 +31,17 @@ def follow(backend: Backend) -> None:
     _Source.backend = backend
 
 
+def host_is_all() -> bool:
+    """Whether the host's generator is that of the device, too."""
+    return _Source.backend is not None and _Source.backend.is_host
+
+
+def host_state() -> torch.Tensor:
+    """The state of the host's generator: the very tensor of last time where C++ can tell that nobody drew since."""
+    native = hot_path.native
+    return torch.get_rng_state() if native is None else native.host_state(torch.get_rng_state)
+
+
 def capture(tensors: Iterable[torch.Tensor] = ()) -> Any:
     """The states now: the host's, the current device's, and those of devices that ``tensors`` are on."""
     backend = _Source.backend
@@ -44,7 +57,7 @@ def capture_as(states: Any) -> Any:
 
 def _now(devices: Iterable[int | None]) -> _States:
     backend = _Source.backend
-    return _States(torch.get_rng_state(), {} if backend is None else {one: backend.rng_state(one) for one in devices})
+    return _States(host_state(), {} if backend is None else {one: backend.rng_state(one) for one in devices})
 
 
 def restore(states: Any) -> None:
@@ -58,13 +71,18 @@ def restore(states: Any) -> None:
 
 def same(states: Any, others: Any) -> bool:
     """Whether nothing was drawn between the two; False where that cannot be told."""
+    native = hot_path.native
+    return (native is not None and native.same_states(states, others)) or _same(states, others)
+
+
+def _same(states: Any, others: Any) -> bool:
     if isinstance(states, torch.Tensor) and isinstance(others, torch.Tensor):
         # A tracker's that was not drawn from: whoever draws puts another tensor there.
         return states is others or torch.equal(states, others)
     if isinstance(states, (tuple, list)) and isinstance(others, (tuple, list)):
-        return len(states) == len(others) and all(map(same, states, others))
+        return len(states) == len(others) and all(map(_same, states, others))
     if isinstance(states, dict) and isinstance(others, dict):
-        return states.keys() == others.keys() and all(same(states[key], others[key]) for key in states)
+        return states.keys() == others.keys() and all(_same(states[key], others[key]) for key in states)
     return states is None and others is None
 
 

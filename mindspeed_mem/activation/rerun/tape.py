@@ -234,13 +234,14 @@ class Tape(Rerun, TorchDispatchMode):
         if records:
             wanted = set(records)
             steps, needed = self._slice(wanted)
-            weights = tensors_in([step.given for step in steps])
             held = {key: h.bring_back() for key, h in (self.inputs or {}).items() if key in needed}
             with ExitStack() as stack:
                 for reader in READERS:
+                    weights = tensors_in([step.given for step in steps])
                     stack.enter_context(reader([], [*weights, *held.values()]))
+                    del weights
                 there = {key: tensor.untyped_storage() for key, tensor in held.items()}
-                del held, weights
+                del held
                 made = _run(steps, wanted, there)
             for key, record in records.items():
                 self.fill(record, whole(made[key]))
@@ -254,23 +255,25 @@ def _run(
     steps: list[Step], wanted: set[int], there: dict[int, torch.UntypedStorage]
 ) -> dict[int, torch.UntypedStorage]:
     """Run these steps, for the storages ``wanted``; ``there`` has their inputs and gets what they make."""
-    touched = [step.reads | step.writes for step in steps]
-    last = {key: index for index, keys in enumerate(touched) for key in keys}
+    last = {key: index for index, step in enumerate(steps) for key in (*step.reads, *step.writes)}
+    unused: list[list[int]] = [[] for _ in steps]  # from then on
+    for key, index in last.items():
+        if key not in wanted:
+            unused[index].append(key)
     with torch.no_grad():
-        for index, step in enumerate(steps):
+        for step, no_longer in zip(steps, unused, strict=True):
             args, kwargs = join(step.given, [fast_tensors.view_of(there[ref.key], *ref[1:]) for ref in step.refs])
             if step.random is None:
                 result = step.function(*args, **kwargs)
             else:
                 with rng.as_of(step.random):
                     result = step.function(*args, **kwargs)
-            for key, tensor in zip(step.results, tensors_in(result), strict=True):
-                if key is not None:
-                    there[key] = tensor.untyped_storage()
+            for made, tensor in zip(step.results, tensors_in(result), strict=True):
+                if made is not None:
+                    there[made] = tensor.untyped_storage()
             del args, kwargs, result
-            for key in touched[index]:
-                if last[key] == index and key not in wanted:
-                    there.pop(key, None)
+            for key in no_longer:
+                there.pop(key, None)
     return there
 
 

@@ -1,0 +1,83 @@
+// rerun/rng.py: whether anybody has drawn from the host's generator.
+
+#pragma once
+
+#include "objects.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <mutex>
+
+namespace hot {
+
+// All that decides what a generator of the host draws next.
+class Drawn {
+ public:
+  Drawn() {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    auto* of = at::check_generator<at::CPUGeneratorImpl>(generator);
+    engine_ = of->engine().data();
+    normal_ = of->next_float_normal_sample();
+    normals_ = of->next_double_normal_sample();
+  }
+  bool operator==(const Drawn& other) const {
+    const auto &one = engine_, &two = other.engine_;
+    return one.left_ == two.left_ && one.next_ == two.next_ && one.seed_ == two.seed_ && one.seeded_ == two.seeded_ &&
+           normal_ == other.normal_ && normals_ == other.normals_ && one.state_ == two.state_;
+  }
+
+ private:
+  at::mt19937_data_pod engine_;
+  std::optional<float> normal_;
+  std::optional<double> normals_;
+};
+
+// host_state(fresh): the tensor that ``fresh()`` returned the last time, if nobody has drawn since.
+inline PyObject* host_state(PyObject*, PyObject* fresh) {
+  return guarded([&] {
+    static std::optional<Drawn> then;
+    static PyObject* tensor = nullptr;
+    Drawn now;
+    if (then && *then == now) return new_reference(tensor);
+    Own found = call(fresh);
+    then = now;
+    Py_XSETREF(tensor, new_reference(found.get()));
+    return found.release();
+  });
+}
+
+// Whether these are the very same tensors, in the same containers.
+inline bool are_same(PyObject* states, PyObject* others) {
+  if (THPVariable_Check(states)) return states == others;
+  if (Py_TYPE(states) != Py_TYPE(others)) return false;
+  if (PyTuple_Check(states)) {
+    const Py_ssize_t count = PyTuple_GET_SIZE(states);
+    if (PyTuple_GET_SIZE(others) != count) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!are_same(PyTuple_GET_ITEM(states, i), PyTuple_GET_ITEM(others, i))) return false;
+    }
+    return true;
+  }
+  if (!PyDict_CheckExact(states) || PyDict_GET_SIZE(states) != PyDict_GET_SIZE(others)) return false;
+  PyObject *key = nullptr, *one = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(states, &at, &key, &one);) {
+    PyObject* other = PyDict_GetItemWithError(others, key);
+    if (other == nullptr && PyErr_Occurred()) throw python_error();
+    if (other == nullptr || !are_same(one, other)) return false;
+  }
+  return true;
+}
+
+// same_states(states, others): False: it takes a closer look.
+inline PyObject* same_states(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 2) {
+      PyErr_SetString(PyExc_TypeError, "same_states takes two states");
+      return nullptr;
+    }
+    return new_reference(are_same(args[0], args[1]) ? Py_True : Py_False);
+  });
+}
+
+}  // namespace hot
