@@ -32,6 +32,7 @@ Method methods[] = {
     {"Made", {"__del__", made_dies, METH_NOARGS, nullptr}},
     {"Rerun", {"fill", fast(rerun_fills), METH_FASTCALL, nullptr}},
     {"ModuleRerun", {"refill", refill, METH_O, nullptr}},
+    {"ModuleRerun", {"enters_again", fast(module_rerun_enters_again), METH_FASTCALL, nullptr}},
     {"Saver", {"__del__", saver_dies, METH_NOARGS, nullptr}},
     {"MicroBatch", {"operator_ended", micro_batch_operator_ended, METH_NOARGS, nullptr}},
     {"MicroBatch", {"copy_fresh", micro_batch_copies_fresh, METH_NOARGS, nullptr}},
@@ -84,10 +85,11 @@ void find_slots(PyObject* classes) {
   in("SavedSlot",
      {&saved_slot.made, &saved_slot.alias, &saved_slot.own, &saved_slot.layout, &saved_slot.saver});
   in("Saves", {&saves.program, &saves.slots, &saves.entered, &saves.made, &saves.saver, &saves.nbytes, &saves.taken,
-               &saves.again, &module_rerun.seen});
+               &saves.again, &saves.entries, &module_rerun.seen});
   in("MadeBy", {&made_by.rerun, &made_by.slot, &made_by.version, &made_by.base});
   in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
-                     &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number});
+                     &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number,
+                     &module_rerun.untried, &module_rerun.entered_again});
   in("Observation", {&observation.stopwatch, &observation.counting});
 }
 

@@ -227,7 +227,7 @@ inline struct SavedSlotSlots {
 
 inline struct SavesSlots {
   Slot program{"program"}, slots{"slots"}, entered{"entered"}, made{"_made"}, saver{"_saver"}, nbytes{"_nbytes"},
-      taken{"_taken"}, again{"again"};
+      taken{"_taken"}, again{"again"}, entries{"entries"};
 } saves;
 
 inline struct RerunSlots {

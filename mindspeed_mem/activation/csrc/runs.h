@@ -3,6 +3,7 @@
 #pragma once
 
 #include "operators.h"
+#include "saves.h"
 
 namespace hot {
 
@@ -277,14 +278,6 @@ inline void tell_ahead(PyObject* in_use, PyObject* where) {
   reaches.call(passes.get(), position.micro_batch.get(where));
 }
 
-// What a second run has to know of a module that runs in it.
-inline void enter_again(PyObject* path, PyObject* args, PyObject* kwargs) {
-  static Name entries("entries"), enters("enters_again");
-  Own running = Own::of(last_of(engine.under_way));
-  Own expected = entries.of(rerun.saved.get(running.get()));
-  if (must(PyObject_IsTrue(expected.get()))) enters.call(running.get(), path, args, kwargs);
-}
-
 // runs(original, module, args, kwargs): `forward` of a module that may be an operator.
 inline PyObject* runs(PyObject*, PyObject* const* given, Py_ssize_t) {
   return guarded([&]() -> PyObject* {
@@ -298,7 +291,8 @@ inline PyObject* runs(PyObject*, PyObject* const* given, Py_ssize_t) {
       return call_with(original, module, args, kwargs);
     }
     if (!is_empty(engine.under_way)) {
-      enter_again(PyTuple_GET_ITEM(place.get(), 1), args, kwargs);
+      Own running = Own::of(last_of(engine.under_way));
+      enter_again(running.get(), PyTuple_GET_ITEM(place.get(), 1), args, kwargs);
       return call_with(original, module, args, kwargs);
     }
     Own where = at_position.of(in_use.get()), operators = at_operators.of(in_use.get());

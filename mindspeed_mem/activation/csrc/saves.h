@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "arguments.h"
 #include "moves.h"
 
 namespace hot {
@@ -295,7 +296,8 @@ inline struct MadeBySlots {
 } made_by;
 
 inline struct ModuleRerunSlots {
-  Slot inputs{"inputs"}, layer{"layer"}, op{"op"}, number{"number"}, seen{"_seen"};
+  Slot inputs{"inputs"}, layer{"layer"}, op{"op"}, number{"number"}, seen{"_seen"},
+      untried{"untried"}, entered_again{"_entered_again"};
 } module_rerun;
 
 inline bool is_watched(const Hooks* of) {
@@ -450,6 +452,60 @@ inline PyObject* refill(PyObject* self, PyObject* tensor) {
       }
     }
     return slowly.call(self, tensor).release();
+  });
+}
+
+// `ModuleRerun.enters_again`: what an operator takes is there before it runs.
+inline void enter_again(PyObject* self, PyObject* path, PyObject* args, PyObject* kwargs) {
+  static Name is_there("_is_there");
+  PyObject* first_run = rerun.saved.get(self);
+  PyObject* entries = saves.entries.get(first_run);
+  if (PyDict_GET_SIZE(entries) == 0 || !module_rerun.untried.is_none(self)) return;
+  Own number = Own::of(module_rerun.entered_again.get(self));
+  const long long at = number_of(number.get());
+  module_rerun.entered_again.set_number(self, at + 1);
+  Own wanted = Own::of(PyDict_GetItemWithError(entries, number.get()));
+  if (!wanted) {
+    if (PyErr_Occurred()) throw python_error();
+    return;
+  }
+  if (!same(PyList_GET_ITEM(saves.entered.get(first_run), at), path)) return;
+  Own given = own(PyTuple_Pack(2, args, kwargs)), tensors = own(PyList_New(0));
+  collect(given.get(), tensors.get());
+  PyObject* mover = rerun.mover.get(self);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wanted.get()); ++i) {
+    PyObject* entry = PyList_GET_ITEM(wanted.get(), i);
+    const long long position = number_of(PyTuple_GET_ITEM(entry, 0)), first = number_of(PyTuple_GET_ITEM(entry, 1));
+    Own tensor = own(PySequence_GetItem(tensors.get(), position));
+    PyObject* slot = PyList_GET_ITEM(saves.slots.get(first_run), first);
+    Own one = slot == Py_None ? Own() : target_of(PyTuple_GET_ITEM(slot, 0));
+    if (!one) continue;
+    if (Py_TYPE(one.get()) == engine.Made && fast_tensors::is_tensor(tensor.get()) && !has_several_streams(mover) &&
+        at_one_stream.is_true(at_backend.of(mover).get())) {
+      if (made.state.get(one.get()) != engine.DROPPED) continue;
+      const at::Tensor& taken = THPVariable_Unpack(tensor.get());
+      if (taken.layout() == c10::kStrided && fill(self, one.get(), layout_of(taken).get(), taken)) {
+        remaining.set_number(self, remaining.number(self) - 1);
+        continue;
+      }
+    }
+    is_there.call(self, PyTuple_GET_ITEM(entry, 1), tensor.get());
+  }
+  if (remaining.number(self) == 0) {
+    PyErr_SetNone(enough);
+    throw python_error();
+  }
+}
+
+// ModuleRerun.enters_again(path, args, kwargs)
+inline PyObject* module_rerun_enters_again(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 3) {
+      PyErr_SetString(PyExc_TypeError, "enters_again takes a path, arguments and keywords");
+      return nullptr;
+    }
+    enter_again(self, args[0], args[1], args[2]);
+    return new_reference(Py_None);
   });
 }
 

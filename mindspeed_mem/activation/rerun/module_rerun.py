@@ -412,13 +412,17 @@ class ModuleRerun(Rerun):
             return
         tensors = tensors_in((args, kwargs))
         for position, first in wanted:
-            slot = self.saved.slots[first]
-            if slot is not None and (record := slot[0]()) is not None and record.state == DROPPED:
-                if tensors[position].untyped_storage().nbytes() != record.nbytes:
-                    self._differs(tensors[position], None)
-                self._fill(record, tensors[position])
+            self._is_there(first, tensors[position])
         if not self._remaining:
             raise Enough
+
+    def _is_there(self, first: int, tensor: torch.Tensor) -> None:
+        """``tensor`` is of the storage of which the ``first`` tensor is saved later."""
+        slot = self.saved.slots[first]
+        if slot is not None and (record := slot[0]()) is not None and record.state == DROPPED:
+            if tensor.untyped_storage().nbytes() != record.nbytes:
+                self._differs(tensor, None)
+            self._fill(record, tensor)
 
     def noted_before(self) -> Any:
         """In the second run, the next of what the first one noted."""
