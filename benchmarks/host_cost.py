@@ -8,10 +8,10 @@ The tensors are so small that computing and copying them counts for nothing: wha
 calls. On a device that is what a step of small layers takes, however fast the device is: there the time is that of the
 wall, until the device is done. All variants run interleaved in one process, on one thread and one model; a figure is
 the median over rounds of the difference to the plain model in the same round, divided by layers (micro-seconds), by the
-tensors that a layer saves for backward, and by the plain model's own time (the share). What others cost stands beside:
-Megatron's full recompute, and torch's own saved-tensor hooks that do nothing, its `save_on_cpu` and its non-reentrant
-checkpoint (which stops early, as ours). Whether the engine's hot path in C++ is used (`python -m mindspeed_mem
-build-native`) is said.
+tensors that a layer saves for backward, and by the plain model's time in that same round (the share, whatever speed the
+machine has in a round). What others cost stands beside: Megatron's full recompute, and torch's own saved-tensor hooks
+that do nothing, its `save_on_cpu` and its non-reentrant checkpoint (which stops early, as ours). Whether the engine's
+hot path in C++ is used (`python -m mindspeed_mem build-native`) is said.
 """
 
 from __future__ import annotations
@@ -131,8 +131,10 @@ def rows_of(seconds: dict[str, list[float]], steps: int, saved: float) -> dict[s
     own = 1e6 * statistics.median(plain) / steps / LAYERS
     rows = {}
     for name, values in seconds.items():
-        added = 1e6 * statistics.median(one - base for one, base in zip(values, plain, strict=True)) / steps / LAYERS
-        rows[name] = {"added_us_per_layer": added, "added_us_per_saved_tensor": added / saved, "share": added / own}
+        rounds = list(zip(values, plain, strict=True))
+        added = 1e6 * statistics.median(one - base for one, base in rounds) / steps / LAYERS
+        share = statistics.median(one / base - 1 for one, base in rounds)
+        rows[name] = {"added_us_per_layer": added, "added_us_per_saved_tensor": added / saved, "share": share}
     rows["no pack"]["own_us_per_layer"] = own
     return rows
 

@@ -115,7 +115,8 @@ class SecondRuns:
         position.about_to_run = layer, path
         micro_batch = position.micro_batch
         assert micro_batch is not None
-        given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
+        given = tensors_in((args, kwargs))
+        versions = [tensor._version for tensor in given]
         training = of.training()
         verdict = of.verdict(training)
         places = None if verdict is None else verdict.places
@@ -137,16 +138,16 @@ class SecondRuns:
             position.rerun, position.known = None, False
         rerun.ends()
         if trial is not None:
-            trial.settle(result if path else None, any(tensor.numel() for tensor, _ in given) or not given)
+            trial.settle(result if path else None, any(tensor.numel() for tensor in given) or not given)
             if rerun.why_not:
                 self._no_effect.add(f"recompute has no effect on {path or 'the layer'}", layer, rerun.why_not)
                 return result
-        elif any(tensor._version != version for tensor, version in given):
+        elif [tensor._version for tensor in given] != versions:
             raise OverwrittenError(f"{rerun} changes its input in place, so it cannot run again. {TAKE_OUT}")
         if trial is None:
             of.ran(rerun)
         rerun.returns(result if path else None, micro_batch.owner_of)  # what a whole layer returns stays
-        if not given or any(tensor.numel() for tensor, _ in given):  # an expert may be without tokens
+        if not given or any([tensor.numel() for tensor in given]):  # an expert may be without tokens
             micro_batch.recomputed.append((layer, path, weakref.ref(rerun)))
         return result
 

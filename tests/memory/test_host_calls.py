@@ -20,7 +20,8 @@ MOST = {
     "nothing": (entry(op_swap=[]), 105, 100),
     "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 470, 185),
     "everything": (EVERYTHING, 1200, 215),
-    "whole layers": (again(recompute=True), 930, 550),
+    "whole layers": (again(recompute=True), 930, 440),
+    "norms": (again(select_recompute=[r".*norm"]), 850, 480),
     "watched": ({}, 180, 160),
 }
 """A plan, and the most calls of a layer, without and with what is in C++; some more than there are."""

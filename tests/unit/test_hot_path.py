@@ -77,6 +77,38 @@ def test_arguments_are_taken_apart_the_same_way(built):
     assert [id(tensor) for tensor in found[1][3]] == [id(tensor) for tensor in (one, other, one, left, other)]
 
 
+def test_states_of_generators_are_the_same_until_somebody_draws(built):
+    from mindspeed_mem.activation import taking_over
+    from mindspeed_mem.activation.rerun import rng
+
+    draws = {
+        "one number": lambda: torch.rand(1),
+        "half of a pair of normal numbers": lambda: torch.empty(1, dtype=torch.float64).normal_(),
+        "the other half": lambda: torch.empty(1, dtype=torch.float64).normal_(),
+        "a whole twist": lambda: torch.rand(624),
+        "another seed": lambda: torch.manual_seed(7),
+        "a state put back": lambda: torch.set_rng_state(first),
+    }
+    before, first = hot_path.native, torch.get_rng_state()
+    try:
+        taking_over.use(hot_path.EXTENSION.load())
+        for name, draw in draws.items():
+            state = rng.host_state()
+            assert rng.host_state() is state and torch.equal(state, torch.get_rng_state()), name
+            draw()
+            again = rng.host_state()
+            assert again is not state and torch.equal(again, torch.get_rng_state()), name
+        one, other = torch.zeros(2), torch.zeros(2)
+        tracked = {"a": one, "b": other}
+        assert rng.same((one, tracked, [other]), (one.clone(), {"b": other, "a": one}, [other]))
+        assert not rng.same((one, tracked), (one, {"a": one, "b": torch.ones(2)}))
+        assert not rng.same((one, tracked), (one, {"a": one, "c": other}))
+        assert not rng.same((torch.default_generator,), (torch.default_generator,))  # it may have gone on
+    finally:
+        taking_over.use(before)
+        torch.set_rng_state(first)
+
+
 @pytest.mark.distributed
 def test_the_engine_gives_the_same_bits_on_it(built):
     assert on_ranks(1, trained) == [([], [])]

@@ -38,11 +38,13 @@ inline PyObject* host_state(PyObject*, PyObject* fresh) {
   return guarded([&] {
     static std::optional<Drawn> then;
     static PyObject* tensor = nullptr;
-    Drawn now;
+    const Drawn now;
     if (then && *then == now) return new_reference(tensor);
     Own found = call(fresh);
-    then = now;
-    Py_XSETREF(tensor, new_reference(found.get()));
+    if (Drawn() == now) {  // no other thread has drawn meanwhile
+      then = now;
+      Py_XSETREF(tensor, new_reference(found.get()));
+    }
     return found.release();
   });
 }

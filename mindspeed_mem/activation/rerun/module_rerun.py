@@ -277,20 +277,22 @@ class ModuleRerun(Rerun):
                 self._put_back_afterwards(stack, args, kwargs, attributes)
                 grad = torch.is_grad_enabled()
                 torch._C._set_grad_enabled(True)
-                self.mover.begin_again(leaves)
                 try:
-                    with saved_tensors_hooks(pack, self._no_backward):
-                        # who collects what modules return by a context variable (Hugging Face) has it already
-                        result = contextvars.Context().run(self.call, *args, **kwargs)
+                    self.mover.begin_again(leaves)
+                    try:
+                        with saved_tensors_hooks(pack, self._no_backward):
+                            # who collects what modules return by a context variable (Hugging Face) has it already
+                            result = contextvars.Context().run(self.call, *args, **kwargs)
+                    finally:
+                        self.mover.end_again()
                     look(result)
                 except Enough:
                     pass
                 finally:
-                    self.mover.end_again()
                     torch._C._set_grad_enabled(grad)
         finally:
-            _empty(leaves)
             under_way.pop()
+            _empty(leaves)
 
     def _put_back_afterwards(self, stack: ExitStack, args: tuple, kwargs: dict[str, Any], attributes: Any) -> None:
         """All is as it was when the operator ran first; once ``stack`` is left, as it is now."""

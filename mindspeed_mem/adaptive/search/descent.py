@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     Play = Callable[[Array, int], Several]
     # plays plans of one distance, given as rows of letters
 
-WORK = 6_000_000
+WORK = 8_000_000
 """Operators played at most: tiny problems are searched through."""
 _CHANGES = 400
 """Changes of a plan that are played, those of layers at the ends of a row of equal layers first."""
 _PAIRS = 512
-"""Pairs of changes that are played, the most promising."""
+"""Pairs of changes of two layers that are played, the most promising,"""
+_WITHIN = 128
+"""and of one layer."""
 _TOGETHER = 16
-"""Changes that are put together at most."""
+"""Layers whose changes are put together at most."""
 _Score = tuple[int, float]
 """Bytes beyond the limit, then seconds."""
 
@@ -93,31 +95,35 @@ class Descent:
             self._ends.append((start, len(sizes)))
         self._sizes, self._later = numpy.array(sizes, numpy.int64), numpy.array(later, numpy.int64)
 
-    def run(self, plan: StagePlan, deep: bool = True) -> StagePlan:
-        """A plan that is at least as good, or comes nearer to the limit; unless `deep` one that is quickly found."""
+    def run(self, plan: StagePlan, deep: bool = True, within: bool = False) -> StagePlan:
+        """A plan that is at least as good, or comes nearer to the limit; unless `deep` one that is quickly found.
+
+        within: two changes of one layer are tried as well.
+        """
         row, distance = letters_of([plan])[0], plan.distance
         score = self._scores(self._played(row[None], distance))[0]
         while self.work > 0:
-            found = self._step(row, distance, score, deep)
+            found = self._step(row, distance, score, deep, within)
             if found is None:
                 break
             score, row, distance = found
         return self._plan(row, distance)
 
-    def _step(self, row: Array, distance: int, score: _Score, deep: bool) -> tuple[_Score, Array, int] | None:
+    def _step(
+        self, row: Array, distance: int, score: _Score, deep: bool, within: bool
+    ) -> tuple[_Score, Array, int] | None:
         """The best that is near and better; None if nothing is."""
         import numpy
 
         changes = self._changes(row)
         if not changes:
             return None
-        rows = self._changed(row, [(change,) for change in changes])
+        rows = self._changed(row, changes)
         singles = self._played(numpy.concatenate([row[None], rows]), distance)
         best = self._best(score, rows, _Played(*(one[1:] for one in singles)), distance)
-        sums = self._sums(changes, singles)
-        if sums:
-            rows = self._changed(row, sums)
-            best = self._best(score if best is None else best[0], rows, self._played(rows, distance), distance) or best
+        sums = self._sums(row, rows, changes, singles, within)
+        if len(sums):
+            best = self._best(score if best is None else best[0], sums, self._played(sums, distance), distance) or best
         if best is None or not deep:
             for other in self._others(distance):
                 if self.work <= 0:
@@ -127,7 +133,6 @@ class Descent:
                     best = found
         if best is None and deep:
             for other in self._others(distance):
-                rows = self._changed(row, [(change,) for change in changes])
                 best = self._best(score, rows, self._played(rows, other), other)
                 if best is not None or self.work <= 0:
                     break
@@ -137,10 +142,10 @@ class Descent:
         near = {distance + step for step in (-2, -1, 1, 2)} if len(self.distances) > 1 else set()
         return sorted({one for one in near | set(self.distances) if one > 0} - {distance})
 
-    def _sums(self, changes: Sequence[_Change], played: _Played) -> list[tuple[_Change, ...]]:
-        """Two changes, and several, that promise most by the sums of what each of them does.
+    def _sums(self, row: Array, rows: Array, changes: Sequence[_Change], played: _Played, within: bool) -> Array:
+        """Rows with two changes, and with several, that promise most by the sums of what each of them does.
 
-        played: the plan that is changed, and each of the changes.
+        rows, played: of each of the changes; played: of ``row`` before them. within: two of one layer as well.
         """
         import numpy
 
@@ -148,30 +153,53 @@ class Descent:
         room = self.problem.device_limit - int(played.peaks[0])
         host = self.problem.host_limit
         one, two = numpy.triu_indices(len(changes), 1)
-        layer = numpy.array([change.layer for change in changes])
-        fine = layer[one] != layer[two]
+        layers = numpy.array([change.layer for change in changes])
+        differs = rows != row
+        fine = layers[one] != layers[two]
+        if within:
+            as_numbers = differs.astype(numpy.float32)
+            fine |= (as_numbers @ as_numbers.T)[one, two] == 0
         if host is not None:
             fine &= moved[one] + moved[two] <= max(0, host - int(played.on_host[0]))
         one, two = one[fine], two[fine]
         size, seconds = nbytes[one] + nbytes[two], more[one] + more[two]
-        order = numpy.lexsort((seconds, numpy.maximum(size - room, 0)))[: self._most(_PAIRS)]
-        pairs = [(int(one[place]), int(two[place])) for place in order]
-        found = [tuple(changes[place] for place in pair) for pair in pairs]
-        # The best of these, one after the other, as long as there is room.
-        total, taken, used = 0, list[_Change](), set[int]()
-        for pair in pairs:
-            mine = {changes[place].layer for place in pair}
-            gain = float(more[list(pair)].sum())
-            size = int(nbytes[list(pair)].sum())
-            if mine & used or gain >= 0 or total + size > room:
+        order = numpy.lexsort((seconds, numpy.maximum(size - room, 0)))
+        found: list[Array] = []
+        pairs: list[list[int]] = []
+        left = [self._most(_PAIRS), self._most(_WITHIN) if within else 0]  # of two layers, of one
+        for place in order:
+            pair = [int(one[place]), int(two[place])]
+            same = bool(layers[pair[0]] == layers[pair[1]])
+            if not left[same]:
                 continue
-            total, used = total + size, used | mine
-            taken += [changes[place] for place in pair]
-            if len(taken) > 2:
-                found.append(tuple(taken))
-            if len(taken) >= _TOGETHER:
+            both = numpy.where(differs[pair[0]], rows[pair[0]], rows[pair[1]])
+            if same and not self._may_be(both, changes[pair[0]].layer):
+                continue
+            left[same] -= 1
+            found.append(both)
+            pairs.append(pair)
+            if left == [0, 0]:
                 break
-        return found
+        together, used, total, joined = row, set[int](), 0, 0
+        for pair in pairs:  # the best of these, one after the other, as long as there is room
+            mine = {changes[number].layer for number in pair}
+            size = int(nbytes[pair].sum())
+            if mine & used or more[pair].sum() >= 0 or total + size > room:
+                continue
+            total, used, joined = total + size, used | mine, joined + 1
+            for number in pair:
+                together = numpy.where(differs[number], rows[number], together)
+            if joined > 1:
+                found.append(together)
+            if len(used) >= _TOGETHER:
+                break
+        return numpy.array(found).reshape(-1, len(row))
+
+    def _may_be(self, row: Array, layer: int) -> bool:
+        """Whether the letters of this layer can be carried out."""
+        one = self.layers[layer]
+        text = row[one.first : one.first + len(one.kind.groups)].tobytes().decode()
+        return is_valid(one.kind, text, self.inputs_move)
 
     def _best(self, score: _Score, rows: Array, played: _Played, distance: int) -> tuple[_Score, Array, int] | None:
         """The best of these that is better than `score`; the first of equals."""
@@ -194,15 +222,14 @@ class Descent:
         played = self.play(rows, distance)
         return _Played(played.seconds, played.peaks, self._on_host(rows))
 
-    def _changed(self, row: Array, several: Sequence[Sequence[_Change]]) -> Array:
+    def _changed(self, row: Array, changes: Sequence[_Change]) -> Array:
         """A row for each of these."""
         import numpy
 
-        rows = numpy.repeat(row[None], len(several), axis=0)
-        for mine, changes in zip(rows, several, strict=True):
-            for change in changes:
-                first = self.layers[change.layer].first
-                mine[first : first + len(change.text)] = numpy.frombuffer(change.text.encode(), numpy.uint8)
+        rows = numpy.repeat(row[None], len(changes), axis=0)
+        for mine, change in zip(rows, changes, strict=True):
+            first = self.layers[change.layer].first
+            mine[first : first + len(change.text)] = numpy.frombuffer(change.text.encode(), numpy.uint8)
         return rows
 
     def _changes(self, row: Array) -> list[_Change]:

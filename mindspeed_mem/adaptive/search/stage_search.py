@@ -42,6 +42,8 @@ _WAYS = 2
 """Ways to lay out counts that are looked at more closely."""
 _STEP = 0.01
 """By what share of the limit memory's price is found."""
+_WITHIN = 4
+"""One part of so many of the work is for changes of two letters of one layer."""
 _LEAST = 1_000_000
 """Operators played at most for the plan of the lowest peak."""
 
@@ -147,18 +149,20 @@ class StageSearch:
         starts += [partial(self._further, problem, best, inputs_move, far) for far in (2.0, 0.5)]
         starts += [partial(self._refine, problem, kind, enough) for kind in kinds]
         starts += [lambda: self.least(inputs_move), lambda: best]
-        most = work // 4
-        for number, start in enumerate(starts, 1):
-            plan = start() if work > 0 and not self.is_good(problem, best, inputs_move, enough) else None
-            if plan is not None:
-                mine = work if number == len(starts) else min(work, most)
-                descent = self._descent(problem, inputs_move, mine)
-                found = descent.run(plan, deep=number == len(starts))
-                work += descent.work - mine
-                judged = self.judge(found)
-                if judged.peak <= problem.device_limit and judged.seconds < self.judge(best).seconds:
-                    best = found
-                    self.remember(best)
+        for within, rest in ((False, work // _WITHIN), (True, 0)):
+            most = (work - rest) // 4
+            for number, start in enumerate(starts, 1):
+                left = work - rest
+                plan = start() if left > 0 and not self.is_good(problem, best, inputs_move, enough) else None
+                if plan is not None:
+                    mine = left if number == len(starts) else min(left, most)
+                    descent = self._descent(problem, inputs_move, mine)
+                    found = descent.run(plan, deep=number == len(starts), within=within)
+                    work += descent.work - mine
+                    judged = self.judge(found)
+                    if judged.peak <= problem.device_limit and judged.seconds < self.judge(best).seconds:
+                        best = found
+                        self.remember(best)
         return best, work
 
     def least(self, inputs_move: bool) -> StagePlan:
