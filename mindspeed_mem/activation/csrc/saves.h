@@ -312,8 +312,8 @@ inline Own keep_weight(Hooks* of, PyObject* rerunning, PyObject* tensor) {
   if (!stays_itself(given) || fast_tensors::is_plain(tensor, of->device_type)) return Own();
   PyObject* self = rerun.saved.get(rerunning);
   must(PyList_Append(saves.slots.get(self), Py_None));  // `Saves.adds`
-  Own none = own(PyLong_FromLong(-1));
-  must(PyList_Append(module_rerun.seen.get(self), none.get()));
+  Own not_made = own(PyLong_FromLong(-1));
+  must(PyList_Append(module_rerun.seen.get(self), not_made.get()));
   return call(engine.native, tensor);
 }
 
@@ -356,8 +356,8 @@ inline Own keep_remade(Hooks* of, PyObject* tensor, PyObject* batch, bool by_fun
     return Own();
   }
   Own owner = own(PyTuple_Pack(3, module_rerun.layer.get(mine), module_rerun.op.get(mine), module_rerun.number.get(mine)));
-  Own none = own(PyLong_FromLong(0));
-  Own made = new_record(of->mover, batch, owner.get(), storage.get(), counted.get(), given, none.get());
+  Own distance = own(PyLong_FromLong(0));
+  Own made = new_record(of->mover, batch, owner.get(), storage.get(), counted.get(), given, distance.get());
   Own reference = reference_to(made.get());
   record_name.set(marks.get(), reference.get());
   leave(made.get(), engine.DROPPED, mine);  // `Rerun.take`

@@ -273,23 +273,16 @@ class ModuleRerun(Rerun):
         under_way.append(self)
         self._noted_again = 0
         try:
-            with ExitStack() as stack:
+            with ExitStack() as stack, contextlib.suppress(Enough):
                 self._put_back_afterwards(stack, args, kwargs, attributes)
-                grad = torch.is_grad_enabled()
-                torch._C._set_grad_enabled(True)
+                self.mover.begin_again(leaves)
                 try:
-                    self.mover.begin_again(leaves)
-                    try:
-                        with saved_tensors_hooks(pack, self._no_backward):
-                            # who collects what modules return by a context variable (Hugging Face) has it already
-                            result = contextvars.Context().run(self.call, *args, **kwargs)
-                    finally:
-                        self.mover.end_again()
-                    look(result)
-                except Enough:
-                    pass
+                    with saved_tensors_hooks(pack, self._no_backward):
+                        # who collects what modules return by a context variable (Hugging Face) has it already
+                        result = contextvars.Context().run(self.call, *args, **kwargs)
                 finally:
-                    torch._C._set_grad_enabled(grad)
+                    self.mover.end_again()
+                look(result)
         finally:
             under_way.pop()
             _empty(leaves)
@@ -308,6 +301,7 @@ class ModuleRerun(Rerun):
             stack.enter_context(reader(list(modules_of(self.call)), tensors_in((args, kwargs))))
         if self._random is not None:
             stack.enter_context(rng.as_of(self._random))
+        stack.enter_context(torch.enable_grad())
         for then, now in zip(self._autocast, _autocast_now(), strict=True):
             if then != now:
                 stack.enter_context(torch.autocast(*then))
@@ -389,7 +383,9 @@ class ModuleRerun(Rerun):
     def _starts_with(self, places: Mapping[Changeable, bool]) -> None:
         """What counts its runs may do something else after many: a second run finds what the first one found."""
         self._places = list(places)
-        self._then: list[tuple[Changeable, Any]] = [(place, place.read()) for place in places if places[place]]
+        self._then: list[tuple[Changeable, Any]] = [
+            (place, place.read()) for place, differs in places.items() if differs
+        ]
 
     def settle(self, why_not: str, places: Mapping[Changeable, bool]) -> None:
         """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""

@@ -42,8 +42,8 @@ _WAYS = 2
 """Ways to lay out counts that are looked at more closely."""
 _STEP = 0.01
 """By what share of the limit memory's price is found."""
-_WITHIN = 4
-"""One part of so many of the work is for changes of two letters of one layer."""
+_PUT_BY = 4
+"""One part of so many of the work is put by for changes of two letters of one layer."""
 _LEAST = 1_000_000
 """Operators played at most for the plan of the lowest peak."""
 
@@ -149,7 +149,7 @@ class StageSearch:
         starts += [partial(self._further, problem, best, inputs_move, far) for far in (2.0, 0.5)]
         starts += [partial(self._refine, problem, kind, enough) for kind in kinds]
         starts += [lambda: self.least(inputs_move), lambda: best]
-        for within, rest in ((False, work // _WITHIN), (True, 0)):
+        for within, rest in ((False, work // _PUT_BY), (True, 0)):
             most = (work - rest) // 4
             for number, start in enumerate(starts, 1):
                 left = work - rest
