@@ -16,11 +16,10 @@ from mindspeed_mem.device import native_build
 from mindspeed_mem.device.extensions import Extension
 
 _SOURCES = Path(__file__).parent / "csrc"
-_HEADERS = ("arguments", "hooks", "ledger", "moves", "objects", "operators", "random", "runs", "saves", "tape")
 EXTENSION = Extension(
     _SOURCES / "hot_path.cpp",
     "the engine's hot path",
-    (native_build.SOURCES / "fast_tensors.h", *(_SOURCES / f"{name}.h" for name in _HEADERS)),
+    (native_build.SOURCES / "fast_tensors.h", *sorted(_SOURCES.glob("*.h"))),
 )
 
 native: ModuleType | None = None

@@ -367,6 +367,8 @@ class SavedTensors:
             watch.holds(found.token)
         return handle
 
+    hold_slowly = hold  # where the other is in C++
+
     def _hold(self, tensor: torch.Tensor) -> Handle:
         if not fast_tensors.is_plain(tensor, self._device_type):
             return native(tensor)

@@ -146,7 +146,7 @@ class SecondRuns:
             raise OverwrittenError(f"{rerun} changes its input in place, so it cannot run again. {TAKE_OUT}")
         if trial is None:
             of.ran(rerun)
-        rerun.returns(result if path else None, micro_batch.owner_of)  # what a whole layer returns stays
+        rerun.returns(result if path else None, micro_batch)  # what a whole layer returns stays
         if not given or any([tensor.numel() for tensor in given]):  # an expert may be without tokens
             micro_batch.recomputed.append((layer, path, weakref.ref(rerun)))
         return result

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from mindspeed_mem.activation import course, hot_path, operator_runs, regions
+from mindspeed_mem.activation import course, hot_path, operator_runs, regions, saved_tensors
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
 from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, second_run, tape
@@ -47,6 +47,7 @@ def use(module: ModuleType | None) -> None:
         "SavedSlot": dropped.Slot,
         "Saves": dropped.Saves,
         "Tape": tape.Tape,
+        "SavedTensors": saved_tensors.SavedTensors,
         "OperatorRuns": operator_runs.OperatorRuns,
     }
     others = {
@@ -63,6 +64,7 @@ def use(module: ModuleType | None) -> None:
         "DONE": cpu.DONE,
         "NOTHING": dropped.NOTHING,
         "NO_OPERATOR": NO_OPERATOR,
+        "NO_OWNER": micro_batch.NO_OWNER,
         "own": own_tensors.own,
         "native": records.native,
         "told_to_stay": own_tensors.told_to_stay,
@@ -84,10 +86,12 @@ def use(module: ModuleType | None) -> None:
         "empty": fast_tensors.empty,
         "enough": module_rerun.Enough,
         "facts_of": tape.facts_of,
+        "as_it_drew": tape._as_it_drew,
         "Ref": tape.Ref,
         "Step": tape.Step,
     }
-    replaced = module.connect(classes, others) | {(marks, "of"): module.marks_of}
+    replaced = module.connect(classes, others)
+    replaced |= {(marks, "of"): module.marks_of, (tape, "_run"): module.tape_runs}
     for (cls, name), method in replaced.items():
         _in_python[cls, name] = vars(cls)[name]
         setattr(cls, name, method)

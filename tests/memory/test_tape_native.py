@@ -1,4 +1,4 @@
-"""Inline code is noted in C++ as in Python, whatever it does."""
+"""Inline code is noted in C++ as in Python, whatever it does, and runs again to the same bits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.rerun.tape import Tape
 from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.records import Handle
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.plan import load_memory_config
 
@@ -61,15 +62,16 @@ def noted(program, in_python: bool) -> dict:
         given = torch.randn(4, 4)
         with tape:
             kept = program(given)
-        steps = [(*step[:-1], step.random is None) for step in tape._steps]
-        del kept
-        return {
-            "steps": steps,
+        found = {
+            "steps": [(*step[:-1], step.random is None) for step in tape._steps],
             "made": sorted(tape._made),
             "blank": tape._blank,
             "arguments": sorted(tape._arguments),
             "why not": tape.why_not,
         }
+        again = tape.finish(lambda tensor: Handle(tensor), try_out=True)
+        del kept
+        return found | {"made again": sorted(key for _, key in again), "why not again": tape.why_not}
     finally:
         engines.stop()
 
@@ -82,3 +84,5 @@ def test_noted_alike(name):
         assert noted(PROGRAMS[name], True)["why not"]
     [python, native] = [noted(PROGRAMS[name], in_python) for in_python in (True, False)]
     assert str(python) == str(native)
+    assert python["why not again"] == python["why not"]  # a second run has given the same bits
+    assert python["made again"] or python["why not"] or name in ("nothing", "a view of its input in place")

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "saves.h"
+#include "tape.h"
 
 #include <frameobject.h>
 #include <torch/csrc/autograd/function.h>
@@ -91,6 +91,8 @@ inline PyObject* pack(PyObject* hooks, PyObject* tensor) {
       if (Own kept = keep_weight(of, rerunning, tensor)) {
         return with_own(kept.get(), tensor, by_function).release();
       }
+    } else if (Py_TYPE(rerunning) == engine.Tape) {
+      if (Own kept = keep_on_tape(of, rerunning, tensor, batch, by_function)) return kept.release();
     }
     return slowly.call(of->saved, tensor, by_function ? Py_True : Py_False).release();
   });

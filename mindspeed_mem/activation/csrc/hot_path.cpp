@@ -5,7 +5,6 @@
 #include "hooks.h"
 #include "random.h"
 #include "runs.h"
-#include "tape.h"
 
 namespace hot {
 namespace {
@@ -32,6 +31,8 @@ Method methods[] = {
     {"Made", {"__del__", made_dies, METH_NOARGS, nullptr}},
     {"Rerun", {"fill", fast(rerun_fills), METH_FASTCALL, nullptr}},
     {"ModuleRerun", {"refill", refill, METH_O, nullptr}},
+    {"ModuleRerun", {"_fill", fast(module_rerun_fills), METH_FASTCALL, nullptr}},
+    {"ModuleRerun", {"_returns_one", fast(module_rerun_returns_one), METH_FASTCALL, nullptr}},
     {"ModuleRerun", {"enters_again", fast(module_rerun_enters_again), METH_FASTCALL, nullptr}},
     {"Saver", {"__del__", saver_dies, METH_NOARGS, nullptr}},
     {"MicroBatch", {"operator_ended", micro_batch_operator_ended, METH_NOARGS, nullptr}},
@@ -41,6 +42,7 @@ Method methods[] = {
     {"MicroBatch", {"dropped", micro_batch_dropped, METH_O, nullptr}},
     {"MicroBatch", {"unpacks", micro_batch_unpacks, METH_O, nullptr}},
     {"MicroBatch", {"backward_reaches", micro_batch_backward_reaches, METH_O, nullptr}},
+    {"SavedTensors", {"hold", saved_tensors_holds, METH_O, nullptr}},
     {"Tape", {"_note", fast(tape_notes), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_start", fast(operator_runs_start), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_leave", operator_runs_leave, METH_O, nullptr}},
@@ -89,7 +91,7 @@ void find_slots(PyObject* classes) {
   in("MadeBy", {&made_by.rerun, &made_by.slot, &made_by.version, &made_by.base});
   in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
                      &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number,
-                     &module_rerun.untried, &module_rerun.entered_again});
+                     &module_rerun.untried, &module_rerun.entered_again, &filled});
   in("Observation", {&observation.stopwatch, &observation.counting});
 }
 
@@ -114,7 +116,8 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"Record", &engine.Record},         {"Handle", &engine.Handle},       {"Token", &engine.Token},
         {"Marks", &engine.Marks},           {"Mover", &engine.Mover},         {"CpuBackend", &engine.CpuBackend},
         {"ModuleRerun", &engine.ModuleRerun}, {"SavedSlot", &engine.SavedSlot}, {"Made", &engine.Made},
-        {"Saver", &engine.Saver},           {"MicroBatch", &engine.MicroBatch},
+        {"Saver", &engine.Saver},           {"MicroBatch", &engine.MicroBatch}, {"MadeBy", &engine.MadeBy},
+        {"Tape", &engine.Tape},
     };
     for (const auto& [name, to] : types) take(args[0], name, reinterpret_cast<PyObject**>(to));
     const std::pair<const char*, PyObject**> others[] = {
@@ -131,6 +134,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"DONE", &engine.DONE},
         {"NOTHING", &engine.NOTHING},
         {"NO_OPERATOR", &engine.NO_OPERATOR},
+        {"NO_OWNER", &no_owner},
         {"own", &engine.own},
         {"native", &engine.native},
         {"told_to_stay", &engine.told_to_stay},
@@ -152,6 +156,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"empty", &engine.empty},
         {"enough", &enough},
         {"facts_of", &facts_of},
+        {"as_it_drew", &as_it_drew},
         {"Ref", reinterpret_cast<PyObject**>(&ref_type)},
         {"Step", reinterpret_cast<PyObject**>(&step_type)},
     };
@@ -186,9 +191,13 @@ PyMethodDef functions[] = {
     {"runs", fast(runs), METH_FASTCALL, nullptr},
     {"begins", fast(begins), METH_FASTCALL, nullptr},
     {"ends", fast(ends), METH_FASTCALL, nullptr},
+    {"autocast_now", autocast_now, METH_O, nullptr},
+    {"empty_all", empty_all, METH_O, nullptr},
+    {"has_managed", has_managed, METH_O, nullptr},
     {"host_state", host_state, METH_O, nullptr},
     {"same_states", fast(same_states), METH_FASTCALL, nullptr},
     {"marks_of", marks_of, METH_O, nullptr},
+    {"tape_runs", fast(tape_runs), METH_FASTCALL, nullptr},
     {"tensors_in", tensors_in, METH_O, nullptr},
     {"split", fast(split), METH_FASTCALL, nullptr},
     {"join", fast(join), METH_FASTCALL, nullptr},

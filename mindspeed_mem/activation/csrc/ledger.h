@@ -127,6 +127,13 @@ inline Own new_marks(PyObject* attributes) {
   return made;
 }
 
+// `Marks.keep`
+inline void keep_here(PyObject* marks) {
+  static Name stays("stays"), record("record");
+  stays.set(marks, Py_True);
+  record.set(marks, Py_None);
+}
+
 // `marks.of`
 inline PyObject* marks_of(PyObject*, PyObject* storage) {
   return guarded([&] {

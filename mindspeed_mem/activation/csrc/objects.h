@@ -238,7 +238,7 @@ inline struct RerunSlots {
 inline struct Engine {
   PyTypeObject *Record = nullptr, *Handle = nullptr, *Token = nullptr, *Marks = nullptr, *Mover = nullptr,
                *CpuBackend = nullptr, *ModuleRerun = nullptr, *SavedSlot = nullptr, *Made = nullptr, *Saver = nullptr,
-               *MicroBatch = nullptr;
+               *MicroBatch = nullptr, *MadeBy = nullptr, *Tape = nullptr;
   PyObject *DEVICE = nullptr, *COPYING = nullptr, *HOST = nullptr, *LOADED = nullptr, *KEPT = nullptr,
            *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
            *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr, *TAG = nullptr;

@@ -317,6 +317,16 @@ inline Own keep_weight(Hooks* of, PyObject* rerunning, PyObject* tensor) {
   return call(engine.native, tensor);
 }
 
+// `Ledger.enter`: the token of a tensor's storage, whose marks these are; empty: it had moved, and is saved again.
+inline Own enter_storage(PyObject* marks, const at::Tensor& tensor, bool is_owned, PyObject* owner) {
+  Own counted = at_token.of(marks);
+  if (counted.get() != Py_None) return token.moved.get(counted.get()) == Py_True ? Own() : std::move(counted);
+  Own nbytes = own(PyLong_FromUnsignedLongLong(tensor.storage().nbytes()));
+  counted = new_token(nbytes.get(), is_owned, false, owner);
+  at_token.set(marks, counted.get());
+  return counted;
+}
+
 // `Rerun.can_run`
 inline bool can_run(PyObject* rerunning) {
   static Name can_run("can_run");
@@ -345,16 +355,10 @@ inline Own keep_remade(Hooks* of, PyObject* tensor, PyObject* batch, bool by_fun
       known_name.of(of->mover).get() != Py_None) {
     return Own();
   }
-  Own counted = at_token.of(marks.get());
-  if (counted.get() == Py_None) {
-    const long long layer = module_rerun.layer.number(mine);
-    const bool owned = layer >= 0 && layer < layers.number(in_force.of(of->saved).get());
-    Own nbytes = own(PyLong_FromUnsignedLongLong(given.storage().nbytes()));
-    counted = new_token(nbytes.get(), owned, false, rerun.owner.get(mine));
-    at_token.set(marks.get(), counted.get());
-  } else if (token.moved.get(counted.get()) == Py_True) {
-    return Own();
-  }
+  const long long layer = module_rerun.layer.number(mine);
+  const bool owned = layer >= 0 && layer < layers.number(in_force.of(of->saved).get());
+  Own counted = enter_storage(marks.get(), given, owned, rerun.owner.get(mine));
+  if (!counted) return Own();
   Own owner = own(PyTuple_Pack(3, module_rerun.layer.get(mine), module_rerun.op.get(mine), module_rerun.number.get(mine)));
   Own distance = own(PyLong_FromLong(0));
   Own made = new_record(of->mover, batch, owner.get(), storage.get(), counted.get(), given, distance.get());
@@ -419,7 +423,9 @@ inline PyObject* rerun_fills(PyObject* self, PyObject* const* args, Py_ssize_t c
     Own nbytes = own(PyLong_FromUnsignedLongLong(tensor.storage().nbytes()));
     enter_copy(tensor, nbytes.get(), record.layer.number(of) >= 0, owner_of(of).get());
     if (!record.attributes.is_none(of)) mark.call(of, storage_of(tensor).get());
-    saves.call(mover, of, args[1], Py_True);
+    if (has_several_streams(mover) || !at_one_stream.is_true(at_backend.of(mover).get())) {
+      saves.call(mover, of, args[1], Py_True);
+    }
     return new_reference(Py_None);
   });
 }

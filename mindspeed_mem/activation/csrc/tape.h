@@ -1,20 +1,98 @@
-// rerun/tape.py: an operation of inline code is noted. What is out of the ordinary goes on in Python, which may begin
-// anew: nothing is noted before all of it has been looked at.
+// rerun/tape.py: operations of inline code are noted, and run again; and what such code saves. What is out of the ordinary
+// goes on in Python, which may begin anew: nothing is noted before all of it has been looked at.
 
 #pragma once
 
 #include "arguments.h"
-#include "moves.h"
+#include "starts.h"
+
+#include <vector>
 
 namespace hot {
 
-inline PyObject* facts_of = nullptr;  // `tape.facts_of`
+inline PyObject* facts_of = nullptr;    // `tape.facts_of`
+inline PyObject* as_it_drew = nullptr;  // `tape._as_it_drew`
 inline PyTypeObject *ref_type = nullptr, *step_type = nullptr;
 
 // `tape._plain`, with memory of its own
 inline bool is_memory(const at::Tensor& tensor) {
   return tensor.layout() == c10::kStrided && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_nested() &&
          tensor.has_storage();
+}
+
+// The number on this tape of a storage with these marks; empty where it has none.
+inline Own key_on_tape(PyObject* tape, PyObject* marks) {
+  static Name name("tape");
+  Own mine = name.of(marks);
+  if (mine.get() == Py_None || target_of(PyTuple_GET_ITEM(mine.get(), 0)).get() != tape) return Own();
+  return Own::of(PyTuple_GET_ITEM(mine.get(), 1));
+}
+
+// How far ahead what this operator has made is moved, if the operator that runs saves it; None: it stays.
+inline Own distance_of(const Hooks* of, PyObject* layer, PyObject* op) {
+  static Name distance("_distance");
+  PyObject* running = last_of(position.stack.get(of->position));
+  return distance.call(of->saved, layer, op, PyTuple_GET_ITEM(running, 0), PyTuple_GET_ITEM(running, 1));
+}
+
+// `SavedTensors._new_record` on a tape: the record, or None of what stays; empty: it is out of the ordinary.
+inline Own begin_record(const Hooks* of, PyObject* tape, PyObject* storage, PyObject* marks, PyObject* batch,
+                        const at::Tensor& tensor) {
+  static Name is_static("static"), known("known"), made("_made"), every("every_record"), record_name("record"),
+      by_producer("by_producer_only"), in_force("_in_force"), layers("num_layers");
+  if (is_static.is_true(marks) || tensor.storage().nbytes() == 0 || known.of(of->mover).get() != Py_None) return Own();
+  Own key = key_on_tape(tape, marks), plan = in_force.of(of->saved);
+  const bool made_here = key && must(PyDict_Contains(made.of(tape).get(), key.get())) == 1;
+  Own owner = owner_in(batch, tensor), maker = own(PyTuple_GetSlice(owner.get(), 0, 2));
+  PyObject *layer = PyTuple_GET_ITEM(maker.get(), 0), *op = PyTuple_GET_ITEM(maker.get(), 1);
+  if (!made_here && (every.is_true(of->saved) || !by_producer.is_true(plan.get()) ||
+                     distance_of(of, layer, op).get() != Py_None)) {
+    return Own();
+  }
+  const bool owned = number_of(layer) >= 0 && number_of(layer) < layers.number(plan.get());
+  Own counted = enter_storage(marks, tensor, owned, maker.get());
+  if (!counted) return Own();
+  if (!made_here) {
+    keep_here(marks);
+    return Own::of(Py_None);
+  }
+  Own distance = own(PyLong_FromLong(0));
+  Own found = new_record(of->mover, batch, owner.get(), storage, counted.get(), tensor, distance.get());
+  record.state.set_borrowed(found.get(), engine.KEPT);
+  record_name.set(marks, reference_to(found.get()).get());
+  return found;
+}
+
+// What inline code saves that runs again, as `SavedTensors.pack_slowly` keeps it; empty: it is out of the ordinary.
+inline Own keep_on_tape(const Hooks* of, PyObject* tape, PyObject* tensor, PyObject* batch, bool by_function) {
+  static Name stays("stays"), record_name("record"), by_name("made_by"), select("select");
+  if (by_function || batch == Py_None || is_watched(of) || has_several_streams(of->mover) ||
+      !on_home_stream(of, batch) || !fast_tensors::is_plain(tensor, of->device_type)) {
+    return Own();
+  }
+  const at::Tensor& given = THPVariable_Unpack(tensor);
+  Own storage = storage_of(given), attributes = attributes_of(storage.get());
+  Own marks = Own::of(marks_in(attributes.get())), number = Own::of(micro_batch.count.get(batch));
+  if (!marks) return Own();
+  if (stays.is_true(marks.get())) return new_handle(tensor, Py_None, batch, number.get());
+  if (by_name.of(marks.get()).get() != Py_None) return Own();
+  Own reference = record_name.of(marks.get());
+  Own mine = reference.get() == Py_None ? Own() : target_of(reference.get());
+  if (!mine) {
+    mine = begin_record(of, tape, storage.get(), marks.get(), batch, given);
+    if (!mine) return Own();
+    if (mine.get() == Py_None) return new_handle(tensor, Py_None, batch, number.get());
+  } else if (record.way_back.get(mine.get()) != of->mover || record.state.get(mine.get()) != engine.KEPT ||
+             !holds(record.version.get(mine.get()), record.base.get(mine.get()), given)) {
+    return Own();
+  }
+  Own kept = handle_of(tensor, mine.get(), batch, number.get());
+  if (record.distance.number(mine.get()) >= 0) {
+    Own distance = distance_of(of, record.layer.get(mine.get()), record.op.get(mine.get()));
+    // The tape may turn out to start from it: then it stays.
+    if (distance.get() != Py_None) select.call(batch, mine.get(), distance.get(), Py_False);
+  }
+  return kept;
 }
 
 class TapeNote {
@@ -119,12 +197,7 @@ class TapeNote {
     return call(slot_type, number.get());
   }
 
-  // Its number on this tape; empty where it has none.
-  Own known_key(PyObject* marks) {
-    Own mine = names().tape.of(marks);
-    if (mine.get() == Py_None || target_of(PyTuple_GET_ITEM(mine.get(), 0)).get() != tape_) return Own();
-    return Own::of(PyTuple_GET_ITEM(mine.get(), 1));
-  }
+  Own known_key(PyObject* marks) { return key_on_tape(tape_, marks); }
 
   // `Tape._key`
   Own key_of(PyObject* marks) {
@@ -199,6 +272,73 @@ inline PyObject* tape_notes(PyObject* self, PyObject* const* args, Py_ssize_t co
       slowly.call(self, args[0], args[1], args[2], args[3], args[4]);
     }
     return new_reference(Py_None);
+  });
+}
+
+// What `_run` needs to have no longer, by the step after which that is so.
+inline std::vector<std::vector<PyObject*>> last_needed(PyObject* steps, PyObject* wanted, PyObject* last) {
+  const Py_ssize_t count = PyList_GET_SIZE(steps);
+  std::vector<std::vector<PyObject*>> unused(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Own number = own(PyLong_FromSsize_t(i));
+    for (const Py_ssize_t touched : {3, 4}) {  // reads, writes
+      Own keys = own(PySequence_List(PyTuple_GET_ITEM(PyList_GET_ITEM(steps, i), touched)));
+      for (Py_ssize_t k = 0; k < PyList_GET_SIZE(keys.get()); ++k) {
+        must(PyDict_SetItem(last, PyList_GET_ITEM(keys.get(), k), number.get()));
+      }
+    }
+  }
+  PyObject *key = nullptr, *number = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(last, &at, &key, &number);) {
+    if (must(PySet_Contains(wanted, key)) == 0) unused[number_of(number)].push_back(key);
+  }
+  return unused;
+}
+
+// tape._run(steps, wanted, there)
+inline PyObject* tape_runs(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (count != 3) {
+      PyErr_SetString(PyExc_TypeError, "_run takes steps, what is wanted of them, and what is there");
+      return nullptr;
+    }
+    PyObject *steps = args[0], *there = args[2];
+    Own last = own(PyDict_New());
+    const auto unused = last_needed(steps, args[1], last.get());
+    const at::AutoGradMode without_graph(false);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(steps); ++i) {
+      PyObject* step = PyList_GET_ITEM(steps, i);
+      PyObject *function = PyTuple_GET_ITEM(step, 0), *refs = PyTuple_GET_ITEM(step, 2);
+      PyObject *numbers = PyTuple_GET_ITEM(step, 5), *random = PyTuple_GET_ITEM(step, 6);
+      Own outputs = own(PyList_New(0));
+      {
+        Own given = copied(PyTuple_GET_ITEM(step, 1), [&](PyObject* one) {
+          if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != slot_type) return Own();
+          PyObject* ref = PyList_GET_ITEM(refs, number_of(PyTuple_GET_ITEM(one, 0)));
+          Own storage = own(PyObject_GetItem(there, PyTuple_GET_ITEM(ref, 0))), layout = own(PyTuple_GetSlice(ref, 1, 5));
+          return own(THPVariable_Wrap(laid_out(THPStorage_Unpack(storage.get()), layout.get())));
+        });
+        PyObject *positional = PyTuple_GET_ITEM(given.get(), 0), *named = PyTuple_GET_ITEM(given.get(), 1);
+        Own result = random == Py_None ? own(PyObject_Call(function, positional, named))
+                                       : call(as_it_drew, random, function, positional, named);
+        collect(result.get(), outputs.get());
+      }
+      if (PyList_GET_SIZE(outputs.get()) != PyList_GET_SIZE(numbers)) {
+        PyErr_Format(PyExc_ValueError, "%R has returned another number of tensors", function);
+        return nullptr;
+      }
+      for (Py_ssize_t k = 0; k < PyList_GET_SIZE(numbers); ++k) {
+        PyObject* number = PyList_GET_ITEM(numbers, k);
+        if (number == Py_None) continue;
+        Own storage = storage_of(THPVariable_Unpack(PyList_GET_ITEM(outputs.get(), k)));
+        must(PyDict_SetItem(there, number, storage.get()));
+      }
+      outputs = Own();
+      for (PyObject* key : unused[i]) {
+        if (must(PyDict_Contains(there, key))) must(PyDict_DelItem(there, key));
+      }
+    }
+    return new_reference(there);
   });
 }
 

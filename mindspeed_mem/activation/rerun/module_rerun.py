@@ -22,12 +22,14 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
 from mindspeed_mem.activation.rerun.state import Changeable, nearly_same, put_back, same_bits
 from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import (
     DROPPED,
@@ -177,17 +179,22 @@ class ModuleRerun(Rerun):
         if rng.same(self._random, rng.capture_as(self._random)):
             self._random = None  # it drew nothing
 
-    def returns(self, result: Any, owner_of: Callable[[torch.Tensor], Owner]) -> None:
+    def returns(self, result: Any, micro_batch: MicroBatch) -> None:
         """Whoever saves what the operator returns keeps a record that this makes again."""
         for index, leaf in enumerate(tensors_in(result)):
             self.outputs.append(None)
-            part = local_of(leaf)
-            if type(part) is torch.Tensor and part.layout is torch.strided:
-                storage = part.untyped_storage()
-                node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
-                made_here = node is None or self.made(storage, owner_of(leaf))
-                if made_here and not _known(storage, part):
-                    marks.of(storage).made_by = MadeBy(self, index, part)
+            self._returns_one(index, leaf, micro_batch)
+
+    def _returns_one(self, index: int, leaf: torch.Tensor, micro_batch: MicroBatch) -> None:
+        part = local_of(leaf)
+        if type(part) is torch.Tensor and part.layout is torch.strided:
+            storage = part.untyped_storage()
+            node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
+            made_here = node is None or self.made(storage, micro_batch.owner_of(leaf))
+            if made_here and not _known(storage, part):
+                marks.of(storage).made_by = MadeBy(self, index, part)
+
+    _returns_one_slowly = _returns_one  # where the other is in C++
 
     def makes(self, slot: int, record: Record) -> None:
         self.outputs[slot] = weakref.ref(record)
@@ -276,11 +283,14 @@ class ModuleRerun(Rerun):
             with ExitStack() as stack, contextlib.suppress(Enough):
                 self._put_back_afterwards(stack, args, kwargs, attributes)
                 self.mover.begin_again(leaves)
+                with_graph = torch.is_grad_enabled()
+                torch.set_grad_enabled(True)
                 try:
                     with saved_tensors_hooks(pack, self._no_backward):
                         # who collects what modules return by a context variable (Hugging Face) has it already
                         result = contextvars.Context().run(self.call, *args, **kwargs)
                 finally:
+                    torch.set_grad_enabled(with_graph)
                     self.mover.end_again()
                 look(result)
         finally:
@@ -301,9 +311,9 @@ class ModuleRerun(Rerun):
             stack.enter_context(reader(list(modules_of(self.call)), tensors_in((args, kwargs))))
         if self._random is not None:
             stack.enter_context(rng.as_of(self._random))
-        stack.enter_context(torch.enable_grad())
-        for then, now in zip(self._autocast, _autocast_now(), strict=True):
-            if then != now:
+        now = _autocast_now()
+        for then in () if now == self._autocast else self._autocast:
+            if then not in now:
                 stack.enter_context(torch.autocast(*then))
         for module, training in self.training:
             if module.training != training:
@@ -439,6 +449,8 @@ class ModuleRerun(Rerun):
         self._filled.append(weakref.ref(storage))  # weakly: it may have to leave before the run ends
         self.fill(record, tensor)
 
+    _fill_slowly = _fill
+
     def _differs(self, found: torch.Tensor | None, layout: Layout | None) -> NoReturn:
         what = "saved less" if found is None else f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
         wanted = "" if layout is None else f" instead of shape {tuple(layout[1])} and {layout[0]}"
@@ -461,14 +473,18 @@ def modules_of(call: Callable) -> Iterator[torch.nn.Module]:
 
 def _leaf(tensor: torch.Tensor, wants_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
     """``tensor`` as an input of a second run, with what a program had set on that of the first."""
-    vars(tensor).update(attributes)
-    return tensor.requires_grad_(wants_grad)
+    if attributes:
+        vars(tensor).update(attributes)
+    return tensor.requires_grad_() if wants_grad else tensor
 
 
 def _empty(leaves: list[torch.Tensor]) -> None:
     """Whoever keeps something of the second run keeps its graph, and that its leaves: leave them no memory."""
+    if hot_path.native is not None:
+        hot_path.native.empty_all(leaves)
+        return
     for leaf in leaves:
-        leaf.data = leaf.new_empty(0)
+        leaf.data = fast_tensors.empty(leaf.dtype, leaf.device) if leaf.layout is torch.strided else leaf.new_empty(0)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -513,6 +529,8 @@ def _with_attributes(state: Any, attributes: dict[str, Any]) -> Iterator[None]:
 
 def _autocast_now() -> list[tuple]:
     """What `torch.autocast` takes, for each device: type, dtype, whether it is on, and whether it keeps its casts."""
+    if hot_path.native is not None:
+        return hot_path.native.autocast_now(_autocast_kinds())
     keeps = torch.is_autocast_cache_enabled()
     return [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), keeps) for kind in _autocast_kinds()

@@ -80,10 +80,12 @@ class Rerun(abc.ABC):
 
     def take_if_kept(self, record: Record) -> None:
         """The same, of a record that may have left already."""
-        self.mover.keep(record)  # a copy under way is given up
+        if record.state != KEPT:
+            self.mover.keep(record)  # a copy under way is given up
         if record.state == KEPT:
             self.take(record)
-            self.used_at(record.last_use)
+            if self.moves_inputs:
+                self.used_at(record.last_use)
 
     def keep(self, record: Record) -> None:
         """It need not make ``record`` again: somebody holds its memory."""

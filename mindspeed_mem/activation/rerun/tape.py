@@ -180,8 +180,8 @@ class Tape(Rerun, TorchDispatchMode):
         ``hold`` keeps an input for the second run. ``try_out``: see first whether a second run gives the same bits;
         `why_not` says it if not.
         """
-        alive = [(s, key) for key, ref in self._made.items() if (s := ref()) is not None]
-        alive = [(storage, key) for storage, key in alive if key not in self._blank]
+        blank = self._blank
+        alive = [(s, key) for key, ref in self._made.items() if key not in blank and (s := ref()) is not None]
         arguments, self._arguments = self._arguments, {}
         if try_out and alive and not self.why_not:
             self._try_out(alive, arguments)
@@ -190,6 +190,7 @@ class Tape(Rerun, TorchDispatchMode):
         self._wanted = {key for _, key in alive}
         needed = self._slice(self._wanted)[1]
         self.inputs = {key: hold(tensor) for key, tensor in arguments.items() if key in needed}
+        self.moves_inputs = any([handle.record is not None for handle in self.inputs.values()])
         return alive
 
     def _try_out(self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor]) -> None:
@@ -266,8 +267,7 @@ def _run(
             if step.random is None:
                 result = step.function(*args, **kwargs)
             else:
-                with rng.as_of(step.random):
-                    result = step.function(*args, **kwargs)
+                result = _as_it_drew(step.random, step.function, args, kwargs)
             for made, tensor in zip(step.results, tensors_in(result), strict=True):
                 if made is not None:
                     there[made] = tensor.untyped_storage()
@@ -275,6 +275,11 @@ def _run(
             for key in no_longer:
                 there.pop(key, None)
     return there
+
+
+def _as_it_drew(random: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
+    with rng.as_of(random):
+        return function(*args, **kwargs)
 
 
 def _plain(tensor: torch.Tensor) -> bool:

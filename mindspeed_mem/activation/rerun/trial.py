@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.agreement import collectives_begun, highest
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.dropped import Program
@@ -142,5 +143,7 @@ class Trial(AbstractContextManager):
 def in_managed_memory(given: Any) -> bool:
     """Whether somebody else empties, refills or writes over a tensor among these: as an input it may not be there when
     it is needed, and a second run would write over what the first has returned (Megatron's own gathers do)."""
+    if hot_path.native is not None:
+        return hot_path.native.has_managed(given)
     plain = (leaf.untyped_storage() for leaf in tensors_in(given) if leaf.layout is torch.strided)
     return any(map(marks.is_managed, plain))

@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
@@ -18,18 +19,20 @@ namespace fast_tensors {
 // No subclass, nor a parameter.
 inline bool is_tensor(PyObject* given) { return reinterpret_cast<PyObject*>(Py_TYPE(given)) == THPVariableClass; }
 
-// A tensor that lies so in `storage`.
+// A tensor that lies so in `storage`, which grows where it is too small for that, as with `Tensor.set_`.
 inline at::Tensor view_of(c10::Storage storage, at::ScalarType type, c10::IntArrayRef size, c10::IntArrayRef stride,
                           int64_t offset) {
   const auto device = storage.device();
-  if (device.is_cpu() || device.is_cuda()) {
+  const size_t item = c10::elementSize(type);
+  const bool fits = at::detail::computeStorageNbytes(size, stride, item, offset) <= storage.nbytes();
+  if (fits && (device.is_cpu() || device.is_cuda())) {
     const c10::DispatchKeySet keys(c10::computeDispatchKey(type, c10::nullopt, device));
     const auto meta = c10::scalarTypeToTypeMeta(type);
     auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, meta);
     made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
     return made;
   }
-  // others may have tensors of their own kind
+  // other devices may have tensors of their own kind
   auto made = at::empty({0}, at::TensorOptions().dtype(type).device(device));
   made.set_(std::move(storage), offset, size, stride);
   return made;
