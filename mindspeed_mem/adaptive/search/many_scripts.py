@@ -6,15 +6,15 @@ the plans ("lanes").
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Problem
-from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP
+from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
 from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact, leaving
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class _Copies:
     """Copies at one place in all plans that have them."""
 
     has: Array
-    """(lanes) of float64, 1 or 0; a single one for all lanes."""
+    """(lanes) of float64, 1 or 0."""
     out: float
     saved: int
     due: int
@@ -75,6 +75,45 @@ class Passes(NamedTuple):
     """Seconds of all copies that start in it."""
 
 
+class _Layers(NamedTuple):
+    """Layers of which the same is to be decided."""
+
+    kind: LayerClass
+    previous: LayerClass | None
+    nothing: tuple[bool, ...]
+    """By place of the group: there is nothing to decide."""
+    numbers: list[int]
+    """In the part."""
+    bases: Array
+    """Operators before each."""
+    letters: Array
+    """(layers, places, lanes)"""
+
+
+class _Decision(NamedTuple):
+    """A group of such layers; operators as places after those before the layer, from 1 on."""
+
+    group: Group
+    produced: int
+    first_use: int
+    last_use: int
+
+
+class _Columns(NamedTuple):
+    """Of the operators of layers in a row: (operators, 1)."""
+
+    forward_seconds: Array
+    backward_seconds: Array
+    weight_seconds: Array
+    weight_bytes: Array
+    forward_temporary: Array
+    backward_temporary: Array
+
+
+_SECONDS = "forward_seconds", "backward_seconds", "weight_seconds"
+_BYTES = "weight_bytes", "forward_temporary_bytes", "backward_temporary_bytes"
+
+
 class ManyScripts:
     """One part of a stage under all plans."""
 
@@ -96,8 +135,7 @@ class ManyScripts:
         self._backward_spare = numpy.zeros(shape if temporary else (self.count + 2, 1), numpy.int64)
         self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
         self._copies: list[_Copies] = []
-        self._problem, splits = problem, problem.pipeline.splits
-        self._link, self._distance = problem.link, distance
+        self._problem, self._link, self._distance = problem, problem.link, distance
         self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
         self._waiting: Array = numpy.full(self.lanes, problem.waiting(number, place))
         self._later: list[tuple[int, int, Array]] = []  # (operator, bytes, lanes): see `PartScripts`
@@ -107,27 +145,38 @@ class ManyScripts:
         self._weight_spare = [0] * (self.count + 2)
         outside = (part.before, part.after)
         self._weight_spare[0], self._weight_spare[-1] = (self._spare(one.backward_temporary_bytes) for one in outside)
-        for base, kind in zip(bases, kinds, strict=False):
-            self._weight_seconds += kind.weight_seconds
-            for operator, one in enumerate(kind.operators, base + 1):
-                self._forward_seconds[operator] = one.forward_seconds
-                self._backward_seconds[operator] = one.backward_seconds - one.weight_seconds * splits
-                self._retake[operator] += one.weight_bytes * splits
-                self._weights[operator] = one.weight_seconds
-                self._forward_spare[operator] = self._spare(one.forward_temporary_bytes)
-                self._backward_spare[operator] = spare = self._spare(one.backward_temporary_bytes)
-                self._weight_spare[operator] = spare
-                self._gradient(operator, problem.gradient_on_host(one))
+        self._begin(tuple(kinds))
         self._gradient(self.count + 1, problem.gradient_on_host(part.after))
-        first = 0
-        for layer, kind in enumerate(kinds):
-            mine = numpy.ascontiguousarray(letters[:, first : first + len(kind.groups)].T)
-            self._layer(kind, kinds[layer - 1] if layer else None, bases[layer], mine)
-            first += len(kind.groups)
+        layers = _alike(kinds, bases, letters)
+        made = sorted((one for alike in layers for one in self._decided(alike)), key=lambda one: one[:2])
+        self._copies = [copy for _, _, copy, _ in made]
+        for number, copy in enumerate(self._copies):
+            copy.returns = [one._replace(number=number) for one in copy.returns]
+        self._later += [entry for *_, entry in made if entry is not None]
         late = [one for copy in self._copies for one in copy.returns if one.early]
         self.early = sorted(late, key=lambda one: (-one.early, -one.number))
         """The copies back that may start in the pass before, the first of them first."""
         self._cache: dict[tuple[bool, int | None, bool], Passes] = {}
+
+    def _begin(self, kinds: tuple[LayerClass, ...]) -> None:
+        """What layers take whatever their letters are."""
+        import numpy
+
+        operators, of = slice(1, self.count + 1), _columns(kinds)
+        splits = self._problem.pipeline.splits
+        for kind in kinds:
+            self._weight_seconds += kind.weight_seconds
+        self._forward_seconds[operators] = of.forward_seconds
+        self._backward_seconds[operators] = of.backward_seconds - of.weight_seconds * splits
+        self._retake[operators] += of.weight_bytes * splits
+        self._weights[operators] = of.weight_seconds
+        if self._temporary:
+            self._forward_spare[operators] = numpy.maximum(self._temporary - of.forward_temporary, 0)
+            self._backward_spare[operators] = spare = numpy.maximum(self._temporary - of.backward_temporary, 0)
+            self._weight_spare[operators] = spare[:, 0].tolist()
+        if self._problem.output_gradients:
+            for number, one in enumerate((one for kind in kinds for one in kind.operators), 1):
+                self._gradient(number, self._problem.gradient_on_host(one))
 
     def _gradient(self, number: int, nbytes: int) -> None:
         """See `PartScripts`."""
@@ -143,92 +192,88 @@ class ManyScripts:
             self._backward_seconds[number] += link.slows * seconds / link.out
             self._weights[number] += link.slows * seconds / link.back
 
-    def _layer(self, kind: LayerClass, previous: LayerClass | None, base: int, letters: Array) -> None:
-        import numpy
-
-        alike = (letters == letters[:, :1]).all(axis=1)
-        swapped, again = letters == ord(SWAP), letters == ord(RECOMPUTE)
-        needed: list[int | Array] = [max(kind.index[name] for name in group.used_by) for group in kind.groups]
-        for place in reversed(range(len(kind.groups))):
-            for name in kind.groups[place].needs if again[place].any() else ():
-                other, own = kind.group_index[name], needed[place]
-                if alike[place] and isinstance(own, int) and isinstance(needed[other], int):
-                    needed[other] = max(own, needed[other])
-                else:
-                    needed[other] = numpy.maximum(needed[other], numpy.where(again[place], own, 0))
+    def _decided(self, layers: _Layers) -> Iterator[tuple[int, int, _Copies, tuple[int, int, Array] | None]]:
+        """What the letters of these layers are about: the copies of each layer, by it and the place of the group, with
+        what comes back later."""
+        kind, previous = layers.kind, layers.previous
+        swapped, again = layers.letters == ord(SWAP), layers.letters == ord(RECOMPUTE)
+        needed = _needed(kind, again)
         for place, group in enumerate(kind.groups):
-            first = letters[place, 0]
-            if first == ord(NOTHING):
+            if layers.nothing[place]:
                 continue
             from_before = previous is not None and group.from_previous
             maker = previous if previous is not None and from_before else kind
             at = max(maker.index[name] for name in group.operators if name in maker.index)
-            produced = at + 1 + (base - len(maker.operators) if from_before else base)
-            uses = [base + 1 + kind.index[name] for name in group.used_by]
-            self._take[produced] += group.bytes
+            uses = [kind.index[name] + 1 for name in group.used_by]
+            of = _Decision(group, at + 1 - (len(maker.operators) if from_before else 0), min(uses), max(uses))
+            self._take[layers.bases + of.produced] += group.bytes
             for name, size in leaving(group, kind, self._problem.pipeline.splits):
-                self._regive[base + 1 + kind.index[name]] += size
-            if not alike[place] or first != ord(KEEP):
-                mine = swapped[place], again[place]
-                if alike[place]:
-                    mine = mine[0][:1], mine[1][:1]
-                self._add(group, produced, base + 1, (min(uses), max(uses)), *mine, needed[place])
-                if self._temporary and again[place].any():
-                    spare = self._spare(group.recompute_temporary_bytes)
-                    for one, there in _cases(needed[place], mine[1]):
-                        row = self._backward_spare[base + 1 + one]
-                        numpy.minimum(row, numpy.where(there, spare, row), out=row)
+                self._regive[layers.bases + 1 + kind.index[name]] += size
+            if again[:, place].any():
+                self._recomputed(of, layers, again[:, place], needed[place])
+            if swapped[:, place].any():
+                for layer, copy, later in self._swapped(of, layers, swapped[:, place], needed[place]):
+                    yield layer, place, copy, later
 
-    def _add(
-        self,
-        group: Group,
-        produced: int,
-        base: int,
-        uses: tuple[int, int],
-        swapped: Array,
-        again: Array,
-        needed: int | Array,
-    ) -> None:
-        """A group that is swapped or recomputed in some plans; `base`: the place of its layer's first operator."""
+    def _recomputed(self, of: _Decision, layers: _Layers, again: Array, needed: int | Array) -> None:
+        """again: (layers, lanes)."""
         import numpy
 
-        nbytes = group.bytes
-        if again.any():
-            less = nbytes - group.recompute_keeps
-            self._give[max(uses[1], produced)] += again * less
-            for one, there in _cases(needed, again):
-                self._retake[base + one] += there * less
-                self._backward_seconds[base + one] += there * (group.recompute_seconds or 0.0)
-        if not swapped.any():
-            return
-        saved = max(produced, uses[0])
-        due = max(produced + self._distance, saved)
-        if due > self.count:
-            due = self.count if due == self.count + self._tail else self.count + 1
-        self._give[due] += swapped * nbytes
+        group, bases = of.group, layers.bases
+        less = group.bytes - group.recompute_keeps
+        self._give[bases + max(of.last_use, of.produced)] += again * less
+        for one, there in _cases(needed, again):
+            rows = bases + 1 + one
+            self._retake[rows] += there * less
+            self._backward_seconds[rows] += there * (group.recompute_seconds or 0.0)
+            if self._temporary:
+                before = self._backward_spare[rows]
+                spare = self._spare(group.recompute_temporary_bytes)
+                self._backward_spare[rows] = numpy.minimum(before, numpy.where(there, spare, before))
+
+    def _swapped(
+        self, of: _Decision, layers: _Layers, swapped: Array, needed: int | Array
+    ) -> Iterator[tuple[int, _Copies, tuple[int, int, Array] | None]]:
+        """The copies of each layer in which some plan has one, with what comes back later; swapped: (layers, lanes)."""
+        group, bases = of.group, layers.bases
+        saved = bases + max(of.produced, of.first_use)
+        last = bases + of.last_use
         later = self._problem.on_host(group)
-        back_bytes = nbytes - later
+        back_bytes = group.bytes - later
         slows = 0.0 if self._link.blocking else self._link.slows
         if later:
-            self._later.append((uses[1], later, numpy.broadcast_to(swapped, self.lanes).astype(float)))
-            self._waiting = self._waiting - swapped * later
-            self._weights[uses[1]] += swapped * (slows * later / GB / self._link.back)
-        seconds, seconds_back = nbytes / GB, back_bytes / GB
+            self._waiting = self._waiting - swapped.sum(axis=0) * later
+            self._weights[last] += swapped * (slows * later / GB / self._link.back)
+        seconds, seconds_back = group.bytes / GB, back_bytes / GB
         out, back = exact(seconds / self._link.out), exact(seconds_back / self._link.back)
-        copy = _Copies(swapped.astype(float), out, saved, due)
         if slows:
             self._forward_seconds[saved] += swapped * (slows * seconds / self._link.out)
-        for one, there in _cases(needed, swapped):
-            if slows:
-                self._backward_seconds[base + one] += there * (slows * seconds_back / self._link.back)
-            start = base + one + self._distance
-            early = max(0, start - self.count - self._tail)
-            start = 0 if early else min(start, self.count)
-            if start:
-                self._retake[start] += there * back_bytes
-            number = len(self._copies)
-            copy.returns.append(Return(number, there.astype(float), back_bytes, back, start, early, base + one))
-        self._copies.append(copy)
+        cases = _cases(needed, swapped)
+        for one, there in cases if slows else ():
+            self._backward_seconds[bases + 1 + one] += there * (slows * seconds_back / self._link.back)
+        has = swapped.astype(float)
+        sizes, back_sizes = swapped * group.bytes, [there * back_bytes for _, there in cases]
+        returning = [there.astype(float) for _, there in cases]
+        some = [set(there.any(axis=1).nonzero()[0].tolist()) for _, there in cases]
+        for row, layer in enumerate(layers.numbers):
+            if not swapped[row].any():
+                continue
+            due = max(int(bases[row]) + of.produced + self._distance, int(saved[row]))
+            if due > self.count:
+                due = self.count if due == self.count + self._tail else self.count + 1
+            self._give[due] += sizes[row]
+            copy = _Copies(has[row], out, int(saved[row]), due)
+            for case, (one, _) in enumerate(cases):
+                if row not in some[case]:
+                    continue
+                place = int(bases[row]) + 1 + one
+                start = place + self._distance
+                early = max(0, start - self.count - self._tail)
+                start = 0 if early else min(start, self.count)
+                if start:
+                    self._retake[start] += back_sizes[case][row]
+                copy.returns.append(Return(0, returning[case][row], back_bytes, back, start, early, place))
+            yield layer, copy, (int(last[row]), later, has[row]) if later else None
 
     def passes(self, forward: bool, ahead: int | None, parts: Sequence[ManyScripts], fetched: bool) -> Passes:
         """See `PartScripts.script`; ahead: the part whose backward follows."""
@@ -350,13 +395,58 @@ def key_of(one: Return) -> int:
     return one.number << 32 | one.needed
 
 
+def _alike(kinds: Sequence[LayerClass], bases: Sequence[int], letters: Array) -> list[_Layers]:
+    """The layers of a part by what is to be decided; letters: (lanes, places)."""
+    import numpy
+
+    found: dict[tuple[LayerClass, LayerClass | None, tuple[bool, ...]], list[tuple[int, Array]]] = {}
+    firsts = accumulate((len(kind.groups) for kind in kinds), initial=0)
+    for layer, (kind, first) in enumerate(zip(kinds, firsts, strict=False)):
+        mine = letters[:, first : first + len(kind.groups)].T
+        nothing = tuple((mine[:, 0] == ord(NOTHING)).tolist())
+        found.setdefault((kind, kinds[layer - 1] if layer else None, nothing), []).append((layer, mine))
+    layers = []
+    for key, of_key in found.items():
+        numbers = [layer for layer, _ in of_key]
+        its_bases = numpy.array([bases[number] for number in numbers])
+        layers.append(_Layers(*key, numbers, its_bases, numpy.stack([mine for _, mine in of_key])))
+    return layers
+
+
+def _needed(kind: LayerClass, again: Array) -> list[int | Array]:
+    """Before the backward of which operator each group must be there: a place, or one for each layer and plan."""
+    import numpy
+
+    needed: list[int | Array] = [max(kind.index[name] for name in group.used_by) for group in kind.groups]
+    for place in reversed(range(len(kind.groups))):
+        mine = again[:, place]
+        for name in kind.groups[place].needs if mine.any() else ():
+            other, own = kind.group_index[name], needed[place]
+            needed[other] = numpy.maximum(needed[other], numpy.where(mine, own, 0))
+    return needed
+
+
 def _cases(needed: int | Array, those: Array) -> list[tuple[int, Array]]:
-    """By where it is needed: the lanes of `those` in which it is there."""
+    """By where it is needed: those of `those` in which it is there."""
     import numpy
 
     if isinstance(needed, int):
         return [(needed, those)]
-    return [(int(one), those & (needed == one)) for one in numpy.unique(needed[those] if len(those) > 1 else needed)]
+    return [(int(one), those & (needed == one)) for one in numpy.unique(needed[those])]
+
+
+@lru_cache(maxsize=64)
+def _columns(kinds: tuple[LayerClass, ...]) -> _Columns:
+    import numpy
+
+    def column(values: Iterable[float], dtype: type) -> Array:
+        return numpy.array(list(values), dtype)[:, None]
+
+    of = [one for kind in kinds for one in kind.operators]
+    return _Columns(
+        *(column((getattr(one, name) for one in of), float) for name in _SECONDS),
+        *(column((getattr(one, name) for one in of), numpy.int64) for name in _BYTES),
+    )
 
 
 def _passes(
