@@ -19,7 +19,7 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.module_rerun import TAKE_OUT, ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import MANAGED, Tape
-from mindspeed_mem.activation.rerun.trial import Trial, Trials, TriedOperator, in_managed_memory
+from mindspeed_mem.activation.rerun.trial import Trial, Trials, TriedOperator, flags_of, in_managed_memory
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
@@ -118,12 +118,13 @@ class SecondRuns:
         given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
         training = of.training()
-        verdict = of.verdict(training)
+        flags = flags_of(training)
+        verdict = of.verdict(flags)
         places = None if verdict is None else verdict.places
         rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, training, places)
         partners, device_type = self._in_force.partners, self._mover.backend.tensor_type
         if verdict is not None and position.watch is None and self._saved.may_drop():
-            rerun.saved.program = of.program(training)
+            rerun.saved.program = of.program(flags)
         trial = Trial(of, rerun, partners, device_type) if verdict is None else None
         begin()
         rerun.number = micro_batch.count
@@ -145,7 +146,7 @@ class SecondRuns:
         elif [tensor._version for tensor in given] != versions:
             raise OverwrittenError(f"{rerun} changes its input in place, so it cannot run again. {TAKE_OUT}")
         if trial is None:
-            of.ran(rerun)
+            of.ran(flags, rerun.saved)
         rerun.returns(result if path else None, micro_batch)  # what a whole layer returns stays
         if not given or any([tensor.numel() for tensor in given]):  # an expert may be without tokens
             micro_batch.recomputed.append((layer, path, weakref.ref(rerun)))

@@ -27,17 +27,18 @@ inline bool made_by_a_function(const at::Tensor& tensor) {
   return std::strstr(typeid(made_it).name(), "autograd6PyNode") != nullptr;
 }
 
+// `own_tensors.own`, where a custom function saves it.
 inline Own with_own(PyObject* kept, PyObject* tensor, bool by_function) {
   if (!by_function) return Own::of(kept);
   const at::Tensor& given = THPVariable_Unpack(tensor);
-  const bool itself = Py_TYPE(kept) == engine.Handle && handle.alias.get(kept) == tensor;
-  if (itself || stays_itself(given) || made_by_a_function(given)) {
-    return call(engine.own, kept, tensor);  // its own result, perhaps
-  }
-  Own attributes = own(PyObject_GenericGetDict(tensor, nullptr));
+  if (made_by_a_function(given)) return call(engine.own, kept, tensor);  // its own result, perhaps
+  const bool is_handle = Py_TYPE(kept) == engine.Handle;
+  const Slot& alias = is_handle ? handle.alias : saved_slot.alias;
+  if (stays_itself(given)) alias.set_borrowed(kept, tensor);
+  const bool itself = alias.get(kept) == tensor;
+  Own attributes = own(itself ? PyDict_New() : PyObject_GenericGetDict(tensor, nullptr));
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  Own mine = own(PyTuple_Pack(2, type, attributes.get()));
-  (Py_TYPE(kept) == engine.SavedSlot ? saved_slot.own : handle.own).set(kept, std::move(mine));
+  (is_handle ? handle.own : saved_slot.own).set(kept, own(PyTuple_Pack(2, type, attributes.get())));
   return Own::of(kept);
 }
 
@@ -66,7 +67,7 @@ inline PyObject* pack(PyObject* hooks, PyObject* tensor) {
                              ? PyTuple_GET_ITEM(expected, index)
                              : Py_True;
         if (save == Py_False && by_function) {
-          Own kept = call(engine.native, tensor);
+          Own kept = native_handle(tensor);
           return with_own(kept.get(), tensor, true).release();
         }
         if (save == Py_False && THPVariable_Check(tensor)) {

@@ -44,13 +44,17 @@ inline bool holds(PyObject* version, PyObject* base, const at::Tensor& tensor) {
   return known && THPVariable_Check(known.get()) && THPVariable_Unpack(known.get()).is_same(base_of(tensor));
 }
 
-inline void begin_handle(PyObject* self, const at::Tensor& tensor, PyObject* of, PyObject* batch) {
-  handle.alias.set(self, alias_of(tensor));
-  handle.version.set_number(self, tensor._version());
+inline void begin_handle(PyObject* self, Own alias, Own version, PyObject* of, PyObject* batch) {
+  handle.alias.set(self, std::move(alias));
+  handle.version.set(self, std::move(version));
   handle.record.set_borrowed(self, of);
   handle.micro_batch.set_borrowed(self, batch);
   handle.layout.set_borrowed(self, Py_None);
   handle.own.set_borrowed(self, Py_None);
+}
+
+inline void begin_handle(PyObject* self, const at::Tensor& tensor, PyObject* of, PyObject* batch) {
+  begin_handle(self, alias_of(tensor), own(PyLong_FromLongLong(tensor._version())), of, batch);
 }
 
 // `Handle`, of what is plain
@@ -59,6 +63,25 @@ inline Own new_handle(PyObject* tensor, PyObject* of, PyObject* batch, PyObject*
   begin_handle(made.get(), THPVariable_Unpack(tensor), of, batch);
   handle.number.set_borrowed(made.get(), number);
   saved_by(batch, number);
+  return made;
+}
+
+// `Handle`, of what stays for good
+inline Own plain_handle(const at::Tensor& tensor) {
+  Own made = make(engine.Handle);
+  begin_handle(made.get(), tensor, Py_None, Py_None);
+  handle.number.set_number(made.get(), 0);
+  return made;
+}
+
+// `records.native`
+inline Own native_handle(PyObject* tensor) {
+  if (!THPVariable_Check(tensor)) return call(engine.native, tensor);
+  const at::Tensor& given = THPVariable_Unpack(tensor);
+  if (!given.is_leaf()) return fast_tensors::is_tensor(tensor) ? plain_handle(given) : call(engine.native, tensor);
+  Own made = make(engine.Handle);
+  begin_handle(made.get(), Own::of(tensor), own(PyLong_FromLongLong(given._version())), Py_None, Py_None);
+  handle.number.set_number(made.get(), 0);
   return made;
 }
 
@@ -71,12 +94,7 @@ inline PyObject* handle_begins(PyObject* self, PyObject* args) {
     if (fast_tensors::is_tensor(tensor)) {
       begin_handle(self, THPVariable_Unpack(tensor), of, batch);
     } else {
-      handle.alias.set(self, detach.call(tensor));
-      handle.version.set(self, version.of(tensor));
-      handle.record.set_borrowed(self, of);
-      handle.micro_batch.set_borrowed(self, batch);
-      handle.layout.set_borrowed(self, Py_None);
-      handle.own.set_borrowed(self, Py_None);
+      begin_handle(self, detach.call(tensor), version.of(tensor), of, batch);
     }
     handle.number.set(self, number == nullptr ? must(PyLong_FromLong(0)) : new_reference(number));
     if (batch != Py_None) {
@@ -314,7 +332,7 @@ inline Own keep_weight(Hooks* of, PyObject* rerunning, PyObject* tensor) {
   must(PyList_Append(saves.slots.get(self), Py_None));  // `Saves.adds`
   Own not_made = own(PyLong_FromLong(-1));
   must(PyList_Append(module_rerun.seen.get(self), not_made.get()));
-  return call(engine.native, tensor);
+  return native_handle(tensor);
 }
 
 // `Ledger.enter`: the token of a tensor's storage, whose marks these are; empty: it had moved, and is saved again.

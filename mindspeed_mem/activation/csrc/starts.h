@@ -36,14 +36,6 @@ inline Own owner_in(PyObject* batch, const at::Tensor& tensor) {
   return Own::of(low > 0 ? must(PyList_GetItem(running, low - 1)) : no_owner);
 }
 
-// `Handle`, of what stays for good
-inline Own plain_handle(const at::Tensor& tensor) {
-  Own made = make(engine.Handle);
-  begin_handle(made.get(), tensor, Py_None, Py_None);
-  handle.number.set_number(made.get(), 0);
-  return made;
-}
-
 // `SavedTensors.hold`; empty: Python is to look at it.
 inline Own hold(PyObject* self, PyObject* tensor) {
   static Name hooks("hooks"), in_force_name("_in_force"), plan_name("plan"), moves("swap_recompute_inputs"),

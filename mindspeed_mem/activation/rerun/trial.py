@@ -18,7 +18,7 @@ import torch
 from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.agreement import collectives_begun, highest
 from mindspeed_mem.activation.rerun.arguments import tensors_in
-from mindspeed_mem.activation.rerun.dropped import Program
+from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
 from mindspeed_mem.activation.rerun.state import Called, Changeable, places_of
 from mindspeed_mem.activation.storage import marks
@@ -49,18 +49,16 @@ class TriedOperator:
         """Its modules, and whether they are in training mode."""
         return [(module, module.training) for ref in self._modules if (module := ref()) is not None]
 
-    def verdict(self, training: Sequence[tuple[torch.nn.Module, bool]]) -> Verdict | None:
+    def verdict(self, flags: tuple[bool, ...]) -> Verdict | None:
         """None: it has not been tried with these flags yet."""
-        return self._verdicts.get(tuple([flag for _, flag in training]))
+        return self._verdicts.get(flags)
 
-    def program(self, training: Sequence[tuple[torch.nn.Module, bool]]) -> Program | None:
+    def program(self, flags: tuple[bool, ...]) -> Program | None:
         """What it saves; None: it is not known yet, or varies."""
-        return self._programs.get(tuple([flag for _, flag in training]))
+        return self._programs.get(flags)
 
-    def ran(self, rerun: ModuleRerun) -> None:
+    def ran(self, flags: tuple[bool, ...], saved: Saves) -> None:
         """It has run: two runs alike show what it saves, a later one may show that it varies."""
-        flags = tuple([flag for _, flag in rerun.training])
-        saved = rerun.saved
         if saved.program is not None:
             if len(saved.slots) != len(saved.program.saves):
                 self._programs.pop(flags, None)
@@ -77,12 +75,17 @@ class TriedOperator:
         """Whether it is known not to repeat itself as its flags are now."""
         if not self._refused:
             return False
-        verdict = self.verdict(self.training())
+        verdict = self.verdict(flags_of(self.training()))
         return verdict is not None and bool(verdict.why_not)
 
     def judge(self, training: Sequence[tuple[torch.nn.Module, bool]], verdict: Verdict) -> None:
         self._refused = self._refused or bool(verdict.why_not)
-        self._verdicts[tuple([flag for _, flag in training])] = verdict
+        self._verdicts[flags_of(training)] = verdict
+
+
+def flags_of(training: Sequence[tuple[torch.nn.Module, bool]]) -> tuple[bool, ...]:
+    """By which an operator's modules are told apart from what they are in another mode."""
+    return tuple([flag for _, flag in training])
 
 
 class Trials:
