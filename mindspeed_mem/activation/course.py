@@ -194,7 +194,7 @@ class Watch:
                 again.add(number)
             if number in again or (known and plan.decision(layer, path) is not None):
                 needed.add(number)  # also an expert that had no tokens
-        moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
+        moved = micro_batch.those_moved()
         course.held = held(moved)
         signed = {self._numbers[-1]} if self._numbers else set()
         for record in moved:

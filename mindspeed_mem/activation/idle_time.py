@@ -56,8 +56,7 @@ class IdleTime:
         self._forget_other_plans()
         staying = self._mover.staying
         later = staying.for_weights
-        there = [record for ref in following.moved if (record := ref()) is not None and record.state == HOST]
-        there = [record for record in there if key_of(record) not in later]
+        there = [one for one in following.those_moved() if one.state == HOST and key_of(one) not in later]
         there.sort(key=lambda record: (record.last_use + record.distance, record.last_use), reverse=True)
         # Gradients of weights come first, and what they are made from comes back for two of them at a time.
         between = sum(sorted((nbytes for _, _, nbytes in later), reverse=True)[:2]) + 2 * staying.largest_gradient

@@ -93,8 +93,7 @@ class NativeOperators:
         course, watch = position.course, position.watch
         position.course = position.watch = None
         if course is not None and course is not UNKNOWN:
-            moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
-            if len(course.operators) != micro_batch.count + 1 or held(moved) > course.held:
+            if len(course.operators) != micro_batch.count + 1 or held(micro_batch.those_moved()) > course.held:
                 self.depart()
                 position.course = None
                 return False

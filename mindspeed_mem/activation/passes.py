@@ -242,7 +242,7 @@ class Passes:
     def _note_moved(self, micro_batch: MicroBatch) -> tuple[list[Record], int]:
         """A forward pass has ended: so much may be late of what it moved. Returns what of that is needed yet, and its
         bytes."""
-        moved = [record for ref in micro_batch.moved if (record := ref()) is not None]
+        moved = micro_batch.those_moved()
         nbytes = sum([record.nbytes for record in moved])
         if not self._in_force.everything:
             self._mover.late.pass_moved(micro_batch.key[1], nbytes)

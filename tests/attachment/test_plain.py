@@ -97,6 +97,31 @@ def test_blocks_that_run_twice_or_under_a_checkpoint(plan, changes, attach):
     assert same(results(model, accumulated), plain)
 
 
+class Halved(torch.nn.Module):
+    """A block that writes over what it has saved, unseen by autograd, and saves it once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.act, self.two = torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        kept = self.act(self.one(x))
+        half = kept.data
+        half.mul_(0.5)
+        return self.two(half) + kept
+
+
+@pytest.mark.parametrize("distance", [1, 5])
+def test_what_is_saved_again_under_a_counter_of_its_own_leaves_once(distance, attach):
+    model = Net()
+    model.blocks = torch.nn.ModuleList(Halved() for _ in range(3))
+    plain = results(copy.deepcopy(model), accumulated)
+    layers = [{"backward_prefetch": distance, "layers": True}]
+    attached = attach(model, {"swap_config": {"swap": True, "smallest_bytes": 0, "layer_swap": layers}})
+    assert same(results(model, accumulated), plain)
+    assert attached.engine.mover.bytes_in and LEDGER.held.now == 0
+
+
 @pytest.mark.parametrize("plan", ["swap", "whole"])
 def test_less_memory_is_held(plan, attach):
     model = Net()

@@ -364,7 +364,8 @@ inline void release_due(PyObject* of, long long until) {
       }
     }
     if (!done) release_when_copied.call(mover, one.get());
-    must(PyList_Append(moved, PyTuple_GET_ITEM(entry.get(), 2)));
+    Own id = own(PyLong_FromVoidPtr(one.get()));
+    must(PyDict_SetItem(moved, id.get(), PyTuple_GET_ITEM(entry.get(), 2)));
   }
   Own late = at_late.of(mover);
   if (at_nbytes.number(late.get()) != 0) release_late.call(mover);

@@ -83,6 +83,19 @@ inline Own target_of(PyObject* reference) {
 #endif
 }
 
+// By the name that a backend gives it.
+inline c10::DeviceType device_type(Own name) {
+  static PyObject* last = nullptr;  // never let go of: its address tells it apart
+  static c10::DeviceType type;
+  if (name.get() != last) {
+    const char* text = PyUnicode_AsUTF8(name.get());
+    if (text == nullptr) throw python_error();
+    type = c10::Device(text).type();
+    last = name.release();
+  }
+  return type;
+}
+
 // One of an object's `__slots__`.
 class Slot {
  public:

@@ -38,18 +38,18 @@ inline Own owner_in(PyObject* batch, const at::Tensor& tensor) {
 
 // `SavedTensors.hold`; empty: Python is to look at it.
 inline Own hold(PyObject* self, PyObject* tensor) {
-  static Name hooks("hooks"), in_force_name("_in_force"), plan_name("plan"), moves("swap_recompute_inputs"),
+  static Name where_name("_position"), type("_device_type"), in_force_name("_in_force"), plan_name("plan"),
+      moves("swap_recompute_inputs"),
       every("every_record"), stays("stays"), is_static("static"), record_name("record"), made_by_name("made_by"),
       decision("decision"), activations("activations"), layers("num_layers");
-  Own both = hooks.of(self);
-  const auto* of = reinterpret_cast<Hooks*>(PyCFunction_GET_SELF(PyTuple_GET_ITEM(both.get(), 0)));
-  if (!position.watch.is_none(of->position) || !fast_tensors::is_plain(tensor, of->device_type)) return Own();
+  Own where = where_name.of(self);
+  if (!position.watch.is_none(where.get()) || !fast_tensors::is_plain(tensor, device_type(type.of(self)))) return Own();
   const at::Tensor& given = THPVariable_Unpack(tensor);
   Own storage = storage_of(given), attributes = attributes_of(storage.get());
   Own marks = Own::of(marks_in(attributes.get()));
   if (!marks) marks = new_marks(attributes.get());
   if (stays.is_true(marks.get()) || is_static.is_true(marks.get())) return plain_handle(given);
-  PyObject* batch = position.micro_batch.get(of->position);
+  PyObject* batch = position.micro_batch.get(where.get());
   Own in_force = in_force_name.of(self), plan = plan_name.of(in_force.get());
   if (batch == Py_None || plan.get() == Py_None || given.storage().nbytes() == 0 ||
       record_name.of(marks.get()).get() != Py_None || made_by_name.of(marks.get()).get() != Py_None ||

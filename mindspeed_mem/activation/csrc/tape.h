@@ -66,7 +66,7 @@ inline Own begin_record(const Hooks* of, PyObject* tape, PyObject* storage, PyOb
 // What inline code saves that runs again, as `SavedTensors.pack_slowly` keeps it; empty: it is out of the ordinary.
 inline Own keep_on_tape(const Hooks* of, PyObject* tape, PyObject* tensor, PyObject* batch, bool by_function) {
   static Name stays("stays"), record_name("record"), by_name("made_by"), select("select");
-  if (by_function || batch == Py_None || is_watched(of) || has_several_streams(of->mover) ||
+  if (by_function || batch == Py_None || is_empty(position.stack.get(of->position)) || is_watched(of) || has_several_streams(of->mover) ||
       !on_home_stream(of, batch) || !fast_tensors::is_plain(tensor, of->device_type)) {
     return Own();
   }
@@ -82,7 +82,8 @@ inline Own keep_on_tape(const Hooks* of, PyObject* tape, PyObject* tensor, PyObj
     mine = begin_record(of, tape, storage.get(), marks.get(), batch, given);
     if (!mine) return Own();
     if (mine.get() == Py_None) return new_handle(tensor, Py_None, batch, number.get());
-  } else if (record.way_back.get(mine.get()) != of->mover || record.state.get(mine.get()) != engine.KEPT ||
+  } else if (record.way_back.get(mine.get()) != of->mover || record.micro_batch.get(mine.get()) != batch ||
+             record.state.get(mine.get()) != engine.KEPT ||
              !holds(record.version.get(mine.get()), record.base.get(mine.get()), given)) {
     return Own();
   }
@@ -142,18 +143,6 @@ class TapeNote {
   static Names& names() {
     static Names all;
     return all;
-  }
-
-  static c10::DeviceType device_type(Own name) {
-    static PyObject* last = nullptr;  // never let go of: its address tells it apart
-    static c10::DeviceType type;
-    if (name.get() != last) {
-      const char* text = PyUnicode_AsUTF8(name.get());
-      if (text == nullptr) throw python_error();
-      type = c10::Device(text).type();
-      last = name.release();
-    }
-    return type;
   }
 
   static bool has_generator(PyObject* kwargs) {

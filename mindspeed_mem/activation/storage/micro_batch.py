@@ -67,7 +67,7 @@ class MicroBatch:
         self.fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
         self.due: list[tuple[int, int, weakref.ref[Record]]] = []
         self._tie = count()
-        self.moved: list[weakref.ref[Record]] = []
+        self.moved: dict[int, weakref.ref[Record]] = {}  # by their ids: one may be selected once more
         self.recomputed: list[tuple[int, str, weakref.ref]] = []  # layer, operator, run
         self._saving: list[int] = []  # numbers of the operators that saved something, ascending
         self._alive: dict[int, int] = {}  # how much of what each saved is still there
@@ -137,13 +137,21 @@ class MicroBatch:
                 due = max(record.number + record.distance, self.count)
                 heapq.heappush(self.due, (due, next(self._tie), weakref.ref(record)))
 
+    def leaves(self, record: Record) -> None:
+        """It is released, or will be as soon as it has been copied."""
+        self.moved[id(record)] = weakref.ref(record)
+
+    def those_moved(self) -> list[Record]:
+        """What has left in this pass and is needed yet."""
+        return [record for ref in list(self.moved.values()) if (record := ref()) is not None]
+
     def release_due(self, until: int | None = None) -> None:
         """Release what is due once operator ``until`` has run (None: everything)."""
         while self.due and (until is None or self.due[0][0] <= until):
             record = heapq.heappop(self.due)[2]()
             if record is not None:
                 self.mover.release_when_copied(record)
-                self.moved.append(weakref.ref(record))
+                self.leaves(record)
         if self.mover.late.nbytes:
             self.mover.release_late()
 
@@ -212,7 +220,7 @@ class MicroBatch:
         later = self.mover.staying.for_weights
         live = [
             (r.last_use + r.distance, r.last_use, r.number, -index, ref)
-            for index, ref in enumerate(self.moved)
+            for index, ref in enumerate(list(self.moved.values()))
             if (r := ref()) is not None and r.state in (HOST, COPYING) and not (later and key_of(r) in later)
         ]
         live.sort(reverse=True)

@@ -60,7 +60,8 @@ class InFlight(Protocol):
     home: Stream
     home_key: Any
     in_backward: int
-    moved: list[weakref.ref[Record]]
+
+    def leaves(self, record: Record) -> None: ...
 
     def saved_by(self, number: int) -> None: ...
 
