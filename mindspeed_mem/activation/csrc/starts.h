@@ -39,9 +39,9 @@ inline Own owner_in(PyObject* batch, const at::Tensor& tensor) {
 // `SavedTensors.hold`; empty: Python is to look at it.
 inline Own hold(PyObject* self, PyObject* tensor) {
   static Name where_name("_position"), type("_device_type"), in_force_name("_in_force"), plan_name("plan"),
-      moves("swap_recompute_inputs"),
-      every("every_record"), stays("stays"), is_static("static"), record_name("record"), made_by_name("made_by"),
-      decision("decision"), activations("activations"), layers("num_layers");
+      moves("swap_recompute_inputs"), every("every_record"), stays("stays"), is_static("static"),
+      record_name("record"), made_by_name("made_by"), decision("decision"), activations("activations"),
+      layers("num_layers");
   Own where = where_name.of(self);
   if (!position.watch.is_none(where.get()) || !fast_tensors::is_plain(tensor, device_type(type.of(self)))) return Own();
   const at::Tensor& given = THPVariable_Unpack(tensor);
@@ -92,8 +92,9 @@ inline PyObject* module_rerun_returns_one(PyObject* self, PyObject* const* args,
     const at::Tensor& leaf = THPVariable_Unpack(args[1]);
     if (leaf.layout() != c10::kStrided) return new_reference(Py_None);
     const at::Tensor base = base_of(leaf);
-    if (base.grad_fn() && number_of(PyTuple_GET_ITEM(owner_in(batch, leaf).get(), 2)) < module_rerun.number.number(self)) {
-      return new_reference(Py_None);
+    if (base.grad_fn()) {
+      Own owner = owner_in(batch, leaf);
+      if (number_of(PyTuple_GET_ITEM(owner.get(), 2)) < module_rerun.number.number(self)) return new_reference(Py_None);
     }
     Own storage = storage_of(leaf), attributes = attributes_of(storage.get());
     Own marks = Own::of(marks_in(attributes.get()));

@@ -1,5 +1,5 @@
-// rerun/tape.py: operations of inline code are noted, and run again; and what such code saves. What is out of the ordinary
-// goes on in Python, which may begin anew: nothing is noted before all of it has been looked at.
+// rerun/tape.py: operations of inline code are noted, and run again; and what such code saves. What is out of the
+// ordinary goes on in Python, which may begin anew: nothing is noted before all of it has been looked at.
 
 #pragma once
 
@@ -304,7 +304,8 @@ inline PyObject* tape_runs(PyObject*, PyObject* const* args, Py_ssize_t count) {
         Own given = copied(PyTuple_GET_ITEM(step, 1), [&](PyObject* one) {
           if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != slot_type) return Own();
           PyObject* ref = PyList_GET_ITEM(refs, number_of(PyTuple_GET_ITEM(one, 0)));
-          Own storage = own(PyObject_GetItem(there, PyTuple_GET_ITEM(ref, 0))), layout = own(PyTuple_GetSlice(ref, 1, 5));
+          Own storage = own(PyObject_GetItem(there, PyTuple_GET_ITEM(ref, 0)));
+          Own layout = own(PyTuple_GetSlice(ref, 1, 5));
           return own(THPVariable_Wrap(laid_out(THPStorage_Unpack(storage.get()), layout.get())));
         });
         PyObject *positional = PyTuple_GET_ITEM(given.get(), 0), *named = PyTuple_GET_ITEM(given.get(), 1);

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import StagePlan
@@ -22,9 +22,7 @@ from mindspeed_mem.schedule import Span
 from mindspeed_mem.schedule.simulation import play
 
 if TYPE_CHECKING:
-    import numpy
-
-    Array: TypeAlias = "numpy.ndarray[Any, Any]"
+    from mindspeed_mem.adaptive.search.many_scripts import Array
 
 LANES = 512
 """Plans played at once; more are played in turns, so that memory stays small."""
