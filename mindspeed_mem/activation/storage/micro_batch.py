@@ -67,7 +67,7 @@ class MicroBatch:
         self.fresh: list[weakref.ref[Record]] = []  # selected, produced by an operator that is still running
         self.due: list[tuple[int, int, weakref.ref[Record]]] = []
         self._tie = count()
-        self.moved: dict[int, weakref.ref[Record]] = {}  # by their ids: one may be selected once more
+        self.moved: dict[int, weakref.ref[Record]] = {}  # by id: one may be selected once more
         self.recomputed: list[tuple[int, str, weakref.ref]] = []  # layer, operator, run
         self._saving: list[int] = []  # numbers of the operators that saved something, ascending
         self._alive: dict[int, int] = {}  # how much of what each saved is still there
@@ -137,10 +137,6 @@ class MicroBatch:
                 due = max(record.number + record.distance, self.count)
                 heapq.heappush(self.due, (due, next(self._tie), weakref.ref(record)))
 
-    def leaves(self, record: Record) -> None:
-        """It is released, or will be as soon as it has been copied."""
-        self.moved[id(record)] = weakref.ref(record)
-
     def those_moved(self) -> list[Record]:
         """What has left in this pass and is needed yet."""
         return [record for ref in list(self.moved.values()) if (record := ref()) is not None]
@@ -151,7 +147,7 @@ class MicroBatch:
             record = heapq.heappop(self.due)[2]()
             if record is not None:
                 self.mover.release_when_copied(record)
-                self.leaves(record)
+                self.moved[id(record)] = weakref.ref(record)
         if self.mover.late.nbytes:
             self.mover.release_late()
 

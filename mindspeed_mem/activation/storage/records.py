@@ -60,8 +60,7 @@ class InFlight(Protocol):
     home: Stream
     home_key: Any
     in_backward: int
-
-    def leaves(self, record: Record) -> None: ...
+    moved: dict[int, weakref.ref[Record]]
 
     def saved_by(self, number: int) -> None: ...
 

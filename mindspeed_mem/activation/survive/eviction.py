@@ -139,7 +139,7 @@ class EvictingMover(Mover):
         if not selected:
             record.distance = 1  # back one operator ahead, if there is room by then
         if not listed:
-            record.micro_batch.leaves(record)
+            record.micro_batch.moved[id(record)] = weakref.ref(record)
         return True
 
     def _drop_buffer(self, record: Record, holding: list) -> None:
