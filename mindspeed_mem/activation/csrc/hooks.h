@@ -216,9 +216,7 @@ inline PyTypeObject HooksType = [] {
 inline PyObject* hooks(PyObject*, PyObject* const* args, Py_ssize_t) {
   return guarded([&] {
     Own backend = at_backend.of(args[2]);
-    const char* device_type = PyUnicode_AsUTF8(args[4]);
-    if (device_type == nullptr) throw python_error();
-    const c10::DeviceType type = c10::Device(device_type).type();
+    const c10::DeviceType type = device_type(Own::of(args[4]));
     const bool one_stream = at_one_stream.is_true(backend.get());
     Own made = own(HooksType.tp_alloc(&HooksType, 0));
     auto* of = reinterpret_cast<Hooks*>(made.get());

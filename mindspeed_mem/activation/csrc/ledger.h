@@ -83,10 +83,7 @@ inline void add_unseen(PyObject* self, PyObject* number, PyObject* kept) {
 
 inline PyObject* unseen_adds(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 2) {
-      PyErr_SetString(PyExc_TypeError, "add takes a number and what is kept");
-      return nullptr;
-    }
+    takes(count, 2, "add takes a number and what is kept");
     add_unseen(self, args[0], args[1]);
     return new_reference(Py_None);
   });

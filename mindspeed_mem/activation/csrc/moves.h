@@ -181,10 +181,7 @@ inline void leave(PyObject* of, PyObject* state, PyObject* way_back) {
 
 inline PyObject* record_leaves(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 2) {
-      PyErr_SetString(PyExc_TypeError, "leave takes a state and a way back");
-      return nullptr;
-    }
+    takes(count, 2, "leave takes a state and a way back");
     leave(self, args[0], args[1]);
     return new_reference(Py_None);
   });

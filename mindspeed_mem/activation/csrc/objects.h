@@ -60,6 +60,13 @@ PyObject* guarded(Body&& body) {
   END_HANDLE_TH_ERRORS
 }
 
+// What a function of so many arguments says where it was given another number.
+inline void takes(Py_ssize_t given, Py_ssize_t wanted, const char* what) {
+  if (given == wanted) return;
+  PyErr_SetString(PyExc_TypeError, what);
+  throw python_error();
+}
+
 inline PyObject* new_reference(PyObject* borrowed) {
   Py_INCREF(borrowed);
   return borrowed;

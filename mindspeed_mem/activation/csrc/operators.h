@@ -30,10 +30,7 @@ inline void switch_to(PyObject* of, PyObject* layer, PyObject* path) {
 
 inline PyObject* micro_batch_switches(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 3) {
-      PyErr_SetString(PyExc_TypeError, "switch takes a layer, an operator and its number");
-      return nullptr;
-    }
+    takes(count, 3, "switch takes a layer, an operator and its number");
     Own bound = own(PyLong_FromUnsignedLongLong(at::sequence_number::peek()));
     must(PyList_Append(micro_batch.bounds.get(self), bound.get()));
     Own running = own(PyTuple_Pack(3, args[0], args[1], args[2]));

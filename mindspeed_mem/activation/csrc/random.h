@@ -74,10 +74,7 @@ inline bool are_same(PyObject* states, PyObject* others) {
 // same_states(states, others): False: it takes a closer look.
 inline PyObject* same_states(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 2) {
-      PyErr_SetString(PyExc_TypeError, "same_states takes two states");
-      return nullptr;
-    }
+    takes(count, 2, "same_states takes two states");
     return new_reference(are_same(args[0], args[1]) ? Py_True : Py_False);
   });
 }

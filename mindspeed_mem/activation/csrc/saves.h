@@ -424,10 +424,7 @@ inline bool fill(PyObject* self, PyObject* one, PyObject* layout, const at::Tens
 inline PyObject* rerun_fills(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     static Name slowly("fill_slowly"), mark("mark"), saves("saves");
-    if (count != 2) {
-      PyErr_SetString(PyExc_TypeError, "fill takes a record and a tensor");
-      return nullptr;
-    }
+    takes(count, 2, "fill takes a record and a tensor");
     PyObject *of = args[0], *mover = rerun.mover.get(self);
     if (Py_TYPE(of) != engine.Record || !fast_tensors::is_tensor(args[1])) {
       return slowly.call(self, of, args[1]).release();
@@ -524,10 +521,7 @@ inline void enter_again(PyObject* self, PyObject* path, PyObject* args, PyObject
 // ModuleRerun.enters_again(path, args, kwargs)
 inline PyObject* module_rerun_enters_again(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 3) {
-      PyErr_SetString(PyExc_TypeError, "enters_again takes a path, arguments and keywords");
-      return nullptr;
-    }
+    takes(count, 3, "enters_again takes a path, arguments and keywords");
     enter_again(self, args[0], args[1], args[2]);
     return new_reference(Py_None);
   });

@@ -83,10 +83,7 @@ inline PyObject* module_rerun_returns_one(PyObject* self, PyObject* const* args,
   return guarded([&]() -> PyObject* {
     static Name slowly("_returns_one_slowly"), is_static("static"), stays("stays"), record_name("record"),
         made_by_name("made_by");
-    if (count != 3) {
-      PyErr_SetString(PyExc_TypeError, "_returns_one takes an index, a tensor and a micro-batch");
-      return nullptr;
-    }
+    takes(count, 3, "_returns_one takes an index, a tensor and a micro-batch");
     PyObject *index = args[0], *batch = args[2];
     if (!fast_tensors::is_tensor(args[1])) return slowly.call(self, index, args[1], batch).release();
     const at::Tensor& leaf = THPVariable_Unpack(args[1]);

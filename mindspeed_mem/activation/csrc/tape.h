@@ -252,10 +252,7 @@ class TapeNote {
 // Tape._note(function, args, kwargs, result, random)
 inline PyObject* tape_notes(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 5) {
-      PyErr_SetString(PyExc_TypeError, "_note takes a function, its arguments, what it returned, and a random state");
-      return nullptr;
-    }
+    takes(count, 5, "_note takes a function, its arguments, what it returned, and a random state");
     if (!TapeNote(self).note(args[0], args[1], args[2], args[3], args[4])) {
       static Name slowly("_note_slowly");
       slowly.call(self, args[0], args[1], args[2], args[3], args[4]);
@@ -287,10 +284,7 @@ inline std::vector<std::vector<PyObject*>> last_needed(PyObject* steps, PyObject
 // tape._run(steps, wanted, there)
 inline PyObject* tape_runs(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (count != 3) {
-      PyErr_SetString(PyExc_TypeError, "_run takes steps, what is wanted of them, and what is there");
-      return nullptr;
-    }
+    takes(count, 3, "_run takes steps, what is wanted of them, and what is there");
     PyObject *steps = args[0], *there = args[2];
     Own last = own(PyDict_New());
     const auto unused = last_needed(steps, args[1], last.get());
