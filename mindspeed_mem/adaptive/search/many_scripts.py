@@ -134,7 +134,6 @@ class ManyScripts:
         self._forward_spare = numpy.zeros((self.count + 2, 1), numpy.int64)
         self._backward_spare = numpy.zeros(shape if temporary else (self.count + 2, 1), numpy.int64)
         self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
-        self._copies: list[_Copies] = []
         self._problem, self._link, self._distance = problem, problem.link, distance
         self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
         self._waiting: Array = numpy.full(self.lanes, problem.waiting(number, place))
@@ -147,8 +146,8 @@ class ManyScripts:
         self._weight_spare[0], self._weight_spare[-1] = (self._spare(one.backward_temporary_bytes) for one in outside)
         self._begin(tuple(kinds))
         self._gradient(self.count + 1, problem.gradient_on_host(part.after))
-        layers = _alike(kinds, bases, letters)
-        made = sorted((one for alike in layers for one in self._decided(alike)), key=lambda one: one[:2])
+        rows = _by_kind(kinds, bases, letters)
+        made = sorted((one for layers in rows for one in self._decided(layers)), key=lambda one: one[:2])
         self._copies = [copy for _, _, copy, _ in made]
         for number, copy in enumerate(self._copies):
             copy.returns = [one._replace(number=number) for one in copy.returns]
@@ -395,7 +394,7 @@ def key_of(one: Return) -> int:
     return one.number << 32 | one.needed
 
 
-def _alike(kinds: Sequence[LayerClass], bases: Sequence[int], letters: Array) -> list[_Layers]:
+def _by_kind(kinds: Sequence[LayerClass], bases: Sequence[int], letters: Array) -> list[_Layers]:
     """The layers of a part by what is to be decided; letters: (lanes, places)."""
     import numpy
 
