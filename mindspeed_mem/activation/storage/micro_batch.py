@@ -215,9 +215,9 @@ class MicroBatch:
         """In which order to copy back what has left."""
         later = self.mover.staying.for_weights
         live = [
-            (r.last_use + r.distance, r.last_use, r.number, -index, ref)
-            for index, ref in enumerate(list(self.moved.values()))
-            if (r := ref()) is not None and r.state in (HOST, COPYING) and not (later and key_of(r) in later)
+            (r.last_use + r.distance, r.last_use, r.number, -index, weakref.ref(r))
+            for index, r in enumerate(self.those_moved())
+            if r.state in (HOST, COPYING) and not (later and key_of(r) in later)
         ]
         live.sort(reverse=True)
         self._queue = [(one[0], one[4]) for one in live]
