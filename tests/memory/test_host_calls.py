@@ -19,7 +19,7 @@ OURS = str(ROOT / "mindspeed_mem"), str(ROOT / "patches")
 MOST = {
     "nothing": (entry(op_swap=[]), 105, 100),
     "core attention": (entry(op_swap=[op(r"self_attention\.core_attention", 4)]), 470, 180),
-    "everything": (EVERYTHING, 1215, 200),
+    "everything": (EVERYTHING, 1200, 200),
     "whole layers": (again(recompute=True), 930, 395),
     "norms": (again(select_recompute=[r".*norm"]), 850, 400),
     "inline code": (again(select_recompute=[r"mlp\.activation_func"]), 480, 240),
