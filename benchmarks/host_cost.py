@@ -151,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
     parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
@@ -175,12 +176,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     clock = time.process_time if backend.is_host else time.perf_counter
-    seconds = interleaved(list(chosen), setting, steps, args.rounds, backend.synchronize, clock, warm=1)
+    how = {"warm": 1, "minutes": args.minutes}
+    seconds = interleaved(list(chosen), setting, steps, args.rounds, backend.synchronize, clock, **how)
     rows = rows_of(seconds, args.steps, saved)
     print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")
     print(f"{saved:g} saved tensors a layer; its own time: {rows['no pack']['own_us_per_layer']:.0f} us")
     print(table(rows))
-    write(args, "host_cost", backend, shape, args.rounds, rows)
+    write(args, "host_cost", backend, shape, len(seconds["no pack"]), rows)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def recompute(job: Job) -> list[str]:
 
 def host_cost(job: Job) -> list[str]:
     tiny = ("--rounds", 1, "--steps", 1, "--only", "swap everything", "recompute norms")
-    return job.words("host_cost.py", *tiny if job.tiny else ())
+    return job.words("host_cost.py", "--minutes", job.minutes, *tiny if job.tiny else ())
 
 
 def adaptive(job: Job) -> list[str]:

@@ -24,6 +24,7 @@ class OpNeeds:
 
     def __init__(self) -> None:
         self._known: dict[tuple, int] = {}
+        self._beyond: dict[tuple, int] = {}  # what calls that were known lacked all the same
         self._like: dict[Any, tuple[float, int]] = {}  # at most: parts of what an operator is given, and bytes
         self.margin = 0
         """Bytes of room that are of no use, as far as allocations have failed in spite of them."""
@@ -42,7 +43,7 @@ class OpNeeds:
             return 0
         known = self._known.get(key)
         if known is not None or key[0] not in self._like:
-            return known or 0
+            return (known or 0) + self._beyond.get(key, 0)
         part, most = self._like[key[0]]
         return min(int(part * _given(args, kwargs)), most)
 
@@ -52,6 +53,7 @@ class OpNeeds:
             return
         if len(self._known) >= _MOST:
             self._known.clear()
+            self._beyond.clear()
         before, new = storages(args, kwargs), {}
         for leaf in tree_iter(result):
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
@@ -62,16 +64,28 @@ class OpNeeds:
     def lacked(self, key: tuple | None, nbytes: int, room: int | None, args: tuple, kwargs: dict) -> None:
         """Such a call asked for so many bytes in vain, with this room left."""
         self.left = 0
-        if key is not None:
-            self._learn(key, self._known.get(key, 0) + nbytes, args, kwargs)
+        if key is not None and key not in self._known:
+            self._learn(key, nbytes, args, kwargs)
+        elif key is not None:
+            self._beyond[key] = self._beyond.get(key, 0) + nbytes
+            self._resembles(key[0], self._known[key] + self._beyond[key], args, kwargs)
         if room is not None and nbytes:
             self.margin = max(self.margin, room - nbytes)
 
+    def forget(self) -> None:
+        """Memory is used in another way from now on: what failures have taught is not known of it."""
+        self._beyond.clear()
+        self._like.clear()
+        self.margin = self.left = 0
+
     def _learn(self, key: tuple, nbytes: int, args: tuple, kwargs: dict) -> None:
         self._known[key] = nbytes
-        part, most = self._like.get(key[0], (0.0, 0))
+        self._resembles(key[0], nbytes, args, kwargs)
+
+    def _resembles(self, op: Any, nbytes: int, args: tuple, kwargs: dict) -> None:
+        part, most = self._like.get(op, (0.0, 0))
         given = _given(args, kwargs)
-        self._like[key[0]] = max(part, nbytes / given if given else 0.0), max(most, nbytes)
+        self._like[op] = max(part, nbytes / given if given else 0.0), max(most, nbytes)
 
 
 def _kind(argument: Any) -> Any:

@@ -134,6 +134,14 @@ def test_a_slow_link_is_told_from_slow_computation(problem):
     assert passes_seconds(slower, again) == pytest.approx(1.4 * predicted, rel=0.1)
     near = measured(problem, found, seconds=1.03)
     assert corrected(problem, found.simulated, near) == problem
+    both = corrected(problem, found.simulated, measured(problem, found, seconds=1.6, stall=0.3 * predicted))
+    assert both.link.out < problem.link.out
+    kept, before = (Search(one).simulated(Search(one).keep_all).seconds for one in (both, problem))
+    assert 1.2 < kept / before < 1.5
+    # What left in an emergency took the link, and the time of whoever waited for it.
+    evicted = measured(problem, found, seconds=1.6, stall=0.3 * predicted, evicted=problem.device_limit // 50)
+    after = corrected(problem, found.simulated, evicted)
+    assert (after.link, after.classes) == (problem.link, problem.classes) and after.stages != problem.stages
 
 
 def test_gradients_of_weights_are_corrected_with_the_rest_of_the_backward(problem):

@@ -67,3 +67,18 @@ def test_an_allocator_that_retries_is_left_more_room():
             backend.retries += retries
         margins.append(survival.guard.needs.margin)
     assert margins[:4] == [0, 0, 10**7, 2 * 10**7] and margins[-1] == 10**8
+
+
+def test_what_failures_taught_ends_with_the_plan_they_were_under():
+    backend = InPieces()
+    engine = Engine(load_memory_config(None), backend, survive=True)
+    needs = engine.survival.guard.needs
+    one = torch.ones(64)
+    key = needs.key("op", (one,), {})
+    needs.saw(key, torch.ones(64), (one,), {})
+    needs.lacked(key, 1000, 5000, (one,), {})
+    assert needs.of(key, (one,), {}) == one.nbytes + 1000 and needs.margin == 4000
+    with engine.survival.guarded():
+        backend.retries += 5
+    engine.adopt(load_memory_config(None), lambda mine: [mine])
+    assert needs.of(key, (one,), {}) == one.nbytes and needs.margin == 0

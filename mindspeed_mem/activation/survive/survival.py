@@ -60,6 +60,17 @@ class Survival:
         self.backend.keep_reserve()
         self.policy.varies = any("experts" in path.split(".") for _, path in self._in_force.modules)
 
+    def goes_by(self, planned: bool) -> None:
+        """Steps are of another kind from now on; ``planned``: they should fit. What an allocator keeps, in pieces of
+        the steps before, goes back to the device."""
+        self.policy.forget(planned)
+        self.forget_lacks()
+        self.backend.give_back()
+
+    def forget_lacks(self) -> None:
+        """What has been lacking so far says nothing about the steps that come."""
+        self.guard.needs.forget()
+
     # ---- when memory runs out
     @contextlib.contextmanager
     def guarded(self, parts: int = 1) -> Iterator[None]:

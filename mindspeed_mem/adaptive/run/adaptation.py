@@ -211,6 +211,8 @@ class Adaptation:
         self._follow(start)
 
     def _try(self) -> None:
+        if self._calls == 1 and self.engine.survival is not None:
+            self.engine.survival.forget_lacks()  # those of its first call were of memory that another plan had left
         if self._calls < _CALLS_EACH:
             return
         everyone = self._ranks.gather(self._meter.measured())

@@ -12,8 +12,12 @@ from mindspeed_mem.adaptive.search.simulation import Simulated
 
 CLOSE = 0.05
 """Times that differ by less than this share are taken as equal: single steps differ as much."""
-_SLOWEST = 0.1
-"""Of a link's speed: what it is taken for at least after one correction."""
+_SLOWEST, _SLOWER = 0.1, 0.5
+"""Of a link's speed: what it is taken for at least after one correction; where copies block, and where they do not."""
+_WAITED = CLOSE / 2
+"""Waits for copies that are longer than predicted by no more than this share of a call say nothing about the link."""
+_MOST_WAITED = 0.8
+"""Of a call: waits beyond that are taken for counted twice, on several streams."""
 _LEAST = 0.02
 """Of the limit: what a stage had too little at least, where activations had to leave in an emergency, or where the
 allocator could go on only after it had given back what it kept."""
@@ -47,29 +51,38 @@ def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measure
     """The problem for which the plan simulated as ``simulated`` would have been predicted as it was ``measured``.
 
     Temporaries take up whatever the peaks are off beyond the window of late copies, and what an allocator lacked that
-    had to retry. Where computation waited for copies longer than predicted, the link is slower; so it is, where copies
-    block, if the call took longer at all: a copy also costs the host its time. Otherwise everything is as much slower
-    or faster as the call was.
+    had to retry. Where activations had to leave in an emergency, times say nothing: those copies, and what waited for
+    them, were none of the plan's. Otherwise computation is as much slower or faster as the call was without its waits
+    for copies; where it waited longer than predicted, the link is slower, too. Where copies block, the link is slower
+    if the call took longer at all: a copy also costs the host its time.
     """
     stages = tuple(_stage(problem, simulated, number, measured) for number in range(len(problem.stages)))
     problem = dataclasses.replace(problem, stages=stages)
     predicted, seconds = passes_seconds(problem, simulated), max(one.seconds for one in measured)
-    if abs(seconds - predicted) <= CLOSE * predicted:
+    if any(one.evicted for one in measured) or abs(seconds - predicted) <= CLOSE * predicted:
         return problem
-    link = problem.link
-    waited = max(one.stall - simulated.stalls[one.stage] for one in measured)
-    copies = max(simulated.stalls)
-    slower = 1.0
-    if link.blocking and copies and seconds > predicted:
-        slower = max(_SLOWEST, copies / (copies + seconds - predicted))
-    elif waited > (seconds - predicted) / 2 > 0:
-        slower = max(0.5, predicted / seconds)
-    if slower < 1:
-        return dataclasses.replace(problem, link=_scaled(link, slower, "out", "back", "out_alone", "back_alone"))
-    ratio = seconds / predicted
+    link, foreseen = problem.link, max(simulated.stalls)
     if link.blocking:
-        link = _scaled(link, 1 / ratio, "out", "back", "out_alone", "back_alone")
-    classes = tuple(_class(kind, ratio) for kind in problem.classes)
+        if foreseen and seconds > predicted:
+            return _with_link(problem, max(_SLOWEST, foreseen / (foreseen + seconds - predicted)))
+        ratio = seconds / predicted
+        return _with_link(_with_passes(problem, ratio), 1 / ratio)
+    waited = min(max(one.stall for one in measured), _MOST_WAITED * seconds)
+    beyond = waited - foreseen
+    problem = _with_passes(problem, (seconds - waited) / max(predicted - foreseen, (1 - _MOST_WAITED) * predicted))
+    if beyond <= _WAITED * seconds:
+        return problem
+    return _with_link(problem, max(_SLOWER, 1 - beyond / seconds))
+
+
+def _with_link(problem: Problem, speed: float) -> Problem:
+    """With a link of ``speed`` times what it was taken for."""
+    link = _scaled(problem.link, speed, "out", "back", "out_alone", "back_alone")
+    return dataclasses.replace(problem, link=link)
+
+
+def _with_passes(problem: Problem, ratio: float) -> Problem:
+    """Where all that is computed takes ``ratio`` times as long."""
     stages = tuple(
         dataclasses.replace(
             stage,
@@ -80,7 +93,7 @@ def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measure
         )
         for stage in problem.stages
     )
-    return dataclasses.replace(problem, classes=classes, stages=stages, link=link)
+    return dataclasses.replace(problem, classes=tuple(_class(kind, ratio) for kind in problem.classes), stages=stages)
 
 
 def _stage(problem: Problem, simulated: Simulated, number: int, measured: Sequence[Measured]) -> Stage:
