@@ -13,7 +13,7 @@ from tests import side_streams
 from tests.accelerator.lags import LAGS, under
 from tests.asynchrony.test_several_streams import PLANS
 from tests.asynchrony.test_swap_waits import SCARCE, run
-from tests.attachment.rank_cases import on_device
+from tests.attachment.rank_cases import on_device, seeds
 from tests.memory.test_adaptive_run import life
 from tests.memory.test_survive_oom import under_limits
 from tests.memory.test_trace import check_nesting, events_of, spans, traced
@@ -62,6 +62,13 @@ def test_a_trace_has_the_devices_times(tmp_path):
 def test_attached_models():
     """Plain torch models with plans."""
     assert on_ranks(1, under, "copies late", on_device, ["saved", "mixed", "whole"], device="cuda") == [[]]
+
+
+def test_seeds_of_no_dropout_may_differ():
+    [(same, recomputed)] = on_ranks(1, seeds, 0.0, device="cuda")
+    assert all(same) and recomputed
+    [(same, recomputed)] = on_ranks(1, seeds, 0.5, device="cuda")
+    assert all(same) and not recomputed
 
 
 def recomputed(model: dict) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import mindspeed_mem
 from mindspeed_mem.sdpa import SdpaError, core_attention, hides_the_future
 from tests.worlds import RankError, applied, on_ranks, parallel
 
@@ -85,6 +86,39 @@ def test_follows_the_definition_on_a_gpu(shape, mask):
     found = with_gradients(core_attention, *inputs, hidden=mask().cuda(), scale=0.3)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # on a GPU flash attention, and another kernel
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_it_is_recomputed_whatever_lies_in_memory_that_no_dropout_uses(device, dtype):
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(HEADS * CHANNELS, HEADS * CHANNELS)
+
+        def forward(self, x):
+            heads = self.linear(x).view(LENGTH, BATCH, HEADS, CHANNELS)
+            return core_attention(heads, heads, heads, causal=True)
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(Attention(), Attention()).to(device, dtype)
+    x = torch.randn(LENGTH, BATCH, HEADS * CHANNELS).to(device, dtype)
+
+    def gradients():
+        litter = [torch.full((size,), number, device=device) for size in (1, 2, 64) for number in range(200)]
+        del litter
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [one.grad.clone() for one in model.parameters()]
+
+    plain = gradients()
+    with mindspeed_mem.attach(model, {"recompute_config": {"recompute": True}}, layers=["0", "1"]) as attached:
+        found = [gradients() for _ in range(3)]
+        figures = attached.engine.report()
+    assert figures.recomputed_bytes > 0
+    for again in found:
+        for one, other in zip(again, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
 def test_causal_without_a_mask_and_the_default_scale():

@@ -419,8 +419,8 @@ def test_a_gpu_keeps_a_reserve_counts_retries_and_gives_back():
         backend.limit_memory(torch.cuda.memory_reserved() + 512 * MB)  # other tests may have left pieces of blocks
         kept = [backend.empty(100 * MB) for _ in range(4)]
         del kept
-        backend.empty(300 * MB)  # fits only once the pieces are given back
-        assert backend.allocation_retries() > retries
+        backend.empty(300 * MB)  # in fixed segments it fits only once the pieces are given back
+        assert (backend.allocation_retries() > retries) == (backend.against_pieces() is not None)
         assert backend.give_back() >= 300 * MB
     finally:
         backend.limit_memory(None)

@@ -28,6 +28,7 @@ from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
 from mindspeed_mem.activation.rerun.state import Changeable, nearly_same, put_back, same_bits
+from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
@@ -340,11 +341,12 @@ class ModuleRerun(Rerun):
         saved, leaves_then = self.untried.saved, self.untried.leaves
         changed: dict[Changeable, bool] = {}
         index, nearly, otherwise = 0, False, False
+        seeds = UnusedSeeds()
 
         def compare(one: torch.Tensor | None, other: torch.Tensor | None) -> None:
             """To the end, whatever is found: other ranks may wait for collectives."""
             nonlocal nearly, otherwise
-            if otherwise or (one is not None and other is not None and _same(one, other)):
+            if otherwise or seeds.are(other) or (one is not None and other is not None and _same(one, other)):
                 return
             nearly = True  # kernels that add up in any order differ by that much without recompute, too
             if one is None or other is None or is_host_device(one.device):
@@ -377,7 +379,8 @@ class ModuleRerun(Rerun):
         leaves = [_leaf(leaf, wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
         self.untried.leaves = leaves_then = []
         try:
-            with put_back(places, changed):
+            on_host = self.mover.backend.is_host  # where a mode might change bits, and no kernel has such seeds
+            with put_back(places, changed), contextlib.nullcontext() if on_host else seeds:
                 self._run_as_then(leaves, pack, compare_results)
         except (torch.OutOfMemoryError, MemoryError):
             raise
