@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import logging
 import os
 import re
 import threading
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -58,6 +60,8 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         self._events: dict[object, collections.deque[Any]] = {}  # native events ready for use, by device and kind
         self._stalls: collections.deque[tuple[NativeEvent, NativeEvent]] = collections.deque()
         self._stalled = 0.0
+        self._current_streams: dict[Hashable, Stream] = {}
+        self._copies_on: Stream | None = None  # see `copies_on`
         self._unread = 0  # stalls too many to keep: those kept stand for them
         self._lock = threading.Lock()
         self._told_unpinned = self._is_near = False
@@ -73,10 +77,16 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
     # ---- streams and events
 
     def current_stream(self) -> Stream:
-        return Stream(self._module.current_stream(), f"{self.type} current", side=False)
+        key = self.stream_key()
+        found = self._current_streams.get(key)
+        if found is None:
+            found = Stream(self._module.current_stream(), f"{self.type} current", side=False)
+            self._current_streams[key] = found
+        return found
 
-    def stream_key(self) -> object:
-        return self._module.current_stream()
+    @abc.abstractmethod
+    def stream_key(self) -> Hashable:
+        """The stream's number, device and type: what torch makes its stream objects of, without making one."""
 
     def new_stream(self, name: str) -> Stream:
         return Stream(self._module.Stream(), name, side=True)
@@ -179,8 +189,20 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         check_copy(target, source)
-        with self._module.stream(stream.native):
+        if stream is self._copies_on:
             target.data.copy_(source, non_blocking=True)  # .data: a version counter of its own
+            return
+        with self._module.stream(stream.native):
+            target.data.copy_(source, non_blocking=True)
+
+    @contextmanager
+    def copies_on(self, stream: Stream) -> Iterator[None]:
+        with self._module.stream(stream.native):
+            before, self._copies_on = self._copies_on, stream
+            try:
+                yield
+            finally:
+                self._copies_on = before
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.type

@@ -116,6 +116,11 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
         """Inside, `stream` is this thread's current one: a collective started there waits for it, and for no other."""
         return nullcontext()
 
+    def copies_on(self, stream: AnyStream) -> AbstractContextManager:
+        """Around copies on `stream`, which are cheaper inside. Nothing is computed or allocated there, and no other
+        thread copies on this stream meanwhile."""
+        return nullcontext()
+
     def used_on(self, tensor: torch.Tensor, stream: AnyStream, reason: str) -> None:
         """Let the allocator know that `stream`, not the one it was allocated on, uses the memory of `tensor`, too.
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import numpy
@@ -45,7 +46,7 @@ class CudaBackend(AcceleratorBackend):
     def __init__(self) -> None:
         super().__init__(torch.cuda)
 
-    def stream_key(self) -> object:
+    def stream_key(self) -> Hashable:
         return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())  # without making a stream object of it
 
     def begin_range(self, name: str) -> Any:

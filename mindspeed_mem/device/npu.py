@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class NpuBackend(AcceleratorBackend):
         self._expandable = any("pin_memory_expandable_segments:True" in text for text in settings)
         self.reuses_events = os.environ.get("PER_STREAM_QUEUE", "0") in ("", "0")
 
-    def stream_key(self) -> object:
+    def stream_key(self) -> Hashable:
         return self._current(self._module.current_device())  # without making a stream object of it
 
     def begin_range(self, name: str) -> Any:

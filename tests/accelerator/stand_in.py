@@ -46,9 +46,7 @@ def start(kind: str, library: Path, gib: float = 2.0) -> None:
         npu = types.ModuleType("torch_npu")
         npu.__version__ = torch.__version__.split("+")[0]
         npu.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
-        npu._C = types.SimpleNamespace(
-            _npu_getCurrentStream=lambda device: torch.accelerator.current_stream(device).stream_id
-        )
+        npu._C = types.SimpleNamespace(_npu_getCurrentStream=_number_of_current_stream)
         sys.modules["torch_npu"] = npu
     else:
         module = torch.cuda
@@ -56,7 +54,7 @@ def start(kind: str, library: Path, gib: float = 2.0) -> None:
         torch.backends.cuda.is_built = lambda: True
         torch._C._cuda_getDevice = torch.accelerator.current_device_index
         torch._C._cuda_getAllocatorBackend = lambda: "native"
-        torch._C._cuda_getCurrentStream = lambda device: torch.accelerator.current_stream(device).stream_id
+        torch._C._cuda_getCurrentStream = _number_of_current_stream
         module.graphs._cuda_isCurrentStreamCapturing = lambda: False  # it has no graphs
         torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # there is nothing to generate code for
@@ -69,6 +67,13 @@ def start(kind: str, library: Path, gib: float = 2.0) -> None:
                 setattr(part, member, getattr(module, member))
     torch.ops.accelerator.initialise()
     process_group.install(kind)
+
+
+def _number_of_current_stream(device: int) -> tuple[int, int, int]:
+    import torch
+
+    stream = torch.accelerator.current_stream(device)
+    return stream.stream_id, stream.device_index, stream.device_type
 
 
 @contextlib.contextmanager

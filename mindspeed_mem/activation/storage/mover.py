@@ -35,10 +35,12 @@ Memory is handed out again by the stream it was allocated on, which nobody can a
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from mindspeed_mem.activation.storage.late_copies import LateCopies
@@ -149,22 +151,31 @@ class Mover:
         with self._lock:
             compute, out_stream, _ = self._begin()
             ready: list[Stream] = []
-            for record in records:
-                source = record.whole()
-                if source is None:
-                    record.state = KEPT  # emptied by whoever manages it (an output that will be recomputed)
-                    continue
-                slab = self.slabs.take(record.nbytes)
-                if slab is None:
-                    self.staying.no_room(record, self.slabs.limit_bytes)
-                    continue
-                try:
-                    self._wait_for_bytes(record, compute, out_stream, ready)
-                    self._send(record, source, slab, out_stream)
-                except BaseException:
-                    self.slabs.give(slab, slab.ready)
-                    record.state = KEPT
-                    raise
+            sent: list[Record] = []  # kept alive: until there is an event, nobody may give their slabs back
+            try:
+                with self.backend.copies_on(out_stream):
+                    for record in records:
+                        source = record.whole()
+                        if source is None:
+                            record.state = KEPT  # emptied by whoever manages it (an output that will be recomputed)
+                            continue
+                        slab = self.slabs.take(record.nbytes)
+                        if slab is None:
+                            self.staying.no_room(record, self.slabs.limit_bytes)
+                            continue
+                        try:
+                            self._wait_for_bytes(record, compute, out_stream, ready)
+                            self._send(record, source, slab, out_stream)
+                        except BaseException:
+                            self.slabs.give(slab, slab.ready)
+                            record.state = KEPT
+                            raise
+                        sent.append(record)
+            finally:
+                if sent:  # one event: each costs the host time, and one operator's copies end together
+                    event = self.backend.record(out_stream)
+                    for record in sent:
+                        record.out_event = event
 
     def _wait_for_bytes(self, record: Record, compute: Stream, out_stream: Stream, ready: list[Stream]) -> None:
         """A copy out of ``record`` may start; ``ready`` are the streams waited for already."""
@@ -179,7 +190,8 @@ class Mover:
                 self.backend.wait(out_stream, self.backend.record(stream), OUT_AFTER_SAVED)
 
     def _send(self, record: Record, source: torch.Tensor, slab: Slab, out_stream: Stream) -> None:
-        """Copy ``source``, the record's bytes, to ``slab``; the stream has waited for compute."""
+        """Copy ``source``, the record's bytes, to ``slab``; the stream has waited for compute. The caller makes the
+        record's event."""
         if slab.ready is not None:
             self.backend.wait(out_stream, slab.ready, OUT_AFTER_SLAB)
         if self.timing is UNTIMED:
@@ -187,13 +199,13 @@ class Mover:
         else:
             self.timing.copy(self.backend, record, slab.buffer, source, out_stream)
         record.slab, record.source, record.state = slab, source, COPYING
-        record.out_event = self.backend.record(out_stream)
         self.bytes_out += record.nbytes
         self.copies_out += 1
         self.bytes_on_host += record.nbytes
 
-    def release(self, record: Record) -> bool:
-        """Drop the device memory of a copied record; False when it must stay."""
+    def release(self, record: Record, copied: bool = False) -> bool:
+        """Drop the device memory of a record whose copy was started, and is known to be done if ``copied``; False when
+        it must stay."""
         with self._lock:
             if record.state != COPYING:
                 return False
@@ -203,7 +215,8 @@ class Mover:
                 return False
             del storage
             assert record.out_event is not None
-            self.timing.wait(self.backend, record, record.stream, record.out_event, RELEASE_AFTER_OUT)
+            if not copied:
+                self.timing.wait(self.backend, record, record.stream, record.out_event, RELEASE_AFTER_OUT)
             if self.late.nbytes:
                 self.late.drop(record)
             record.source = None
@@ -217,7 +230,7 @@ class Mover:
             if record.state == COPYING:
                 assert record.out_event is not None
                 if not self.late.nbytes and self.backend.done(record.out_event):
-                    self.release(record)
+                    self.release(record, copied=True)
                 else:
                     self.late.add(record)
 
@@ -226,11 +239,15 @@ class Mover:
         if not self.late.nbytes:
             return
         with self._lock:
+            done: Event | None = None  # that of the last one
             while (record := self.late.oldest()) is not None:
-                assert record.out_event is not None
-                if not self.late.too_much and not self.backend.done(record.out_event):
+                event = record.out_event
+                assert event is not None
+                if event is done or self.backend.done(event):
+                    done = event
+                elif not self.late.too_much:
                     return
-                if not self.release(record):
+                if not self.release(record, copied=event is done):
                     self.late.drop(record)
 
     def cancel(self, record: Record) -> None:
@@ -265,27 +282,39 @@ class Mover:
             if not wanted:
                 return
             compute, _, in_stream = self._begin()
-            for record in wanted:
-                record.buffer = self.backend.empty(record.nbytes)
-                LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0, (record.layer, record.op))
-                if record.attributes:
-                    record.mark(record.buffer.untyped_storage())
+            try:
+                for record in wanted:
+                    record.buffer = self.backend.empty(record.nbytes)
+                    LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0, (record.layer, record.op))
+                    if record.attributes:
+                        record.mark(record.buffer.untyped_storage())
+            except BaseException:  # there was no memory
+                for record in wanted:
+                    record.buffer = None
+                raise
             # after the allocations: the buffers' previous users are on compute
             self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
-            for record in wanted:
-                assert record.slab is not None and record.buffer is not None and record.out_event is not None
-                if record.stream is not compute and record.stream != compute:
-                    self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
-                record.stream, record.others = compute, ()
-                if self.timing is UNTIMED:
-                    self.backend.copy(record.buffer, record.slab.buffer, in_stream)
-                else:
-                    self.timing.copy(self.backend, record, record.buffer, record.slab.buffer, in_stream)
-                record.in_event = self.backend.record(in_stream)
-                record.state = LOADED
-                self._give_back(record, record.in_event)
-                self.bytes_in += record.nbytes
-                self.copies_in += 1
+            with self.backend.copies_on(in_stream):
+                for _, together in itertools.groupby(wanted, attrgetter("layer", "op")):
+                    self._fetch(list(together), compute, in_stream)
+
+    def _fetch(self, records: list[Record], compute: Stream, in_stream: Stream) -> None:
+        """Copy back what one operator made, into buffers that are there; the stream has waited for compute."""
+        for record in records:
+            assert record.slab is not None and record.buffer is not None and record.out_event is not None
+            if record.stream is not compute and record.stream != compute:
+                self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
+            record.stream, record.others = compute, ()
+            if self.timing is UNTIMED:
+                self.backend.copy(record.buffer, record.slab.buffer, in_stream)
+            else:
+                self.timing.copy(self.backend, record, record.buffer, record.slab.buffer, in_stream)
+        event = self.backend.record(in_stream)
+        for record in records:
+            record.in_event, record.state = event, LOADED
+            self._give_back(record, event)
+            self.bytes_in += record.nbytes
+            self.copies_in += 1
 
     def bring_back(self, record: Record) -> None:
         """Compute waits for the record's copy in, starting it when nobody has."""

@@ -120,6 +120,7 @@ class EvictingMover(Mover):
                 self.timing.wait(self.backend, record, record.stream, record.in_event, COMPUTE_AFTER_IN)
             self._wait_for_bytes(record, compute, out_stream, [])
             self._send(record, source, slab, out_stream)
+            record.out_event = self.backend.record(out_stream)
         except BaseException:
             self.slabs.give(slab, slab.ready)
             raise
@@ -165,6 +166,9 @@ class EvictingMover(Mover):
         with self._lock, self.copying():
             self._prefetching = True
             try:
+                if self.spare is None:
+                    super().load(records)
+                    return
                 for record in records:
                     if self._may_return(record):
                         super().load((record,))
@@ -175,7 +179,7 @@ class EvictingMover(Mover):
                 self._prefetching = False
 
     def _may_return(self, record: Record) -> bool:
-        if self.spare is None or record.state != HOST:
+        if record.state != HOST or self.spare is None:
             return True
         room = self.backend.room()
         return room is None or room >= record.nbytes + self.spare()
