@@ -187,3 +187,39 @@ def test_a_steady_state_waits_for_nothing_and_allocates_nothing():
     stock = states.pop("")
     assert stock["driver allocation"] == stock["pinned allocation"] == 0
     assert states == dict.fromkeys(states, stock)
+
+
+def calls_for_copies() -> dict[str, float]:
+    """How often an event is recorded (without those that time a wait), and the stream changed, for each copy, in steps
+    that move everything."""
+    from tests.models import build_gpt, build_optimizer, train_step
+    from tests.swap_runs import swap
+
+    calls = {"record": 0, "stream": 0}
+
+    def record(event, stream=None, native=torch.cuda.Event.record):
+        calls["record"] += not event.times
+        native(event, stream)
+
+    def stream(entered, native=torch.cuda.stream):
+        calls["stream"] += 1
+        return native(entered)
+
+    with swap(EVERYTHING) as engine, parallel(), pytest.MonkeyPatch.context() as patch:
+        chunks = build_gpt("swiglu_gqa_rope", hidden=32, layers=4)
+        optimizer = build_optimizer(chunks)
+        for number in range(5):
+            train_step(chunks, optimizer=optimizer, step=number, micro_batches=1)
+            if number == 2:
+                before = engine.report()
+                patch.setattr(torch.cuda.Event, "record", record)
+                patch.setattr(torch.cuda, "stream", stream)
+        after = engine.report()
+    copies = after.copies_out + after.copies_in - before.copies_out - before.copies_in
+    return {name: number / copies for name, number in calls.items()}
+
+
+def test_how_often_the_host_speaks_to_the_device_for_a_copy():
+    [found] = on_ranks(1, calls_for_copies, device="cuda")
+    print(found)
+    assert found["record"] <= 1.3 and found["stream"] <= 0.6
