@@ -108,6 +108,20 @@ def test_an_eviction_means_that_a_plan_did_not_fit(problem):
     )
 
 
+@either
+def test_a_plan_that_fits_does_not_undo_what_an_eviction_has_shown(problem):
+    planner = Planner(problem)
+    planner.start()
+    planner.judge(measured(problem, planner.tries[0].found, evicted=problem.device_limit // 50))
+    raised = [stage.temporary_bytes for stage in planner.problem.stages]
+    now = planner.tries[-1]
+    below = [before.temporary_bytes - after for before, after in zip(problem.stages, raised, strict=True)]
+    assert max(below) < 0
+    planner.judge(measured(now.problem, now.found, over=max(below), seconds=1.2))
+    assert [stage.temporary_bytes for stage in planner.problem.stages] == raised
+    assert all(max(one.found.simulated.peaks) <= problem.device_limit for one in planner.tries)
+
+
 def test_after_some_plans_the_fastest_that_needed_no_eviction_is_kept(problem):
     planner = Planner(problem)
     decision, seconds = planner.start(), iter((1.0, 1.3, 1.1, 1.2, 1.2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
@@ -47,7 +47,9 @@ def passes_seconds(problem: Problem, simulated: Simulated) -> float:
     return simulated.seconds - max(stage.step_seconds for stage in problem.stages)
 
 
-def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measured]) -> Problem:
+def corrected(
+    problem: Problem, simulated: Simulated, measured: Sequence[Measured], least: Mapping[int, int] | None = None
+) -> Problem:
     """The problem for which the plan simulated as ``simulated`` would have been predicted as it was ``measured``.
 
     Temporaries take up whatever the peaks are off beyond the window of late copies, and what an allocator lacked that
@@ -55,8 +57,13 @@ def corrected(problem: Problem, simulated: Simulated, measured: Sequence[Measure
     them, were none of the plan's. Otherwise computation is as much slower or faster as the call was without its waits
     for copies; where it waited longer than predicted, the link is slower, too. Where copies block, the link is slower
     if the call took longer at all: a copy also costs the host its time.
+
+    ``least``: bytes of temporaries by stage, of which it is known that with fewer there was too little memory.
     """
-    stages = tuple(_stage(problem, simulated, number, measured) for number in range(len(problem.stages)))
+    stages = tuple(
+        _stage(problem, simulated, number, measured, (least or {}).get(number, 0))
+        for number in range(len(problem.stages))
+    )
     problem = dataclasses.replace(problem, stages=stages)
     predicted, seconds = passes_seconds(problem, simulated), max(one.seconds for one in measured)
     if any(one.evicted for one in measured) or abs(seconds - predicted) <= CLOSE * predicted:
@@ -96,7 +103,12 @@ def _with_passes(problem: Problem, ratio: float) -> Problem:
     return dataclasses.replace(problem, classes=tuple(_class(kind, ratio) for kind in problem.classes), stages=stages)
 
 
-def _stage(problem: Problem, simulated: Simulated, number: int, measured: Sequence[Measured]) -> Stage:
+def lacked(measured: Sequence[Measured]) -> set[int]:
+    """The stages that had too little memory."""
+    return {one.stage for one in measured if one.evicted or one.retries}
+
+
+def _stage(problem: Problem, simulated: Simulated, number: int, measured: Sequence[Measured], least: int) -> Stage:
     stage, mine = problem.stages[number], [one for one in measured if one.stage == number]
     if not mine:
         return stage
@@ -108,7 +120,7 @@ def _stage(problem: Problem, simulated: Simulated, number: int, measured: Sequen
         over = max(over, problem.device_limit - simulated.peaks[number] + each, round(_LEAST * problem.device_limit))
     if any(one.retries for one in mine):  # a peak does not count the pieces that were of no use
         over = max(over, round((1 + _LEAST) * problem.device_limit) - simulated.peaks[number])
-    return dataclasses.replace(stage, temporary_bytes=max(0, stage.temporary_bytes + over))
+    return dataclasses.replace(stage, temporary_bytes=max(least, stage.temporary_bytes + over))
 
 
 def _class(kind: LayerClass, ratio: float) -> LayerClass:
