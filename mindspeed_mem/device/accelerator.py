@@ -9,8 +9,8 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +61,6 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         self._stalls: collections.deque[tuple[NativeEvent, NativeEvent]] = collections.deque()
         self._stalled = 0.0
         self._current_streams: dict[Hashable, Stream] = {}
-        self._copies_on: Stream | None = None  # see `copies_on`
         self._unread = 0  # stalls too many to keep: those kept stand for them
         self._lock = threading.Lock()
         self._told_unpinned = self._is_near = False
@@ -89,7 +88,9 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         """The stream's number, device and type: what torch makes its stream objects of, without making one."""
 
     def new_stream(self, name: str) -> Stream:
-        return Stream(self._module.Stream(), name, side=True)
+        native = self._module.Stream()
+        with self._module.stream(native):
+            return Stream(native, name, side=True, key=self.stream_key())
 
     def record(self, stream: Stream) -> NativeEvent:
         return self._record(stream.native, timing=False)
@@ -189,20 +190,14 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         check_copy(target, source)
-        if stream is self._copies_on:
+        if stream.key is not None and stream.key == self.stream_key():
             target.data.copy_(source, non_blocking=True)  # .data: a version counter of its own
             return
         with self._module.stream(stream.native):
             target.data.copy_(source, non_blocking=True)
 
-    @contextmanager
-    def copies_on(self, stream: Stream) -> Iterator[None]:
-        with self._module.stream(stream.native):
-            before, self._copies_on = self._copies_on, stream
-            try:
-                yield
-            finally:
-                self._copies_on = before
+    def copies_on(self, stream: Stream) -> AbstractContextManager:
+        return self._module.stream(stream.native)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.type

@@ -26,10 +26,13 @@ class Stream:
     `side` is False for the stream that the model computes on, True for one made by `Backend.new_stream`.
     """
 
-    __slots__ = ("native", "name", "side")
+    __slots__ = ("native", "name", "side", "key")
 
-    def __init__(self, native: Any, name: str, side: bool) -> None:  # of torch.cuda, of torch_npu, or none
+    def __init__(  # native: of torch.cuda, of torch_npu, or none
+        self, native: Any, name: str, side: bool, key: object = None
+    ) -> None:
         self.native, self.name, self.side = native, name, side
+        self.key = key  # what `Backend.stream_key` says where it is current, if somebody has asked
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and (self.native is other.native or self.native == other.native)
@@ -117,8 +120,7 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
         return nullcontext()
 
     def copies_on(self, stream: AnyStream) -> AbstractContextManager:
-        """Around copies on `stream`, which are cheaper inside. Nothing is computed or allocated there, and no other
-        thread copies on this stream meanwhile."""
+        """Around copies on `stream`, which are cheaper inside. Nothing is computed or allocated there."""
         return nullcontext()
 
     def used_on(self, tensor: torch.Tensor, stream: AnyStream, reason: str) -> None:

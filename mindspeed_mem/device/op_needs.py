@@ -25,7 +25,9 @@ class OpNeeds:
     def __init__(self) -> None:
         self._known: dict[tuple, int] = {}
         self._beyond: dict[tuple, int] = {}  # what calls that were known lacked all the same
-        self._like: dict[Any, tuple[float, int]] = {}  # at most: parts of what an operator is given, and bytes
+        # At most: parts of what an operator is given, and bytes; of what it returns, and of what it lacked beyond that.
+        self._like: dict[Any, tuple[float, int]] = {}
+        self._like_beyond: dict[Any, tuple[float, int]] = {}
         self.margin = 0
         """Bytes of room that are of no use, as far as allocations have failed in spite of them."""
         self.left = 0
@@ -42,10 +44,11 @@ class OpNeeds:
         if key is None:
             return 0
         known = self._known.get(key)
-        if known is not None or key[0] not in self._like:
-            return (known or 0) + self._beyond.get(key, 0)
-        part, most = self._like[key[0]]
-        return min(int(part * _given(args, kwargs)), most)
+        if known is not None:
+            return known + self._beyond.get(key, 0)
+        like = [table[key[0]] for table in (self._like, self._like_beyond) if key[0] in table]
+        given = _given(args, kwargs) if like else 0
+        return max((min(int(part * given), most) for part, most in like), default=0)
 
     def saw(self, key: tuple | None, result: Any, args: tuple, kwargs: dict) -> None:
         """What such a call returned."""
@@ -68,24 +71,25 @@ class OpNeeds:
             self._learn(key, nbytes, args, kwargs)
         elif key is not None:
             self._beyond[key] = self._beyond.get(key, 0) + nbytes
-            self._resembles(key[0], self._known[key] + self._beyond[key], args, kwargs)
+            _resembles(self._like_beyond, key[0], self._known[key] + self._beyond[key], args, kwargs)
         if room is not None and nbytes:
             self.margin = max(self.margin, room - nbytes)
 
     def forget(self) -> None:
-        """Memory is used in another way from now on: what failures have taught is not known of it."""
+        """Memory is used in another way from now on: what calls lacked beyond what they return is not known of it."""
         self._beyond.clear()
-        self._like.clear()
+        self._like_beyond.clear()
         self.margin = self.left = 0
 
     def _learn(self, key: tuple, nbytes: int, args: tuple, kwargs: dict) -> None:
         self._known[key] = nbytes
-        self._resembles(key[0], nbytes, args, kwargs)
+        _resembles(self._like, key[0], nbytes, args, kwargs)
 
-    def _resembles(self, op: Any, nbytes: int, args: tuple, kwargs: dict) -> None:
-        part, most = self._like.get(op, (0.0, 0))
-        given = _given(args, kwargs)
-        self._like[op] = max(part, nbytes / given if given else 0.0), max(most, nbytes)
+
+def _resembles(table: dict[Any, tuple[float, int]], op: Any, nbytes: int, args: tuple, kwargs: dict) -> None:
+    part, most = table.get(op, (0.0, 0))
+    given = _given(args, kwargs)
+    table[op] = max(part, nbytes / given if given else 0.0), max(most, nbytes)
 
 
 def _kind(argument: Any) -> Any:

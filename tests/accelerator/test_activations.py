@@ -64,10 +64,11 @@ def test_attached_models():
     assert on_ranks(1, under, "copies late", on_device, ["saved", "mixed", "whole"], device="cuda") == [[]]
 
 
-def test_seeds_of_no_dropout_may_differ():
-    [(same, recomputed)] = on_ranks(1, seeds, 0.0, device="cuda")
+@pytest.mark.parametrize("operator", ["torchs", "unnamed"])
+def test_seeds_of_no_dropout_may_differ(operator):
+    [(same, recomputed)] = on_ranks(1, seeds, operator, 0.0, device="cuda")
     assert all(same) and recomputed
-    [(same, recomputed)] = on_ranks(1, seeds, 0.5, device="cuda")
+    [(same, recomputed)] = on_ranks(1, seeds, operator, 0.5, device="cuda")
     assert all(same) and not recomputed
 
 

@@ -130,14 +130,16 @@ class Attention(torch.nn.Module):
     library = None
     seeds = itertools.count()
 
-    def __init__(self, dropout):
+    def __init__(self, operator, dropout):
         super().__init__()
-        self.dropout, self.linear = dropout, torch.nn.Linear(8, 8)
+        self.operator, self.dropout, self.linear = operator, dropout, torch.nn.Linear(8, 8)
         if Attention.library is None:
             Attention.library = library = torch.library.Library("tests_of_seeds", "FRAGMENT")
-            library.define("attention(Tensor query, float dropout_p=0.) -> (Tensor output, Tensor philox_seed)")
-            library.impl("attention", self.compute, "CompositeExplicitAutograd")
-            torch.library.register_autograd("tests_of_seeds::attention", self.gradient, setup_context=self.keep)
+            library.define("torchs(Tensor query, float dropout_p=0.) -> (Tensor output, Tensor philox_seed)")
+            library.define("unnamed(Tensor query, float dropout_p=0.) -> (Tensor, Tensor)")
+            for name in ("torchs", "unnamed"):
+                library.impl(name, self.compute, "CompositeExplicitAutograd")
+                torch.library.register_autograd(f"tests_of_seeds::{name}", self.gradient, setup_context=self.keep)
 
     @classmethod
     def compute(cls, query, dropout_p=0.0):
@@ -152,13 +154,15 @@ class Attention(torch.nn.Module):
         return gradient * ctx.saved_tensors[0], None
 
     def forward(self, x):
-        return torch.ops.tests_of_seeds.attention(self.linear(x), self.dropout)[0]
+        return getattr(torch.ops.tests_of_seeds, self.operator)(self.linear(x), self.dropout)[0]
 
 
-def seeds(dropout):
+def seeds(operator, dropout):
     """Gradients with recompute and without, and the bytes that were made again."""
     torch.manual_seed(1)
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Attention(dropout) for _ in range(2)])}).to(DEVICE)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Attention(operator, dropout) for _ in range(2)])}).to(
+        DEVICE
+    )
 
     def gradients():
         model.zero_grad()

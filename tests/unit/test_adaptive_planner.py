@@ -140,21 +140,35 @@ def test_a_slow_link_is_told_from_slow_computation(problem):
     found = Search(problem).best()
     predicted = passes_seconds(problem, found.simulated)
     waiting = measured(problem, found, seconds=1.4, stall=0.4 * predicted)
-    link = corrected(problem, found.simulated, waiting).link
+    link = corrected(problem, found.plan, found.simulated, waiting).link
     assert link.out < problem.link.out and link.back < problem.link.back
-    slower = corrected(problem, found.simulated, measured(problem, found, seconds=1.4))
+    slower = corrected(problem, found.plan, found.simulated, measured(problem, found, seconds=1.4))
     assert slower.link == problem.link
     again = simulate(slower, found.plan)
     assert passes_seconds(slower, again) == pytest.approx(1.4 * predicted, rel=0.1)
     near = measured(problem, found, seconds=1.03)
-    assert corrected(problem, found.simulated, near) == problem
-    both = corrected(problem, found.simulated, measured(problem, found, seconds=1.6, stall=0.3 * predicted))
+    assert corrected(problem, found.plan, found.simulated, near) == problem
+    both = corrected(problem, found.plan, found.simulated, measured(problem, found, seconds=1.6, stall=0.3 * predicted))
     assert both.link.out < problem.link.out
     kept, before = (Search(one).simulated(Search(one).keep_all).seconds for one in (both, problem))
     assert 1.2 < kept / before < 1.5
+    for speed in (0.4, 2.5):  # what the link is really, beside computation that takes a tenth longer
+        names = [name for name in ("out", "back", "out_alone", "back_alone") if getattr(problem.link, name)]
+        faster = {name: getattr(problem.link, name) * speed for name in names}
+        link = dataclasses.replace(problem.link, **faster)
+        slowed = corrected(problem, found.plan, found.simulated, measured(problem, found, seconds=1.1))
+        real = dataclasses.replace(slowed, link=link)
+        truth = simulate(real, found.plan)
+        seen = [
+            Measured(stage, passes_seconds(real, truth), peak, stall)
+            for stage, (peak, stall) in enumerate(zip(truth.peaks, truth.stalls, strict=True))
+        ]
+        after = corrected(problem, found.plan, found.simulated, seen)
+        again = passes_seconds(after, simulate(after, found.plan))
+        assert again == pytest.approx(passes_seconds(real, truth), rel=0.05)
     # What left in an emergency took the link, and the time of whoever waited for it.
     evicted = measured(problem, found, seconds=1.6, stall=0.3 * predicted, evicted=problem.device_limit // 50)
-    after = corrected(problem, found.simulated, evicted)
+    after = corrected(problem, found.plan, found.simulated, evicted)
     assert (after.link, after.classes) == (problem.link, problem.classes) and after.stages != problem.stages
 
 
@@ -164,7 +178,7 @@ def test_gradients_of_weights_are_corrected_with_the_rest_of_the_backward(proble
     kinds = (dataclasses.replace(problem.classes[0], operators=tuple(split)), *problem.classes[1:])
     problem = dataclasses.replace(problem, pipeline=line, classes=kinds)
     found = Search(problem).best()
-    faster = corrected(problem, found.simulated, measured(problem, found, seconds=0.4))
+    faster = corrected(problem, found.plan, found.simulated, measured(problem, found, seconds=0.4))
     assert problems_of(faster) == []
     shares = [(one.weight_seconds, one.backward_seconds / 2) for one in faster.classes[0].operators]
     assert all(weight == pytest.approx(half) for weight, half in shares) and any(weight for weight, _ in shares)
@@ -175,14 +189,14 @@ def test_where_copies_block_a_plan_that_swaps_and_took_longer_makes_swapping_dea
     problem = dataclasses.replace(problem, link=link)
     found = Search(problem).best()
     assert max(found.simulated.stalls) > 0  # it swaps
-    after = corrected(problem, found.simulated, measured(problem, found, seconds=1.2))
+    after = corrected(problem, found.plan, found.simulated, measured(problem, found, seconds=1.2))
     again = simulate(after, found.plan)
     predicted = passes_seconds(problem, found.simulated)
     assert after.link.out < link.out and after.classes == problem.classes
     assert predicted < passes_seconds(after, again) <= predicted * 1.25
     assert max(Search(after).best().simulated.stalls) < max(again.stalls)
     # What took less time than predicted says nothing about copies alone.
-    faster = corrected(problem, found.simulated, measured(problem, found, seconds=0.8))
+    faster = corrected(problem, found.plan, found.simulated, measured(problem, found, seconds=0.8))
     assert faster.classes != problem.classes
 
 

@@ -50,6 +50,9 @@ class Device:
 class StandIn(AcceleratorBackend):
     type = "cuda"
 
+    def stream_key(self):
+        raise NotImplementedError
+
 
 class Resting:
     nbytes = GB

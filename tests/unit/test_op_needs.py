@@ -82,3 +82,5 @@ def test_what_failures_taught_ends_with_the_plan_they_were_under():
         backend.retries += 5
     engine.adopt(load_memory_config(None), lambda mine: [mine])
     assert needs.of(key, (one,), {}) == one.nbytes and needs.margin == 0
+    other = torch.ones(32)
+    assert needs.of(needs.key("op", (other,), {}), (other,), {}) == other.nbytes  # what it returns is known still

@@ -17,7 +17,7 @@ namespace hot {
 inline Name at_streams("_streams"), at_begin("_begin"), at_lock("_lock"), at_backend("backend"), at_slabs("slabs"),
     at_late("late"), at_nbytes("nbytes"), at_timing("timing"), at_moved("moved"), at_several("several"), at_auto("auto"),
     at_bytes_out("bytes_out"), at_copies_out("copies_out"), at_bytes_in("bytes_in"), at_copies_in("copies_in"),
-    at_bytes_on_host("bytes_on_host"), at_current_stream("current_stream"), at_record("record"), at_done("done"),
+    at_current_stream("current_stream"), at_record("record"), at_done("done"),
     at_copy("copy"), at_empty("empty"), at_add("add"), at_drop("drop"), at_take("take"), at_give("give"),
     at_acquire("acquire"), at_release("release"), at_popleft("popleft"), at_append("append"), at_get("get"),
     at_wait("wait"), at_cancel("cancel"), at_one_stream("one_stream"), at_token("token"), at_forget("forget");
@@ -244,7 +244,6 @@ inline void give_back(const Moving& moving, PyObject* of, PyObject* event) {
   Own slabs = at_slabs.of(moving.mover), given = Own::of(record.slab.get(of));
   give_slab(moving, slabs.get(), given.get(), event);
   record.slab.set_borrowed(of, Py_None);
-  at_bytes_on_host.add(moving.mover, -record.nbytes.number(of));
 }
 
 // `Mover.copy_out`, on a CPU.
@@ -284,7 +283,6 @@ inline void copy_out(Moving& moving, PyObject* records) {
     record.out_event.set_borrowed(one, engine.DONE);
     at_bytes_out.add(moving.mover, nbytes);
     at_copies_out.add(moving.mover, 1);
-    at_bytes_on_host.add(moving.mover, nbytes);
   }
 }
 

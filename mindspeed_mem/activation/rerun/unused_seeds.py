@@ -7,7 +7,7 @@ them; without dropout they are empty tensors (aten/src/ATen/native/transformers/
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,12 +34,11 @@ class UnusedSeeds(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
-        places, dropout = _places(op)
-        if places:
-            given = args[dropout] if dropout < len(args) else (kwargs or {}).get(_DROPOUT, 0.0)
-            if not given:
-                seeds = [result[place] for place in places]
-                self._seen += [local_of(seed).untyped_storage() for seed in seeds if isinstance(seed, torch.Tensor)]
+        facts = _facts_of(op)
+        if facts is not None and not facts.dropout(args, kwargs or {}):
+            for place, made in enumerate(result):
+                if isinstance(made, torch.Tensor) and (place in facts.places if facts.named else _may_be_seed(made)):
+                    self._seen.append(local_of(made).untyped_storage())
         return result
 
     def are(self, tensor: torch.Tensor | None) -> bool:
@@ -52,13 +51,34 @@ class UnusedSeeds(TorchDispatchMode):
         return any(storage._cdata == one._cdata for one in self._seen)
 
 
+def _may_be_seed(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2
+
+
+class _Facts(NamedTuple):
+    """Of an operator that knows dropout and returns several things."""
+
+    named: bool
+    """What it returns; else (flash-attn's own operators) seeds are told by what they are."""
+    places: frozenset[int]
+    """Of seeds, among what it returns."""
+    argument: int
+    default: float
+
+    def dropout(self, args: tuple, kwargs: dict[str, Any]) -> float:
+        return args[self.argument] if self.argument < len(args) else kwargs.get(_DROPOUT, self.default)
+
+
 @functools.cache
-def _places(op: Any) -> tuple[tuple[int, ...], int]:
-    """Where an operator returns seeds of dropout, and which argument says how much of it there is."""
+def _facts_of(op: Any) -> _Facts | None:
+    """None: it returns no seeds."""
     schema = getattr(op, "_schema", None)
-    if schema is None:
-        return (), 0
-    names = [argument.name for argument in schema.arguments]
-    if _DROPOUT not in names or len(schema.returns) < 2:
-        return (), 0
-    return tuple(n for n, one in enumerate(schema.returns) if one.name in _SEEDS), names.index(_DROPOUT)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    if schema is None or _DROPOUT not in names or len(schema.returns) < 2:
+        return None
+    argument = names.index(_DROPOUT)
+    places = frozenset(n for n, one in enumerate(schema.returns) if one.name in _SEEDS)
+    named = any(one.name for one in schema.returns)
+    if named and not places:
+        return None
+    return _Facts(named, places, argument, schema.arguments[argument].default_value or 0.0)

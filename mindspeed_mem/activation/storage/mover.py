@@ -39,7 +39,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, KEPT
 from mindspeed_mem.activation.storage.staying import Staying
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -117,13 +117,18 @@ class Mover:
         self.second_runs: Counter[tuple[int, str]] = Counter()
         self.bytes_out = self.bytes_in = self.copies_out = self.copies_in = 0
         self.late = LateCopies()
-        self.bytes_on_host = 0
         self.staying = Staying()
         self.evicted_bytes = self.evictions = 0  # of what left because memory had run out
         self.known: weakref.WeakSet[Record] | None = None  # all records alive, where somebody wants to know them
         self.auto: AutoDistances | None = None  # while the plan leaves distances to it
         self.timing = UNTIMED
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
+        self._compute: Stream | None = None  # while copies are being started, and their stream is the current one
+
+    @property
+    def bytes_on_host(self) -> int:
+        """Of host buffers, with what has left the device or is about to."""
+        return self.slabs.bytes_in_use
 
     def _begin(self) -> tuple[Stream, Stream, Stream]:
         """Compute's stream and the two for copies, made at the first copy: only then the device is surely chosen."""
@@ -146,14 +151,28 @@ class Mover:
             record.others += (current,)
         self.backend.used_on(tensor, current, SAVED_BESIDE)  # of no account where it was allocated on this stream
 
+    @contextmanager
+    def _copies_on(self, stream: Stream, compute: Stream) -> Iterator[None]:
+        """Around copies that are started."""
+        before, self._compute = self._compute, compute
+        try:
+            with self.backend.copies_on(stream):
+                yield
+        finally:
+            self._compute = before
+
+    def _on_compute(self) -> AbstractContextManager:
+        """Where this thread is starting copies, the garbage collector may have come in between, and more may start."""
+        return nullcontext() if self._compute is None else self.backend.on_stream(self._compute)
+
     def copy_out(self, records: Iterable[Record]) -> None:
         """Start copying out; what finds no room on the host stays on the device, with one warning."""
-        with self._lock:
+        with self._lock, self._on_compute():
             compute, out_stream, _ = self._begin()
             ready: list[Stream] = []
             sent: list[Record] = []  # kept alive: until there is an event, nobody may give their slabs back
             try:
-                with self.backend.copies_on(out_stream):
+                with self._copies_on(out_stream, compute):
                     for record in records:
                         source = record.whole()
                         if source is None:
@@ -201,7 +220,6 @@ class Mover:
         record.slab, record.source, record.state = slab, source, COPYING
         self.bytes_out += record.nbytes
         self.copies_out += 1
-        self.bytes_on_host += record.nbytes
 
     def release(self, record: Record, copied: bool = False) -> bool:
         """Drop the device memory of a record whose copy was started, and is known to be done if ``copied``; False when
@@ -272,7 +290,7 @@ class Mover:
 
     def load(self, records: Iterable[Record]) -> None:
         """Start copying back what is on the host; idempotent. What is being copied out yet stays where it is."""
-        with self._lock:
+        with self._lock, self._on_compute():
             wanted = []
             for record in records:
                 if record.state == HOST:
@@ -288,33 +306,38 @@ class Mover:
                     LEDGER.enter_copy(record.buffer.untyped_storage(), record.layer >= 0, (record.layer, record.op))
                     if record.attributes:
                         record.mark(record.buffer.untyped_storage())
-            except BaseException:  # there was no memory
+                # after the allocations: the buffers' previous users are on compute
+                self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
+                with self._copies_on(in_stream, compute):
+                    for _, together in itertools.groupby(wanted, attrgetter("layer", "op")):
+                        self._fetch(together, compute, in_stream)
+            except BaseException:  # there was no memory, or a copy failed
                 for record in wanted:
-                    record.buffer = None
+                    if record.state == HOST:
+                        record.buffer = None
                 raise
-            # after the allocations: the buffers' previous users are on compute
-            self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
-            with self.backend.copies_on(in_stream):
-                for _, together in itertools.groupby(wanted, attrgetter("layer", "op")):
-                    self._fetch(list(together), compute, in_stream)
 
-    def _fetch(self, records: list[Record], compute: Stream, in_stream: Stream) -> None:
+    def _fetch(self, records: Iterable[Record], compute: Stream, in_stream: Stream) -> None:
         """Copy back what one operator made, into buffers that are there; the stream has waited for compute."""
-        for record in records:
-            assert record.slab is not None and record.buffer is not None and record.out_event is not None
-            if record.stream is not compute and record.stream != compute:
-                self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
-            record.stream, record.others = compute, ()
-            if self.timing is UNTIMED:
-                self.backend.copy(record.buffer, record.slab.buffer, in_stream)
-            else:
-                self.timing.copy(self.backend, record, record.buffer, record.slab.buffer, in_stream)
-        event = self.backend.record(in_stream)
-        for record in records:
-            record.in_event, record.state = event, LOADED
-            self._give_back(record, event)
-            self.bytes_in += record.nbytes
-            self.copies_in += 1
+        sent: list[Record] = []
+        try:
+            for record in records:
+                assert record.slab is not None and record.buffer is not None and record.out_event is not None
+                if record.stream is not compute and record.stream != compute:
+                    self.backend.wait(in_stream, record.out_event, IN_AFTER_OUT)
+                if self.timing is UNTIMED:
+                    self.backend.copy(record.buffer, record.slab.buffer, in_stream)
+                else:
+                    self.timing.copy(self.backend, record, record.buffer, record.slab.buffer, in_stream)
+                record.stream, record.others, record.state = compute, (), LOADED
+                sent.append(record)
+        finally:
+            event = self.backend.record(in_stream) if sent else None
+            for record in sent:
+                record.in_event = event
+                self._give_back(record, event)
+                self.bytes_in += record.nbytes
+                self.copies_in += 1
 
     def bring_back(self, record: Record) -> None:
         """Compute waits for the record's copy in, starting it when nobody has."""
@@ -379,7 +402,8 @@ class Mover:
                 memory, event = record.buffer, record.in_event
             else:
                 memory, event = record.source, record.out_event
-                self._give_back(record, event)
+                if event is not None:  # else nobody can tell when its copy is done: the slab stays where it is
+                    self._give_back(record, event)
             if record.state != COPYING:
                 LEDGER.forget_moved(record.nbytes)
             if memory is not None and event is not None and not self.backend.done(event):
@@ -389,4 +413,3 @@ class Mover:
         assert record.slab is not None
         self.slabs.give(record.slab, event)
         record.slab = None
-        self.bytes_on_host -= record.nbytes

@@ -162,7 +162,8 @@ class EvictingMover(Mover):
 
     # ---- back
     def load(self, records: Iterable[Record]) -> None:
-        """Start copying back, as far as there is room: what backward does not need yet pushes nothing else out."""
+        """Start copying back, as far as there is room (all or none where memory had not been tight): what backward
+        does not need yet pushes nothing else out."""
         with self._lock, self.copying():
             self._prefetching = True
             try:
@@ -179,7 +180,7 @@ class EvictingMover(Mover):
                 self._prefetching = False
 
     def _may_return(self, record: Record) -> bool:
-        if record.state != HOST or self.spare is None:
+        if self.spare is None or record.state != HOST:
             return True
         room = self.backend.room()
         return room is None or room >= record.nbytes + self.spare()

@@ -8,16 +8,19 @@ from typing import NamedTuple
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import LayerClass, Problem, Stage
-from mindspeed_mem.adaptive.search.simulation import Simulated
+from mindspeed_mem.adaptive.search.decisions import Plan
+from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
 
 CLOSE = 0.05
 """Times that differ by less than this share are taken as equal: single steps differ as much."""
-_SLOWEST, _SLOWER = 0.1, 0.5
+_SLOWEST, _SLOWER = 0.1, 0.25
 """Of a link's speed: what it is taken for at least after one correction; where copies block, and where they do not."""
 _WAITED = CLOSE / 2
 """Waits for copies that are longer than predicted by no more than this share of a call say nothing about the link."""
 _MOST_WAITED = 0.8
 """Of a call: waits beyond that are taken for counted twice, on several streams."""
+_HALVINGS = 6
+"""Of a range of four times the speed: to 2 %."""
 _LEAST = 0.02
 """Of the limit: what a stage had too little at least, where activations had to leave in an emergency, or where the
 allocator could go on only after it had given back what it kept."""
@@ -48,17 +51,21 @@ def passes_seconds(problem: Problem, simulated: Simulated) -> float:
 
 
 def corrected(
-    problem: Problem, simulated: Simulated, measured: Sequence[Measured], least: Mapping[int, int] | None = None
+    problem: Problem,
+    plan: Plan,
+    simulated: Simulated,
+    measured: Sequence[Measured],
+    least: Mapping[int, int] | None = None,
 ) -> Problem:
-    """The problem for which the plan simulated as ``simulated`` would have been predicted as it was ``measured``.
+    """The problem for which ``plan``, simulated as ``simulated``, would have been predicted as it was ``measured``.
 
     Temporaries take up whatever the peaks are off beyond the window of late copies, and what an allocator lacked that
     had to retry. Where activations had to leave in an emergency, times say nothing: those copies, and what waited for
     them, were none of the plan's. Otherwise computation is as much slower or faster as the call was without its waits
-    for copies; where it waited longer than predicted, the link is slower, too. Where copies block, the link is slower
-    if the call took longer at all: a copy also costs the host its time.
+    for copies, and the link so much that the call would wait as long. Where copies block, the link is slower if the
+    call took longer at all: a copy also costs the host its time.
 
-    ``least``: bytes of temporaries by stage, of which it is known that with fewer there was too little memory.
+    ``least``: bytes of temporaries by stage that are not gone below: with fewer there may have been too little memory.
     """
     stages = tuple(
         _stage(problem, simulated, number, measured, (least or {}).get(number, 0))
@@ -75,11 +82,25 @@ def corrected(
         ratio = seconds / predicted
         return _with_link(_with_passes(problem, ratio), 1 / ratio)
     waited = min(max(one.stall for one in measured), _MOST_WAITED * seconds)
-    beyond = waited - foreseen
     problem = _with_passes(problem, (seconds - waited) / max(predicted - foreseen, (1 - _MOST_WAITED) * predicted))
-    if beyond <= _WAITED * seconds:
-        return problem
-    return _with_link(problem, max(_SLOWER, 1 - beyond / seconds))
+    return _with_link(problem, _speed(problem, plan, waited, _WAITED * seconds))
+
+
+def _speed(problem: Problem, plan: Plan, waited: float, about: float) -> float:
+    """How many times as fast the link has to be, for the plan to wait so many seconds, or ``about`` so many."""
+
+    def waits(speed: float) -> float:
+        return max(simulate(_with_link(problem, speed), plan).stalls)
+
+    low, high = _SLOWER, 1 / _SLOWER
+    now = waits(1.0)
+    if abs(now - waited) <= about:
+        return 1.0
+    low, high = (low, 1.0) if now < waited else (1.0, high)
+    for _ in range(_HALVINGS):  # waits fall with speed
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if waits(middle) > waited else (low, middle)
+    return high
 
 
 def _with_link(problem: Problem, speed: float) -> Problem:

@@ -10,6 +10,7 @@ from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, lacked, passes_seconds
+from mindspeed_mem.adaptive.search.decisions import Plan
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
 from mindspeed_mem.adaptive.search.plan_table import grid, otherwise
@@ -76,7 +77,7 @@ class Planner:
         """states_are_split: the optimizer's states are split over data-parallel ranks already."""
         self.problem = self._given = problem
         self._states_are_split, self._wording = states_are_split, wording
-        self._least: dict[int, int] = {}  # temporaries of stages that had too little memory with fewer
+        self._least: dict[int, int] = {}  # temporaries of stages, since they had too little memory
         self.tries: list[Try] = []
         self.kept: Try | None = None
         """The plan that was settled on."""
@@ -90,7 +91,7 @@ class Planner:
         """The plan in force took that much: correct the problem by it, then try another plan or stay with the best."""
         now = self.tries[-1]
         now.measured = tuple(measured)
-        self.problem = self._corrected(now.problem, now.found.simulated, now.measured)
+        self.problem = self._corrected(now.problem, now.found.plan, now.found.simulated, now.measured)
         if len(self.tries) < ROUNDS:
             found, why = self._searched()
             again = Search(self.problem).simulated(now.found.plan)
@@ -105,11 +106,11 @@ class Planner:
         training call, and how often its allocator had to retry in one."""
         last = self.kept or self.tries[-1]
         if last.measured:
-            self.problem = self._corrected(last.problem, last.found.simulated, last.measured)
+            self.problem = self._corrected(last.problem, last.found.plan, last.found.simulated, last.measured)
         now = Search(self.problem).simulated(last.found.plan)
         seconds = passes_seconds(self.problem, now)
         seen = [Measured(stage, seconds, now.peaks[stage], now.stalls[stage], *lack) for stage, *lack in lacks]
-        self.problem = self._corrected(self.problem, now, seen)
+        self.problem = self._corrected(self.problem, last.found.plan, now, seen)
         return self.start()
 
     def report(self, width: int = 100) -> list[str]:
@@ -121,9 +122,9 @@ class Planner:
         of_each = [*_otherwise(now), *worth.lines(now.found)] if self.kept else []
         return [f"adaptive memory plan ({kind}): " + now.line(), *grid(now.problem, now.found.plan, width), *of_each]
 
-    def _corrected(self, problem: Problem, simulated: Simulated, measured: Sequence[Measured]) -> Problem:
+    def _corrected(self, problem: Problem, plan: Plan, simulated: Simulated, measured: Sequence[Measured]) -> Problem:
         """A plan that fits after one that did not shows no more than that: the next is not to lack memory again."""
-        found = corrected(problem, simulated, measured, self._least)
+        found = corrected(problem, plan, simulated, measured, self._least)
         self._least |= {number: found.stages[number].temporary_bytes for number in lacked(measured)}
         return found
 
