@@ -16,7 +16,7 @@ CLOSE = 0.05
 _SLOWEST, _SLOWER = 0.1, 0.25
 """Of a link's speed: what it is taken for at least after one correction; where copies block, and where they do not."""
 _WAITED = CLOSE / 2
-"""Waits for copies that are longer than predicted by no more than this share of a call say nothing about the link."""
+"""Waits for copies that differ from the prediction by no more than this share of a call say nothing about the link."""
 _MOST_WAITED = 0.8
 """Of a call: waits beyond that are taken for counted twice, on several streams."""
 _HALVINGS = 6
@@ -92,11 +92,10 @@ def _speed(problem: Problem, plan: Plan, waited: float, about: float) -> float:
     def waits(speed: float) -> float:
         return max(simulate(_with_link(problem, speed), plan).stalls)
 
-    low, high = _SLOWER, 1 / _SLOWER
     now = waits(1.0)
     if abs(now - waited) <= about:
         return 1.0
-    low, high = (low, 1.0) if now < waited else (1.0, high)
+    low, high = (_SLOWER, 1.0) if now < waited else (1.0, 1 / _SLOWER)
     for _ in range(_HALVINGS):  # waits fall with speed
         middle = (low * high) ** 0.5
         low, high = (middle, high) if waits(middle) > waited else (low, middle)
