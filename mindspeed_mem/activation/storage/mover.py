@@ -103,6 +103,7 @@ class Untimed:
 
 
 UNTIMED = Untimed()
+_HERE = nullcontext()
 
 
 class Mover:
@@ -123,7 +124,9 @@ class Mover:
         self.auto: AutoDistances | None = None  # while the plan leaves distances to it
         self.timing = UNTIMED
         self._lock = threading.RLock()  # backward may unpack in another thread than forward packs
-        self._compute: Stream | None = None  # while copies are being started, and their stream is the current one
+        # While copies are being started and their stream is the current one: where the garbage collector comes in
+        # between and more copies start, these are of that stream.
+        self._compute: Stream | None = None
 
     @property
     def bytes_on_host(self) -> int:
@@ -153,7 +156,7 @@ class Mover:
 
     @contextmanager
     def _copies_on(self, stream: Stream, compute: Stream) -> Iterator[None]:
-        """Around copies that are started."""
+        """Around copies that are started, where there are several streams."""
         before, self._compute = self._compute, compute
         try:
             with self.backend.copies_on(stream):
@@ -161,18 +164,14 @@ class Mover:
         finally:
             self._compute = before
 
-    def _on_compute(self) -> AbstractContextManager:
-        """Where this thread is starting copies, the garbage collector may have come in between, and more may start."""
-        return nullcontext() if self._compute is None else self.backend.on_stream(self._compute)
-
     def copy_out(self, records: Iterable[Record]) -> None:
         """Start copying out; what finds no room on the host stays on the device, with one warning."""
-        with self._lock, self._on_compute():
+        with self._lock, _HERE if self._compute is None else self.backend.on_stream(self._compute):
             compute, out_stream, _ = self._begin()
             ready: list[Stream] = []
             sent: list[Record] = []  # kept alive: until there is an event, nobody may give their slabs back
             try:
-                with self._copies_on(out_stream, compute):
+                with _HERE if self.backend.one_stream else self._copies_on(out_stream, compute):
                     for record in records:
                         source = record.whole()
                         if source is None:
@@ -290,7 +289,7 @@ class Mover:
 
     def load(self, records: Iterable[Record]) -> None:
         """Start copying back what is on the host; idempotent. What is being copied out yet stays where it is."""
-        with self._lock, self._on_compute():
+        with self._lock, _HERE if self._compute is None else self.backend.on_stream(self._compute):
             wanted = []
             for record in records:
                 if record.state == HOST:
@@ -308,7 +307,7 @@ class Mover:
                         record.mark(record.buffer.untyped_storage())
                 # after the allocations: the buffers' previous users are on compute
                 self.backend.wait(in_stream, self.backend.record(compute), IN_AFTER_COMPUTE)
-                with self._copies_on(in_stream, compute):
+                with _HERE if self.backend.one_stream else self._copies_on(in_stream, compute):
                     for _, together in itertools.groupby(wanted, attrgetter("layer", "op")):
                         self._fetch(together, compute, in_stream)
             except BaseException:  # there was no memory, or a copy failed
@@ -334,8 +333,9 @@ class Mover:
         finally:
             event = self.backend.record(in_stream) if sent else None
             for record in sent:
-                record.in_event = event
-                self._give_back(record, event)
+                assert record.slab is not None
+                self.slabs.give(record.slab, event)
+                record.slab, record.in_event = None, event
                 self.bytes_in += record.nbytes
                 self.copies_in += 1
 
