@@ -176,8 +176,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     clock = time.process_time if backend.is_host else time.perf_counter
-    how = {"warm": 1, "minutes": args.minutes}
-    seconds = interleaved(list(chosen), setting, steps, args.rounds, backend.synchronize, clock, **how)
+    seconds = interleaved(
+        list(chosen), setting, steps, args.rounds, backend.synchronize, clock, warm=1, minutes=args.minutes
+    )
     rows = rows_of(seconds, args.steps, saved)
     print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")
     print(f"{saved:g} saved tensors a layer; its own time: {rows['no pack']['own_us_per_layer']:.0f} us")

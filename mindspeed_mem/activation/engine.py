@@ -169,7 +169,7 @@ class Engine:
         self.in_force.adopt(config, tell)
         self.resolve(gather, partners)
         if self.survival is not None:
-            self.survival.goes_by(planned=config.swap.swap)
+            self.survival.begins_anew(planned=config.swap.swap)
 
     def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that may be compiled, inside an inline operator."""

@@ -10,7 +10,7 @@ import re
 import threading
 import warnings
 from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -79,7 +79,7 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         key = self.stream_key()
         found = self._current_streams.get(key)
         if found is None:
-            found = Stream(self._module.current_stream(), f"{self.type} current", side=False)
+            found = Stream(self._module.current_stream(), f"{self.type} current", side=False, key=key)
             self._current_streams[key] = found
         return found
 
@@ -190,11 +190,8 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         check_copy(target, source)
-        if stream.key is not None and stream.key == self.stream_key():
+        with nullcontext() if stream.key == self.stream_key() else self._module.stream(stream.native):
             target.data.copy_(source, non_blocking=True)  # .data: a version counter of its own
-            return
-        with self._module.stream(stream.native):
-            target.data.copy_(source, non_blocking=True)
 
     def copies_on(self, stream: Stream) -> AbstractContextManager:
         return self._module.stream(stream.native)

@@ -28,11 +28,9 @@ class Stream:
 
     __slots__ = ("native", "name", "side", "key")
 
-    def __init__(  # native: of torch.cuda, of torch_npu, or none
-        self, native: Any, name: str, side: bool, key: object = None
-    ) -> None:
-        self.native, self.name, self.side = native, name, side
-        self.key = key  # what `Backend.stream_key` says where it is current, if somebody has asked
+    def __init__(self, native: Any, name: str, side: bool, key: object = None) -> None:
+        self.native, self.name, self.side = native, name, side  # of torch.cuda, of torch_npu, or none
+        self.key = key  # an accelerator's: what `Backend.stream_key` says where it is current
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and (self.native is other.native or self.native == other.native)

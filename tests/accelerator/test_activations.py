@@ -10,10 +10,11 @@ import torch
 
 from mindspeed_mem.activation.storage import mover
 from tests import side_streams
+from tests.accelerator import seeds
 from tests.accelerator.lags import LAGS, under
 from tests.asynchrony.test_several_streams import PLANS
 from tests.asynchrony.test_swap_waits import SCARCE, run
-from tests.attachment.rank_cases import on_device, seeds
+from tests.attachment.rank_cases import on_device
 from tests.memory.test_adaptive_run import life
 from tests.memory.test_survive_oom import under_limits
 from tests.memory.test_trace import check_nesting, events_of, spans, traced
@@ -64,12 +65,12 @@ def test_attached_models():
     assert on_ranks(1, under, "copies late", on_device, ["saved", "mixed", "whole"], device="cuda") == [[]]
 
 
-@pytest.mark.parametrize("operator", ["torchs", "unnamed"])
+@pytest.mark.parametrize("operator", seeds.RETURNS)
 def test_seeds_of_no_dropout_may_differ(operator):
-    [(same, recomputed)] = on_ranks(1, seeds, operator, 0.0, device="cuda")
-    assert all(same) and recomputed
-    [(same, recomputed)] = on_ranks(1, seeds, operator, 0.5, device="cuda")
-    assert all(same) and not recomputed
+    [(same, nbytes)] = on_ranks(1, seeds.recomputed, operator, 0.0, device="cuda")
+    assert all(same) and nbytes
+    [(same, nbytes)] = on_ranks(1, seeds.recomputed, operator, 0.5, device="cuda")
+    assert all(same) and not nbytes
 
 
 def recomputed(model: dict) -> list[str]:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 
 import torch
 import torch.distributed as dist
@@ -122,60 +121,3 @@ def on_device(plans):
         if not same(found, plain) or not (figures.bytes_out or figures.recomputed_bytes) or figures.held_bytes:
             wrong.append(plan)
     return wrong
-
-
-class Attention(torch.nn.Module):
-    """Returns a seed as torch's fused kernels do: without dropout nobody has written it, here it is always another."""
-
-    library = None
-    seeds = itertools.count()
-
-    def __init__(self, operator, dropout):
-        super().__init__()
-        self.operator, self.dropout, self.linear = operator, dropout, torch.nn.Linear(8, 8)
-        if Attention.library is None:
-            Attention.library = library = torch.library.Library("tests_of_seeds", "FRAGMENT")
-            library.define("torchs(Tensor query, float dropout_p=0.) -> (Tensor output, Tensor philox_seed)")
-            library.define("unnamed(Tensor query, float dropout_p=0.) -> (Tensor, Tensor)")
-            for name in ("torchs", "unnamed"):
-                library.impl(name, self.compute, "CompositeExplicitAutograd")
-                torch.library.register_autograd(f"tests_of_seeds::{name}", self.gradient, setup_context=self.keep)
-
-    @classmethod
-    def compute(cls, query, dropout_p=0.0):
-        return query.exp(), torch.full((), next(cls.seeds), dtype=torch.int64, device=query.device)
-
-    @staticmethod
-    def keep(ctx, inputs, output):
-        ctx.save_for_backward(*output)
-
-    @staticmethod
-    def gradient(ctx, gradient, _):
-        return gradient * ctx.saved_tensors[0], None
-
-    def forward(self, x):
-        return getattr(torch.ops.tests_of_seeds, self.operator)(self.linear(x), self.dropout)[0]
-
-
-def seeds(operator, dropout):
-    """Gradients with recompute and without, and the bytes that were made again."""
-    torch.manual_seed(1)
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Attention(operator, dropout) for _ in range(2)])}).to(
-        DEVICE
-    )
-
-    def gradients():
-        model.zero_grad()
-        x = torch.linspace(-1, 1, 16, device=DEVICE).view(2, 8)
-        for layer in model["layers"]:
-            x = layer(x)
-        x.sum().backward()
-        return [one.grad.clone() for one in model.parameters()]
-
-    plain = gradients()
-    with mindspeed_mem.attach(
-        model, {"recompute_config": {"recompute": True}}, layers=["layers.0", "layers.1"]
-    ) as attached:
-        found = [gradients() for _ in range(3)]
-        figures = attached.engine.report()
-    return [same(one, plain) for one in found], figures.recomputed_bytes

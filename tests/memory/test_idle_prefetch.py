@@ -28,7 +28,7 @@ def stepped(schedule: str, **more: Any) -> tuple[list[int], int, list, dict]:
         precedence = Precedence.TRACE
 
         def begin_backward(self, output: Any) -> None:
-            away.append(engine.mover.bytes_on_host)
+            away.append(engine.mover.slabs.bytes_in_use)
 
     with parallel(pp=2), swap(plan) as engine:
         ours = contextlib.nullcontext() if schedule == "1f1b" else capped(None, split=True)

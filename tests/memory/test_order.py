@@ -91,7 +91,7 @@ def bytes_back_when_backward_begins(orders: list[str], known: list[str | None]) 
                 number = int(action[1:])
                 if action[0] == "F":
                     losses[number] = one_forward(engine, chunks, number)
-                    per_micro_batch = per_micro_batch or engine.mover.bytes_on_host  # after the first forward
+                    per_micro_batch = per_micro_batch or engine.mover.slabs.bytes_in_use  # after the first forward
                     continue
                 early.append(engine.mover.bytes_in - start - backwards * per_micro_batch)
                 loss = losses.pop(number)

@@ -257,7 +257,7 @@ def all_inputs_swapped() -> tuple[int, int]:
     with parallel(), swap(plan) as engine:
         loss = one_forward(engine, build_gpt("dense"))
         assert loss.requires_grad
-        return owned_now(), engine.mover.bytes_on_host
+        return owned_now(), engine.mover.slabs.bytes_in_use
 
 
 def test_with_inputs_swapped_recomputed_layers_hold_nothing():

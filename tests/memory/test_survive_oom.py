@@ -36,7 +36,7 @@ def nothing_left(engine, memory, before: int) -> list[str]:
         time.sleep(0.05)
     figures = {
         "host": engine.mover.slabs.bytes_in_use,
-        "on host": engine.mover.bytes_on_host,
+        "on host": engine.mover.slabs.bytes_in_use,
         "device": left,
         "known": len(engine.mover.known),
     }
@@ -349,7 +349,7 @@ def with_nothing_on_the_device(plan: dict | None) -> tuple[list[str], tuple[int,
             engine.survival.policy.ends(lacked=True)  # it is on from the first step
             training = Training(memory, "dropout", layers=2)
             found = [name for one in expected for name in different(training.step(above=1 << 40), one)]
-            left = engine.mover.slabs.bytes_in_use, engine.mover.bytes_on_host, len(engine.mover.known)
+            left = engine.mover.slabs.bytes_in_use, engine.mover.slabs.bytes_in_use, len(engine.mover.known)
     return found, left
 
 

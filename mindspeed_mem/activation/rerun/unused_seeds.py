@@ -34,10 +34,10 @@ class UnusedSeeds(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
-        facts = _facts_of(op)
-        if facts is not None and not facts.dropout(args, kwargs or {}):
+        attention = _with_dropout(op)
+        if attention is not None and not attention.dropout(args, kwargs or {}):
             for place, made in enumerate(result):
-                if isinstance(made, torch.Tensor) and (place in facts.places if facts.named else _may_be_seed(made)):
+                if isinstance(made, torch.Tensor) and attention.may_be_seed(place, made):
                     self._seen.append(local_of(made).untyped_storage())
         return result
 
@@ -51,34 +51,32 @@ class UnusedSeeds(TorchDispatchMode):
         return any(storage._cdata == one._cdata for one in self._seen)
 
 
-def _may_be_seed(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2
+class _WithDropout(NamedTuple):
+    """An operator that is told how much dropout there is, and returns several things."""
 
-
-class _Facts(NamedTuple):
-    """Of an operator that knows dropout and returns several things."""
-
-    named: bool
-    """What it returns; else (flash-attn's own operators) seeds are told by what they are."""
-    places: frozenset[int]
-    """Of seeds, among what it returns."""
+    seeds: frozenset[int] | None
+    """Their places among what it returns; None (flash-attn's own operators) where that has no names."""
     argument: int
     default: float
 
     def dropout(self, args: tuple, kwargs: dict[str, Any]) -> float:
         return args[self.argument] if self.argument < len(args) else kwargs.get(_DROPOUT, self.default)
 
+    def may_be_seed(self, place: int, made: torch.Tensor) -> bool:
+        if self.seeds is not None:
+            return place in self.seeds
+        return made.dtype in (torch.int64, torch.uint64) and made.numel() <= 2
+
 
 @functools.cache
-def _facts_of(op: Any) -> _Facts | None:
+def _with_dropout(op: Any) -> _WithDropout | None:
     """None: it returns no seeds."""
     schema = getattr(op, "_schema", None)
     names = [] if schema is None else [argument.name for argument in schema.arguments]
     if schema is None or _DROPOUT not in names or len(schema.returns) < 2:
         return None
-    argument = names.index(_DROPOUT)
-    places = frozenset(n for n, one in enumerate(schema.returns) if one.name in _SEEDS)
-    named = any(one.name for one in schema.returns)
-    if named and not places:
+    argument, returned = names.index(_DROPOUT), [one.name for one in schema.returns]
+    seeds = frozenset(n for n, name in enumerate(returned) if name in _SEEDS) if any(returned) else None
+    if seeds == frozenset():
         return None
-    return _Facts(named, places, argument, schema.arguments[argument].default_value or 0.0)
+    return _WithDropout(seeds, argument, schema.arguments[argument].default_value or 0.0)

@@ -128,11 +128,6 @@ class Mover:
         # between and more copies start, these are of that stream.
         self._compute: Stream | None = None
 
-    @property
-    def bytes_on_host(self) -> int:
-        """Of host buffers, with what has left the device or is about to."""
-        return self.slabs.bytes_in_use
-
     def _begin(self) -> tuple[Stream, Stream, Stream]:
         """Compute's stream and the two for copies, made at the first copy: only then the device is surely chosen."""
         if self._streams is None:
@@ -168,32 +163,35 @@ class Mover:
         """Start copying out; what finds no room on the host stays on the device, with one warning."""
         with self._lock, _HERE if self._compute is None else self.backend.on_stream(self._compute):
             compute, out_stream, _ = self._begin()
-            ready: list[Stream] = []
-            sent: list[Record] = []  # kept alive: until there is an event, nobody may give their slabs back
-            try:
-                with _HERE if self.backend.one_stream else self._copies_on(out_stream, compute):
-                    for record in records:
-                        source = record.whole()
-                        if source is None:
-                            record.state = KEPT  # emptied by whoever manages it (an output that will be recomputed)
-                            continue
-                        slab = self.slabs.take(record.nbytes)
-                        if slab is None:
-                            self.staying.no_room(record, self.slabs.limit_bytes)
-                            continue
-                        try:
-                            self._wait_for_bytes(record, compute, out_stream, ready)
-                            self._send(record, source, slab, out_stream)
-                        except BaseException:
-                            self.slabs.give(slab, slab.ready)
-                            record.state = KEPT
-                            raise
-                        sent.append(record)
-            finally:
-                if sent:  # one event: each costs the host time, and one operator's copies end together
-                    event = self.backend.record(out_stream)
-                    for record in sent:
-                        record.out_event = event
+            with _HERE if self.backend.one_stream else self._copies_on(out_stream, compute):
+                self._send_all(records, compute, out_stream)
+
+    def _send_all(self, records: Iterable[Record], compute: Stream, out_stream: Stream) -> None:
+        ready: list[Stream] = []
+        sent: list[Record] = []  # kept alive: until there is an event, nobody may give their slabs back
+        try:
+            for record in records:
+                source = record.whole()
+                if source is None:
+                    record.state = KEPT  # emptied by whoever manages it (an output that will be recomputed)
+                    continue
+                slab = self.slabs.take(record.nbytes)
+                if slab is None:
+                    self.staying.no_room(record, self.slabs.limit_bytes)
+                    continue
+                try:
+                    self._wait_for_bytes(record, compute, out_stream, ready)
+                    self._send(record, source, slab, out_stream)
+                except BaseException:
+                    self.slabs.give(slab, slab.ready)
+                    record.state = KEPT
+                    raise
+                sent.append(record)
+        finally:
+            if sent:  # one event: each costs the host time, and one operator's copies end together
+                event = self.backend.record(out_stream)
+                for record in sent:
+                    record.out_event = event
 
     def _wait_for_bytes(self, record: Record, compute: Stream, out_stream: Stream, ready: list[Stream]) -> None:
         """A copy out of ``record`` may start; ``ready`` are the streams waited for already."""
@@ -333,9 +331,8 @@ class Mover:
         finally:
             event = self.backend.record(in_stream) if sent else None
             for record in sent:
-                assert record.slab is not None
-                self.slabs.give(record.slab, event)
-                record.slab, record.in_event = None, event
+                record.in_event = event
+                self._give_back(record, event)
                 self.bytes_in += record.nbytes
                 self.copies_in += 1
 

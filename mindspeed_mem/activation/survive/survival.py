@@ -60,7 +60,7 @@ class Survival:
         self.backend.keep_reserve()
         self.policy.varies = any("experts" in path.split(".") for _, path in self._in_force.modules)
 
-    def goes_by(self, planned: bool) -> None:
+    def begins_anew(self, planned: bool) -> None:
         """Steps are of another kind from now on; ``planned``: they should fit. What an allocator keeps, in pieces of
         the steps before, goes back to the device."""
         self.policy.forget(planned)

@@ -19,6 +19,8 @@ _WAITED = CLOSE / 2
 """Waits for copies that differ from the prediction by no more than this share of a call say nothing about the link."""
 _MOST_WAITED = 0.8
 """Of a call: waits beyond that are taken for counted twice, on several streams."""
+_ROUNDS = 6
+"""In which both speeds are brought together, at most."""
 _HALVINGS = 6
 """Of a range of four times the speed: to 2 %."""
 _LEAST = 0.02
@@ -82,8 +84,17 @@ def corrected(
         ratio = seconds / predicted
         return _with_link(_with_passes(problem, ratio), 1 / ratio)
     waited = min(max(one.stall for one in measured), _MOST_WAITED * seconds)
-    problem = _with_passes(problem, (seconds - waited) / max(predicted - foreseen, (1 - _MOST_WAITED) * predicted))
-    return _with_link(problem, _speed(problem, plan, waited, _WAITED * seconds))
+    ratio = (seconds - waited) / max(predicted - foreseen, (1 - _MOST_WAITED) * predicted)
+    about = _WAITED * seconds
+    for _ in range(_ROUNDS):  # in a pipeline stages wait for each other's waits, too
+        slower = _with_passes(problem, ratio)
+        found = _with_link(slower, _speed(slower, plan, waited, about))
+        again = simulate(found, plan)
+        off = seconds - passes_seconds(found, again)
+        if abs(off) <= about or abs(max(again.stalls) - waited) > about:  # no link explains it
+            break
+        ratio *= 1 + off / (seconds - waited)
+    return found
 
 
 def _speed(problem: Problem, plan: Plan, waited: float, about: float) -> float:
@@ -104,8 +115,7 @@ def _speed(problem: Problem, plan: Plan, waited: float, about: float) -> float:
 
 def _with_link(problem: Problem, speed: float) -> Problem:
     """With a link of ``speed`` times what it was taken for."""
-    link = _scaled(problem.link, speed, "out", "back", "out_alone", "back_alone")
-    return dataclasses.replace(problem, link=link)
+    return dataclasses.replace(problem, link=problem.link.scaled(speed))
 
 
 def _with_passes(problem: Problem, ratio: float) -> Problem:

@@ -102,8 +102,7 @@ def otherwise(found: Found) -> Iterator[tuple[str, Simulated]]:
     moving = under(problem, found.plan)
     if not any(host_bytes(moving, number, stage) for number, stage in enumerate(found.plan.stages)):
         return
-    slower = replace(link, out=_SLOWER * link.out, back=_SLOWER * link.back)
-    yield f"link at {100 * _SLOWER:.0f} %", simulate(replace(problem, link=slower), found.plan)
+    yield f"link at {100 * _SLOWER:.0f} %", simulate(replace(problem, link=link.scaled(_SLOWER)), found.plan)
     if not link.blocking:  # then all of each copy is computation's time anyway
         costly = replace(link, slows=link.slows + _COSTS)
         yield f"copies cost {100 * _COSTS:.0f} %", simulate(replace(problem, link=costly), found.plan)
