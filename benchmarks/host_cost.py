@@ -46,7 +46,8 @@ NORMS, ACTIVATION = r".*norm", r"mlp\.activation_func"
 
 def swap(prefetch: int, *operators: str) -> dict:
     entry = {"op_name": list(operators), "backward_prefetch": prefetch, "layers": True}
-    return {"swap_config": {"swap": True, "op_swap": [entry] if operators else []}}
+    # On any device as on a CPU: the sizes here stand for large ones.
+    return {"swap_config": {"swap": True, "op_swap": [entry] if operators else [], "smallest_bytes": 0}}
 
 
 def hooks_that_do_nothing() -> contextlib.AbstractContextManager:
@@ -80,7 +81,7 @@ def variants(prefetch: int, model) -> dict[str, Variant]:
         "core attention only": Variant(swap(prefetch, r"self_attention\.core_attention")),
         "one linear's output": Variant(swap(prefetch, r"self_attention\.linear_qkv")),
         "swap everything": Variant({"swap_config": {"swap": True, **everything, "smallest_bytes": LARGE}}),
-        "swap everything, small ones too": Variant({"swap_config": {"swap": True, **everything}}),
+        "swap everything, small ones too": Variant({"swap_config": {"swap": True, **everything, "smallest_bytes": 0}}),
         "recompute norms and activation": Variant(
             {"recompute_config": {"select_recompute": {NORMS: True, ACTIVATION: True}}}
         ),

@@ -19,8 +19,10 @@ def _capture(tensors=()):
     """As Megatron's ``_get_all_rng_states``, which asks for the host's twice where that stands in for a device."""
     megatron = sys.modules[_RANDOM]
     tracker, host = megatron.get_cuda_rng_tracker(), rng.host_state()
-    device = host if rng.host_is_all() else megatron._get_cuda_rng_state(graph_safe=_graph_safe(tracker))
-    return host, device, tracker.get_states()
+    if rng.host_is_all():
+        return host, host, tracker.get_states()
+    fresh = functools.partial(megatron._get_cuda_rng_state, graph_safe=_graph_safe(tracker))
+    return host, rng.device_state(None, fresh), tracker.get_states()
 
 
 @functools.lru_cache(maxsize=1)  # it parses TransformerEngine's version each time

@@ -14,7 +14,7 @@ from torch import nn
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.agreement import agreed
 from mindspeed_mem.activation.storage.auto_distance import AutoDistances
-from mindspeed_mem.plan import MemoryConfig, MemoryPlan, Swap, load_memory_config, resolve
+from mindspeed_mem.plan import MemoryConfig, MemoryPlan, Recompute, Swap, load_memory_config, resolve
 from mindspeed_mem.plan.checks import Distance
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class PlanInForce:
         """No entry moves what an operator saves: who produced a storage decides at once."""
         self.of_produced: dict[tuple[int, str], int | None] = {}
         """What `distance` says of operators that decide that alone, as far as it has been asked."""
+        self._recompute: dict[tuple[int, str], Recompute | None] = {}
+        """What `recompute` has said."""
         self.everything = False
         """Move whatever is saved, whatever the plan says: the second attempt at a step."""
         self.covered: set[int] | None = None
@@ -83,6 +85,14 @@ class PlanInForce:
     def output_gradients(self) -> bool:
         """Gradients of outputs leave while gradients of weights wait for them."""
         return self.config.swap.swap and self.config.swap.output_gradients
+
+    def recompute(self, layer: int, op: str) -> Recompute | None:
+        """As `MemoryPlan.recompute`, of the plan, which must be there."""
+        try:
+            return self._recompute[layer, op]
+        except KeyError:
+            answer = self._recompute[layer, op] = self.the_plan.recompute(layer, op)
+            return answer
 
     def decision(self, layer: int, op: str) -> Swap | None:
         return self.plan.decision(layer, op) if self.plan is not None and 0 <= layer < self.num_layers else None
@@ -123,6 +133,7 @@ class PlanInForce:
                 self.count_on([model], regions.stacks_in([model]))
         self.agreed, self._built = gather is not None, regions.built()
         self.of_produced.clear()
+        self._recompute.clear()
         self.partners = frozenset(partners) or self.partners
         tree = regions.tagged_layers()
         mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
@@ -194,4 +205,5 @@ class PlanInForce:
         self.config, self.plan, self.agreed, self.tells = config, None, False, tell
         self._told.clear()
         self.of_produced.clear()
+        self._recompute.clear()
         self.recomputes = False

@@ -19,7 +19,7 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.module_rerun import TAKE_OUT, ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
 from mindspeed_mem.activation.rerun.tape import MANAGED, Tape
-from mindspeed_mem.activation.rerun.trial import Trial, Trials, TriedOperator, flags_of, in_managed_memory
+from mindspeed_mem.activation.rerun.trial import Trial, Trials, TriedOperator, in_managed_memory
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
@@ -64,7 +64,7 @@ class SecondRuns:
         in_force = self._in_force
         if not in_force.recomputes or not self.hooked or not 0 <= layer < in_force.num_layers:
             return False
-        wanted = in_force.the_plan.recompute(layer, path)
+        wanted = in_force.recompute(layer, path)
         if wanted is None or type(self._position.rerun) is ModuleRerun:
             return False
         if not regions.hooks_may_be():
@@ -117,15 +117,14 @@ class SecondRuns:
         assert micro_batch is not None
         given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
-        training = of.training()
-        flags = flags_of(training)
-        verdict = of.verdict(flags)
+        training, flags, verdict, program = of.as_it_is()
         places = None if verdict is None else verdict.places
         rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, training, places)
-        partners, device_type = self._in_force.partners, self._mover.backend.tensor_type
-        if verdict is not None and position.watch is None and self._saved.may_drop():
-            rerun.saved.program = of.program(flags)
-        trial = Trial(of, rerun, partners, device_type) if verdict is None else None
+        if program is not None and position.watch is None and self._saved.may_drop():
+            rerun.saved.program = program
+        trial = None
+        if verdict is None:
+            trial = Trial(of, flags, rerun, self._in_force.partners, self._mover.backend.tensor_type)
         begin()
         rerun.number = micro_batch.count
         position.rerun, position.known = rerun, rerun.saved.program is not None

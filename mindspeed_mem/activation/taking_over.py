@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from types import ModuleType
 
@@ -12,7 +13,8 @@ from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
 from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, second_run, tape
 from mindspeed_mem.activation.storage import ledger, marks, micro_batch, mover, own_tensors, records
-from mindspeed_mem.device import cpu, fast_tensors, slabs
+from mindspeed_mem.activation.survive import eviction
+from mindspeed_mem.device import accelerator, base, cpu, fast_tensors, slabs
 
 _in_python: dict[tuple[type | ModuleType, str], object] = {}
 
@@ -37,8 +39,12 @@ def use(module: ModuleType | None) -> None:
         "Unseen": ledger.Unseen,
         "Marks": marks.Marks,
         "Mover": mover.Mover,
+        "EvictingMover": eviction.EvictingMover,
         "Slab": slabs.Slab,
         "CpuBackend": cpu.CpuBackend,
+        "AcceleratorBackend": accelerator.AcceleratorBackend,
+        "Stream": base.Stream,
+        "NativeEvent": accelerator.NativeEvent,
         "Rerun": second_run.Rerun,
         "ModuleRerun": module_rerun.ModuleRerun,
         "MadeBy": second_run.MadeBy,
@@ -84,6 +90,15 @@ def use(module: ModuleType | None) -> None:
         "TAG": regions.TAG,
         "set_by_others": marks.set_by_others,
         "empty": fast_tensors.empty,
+        "host_bytes": base.Backend.host_bytes,
+        "second_runs": second_run,
+        "nullcontext": contextlib.nullcontext,
+        "OUT_AFTER_COMPUTE": mover.OUT_AFTER_COMPUTE,
+        "OUT_AFTER_SLAB": mover.OUT_AFTER_SLAB,
+        "RELEASE_AFTER_OUT": mover.RELEASE_AFTER_OUT,
+        "IN_AFTER_COMPUTE": mover.IN_AFTER_COMPUTE,
+        "COMPUTE_AFTER_IN": mover.COMPUTE_AFTER_IN,
+        "RETIRE_AFTER_COPIES": mover.RETIRE_AFTER_COPIES,
         "enough": module_rerun.Enough,
         "facts_of": tape.facts_of,
         "as_it_drew": tape._as_it_drew,

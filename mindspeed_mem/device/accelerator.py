@@ -33,10 +33,12 @@ class NativeEvent(Event):
     does. Where it does not, `AcceleratorBackend.reuses_events` is False and the pool keeps nothing.
     """
 
-    __slots__ = ("native", "_pool")
+    __slots__ = ("native", "happened", "awaited", "_pool")
 
     def __init__(self, native: Any, pool: collections.deque[Any]) -> None:
         self.native, self._pool = native, pool
+        self.happened = False  # as far as the host has asked
+        self.awaited: object = None  # `Stream.key` of the last one that waits for it: it need not do so again
 
     def __del__(self) -> None:
         self._pool.append(self.native)
@@ -83,6 +85,8 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
             self._current_streams[key] = found
         return found
 
+    current_stream_slowly = current_stream  # where the other is in C++
+
     @abc.abstractmethod
     def stream_key(self) -> Hashable:
         """The stream's number, device and type: what torch makes its stream objects of, without making one."""
@@ -108,14 +112,17 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return NativeEvent(native, pool)
 
     def wait(self, stream: Stream, event: NativeEvent, reason: str) -> None:
+        if event.happened or event.awaited == stream.key:
+            return
         if stream.side:
             stream.native.wait_event(event.native)
-        elif not event.native.query():  # what has happened is waited for by nobody
+        elif not self.done(event):  # what has happened is waited for by nobody
             begin = self._record(stream.native, timing=True)
             stream.native.wait_event(event.native)
             self._stalls.append((begin, self._record(stream.native, timing=True)))
             if len(self._stalls) > _PENDING_STALLS:
                 self._add_up(asked=False)
+        event.awaited = stream.key
 
     def on_stream(self, stream: Stream) -> AbstractContextManager:
         return self._module.stream(stream.native)
@@ -124,7 +131,9 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         tensor.record_stream(stream.native)
 
     def done(self, event: NativeEvent) -> bool:
-        return event.native.query()
+        if not event.happened:
+            event.happened = event.native.query()
+        return event.happened
 
     def synchronize(self, event: NativeEvent | None = None) -> None:
         if event is None:
@@ -328,6 +337,11 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
 
     def set_rng_state(self, state: torch.Tensor, index: int | None = None) -> None:
         self._module.set_rng_state(state, self._module.current_device() if index is None else index)
+
+    def generator(self, index: int | None = None) -> torch.Generator | None:
+        generators = getattr(self._module, "default_generators", ())  # empty until the device is used
+        number = self._module.current_device() if index is None else index
+        return generators[number] if number < len(generators) else None
 
     def describe(self) -> dict[str, object]:
         return super().describe() | {

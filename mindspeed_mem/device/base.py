@@ -304,6 +304,10 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
     def set_rng_state(self, state: torch.Tensor, index: int | None = None) -> None:
         """Put back what `rng_state` returned."""
 
+    def generator(self, index: int | None = None) -> torch.Generator | None:
+        """That generator itself, where it is not the host's; its seed and its offset are all its state."""
+        return None
+
     @abc.abstractmethod
     def stall_seconds(self) -> float:
         """Seconds that computation has stood still for copies so far; stands still in progress are left out.

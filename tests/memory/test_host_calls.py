@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,8 @@ MOST = {
 
 
 def calls_of_a_layer(plan: dict) -> float:
+    import torch
+
     from tests.models import build_gpt
     from tests.swap_runs import one_forward, swap
 
@@ -37,7 +41,8 @@ def calls_of_a_layer(plan: dict) -> float:
     def note(frame, event, _):
         found[0] += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
-    with parallel(), swap(plan, watch_only=not plan) as engine:
+    here = torch.autograd.set_multithreading_enabled(False)  # all of it on the thread that is looked at
+    with here, parallel(), swap(plan, watch_only=not plan) as engine:
         chunks = build_gpt("dense")
         for _ in range(6):
             found[0] = 0
@@ -54,16 +59,23 @@ def calls_of_a_layer(plan: dict) -> float:
         return found[0] / len(chunks[0].module.decoder.layers)
 
 
-def all_plans(native: bool) -> tuple[dict[str, float], list[tuple[bool, int]]]:
+@contextlib.contextmanager
+def in_cpp() -> Iterator[None]:
+    """Inside, what has been built in C++ is used."""
     from mindspeed_mem.activation import taking_over
 
-    taking_over.use(hot_path.EXTENSION.load() if native else None)
-    fast_tensors.use(fast_tensors.EXTENSION.load() if native else None)
+    taking_over.use(hot_path.EXTENSION.load())
+    fast_tensors.use(fast_tensors.EXTENSION.load())
     try:
-        return {name: calls_of_a_layer(plan) for name, (plan, *_) in MOST.items()}, one_plan_after_the_other()
+        yield
     finally:
         taking_over.use(None)
         fast_tensors.use(None)
+
+
+def all_plans(native: bool) -> tuple[dict[str, float], list[tuple[bool, int]]]:
+    with in_cpp() if native else contextlib.nullcontext():
+        return {name: calls_of_a_layer(plan) for name, (plan, *_) in MOST.items()}, one_plan_after_the_other()
 
 
 def one_plan_after_the_other() -> list[tuple[bool, int]]:

@@ -121,6 +121,8 @@ inline Own unpacked_slot(Hooks* of, PyObject* kept) {
   return found;
 }
 
+inline bool bring_back_again(PyObject* self, PyObject* of);  // second_run.h
+
 // `Handle.bring_back`, of a tensor that has not been modified in place.
 inline Own content_of(PyObject* kept) {
   Own layout = Own::of(handle.layout.get(kept)), known = Own::of(handle.record.get(kept));
@@ -131,7 +133,7 @@ inline Own content_of(PyObject* kept) {
   Own way_back = Own::of(record.way_back.get(known.get()));
   if (is_ours(way_back.get())) {
     bring_back(way_back.get(), known.get());
-  } else {
+  } else if (!bring_back_again(way_back.get(), known.get())) {
     static Name brings_back("bring_back");
     brings_back.call(way_back.get(), known.get());
   }

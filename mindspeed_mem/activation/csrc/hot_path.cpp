@@ -1,10 +1,8 @@
 // What the engine does for each operator and each saved tensor, on the very objects that it has in Python; hot_path.py
 // says what it takes the place of. What is out of the ordinary goes on there.
 
-#include "arguments.h"
-#include "hooks.h"
 #include "random.h"
-#include "runs.h"
+#include "second_run.h"
 
 namespace hot {
 namespace {
@@ -28,8 +26,13 @@ Method methods[] = {
     {"Handle", {"let_go", handle_lets_go, METH_NOARGS, nullptr}},
     {"Record", {"__del__", record_dies, METH_NOARGS, nullptr}},
     {"Record", {"leave", fast(record_leaves), METH_FASTCALL, nullptr}},
+    {"Mover", {"load", mover_loads, METH_O, nullptr}},
+    {"AcceleratorBackend", {"current_stream", backend_current_stream, METH_NOARGS, nullptr}},
+    {"NativeEvent", {"__del__", event_dies, METH_NOARGS, nullptr}},
     {"Made", {"__del__", made_dies, METH_NOARGS, nullptr}},
     {"Rerun", {"fill", fast(rerun_fills), METH_FASTCALL, nullptr}},
+    {"Rerun", {"run_again", rerun_runs_again, METH_NOARGS, nullptr}},
+    {"ModuleRerun", {"remake", module_rerun_remakes, METH_NOARGS, nullptr}},
     {"ModuleRerun", {"refill", refill, METH_O, nullptr}},
     {"ModuleRerun", {"_fill", fast(module_rerun_fills), METH_FASTCALL, nullptr}},
     {"ModuleRerun", {"_returns_one", fast(module_rerun_returns_one), METH_FASTCALL, nullptr}},
@@ -80,6 +83,8 @@ void find_slots(PyObject* classes) {
   in("Token", {&token.ledger, &token.nbytes, &token.owned, &token.moved, &token.entry});
   in("Counter", {&counter.now, &counter.peak});
   in("Unseen", {&unseen.kept});
+  in("Stream", {&stream.native, &stream.key});
+  in("NativeEvent", {&event.native, &event.happened, &event.awaited, &event.pool});
   in("Slab", {&slab.buffer, &slab.whole, &slab.nbytes, &slab.ready});
   in("Made", {&made.rerun, &made.micro_batch, &made.layout, &made.nbytes, &made.storage, &made.version, &made.base,
               &made.stream, &made.others, &made.attributes, &made.state, &made.tensor});
@@ -91,7 +96,9 @@ void find_slots(PyObject* classes) {
   in("MadeBy", {&made_by.rerun, &made_by.slot, &made_by.version, &made_by.base});
   in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
                      &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number,
-                     &module_rerun.untried, &module_rerun.entered_again, &filled});
+                     &module_rerun.untried, &module_rerun.entered_again, &filled, &second_run.call, &second_run.state,
+                     &second_run.training, &second_run.given, &second_run.random, &second_run.autocast,
+                     &second_run.places, &second_run.then, &second_run.outputs, &second_run.noted_again});
   in("Observation", {&observation.stopwatch, &observation.counting});
 }
 
@@ -117,7 +124,8 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"Marks", &engine.Marks},           {"Mover", &engine.Mover},         {"CpuBackend", &engine.CpuBackend},
         {"ModuleRerun", &engine.ModuleRerun}, {"SavedSlot", &engine.SavedSlot}, {"Made", &engine.Made},
         {"Saver", &engine.Saver},           {"MicroBatch", &engine.MicroBatch}, {"MadeBy", &engine.MadeBy},
-        {"Tape", &engine.Tape},
+        {"Tape", &engine.Tape},             {"NativeEvent", &engine.NativeEvent},
+        {"AcceleratorBackend", &engine.AcceleratorBackend}, {"EvictingMover", &engine.EvictingMover},
     };
     for (const auto& [name, to] : types) take(args[0], name, reinterpret_cast<PyObject**>(to));
     const std::pair<const char*, PyObject**> others[] = {
@@ -154,6 +162,15 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"TAG", &engine.TAG},
         {"set_by_others", &engine.set_by_others},
         {"empty", &engine.empty},
+        {"host_bytes", &engine.host_bytes},
+        {"second_runs", &engine.second_runs},
+        {"nullcontext", &engine.nullcontext},
+        {"OUT_AFTER_COMPUTE", &engine.OUT_AFTER_COMPUTE},
+        {"OUT_AFTER_SLAB", &engine.OUT_AFTER_SLAB},
+        {"RELEASE_AFTER_OUT", &engine.RELEASE_AFTER_OUT},
+        {"IN_AFTER_COMPUTE", &engine.IN_AFTER_COMPUTE},
+        {"COMPUTE_AFTER_IN", &engine.COMPUTE_AFTER_IN},
+        {"RETIRE_AFTER_COPIES", &engine.RETIRE_AFTER_COPIES},
         {"enough", &enough},
         {"facts_of", &facts_of},
         {"as_it_drew", &as_it_drew},
@@ -195,6 +212,7 @@ PyMethodDef functions[] = {
     {"empty_all", empty_all, METH_O, nullptr},
     {"has_managed", has_managed, METH_O, nullptr},
     {"host_state", host_state, METH_O, nullptr},
+    {"device_state", fast(device_state), METH_FASTCALL, nullptr},
     {"same_states", fast(same_states), METH_FASTCALL, nullptr},
     {"marks_of", marks_of, METH_O, nullptr},
     {"tape_runs", fast(tape_runs), METH_FASTCALL, nullptr},

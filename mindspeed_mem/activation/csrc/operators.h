@@ -106,8 +106,7 @@ inline void back_to(PyObject* batch, PyObject* stack) {
 
 inline void ended(PyObject* batch) {
   if (is_empty(micro_batch.fresh.get(batch)) && !something_is_due(batch)) {
-    Own late = at_late.of(micro_batch.mover.get(batch));
-    if (at_nbytes.number(late.get()) == 0) return;
+    if (!LateCopies(at_late.of(micro_batch.mover.get(batch))).any()) return;
   }
   operator_ended(batch);
 }

@@ -7,6 +7,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <mutex>
+#include <torch/csrc/Generator.h>
+#include <unordered_map>
 
 namespace hot {
 
@@ -44,6 +46,34 @@ inline PyObject* host_state(PyObject*, PyObject* fresh) {
     if (Drawn() == now) {  // no other thread has drawn meanwhile
       then = now;
       Py_XSETREF(tensor, new_reference(found.get()));
+    }
+    return found.release();
+  });
+}
+
+// device_state(generator, fresh): the same of a device's generator, which is told by its seed and offset.
+inline PyObject* device_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    takes(count, 2, "device_state takes a generator and what returns its state");
+    if (must(PyObject_IsInstance(args[0], THPGeneratorClass)) == 0) return call(args[1]).release();
+    struct State {
+      uint64_t seed = 0, offset = 0;
+      PyObject* tensor = nullptr;
+    };
+    static std::unordered_map<const c10::GeneratorImpl*, State> states;  // default generators live as long as this
+    at::Generator generator = reinterpret_cast<THPGenerator*>(args[0])->cdata;
+    const auto now = [&] {
+      const std::lock_guard<std::mutex> lock(generator.mutex());
+      return std::pair(generator.current_seed(), generator.get_offset());
+    };
+    const auto [seed, offset] = now();
+    State& then = states[generator.unsafeGetGeneratorImpl()];
+    if (then.tensor != nullptr && then.seed == seed && then.offset == offset) return new_reference(then.tensor);
+    Own found = call(args[1]);
+    if (now() == std::pair(seed, offset)) {  // no other thread has drawn meanwhile
+      then.seed = seed;
+      then.offset = offset;
+      Py_XSETREF(then.tensor, new_reference(found.get()));
     }
     return found.release();
   });

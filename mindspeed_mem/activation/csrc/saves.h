@@ -8,6 +8,8 @@
 
 namespace hot {
 
+inline Name at_token("token");
+
 // The two hooks of one `SavedTensors`.
 struct Hooks {
   PyObject_HEAD
@@ -16,14 +18,18 @@ struct Hooks {
   bool one_stream;
 };
 
-inline bool on_home_stream(const Hooks* of, PyObject* batch) {
-  if (of->one_stream) return true;
+inline bool has_several_streams(PyObject* mover) { return PyObject_Size(at_several.of(mover).get()) > 0; }
+
+// Whether the current stream is the one that a micro-batch began on.
+inline bool is_home(PyObject* mover, PyObject* batch) {
   static Name stream_key("stream_key");
-  Own backend = at_backend.of(of->mover), key = stream_key.call(backend.get());
-  return same(key.get(), micro_batch.home_key.get(batch));
+  Own backend = at_backend.of(mover);
+  if (at_one_stream.is_true(backend.get())) return true;
+  if (is_accelerator(backend.get())) return is_current(micro_batch.home.get(batch));
+  return same(stream_key.call(backend.get()).get(), micro_batch.home_key.get(batch));
 }
 
-inline bool has_several_streams(PyObject* mover) { return PyObject_Size(at_several.of(mover).get()) > 0; }
+inline bool on_home_stream(const Hooks* of, PyObject* batch) { return of->one_stream || is_home(of->mover, batch); }
 
 // A tensor that shares memory and version counter with this one, and no graph. No mode is told of it.
 inline Own alias_of(const at::Tensor& tensor) {
@@ -438,7 +444,7 @@ inline PyObject* rerun_fills(PyObject* self, PyObject* const* args, Py_ssize_t c
     Own nbytes = own(PyLong_FromUnsignedLongLong(tensor.storage().nbytes()));
     enter_copy(tensor, nbytes.get(), record.layer.number(of) >= 0, owner_of(of).get());
     if (!record.attributes.is_none(of)) mark.call(of, storage_of(tensor).get());
-    if (has_several_streams(mover) || !at_one_stream.is_true(at_backend.of(mover).get())) {
+    if (has_several_streams(mover) || !is_home(mover, record.micro_batch.get(of))) {
       saves.call(mover, of, args[1], Py_True);
     }
     return new_reference(Py_None);
@@ -462,7 +468,7 @@ inline PyObject* refill(PyObject* self, PyObject* tensor) {
       }
       PyObject* mover = rerun.mover.get(self);
       if (is_made && fast_tensors::is_tensor(tensor) && THPVariable_Unpack(tensor).layout() == c10::kStrided &&
-          !has_several_streams(mover) && at_one_stream.is_true(at_backend.of(mover).get()) &&
+          !has_several_streams(mover) && is_home(mover, made.micro_batch.get(wanted.get())) &&
           fill(self, wanted.get(), PyTuple_GET_ITEM(entry, 1), THPVariable_Unpack(tensor))) {
         const long long left = remaining.number(self) - 1;
         remaining.set_number(self, left);
@@ -502,7 +508,7 @@ inline void enter_again(PyObject* self, PyObject* path, PyObject* args, PyObject
     Own one = slot == Py_None ? Own() : target_of(PyTuple_GET_ITEM(slot, 0));
     if (!one) continue;
     if (Py_TYPE(one.get()) == engine.Made && fast_tensors::is_tensor(tensor.get()) && !has_several_streams(mover) &&
-        at_one_stream.is_true(at_backend.of(mover).get())) {
+        is_home(mover, made.micro_batch.get(one.get()))) {
       if (made.state.get(one.get()) != engine.DROPPED) continue;
       const at::Tensor& taken = THPVariable_Unpack(tensor.get());
       if (taken.layout() == c10::kStrided && fill(self, one.get(), layout_of(taken).get(), taken)) {

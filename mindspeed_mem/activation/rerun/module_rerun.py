@@ -124,7 +124,10 @@ class ModuleRerun(Rerun):
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
         self.training = training
-        self._starts_with(places or {})
+        self._places: list[Changeable] = []
+        self._then: list[tuple[Changeable, Any]] = []
+        if places:
+            self._starts_with(places)
         self.untried = untried = Untried() if places is None else None
 
         inputs: list[tuple[Handle, bool, dict[str, Any]]] = []
@@ -238,6 +241,8 @@ class ModuleRerun(Rerun):
             self._differs(None, None)
         self.inputs = None
         self._then.clear()
+
+    remake_slowly = remake  # where the other is in C++
 
     def _refill_outputs(self, result: Any) -> None:
         for ref, tensor in zip(self.outputs, tensors_in(result), strict=False):
@@ -396,9 +401,7 @@ class ModuleRerun(Rerun):
     def _starts_with(self, places: Mapping[Changeable, bool]) -> None:
         """What counts its runs may do something else after many: a second run finds what the first one found."""
         self._places = list(places)
-        self._then: list[tuple[Changeable, Any]] = [
-            (place, place.read()) for place, differs in places.items() if differs
-        ]
+        self._then = [(place, place.read()) for place, differs in places.items() if differs]
 
     def settle(self, why_not: str, places: Mapping[Changeable, bool]) -> None:
         """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""

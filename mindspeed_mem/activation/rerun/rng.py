@@ -4,7 +4,8 @@ trackers by replacing `capture` and `restore`."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,6 +43,14 @@ def host_state() -> torch.Tensor:
     return torch.get_rng_state() if native is None else native.host_state(torch.get_rng_state)
 
 
+def device_state(index: int | None, fresh: Callable[[], Any]) -> Any:
+    """What ``fresh()`` returns, the state of that device's generator (None: the current one's); as `host_state`."""
+    native, backend = hot_path.native, _Source.backend
+    if native is None or backend is None or (generator := backend.generator(index)) is None:
+        return fresh()
+    return native.device_state(generator, fresh)
+
+
 def capture(tensors: Iterable[torch.Tensor] = ()) -> Any:
     """The states now: the host's, the current device's, and those of devices that ``tensors`` are on."""
     backend = _Source.backend
@@ -57,7 +66,9 @@ def capture_as(states: Any) -> Any:
 
 def _now(devices: Iterable[int | None]) -> _States:
     backend = _Source.backend
-    return _States(host_state(), {} if backend is None else {one: backend.rng_state(one) for one in devices})
+    if backend is None:
+        return _States(host_state(), {})
+    return _States(host_state(), {one: device_state(one, functools.partial(backend.rng_state, one)) for one in devices})
 
 
 def restore(states: Any) -> None:

@@ -106,6 +106,8 @@ class Rerun(abc.ABC):
             self.remake()
         self.mover.second_runs[self.layer, self.op] += 1
 
+    run_again_slowly = run_again  # where the other is in C++
+
     def bring_back(self, record: Record) -> None:
         """Run again, unless that has happened. Raises OverwrittenError if the result was written to since."""
         if record.state == DROPPED:

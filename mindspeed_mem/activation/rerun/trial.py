@@ -9,7 +9,7 @@ collectives, the ranks that take part in them try it at the same call, and agree
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -35,6 +35,19 @@ class Verdict(NamedTuple):
     """What it changes besides its result, to be put back after it has run again; and whether to another value."""
 
 
+class Known(NamedTuple):
+    """What is known of an operator whose modules are in certain modes."""
+
+    training: list[tuple[torch.nn.Module, bool]]
+    """Its modules, and whether they are in training mode."""
+    flags: tuple[bool, ...]
+    """By which it is told apart from what it is in another mode."""
+    verdict: Verdict | None
+    """None: it has not been tried with these flags yet."""
+    program: Program | None
+    """What it saves; None: that is not known yet, or varies."""
+
+
 class TriedOperator:
     """What has been found of an operator, by the training flags of its modules: it may do more in training."""
 
@@ -45,17 +58,11 @@ class TriedOperator:
         self._programs: dict[tuple[bool, ...], Program] = {}
         self._seen: dict[tuple[bool, ...], tuple[Program, int]] = {}  # the last one, and how many before it differed
 
-    def training(self) -> list[tuple[torch.nn.Module, bool]]:
-        """Its modules, and whether they are in training mode."""
-        return [(module, module.training) for ref in self._modules if (module := ref()) is not None]
-
-    def verdict(self, flags: tuple[bool, ...]) -> Verdict | None:
-        """None: it has not been tried with these flags yet."""
-        return self._verdicts.get(flags)
-
-    def program(self, flags: tuple[bool, ...]) -> Program | None:
-        """What it saves; None: it is not known yet, or varies."""
-        return self._programs.get(flags)
+    def as_it_is(self) -> Known:
+        """What is known of it with its flags as they are now."""
+        training = [(module, module.training) for ref in self._modules if (module := ref()) is not None]
+        flags = tuple([flag for _, flag in training])
+        return Known(training, flags, self._verdicts.get(flags), self._programs.get(flags))
 
     def ran(self, flags: tuple[bool, ...], saved: Saves) -> None:
         """It has run: two runs alike show what it saves, a later one may show that it varies."""
@@ -75,17 +82,12 @@ class TriedOperator:
         """Whether it is known not to repeat itself as its flags are now."""
         if not self._refused:
             return False
-        verdict = self.verdict(flags_of(self.training()))
+        verdict = self.as_it_is().verdict
         return verdict is not None and bool(verdict.why_not)
 
-    def judge(self, training: Sequence[tuple[torch.nn.Module, bool]], verdict: Verdict) -> None:
+    def judge(self, flags: tuple[bool, ...], verdict: Verdict) -> None:
         self._refused = self._refused or bool(verdict.why_not)
-        self._verdicts[flags_of(training)] = verdict
-
-
-def flags_of(training: Sequence[tuple[torch.nn.Module, bool]]) -> tuple[bool, ...]:
-    """By which an operator's modules are told apart from what they are in another mode."""
-    return tuple([flag for _, flag in training])
+        self._verdicts[flags] = verdict
 
 
 class Trials:
@@ -109,8 +111,11 @@ class Trials:
 class Trial(AbstractContextManager):
     """Around the first run of ``rerun``, then `settle`."""
 
-    def __init__(self, of: TriedOperator, rerun: ModuleRerun, partners: Set[int], device_type: str):
-        self._of, self._rerun, self._partners, self._device_type = of, rerun, partners, device_type
+    def __init__(
+        self, of: TriedOperator, flags: tuple[bool, ...], rerun: ModuleRerun, partners: Set[int], device_type: str
+    ):
+        self._of, self._flags, self._rerun = of, flags, rerun
+        self._partners, self._device_type = partners, device_type
         self._called = Called()
 
     def __enter__(self) -> None:
@@ -136,7 +141,7 @@ class Trial(AbstractContextManager):
         [anywhere] = highest([int(shows)], shared, self._device_type)
         rerun.settle(why_not, places)
         if why_not or anywhere:
-            self._of.judge(rerun.training, Verdict(why_not, places))
+            self._of.judge(self._flags, Verdict(why_not, places))
 
     def _agreed(self, why_not: str, shared: list) -> str:
         [found] = highest([int(bool(why_not))], shared, self._device_type)

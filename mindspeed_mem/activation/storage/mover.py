@@ -314,6 +314,8 @@ class Mover:
                         record.buffer = None
                 raise
 
+    load_slowly = load  # where the other is in C++
+
     def _fetch(self, records: Iterable[Record], compute: Stream, in_stream: Stream) -> None:
         """Copy back what one operator made, into buffers that are there; the stream has waited for compute."""
         sent: list[Record] = []
