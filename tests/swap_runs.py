@@ -71,14 +71,21 @@ def patched(modules: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def swap(plan: dict[str, Any], backend: Backend | None = None, host_limit: int | None = None, watch_only: bool = False):
+def swap(
+    plan: dict[str, Any],
+    backend: Backend | None = None,
+    host_limit: int | None = None,
+    watch_only: bool = False,
+    survive: bool = False,
+):
     """The engine executes ``plan`` on models built inside; on leaving, nothing of it is left."""
     global _held_before
     gc.collect()
     _held_before = LEDGER.owned.now  # by models of earlier cases that are still alive
     with patched(SWAP):
         LEDGER.reset_peak()
-        engine = engines.start(load_memory_config(plan), backend or get_backend(DEVICE), host_limit, watch_only)
+        config = load_memory_config(plan)
+        engine = engines.start(config, backend or get_backend(DEVICE), host_limit, watch_only, survive)
         try:
             yield engine
         finally:

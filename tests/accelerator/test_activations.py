@@ -8,15 +8,14 @@ import itertools
 import pytest
 import torch
 
-from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.storage import mover
-from mindspeed_mem.device import fast_tensors, native_build
 from tests import side_streams
 from tests.accelerator import seeds
 from tests.accelerator.lags import LAGS, under
 from tests.asynchrony.test_several_streams import PLANS
 from tests.asynchrony.test_swap_waits import SCARCE, run
 from tests.attachment.rank_cases import on_device
+from tests.memory import test_host_calls
 from tests.memory.test_adaptive_run import life
 from tests.memory.test_survive_oom import under_limits
 from tests.memory.test_trace import check_nesting, events_of, spans, traced
@@ -229,24 +228,16 @@ def test_how_often_the_host_speaks_to_the_device_for_a_copy():
     assert found["record"] <= 1.3 and found["stream"] <= 0.6
 
 
-def calls_of_each(plans: dict[str, dict]) -> dict[str, float]:
-    from tests.memory.test_host_calls import calls_of_a_layer, in_cpp
-
-    with in_cpp():
-        return {name: calls_of_a_layer(plan) for name, plan in plans.items()}
-
-
 MOST = {
-    "everything": ({"swap_config": EVERYTHING["swap_config"] | {"smallest_bytes": 0}}, 200),
-    "norms": (again(select_recompute=[".*norm"]), 400),
+    "everything": ({"swap_config": EVERYTHING["swap_config"] | {"smallest_bytes": 0}}, 165),
+    "norms": (again(select_recompute=[".*norm"]), 260),
 }
 """A plan, and the most calls of a layer; some more than there are."""
 
 
-@pytest.mark.skipif(native_build.find_compiler() is None, reason="no C++ compiler")
 def test_copies_call_into_python_as_seldom_as_on_a_cpu():
-    for extension in (fast_tensors.EXTENSION, hot_path.EXTENSION):
-        extension.build()
-    [found] = on_ranks(1, calls_of_each, {name: plan for name, (plan, _) in MOST.items()}, device="cuda")
+    test_host_calls.build()
+    plans = {name: plan for name, (plan, _) in MOST.items()}
+    [found] = on_ranks(1, test_host_calls.calls_of_each, plans, True, device="cuda")
     print("calls of a layer:", found)  # with pytest -rP
     assert {name: n for name, n in found.items() if n > MOST[name][1]} == {}, found

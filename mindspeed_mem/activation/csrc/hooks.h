@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "keeping.h"
 #include "tape.h"
 
 #include <frameobject.h>
@@ -83,6 +84,9 @@ inline PyObject* pack(PyObject* hooks, PyObject* tensor) {
         }
       }
       if (Own kept = keep_remade(of, tensor, batch, by_function)) {
+        return with_own(kept.get(), tensor, by_function).release();
+      }
+      if (Own kept = keep_on_record(of, tensor, batch, by_function)) {
         return with_own(kept.get(), tensor, by_function).release();
       }
     } else if (Py_TYPE(rerunning) == engine.ModuleRerun && !saves.program.is_none(rerun.saved.get(rerunning))) {

@@ -22,9 +22,23 @@ inline Own observed(PyObject* self) {
   static Name name("_observation");
   return name.of(self);
 }
+inline Own plan_of(PyObject* self) {
+  static Name name("_in_force");
+  return name.of(self);
+}
 inline bool recomputes(PyObject* self) {
-  static Name in_force("_in_force"), name("recomputes");
-  return name.is_true(in_force.of(self).get());
+  static Name name("recomputes");
+  return name.is_true(plan_of(self).get());
+}
+
+// Whether an operator may have to run again: not where `PlanInForce.recompute` has said that it has not.
+inline bool may_run_again(PyObject* self, PyObject* layer, PyObject* path) {
+  static Name said("_recompute");
+  if (!recomputes(self)) return false;
+  Own answers = said.of(plan_of(self).get()), key = own(PyTuple_Pack(2, layer, path));
+  PyObject* answer = PyDict_GetItemWithError(answers.get(), key.get());
+  if (answer == nullptr && PyErr_Occurred()) throw python_error();
+  return answer != Py_None;
 }
 inline Own hooks_of(PyObject* self) {
   static Name saved("_saved"), name("hooks");
@@ -302,7 +316,8 @@ inline PyObject* runs(PyObject*, PyObject* const* given, Py_ssize_t) {
       static Name run("run");
       PyObject *layer = PyTuple_GET_ITEM(place.get(), 0), *path = PyTuple_GET_ITEM(place.get(), 1);
       if (is_empty(position.stack.get(where.get())) || rerunning.get() != Py_None ||
-          recomputes(operators.get()) || !observation.counting.is_none(observed(operators.get()).get())) {
+          may_run_again(operators.get(), layer, path) ||
+          !observation.counting.is_none(observed(operators.get()).get())) {
         return run.call(operators.get(), original, module, args, kwargs).release();
       }
       return run_once(operators.get(), where.get(), layer, path, original, module, args, kwargs);
@@ -333,7 +348,7 @@ inline void begin_mark(PyObject* self, PyObject* where, PyObject* suffix) {
   PyObject* layer = PyTuple_GET_ITEM(top.get(), 0);
   Own path = call(engine.inline_path, PyTuple_GET_ITEM(top.get(), 1), suffix);
   begin_run(self, where, layer, path.get(), Py_True);
-  if (recomputes(self) && position.rerun.is_none(where)) {
+  if (position.rerun.is_none(where) && may_run_again(self, layer, path.get())) {
     start_tape.call(second_runs_of(self).get(), layer, path.get());
   }
 }
