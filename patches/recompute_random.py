@@ -21,8 +21,11 @@ def _capture(tensors=()):
     tracker, host = megatron.get_cuda_rng_tracker(), rng.host_state()
     if rng.host_is_all():
         return host, host, tracker.get_states()
-    fresh = functools.partial(megatron._get_cuda_rng_state, graph_safe=_graph_safe(tracker))
-    return host, rng.device_state(None, fresh), tracker.get_states()
+    if _graph_safe(tracker):  # no copy of the state, but something that follows it
+        device = megatron._get_cuda_rng_state(graph_safe=True)
+    else:
+        device = rng.device_state(None, functools.partial(megatron._get_cuda_rng_state, graph_safe=False))
+    return host, device, tracker.get_states()
 
 
 @functools.lru_cache(maxsize=1)  # it parses TransformerEngine's version each time

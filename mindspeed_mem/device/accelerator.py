@@ -38,7 +38,7 @@ class NativeEvent(Event):
     def __init__(self, native: Any, pool: collections.deque[Any]) -> None:
         self.native, self._pool = native, pool
         self.happened = False  # as far as the host has asked
-        self.awaited: object = None  # `Stream.key` of the last one that waits for it: it need not do so again
+        self.awaited: object = False  # `Stream.key` of the last one that waits for it: it need not do so again
 
     def __del__(self) -> None:
         self._pool.append(self.native)

@@ -228,6 +228,25 @@ def test_how_often_the_host_speaks_to_the_device_for_a_copy():
     assert found["record"] <= 1.3 and found["stream"] <= 0.6
 
 
+def states_of_generators() -> tuple[bool, bool, bool]:
+    """Whether states are the same where nobody has drawn, others where somebody has, and lead to the same numbers."""
+    from mindspeed_mem.activation.rerun import rng
+    from mindspeed_mem.device import get_backend
+
+    with test_host_calls.in_cpp():
+        rng.follow(get_backend("cuda"))
+        before, as_before = rng.capture(), rng.capture()
+        drawn = torch.rand(4, device="cuda")
+        after = rng.capture()
+        rng.restore(before)
+        return rng.same(before, as_before), rng.same(before, after), torch.equal(torch.rand(4, device="cuda"), drawn)
+
+
+def test_who_draws_on_the_device_is_noticed():
+    test_host_calls.build()
+    assert on_ranks(1, states_of_generators, device="cuda") == [(True, False, True)]
+
+
 MOST = {
     "everything": ({"swap_config": EVERYTHING["swap_config"] | {"smallest_bytes": 0}}, 165),
     "norms": (again(select_recompute=[".*norm"]), 260),

@@ -31,6 +31,17 @@ class KeptError {
   PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
 };
 
+// What is put right where something has failed: the error that has come first is the one to tell of.
+template <class Repair>
+void after_failing(Repair&& repair) {
+  const KeptError error;
+  try {
+    repair();
+  } catch (...) {
+    PyErr_Clear();
+  }
+}
+
 // Other threads may run in Python meanwhile.
 class WithoutGil {
  public:
@@ -71,8 +82,9 @@ class LateCopies {
     bytes.add(late_.get(), record.nbytes.number(of));
   }
   void drop(PyObject* of) const {
-    if (!any()) return;
-    Own known = records.of(late_.get()), id = own(PyLong_FromVoidPtr(of));
+    Own known = records.of(late_.get());
+    if (PyDict_GET_SIZE(known.get()) == 0) return;
+    Own id = own(PyLong_FromVoidPtr(of));
     if (must(PyDict_Contains(known.get(), id.get())) == 0) return;
     must(PyDict_DelItem(known.get(), id.get()));
     bytes.add(late_.get(), -record.nbytes.number(of));
@@ -238,6 +250,7 @@ inline void give_slab(PyObject* slabs, PyObject* given, PyObject* ready) {
 // `Mover._give_back`
 inline void give_back(const Moving& moving, PyObject* of, PyObject* ready) {
   Own slabs = at_slabs.of(moving.mover), given = Own::of(record.slab.get(of));
+  if (given.get() == Py_None) fail_assertion("what has left has no slab");
   give_slab(slabs.get(), given.get(), ready);
   record.slab.set_borrowed(of, Py_None);
 }
@@ -292,13 +305,10 @@ inline void send_all(Moving& moving, PyObject* records, PyObject* side, PyObject
       waited = true;
       send(moving, one, storage.get(), Own::of(taken.get()), side);
     } catch (...) {
-      const KeptError error;
-      record.state.set_borrowed(one, engine.KEPT);
-      try {
+      after_failing([&] {
+        record.state.set_borrowed(one, engine.KEPT);
         give_slab(slabs.get(), taken.get(), slab.ready.get(taken.get()));
-      } catch (...) {
-        PyErr_Clear();
-      }
+      });
       throw;
     }
     must(PyList_Append(sent, one));
@@ -341,8 +351,7 @@ inline bool copy_out(Moving& moving, PyObject* records) {
   try {
     send_all(moving, records, side.get(), compute.get(), sent.get());
   } catch (...) {
-    const KeptError error;
-    end();
+    after_failing(end);
     throw;
   }
   end();
@@ -437,8 +446,7 @@ inline void fetch(Moving& moving, PyObject* records, Py_ssize_t begin, Py_ssize_
       record.state.set_borrowed(one, engine.LOADED);
     }
   } catch (...) {
-    const KeptError error;
-    finish();
+    after_failing(finish);
     throw;
   }
   finish();

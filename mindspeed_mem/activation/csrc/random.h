@@ -7,6 +7,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <mutex>
+#include <optional>
 #include <torch/csrc/Generator.h>
 #include <unordered_map>
 
@@ -51,28 +52,34 @@ inline PyObject* host_state(PyObject*, PyObject* fresh) {
   });
 }
 
-// device_state(generator, fresh): the same of a device's generator, which is told by its seed and offset.
+// device_state(generator, fresh): the same of a device's generator, if its seed and offset can be asked for: they tell its
+// state. ``fresh()`` returns a tensor.
 inline PyObject* device_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     takes(count, 2, "device_state takes a generator and what returns its state");
-    if (must(PyObject_IsInstance(args[0], THPGeneratorClass)) == 0) return call(args[1]).release();
+    using Place = std::pair<uint64_t, uint64_t>;
     struct State {
-      uint64_t seed = 0, offset = 0;
+      Place place;
       PyObject* tensor = nullptr;
     };
     static std::unordered_map<const c10::GeneratorImpl*, State> states;  // default generators live as long as this
+    if (must(PyObject_IsInstance(args[0], THPGeneratorClass)) == 0) return call(args[1]).release();
     at::Generator generator = reinterpret_cast<THPGenerator*>(args[0])->cdata;
-    const auto now = [&] {
+    const auto place = [&]() -> std::optional<Place> {
       const std::lock_guard<std::mutex> lock(generator.mutex());
-      return std::pair(generator.current_seed(), generator.get_offset());
+      try {
+        return Place(generator.current_seed(), generator.get_offset());
+      } catch (const c10::Error&) {  // while a graph is captured, say
+        return std::nullopt;
+      }
     };
-    const auto [seed, offset] = now();
+    const std::optional<Place> now = place();
+    if (!now) return call(args[1]).release();
     State& then = states[generator.unsafeGetGeneratorImpl()];
-    if (then.tensor != nullptr && then.seed == seed && then.offset == offset) return new_reference(then.tensor);
+    if (then.tensor != nullptr && then.place == *now) return new_reference(then.tensor);
     Own found = call(args[1]);
-    if (now() == std::pair(seed, offset)) {  // no other thread has drawn meanwhile
-      then.seed = seed;
-      then.offset = offset;
+    if (place() == now) {  // no other thread has drawn meanwhile
+      then.place = *now;
       Py_XSETREF(then.tensor, new_reference(found.get()));
     }
     return found.release();

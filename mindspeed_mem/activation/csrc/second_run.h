@@ -68,18 +68,23 @@ inline long long count_wanted(PyObject* references, bool in_slots) {
   return found;
 }
 
+// Whether what has been made again was written to since.
+inline bool is_overwritten(PyObject* of) {
+  return !record.buffer.is_none(of) &&
+         THPVariable_Unpack(record.buffer.get(of))._version() != record.version.number(of);
+}
+
 // What it runs from, there again; empty where a tensor has been modified in place, or is none of those known here.
 inline Own leaves_of(PyObject* self) {
-  PyObject* inputs = module_rerun.inputs.get(self);
-  Own leaves = own(PyList_New(0));
-  for (Py_ssize_t i = 0; inputs != Py_None && i < PyList_GET_SIZE(inputs); ++i) {
-    PyObject *input = PyList_GET_ITEM(inputs, i), *kept = PyTuple_GET_ITEM(input, 0);
-    if (Py_TYPE(kept) != engine.Handle) return Own();
-    const auto is_changed = [&] {
-      return handle.version.is_none(kept) ||
-             THPVariable_Unpack(handle.alias.get(kept))._version() != handle.version.number(kept);
-    };
-    if (is_changed()) return Own();
+  Own inputs = Own::of(module_rerun.inputs.get(self)), leaves = own(PyList_New(0));
+  for (Py_ssize_t i = 0; inputs.get() != Py_None && i < PyList_GET_SIZE(inputs.get()); ++i) {
+    PyObject *input = PyList_GET_ITEM(inputs.get(), i), *kept = PyTuple_GET_ITEM(input, 0);
+    if (Py_TYPE(kept) != engine.Handle || handle.version.is_none(kept) ||
+        THPVariable_Unpack(handle.alias.get(kept))._version() != handle.version.number(kept)) {
+      return Own();
+    }
+    PyObject* of = handle.record.get(kept);
+    if (of != Py_None && record.state.get(of) == engine.REMADE && is_overwritten(of)) return Own();
     Own content = content_of(kept), leaf = alias_of(THPVariable_Unpack(content.get()));
     PyObject* attributes = PyTuple_GET_ITEM(input, 2);
     if (PyDict_GET_SIZE(attributes) > 0) {
@@ -91,19 +96,12 @@ inline Own leaves_of(PyObject* self) {
   return leaves;
 }
 
-// Something that is undone at the end of a scope, whatever has happened there.
+// Something that is undone at the end of a scope, whatever has happened there; it is not to fail.
 template <class Undo>
 class Afterwards {
  public:
   explicit Afterwards(Undo undo) : undo_(std::move(undo)) {}
-  ~Afterwards() {
-    const KeptError error;
-    try {
-      undo_();
-    } catch (...) {
-      if (PyErr_Occurred()) PyErr_WriteUnraisable(nullptr);
-    }
-  }
+  ~Afterwards() { after_failing(undo_); }
   Afterwards(const Afterwards&) = delete;
 
  private:
@@ -132,27 +130,60 @@ inline Own call_again(PyObject* self, PyObject* leaves) {
   return result;
 }
 
+// `second_run.GUARDS`. Where something fails they are left without being told of it.
+class Guarded {
+ public:
+  Guarded() = default;
+  ~Guarded() {
+    while (!entered_.empty()) after_failing([&] { leave_one(); });
+  }
+  Guarded(const Guarded&) = delete;
+  void enter() {
+    static Name name("GUARDS"), begin("__enter__");
+    Own guards = Own::of(listed(name));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(guards.get()); ++i) {
+      Own guard = call(PyList_GET_ITEM(guards.get(), i));
+      begin.call(guard.get());
+      entered_.push_back(std::move(guard));
+    }
+  }
+  void leave() {
+    while (!entered_.empty()) leave_one();
+  }
+
+ private:
+  void leave_one() {
+    static Name leave("__exit__");
+    Own last = std::move(entered_.back());
+    entered_.pop_back();
+    leave.call(last.get(), Py_None, Py_None, Py_None);
+  }
+  std::vector<Own> entered_;
+};
+
 inline void run_as_then(PyObject* self, PyObject* leaves) {
-  static Name guards_name("GUARDS"), enter("__enter__"), leave("__exit__"), refill_outputs("_refill_outputs");
+  static Name refill_outputs("_refill_outputs"), end_again("end_again");
   must(PyList_Append(engine.under_way, self));
   const Afterwards over([&] {
     const Py_ssize_t last = PyList_GET_SIZE(engine.under_way) - 1;
     must(PyList_SetSlice(engine.under_way, last, last + 1, nullptr));
     own(empty_all(nullptr, leaves));
   });
-  std::vector<Own> entered;
-  const Afterwards left([&] {
-    for (; !entered.empty(); entered.pop_back()) leave.call(entered.back().get(), Py_None, Py_None, Py_None);
-  });
-  PyObject* guards = listed(guards_name);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(guards); ++i) {
-    Own guard = call(PyList_GET_ITEM(guards, i));
-    enter.call(guard.get());
-    entered.push_back(std::move(guard));
+  Guarded guarded;
+  guarded.enter();
+  const auto end = [&] {
+    if (has_several_streams(rerun.mover.get(self))) end_again.call(rerun.mover.get(self));  // since it began
+  };
+  Own result;
+  try {
+    result = call_again(self, leaves);
+  } catch (...) {
+    after_failing(end);
+    throw;
   }
-  if (Own result = call_again(self, leaves)) {
-    if (count_wanted(second_run.outputs.get(self), false) > 0) refill_outputs.call(self, result.get());
-  }
+  end();
+  if (result && count_wanted(second_run.outputs.get(self), false) > 0) refill_outputs.call(self, result.get());
+  guarded.leave();
 }
 
 // `ModuleRerun.remake`
@@ -188,18 +219,17 @@ inline PyObject* module_rerun_remakes(PyObject* self, PyObject*) {
 inline bool bring_back_again(PyObject* self, PyObject* of) {
   if (Py_TYPE(self) != engine.ModuleRerun) return false;
   static Name run_again("run_again"), bring_back("bring_back"), await_second_run("await_second_run");
-  PyObject* mover = rerun.mover.get(self);
   if (record.state.get(of) == engine.DROPPED) {
     run_again.call(self);
-    PyObject* way_back = record.way_back.get(of);
-    if (way_back != self) {  // memory ran out later in the second run, and it had to leave
-      bring_back.call(way_back, of);
+    Own way_back = Own::of(record.way_back.get(of));
+    if (way_back.get() != self) {  // memory ran out later in the second run, and it had to leave
+      bring_back.call(way_back.get(), of);
       return true;
     }
-  } else if (!record.buffer.is_none(of) &&
-             THPVariable_Unpack(record.buffer.get(of))._version() != record.version.number(of)) {
+  } else if (is_overwritten(of)) {
     return false;
   }
+  PyObject* mover = rerun.mover.get(self);
   if (has_several_streams(mover)) await_second_run.call(mover, of);
   return true;
 }

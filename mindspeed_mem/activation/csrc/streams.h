@@ -18,19 +18,34 @@ inline struct EventSlots {
   Slot native{"native"}, happened{"happened"}, awaited{"awaited"}, pool{"_pool"};
 } event;
 
+inline bool is_native(PyObject* of) {
+  return PyType_IsSubtype(Py_TYPE(of), reinterpret_cast<PyTypeObject*>(THPStreamClass)) != 0;
+}
+
+// Whether it is one whose streams torch's guards know, and whose own methods are those that are written here once more.
 inline bool is_accelerator(PyObject* backend) {
   static PyTypeObject* last = nullptr;  // never let go of: its address tells it apart
   static bool found;
-  if (Py_TYPE(backend) != last) {
-    found = PyType_IsSubtype(Py_TYPE(backend), engine.AcceleratorBackend) != 0;
-    Py_INCREF(last = Py_TYPE(backend));
+  if (Py_TYPE(backend) == last) return found;
+  bool known = PyType_IsSubtype(Py_TYPE(backend), engine.AcceleratorBackend) != 0;
+  for (const char* name : {"copy", "copies_on", "current_stream", "done", "empty", "new_stream", "record"}) {
+    if (!known) break;
+    Own its = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(backend)), name));
+    Own ours = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(engine.AcceleratorBackend), name));
+    known = its.get() == ours.get();
   }
+  if (known) {
+    static Name current_stream("current_stream");
+    known = is_native(stream.native.get(current_stream.call(backend).get()));
+  }
+  found = known;
+  Py_INCREF(last = Py_TYPE(backend));
   return found;
 }
 
 inline c10::Stream native_of(PyObject* of) {
   PyObject* native = stream.native.get(of);
-  if (!PyType_IsSubtype(Py_TYPE(native), reinterpret_cast<PyTypeObject*>(THPStreamClass))) {
+  if (!is_native(native)) {
     PyErr_Format(PyExc_TypeError, "%R is no stream of torch's", native);
     throw python_error();
   }
@@ -76,7 +91,7 @@ inline Own record_event(PyObject* backend, PyObject* on) {
   Own made = make(engine.NativeEvent);
   event.native.set(made.get(), std::move(taken));
   event.happened.set_borrowed(made.get(), Py_False);
-  event.awaited.set_borrowed(made.get(), Py_None);
+  event.awaited.set_borrowed(made.get(), Py_False);
   event.pool.set(made.get(), std::move(pool));
   return made;
 }
