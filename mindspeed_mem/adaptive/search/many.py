@@ -48,6 +48,19 @@ def letters_of(plans: Sequence[StagePlan]) -> Array:
     return numpy.frombuffer(text.encode(), numpy.uint8).reshape(len(plans), -1)
 
 
+def plan_of(problem: Problem, number: int, row: Array, distance: int) -> StagePlan:
+    """The plan of a stage whose letters these are."""
+    text, first, parts = row.tobytes().decode(), 0, []
+    for part in problem.stages[number].parts:
+        letters = []
+        for name in part.layers:
+            end = first + len(problem.class_of[name].groups)
+            letters.append(text[first:end])
+            first = end
+        parts.append(tuple(letters))
+    return StagePlan(parts=tuple(parts), distance=distance)
+
+
 def alone(problem: Problem, number: int, letters: Array, distance: int) -> Several:
     """Stage `number` by itself under plans of this distance: nothing is waited for but copies.
 

@@ -192,10 +192,15 @@ class StageSearch:
         return limit is None or host_bytes(self._short, self.number, plan) <= limit
 
     def _descent(self, problem: Problem, inputs_move: bool, work: int) -> Descent:
+        import numpy
+
         kinds = (problem.class_of[name] for part in problem.stages[self.number].parts for name in part.layers)
         price = sum(len(kind.operators) for kind in kinds) * min(8, len(self._short.passes[self.number]))
 
         def play(rows: many.Array, distance: int) -> many.Several:
+            if len(rows) == 1:  # faster by itself, and perhaps known
+                judged = self.judge(many.plan_of(self._short, self.number, rows[0], distance))
+                return many.Several(*(numpy.array([one]) for one in judged))
             return many.alone(self._short, self.number, rows, distance)
 
         return Descent(problem, self.number, inputs_move, play, self.distances, work, price=price)
