@@ -276,6 +276,9 @@ class ManyScripts:
 
     def passes(self, forward: bool, ahead: int | None, parts: Sequence[ManyScripts], fetched: bool) -> Passes:
         """See `PartScripts.script`; ahead: the part whose backward follows."""
+        if ahead is not None and not parts[ahead].early:
+            ahead = None
+        fetched = fetched or not self.early
         key = forward, ahead, fetched
         if key not in self._cache:
             early = [] if ahead is None else parts[ahead].early

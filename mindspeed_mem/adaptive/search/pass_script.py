@@ -46,6 +46,11 @@ class Script(NamedTuple):
     seconds: float
     """All compute, without waits."""
 
+    @property
+    def ahead(self) -> bool:
+        """Whether copies of the next backward start in it."""
+        return any(what == AHEAD for _, what, _ in self.steps)
+
 
 class Copy(NamedTuple):
     """A group of one layer that is swapped."""
@@ -211,6 +216,9 @@ class PartScripts:
             idle: the copies of ``ahead`` that start at its end besides.
             there: for a backward, its own copies that have started so.
         """
+        if ahead is not None and not (ahead.early or idle):
+            ahead = None
+        fetched = fetched or not self.early  # so that what is the same is one script
         key = forward, None if ahead is None else id(ahead), fetched, idle, there
         if key not in self._cache:
             if ahead is not None and idle:

@@ -270,7 +270,7 @@ class StageTrack:
         ahead, coming = [], mine
         ahead_done = list(streams.fetched) if weights else []
         following = self._coming[place]
-        if following is not None:
+        if following is not None and script.ahead:
             coming = (following[1] or 0) - (work[1] or 0), following[2]
             ahead = self.parts[coming[1]].copies
             ahead_done = [0.0] * len(ahead)
