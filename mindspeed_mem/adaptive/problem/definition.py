@@ -279,12 +279,11 @@ class Problem:
 
     def on_host(self, group: Group) -> int:
         """Bytes of a group that, swapped, stay on the host until gradients of weights are computed."""
-        return group.weight_bytes if group.weights_only and self.pipeline.apart else 0
+        return on_host(group, self.pipeline.apart)
 
     def gradient_on_host(self, one: PlannedOperator | Outside) -> int:
         """Bytes of the gradient of an output that stay on the host until that of the weight is computed."""
-        moves = self.output_gradients and self.pipeline.apart and one.weight_seconds
-        return one.gradient_bytes if moves else 0
+        return gradient_on_host(one, self.output_gradients and self.pipeline.apart)
 
     def gradients_on_host(self, stage: int, part: int) -> int:
         """Those of a pass of a part."""
@@ -336,6 +335,16 @@ class Problem:
         """How many passes each stage begins with that run at the same times with this number of micro-batches."""
         line = dataclasses.replace(self.pipeline, send_seconds=0.0)
         return _shared(self.placement, line, dataclasses.replace(line, micro_batches=micro_batches))
+
+
+def on_host(group: Group, apart: bool) -> int:
+    """See `Problem.on_host`; `apart`: as in `Pipeline`."""
+    return group.weight_bytes if group.weights_only and apart else 0
+
+
+def gradient_on_host(one: PlannedOperator | Outside, moves: bool) -> int:
+    """See `Problem.gradient_on_host`."""
+    return one.gradient_bytes if moves and one.weight_seconds else 0
 
 
 @dataclass(frozen=True)

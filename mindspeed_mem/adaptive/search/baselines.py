@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Part, Problem
 from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, Plan, StagePlan, all_kept, lay_out
-from mindspeed_mem.adaptive.search.pass_script import leaving
+from mindspeed_mem.adaptive.search.layer_script import leaving
 from mindspeed_mem.adaptive.search.simulation import Simulated, fits, simulate
 
 _AGAIN = ", as a whole"

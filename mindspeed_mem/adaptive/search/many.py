@@ -3,7 +3,7 @@
 Plans that are changed a little are played by the thousand when a plan is improved. Those of one distance have the same
 events at the same places; which of them there are is a row of zeros and ones over the plans. So a walk over the events
 of a pass, each a few operations on arrays with a number for each plan ("lane"), plays them all. Sums and maxima of
-whole ticks (`pass_script.exact`) come out alike however they are ordered. There is no window for late copies here.
+whole ticks (`layer_script.exact`) come out alike however they are ordered. There is no window for late copies here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.problem.orders import Order
 from mindspeed_mem.adaptive.search.decisions import StagePlan
+from mindspeed_mem.adaptive.search.layer_script import exact
 from mindspeed_mem.adaptive.search.many_scripts import ManyScripts, Passes, key_of
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT, exact
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT
 from mindspeed_mem.adaptive.search.simulation import fewer, most_played
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Problem
 from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact, leaving
+from mindspeed_mem.adaptive.search.layer_script import TICK, exact, leaving
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT
 
 if TYPE_CHECKING:
     import numpy

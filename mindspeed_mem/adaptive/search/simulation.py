@@ -22,7 +22,8 @@ from typing import NamedTuple
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.problem.orders import Kind, Order
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes, under
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT, PartScripts, Script, exact
+from mindspeed_mem.adaptive.search.layer_script import exact
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT, PartScripts, Script
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span, Timeline
 from mindspeed_mem.schedule.simulation import play
@@ -164,7 +165,7 @@ class _Mark(NamedTuple):
 class StageTrack:
     """One stage with its three streams.
 
-    Passes that find the streams alike take the same: as all times are whole ticks (`pass_script.exact`), those of a
+    Passes that find the streams alike take the same: as all times are whole ticks (`layer_script.exact`), those of a
     pipeline in its pace are found alike to the bit, and looked up.
     """
 
