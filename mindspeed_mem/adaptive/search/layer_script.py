@@ -5,8 +5,10 @@ Operators of a layer count from 1; 0 and below are those of the layer before, fr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import (
@@ -14,6 +16,7 @@ from mindspeed_mem.adaptive.problem.definition import (
     Group,
     LayerClass,
     Link,
+    Part,
     PlannedOperator,
     Problem,
     gradient_on_host,
@@ -172,6 +175,50 @@ class LayerScript:
 of_layer = lru_cache(maxsize=4096)(LayerScript)
 
 
+class Row:
+    """The layers of a part in a row, by operator of the part; the first place and the last are outside of layers."""
+
+    def __init__(self, part: Part, layers: Sequence[LayerScript], given: Setting):
+        first, last = part.before, part.after
+        self.bases = list(accumulate((len(layer.weights) for layer in layers), initial=0))
+        self.forward, self.backward = (Direction([0.0], [0], [0], [0]) for _ in range(2))
+        self.weights, self.weight_spare = [first.weight_seconds], [given.spare(first.backward_temporary_bytes)]
+        self.weight_seconds = first.weight_seconds + last.weight_seconds
+        self.waiting = first.weight_bytes + last.weight_bytes
+        self.gradients: list[tuple[int, int]] = []
+        """Of outputs of layers' operators, see `LayerScript`."""
+        for base, layer in zip(self.bases, layers, strict=False):
+            self.forward.extend(layer.forward)
+            self.backward.extend(layer.backward)
+            self.weights += layer.weights
+            self.weight_spare += layer.weight_spare
+            self.weight_seconds += layer.weight_seconds
+            self.waiting += layer.waiting
+            self.gradients += [(base + number, nbytes) for number, nbytes in layer.gradients]
+            for number, nbytes in layer.before:
+                self.forward.take[base + number] += nbytes
+        for one in (self.forward, self.backward):
+            one.extend(Direction([0.0], [0], [0], [0]))
+        self.weights.append(last.weight_seconds)
+        self.weight_spare.append(given.spare(last.backward_temporary_bytes))
+        if nbytes := gradient_on_host(last, given.gradients_move):
+            self.gradients.append((self.bases[-1] + 1, nbytes))
+            if slows := given.slows:
+                self.backward.seconds[-1] += slows * (nbytes / GB) / given.link.out
+                self.weights[-1] += slows * (nbytes / GB) / given.link.back
+        for number, nbytes in self.gradients:
+            self.backward.give[number] += nbytes
+            self.waiting -= nbytes
+
+
+def produced(group: Group, kind: LayerClass, previous: LayerClass | None) -> int:
+    """The operator that makes the last of a group."""
+    maker, first = kind, 1
+    if previous is not None and group.from_previous:
+        maker, first = previous, 1 - len(previous.operators)
+    return first + max(maker.index[name] for name in group.operators if name in maker.index)
+
+
 def leaving(group: Group, kind: LayerClass, splits: bool) -> list[tuple[str, int]]:
     """The operators with whose backward bytes of a group leave, and how many; `splits`: a split backward holds what
     gradients of weights are made from, which leaves with these."""
@@ -207,11 +254,8 @@ def _lives(kind: LayerClass, previous: LayerClass | None, letters: str, splits: 
     for group, letter in zip(kind.groups, letters, strict=True):
         if letter == NOTHING:
             continue
-        maker, first = (kind, 1)
-        if previous is not None and group.from_previous:
-            maker, first = previous, 1 - len(previous.operators)
-        produced = first + max(maker.index[name] for name in group.operators if name in maker.index)
         leaves = tuple((kind.index[name] + 1, size) for name, size in leaving(group, kind, splits))
         of_group = uses[group.name]
-        found.append(_Life(letter, group, produced, min(of_group), max(of_group), needed[group.name], leaves))
+        made = produced(group, kind, previous)
+        found.append(_Life(letter, group, made, min(of_group), max(of_group), needed[group.name], leaves))
     return found

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import GB, Part, Problem
-from mindspeed_mem.adaptive.search.layer_script import Copy, Direction, LayerScript, Move, exact, of_layer, setting
+from mindspeed_mem.adaptive.search.layer_script import Copy, Move, Row, exact, of_layer, setting
 
 OUT, RELEASE, BACK, AHEAD, WAIT = range(5)
 
@@ -53,13 +53,8 @@ class PartScripts:
         self.part = part
         self.copies: list[Copy] = []
         self._starts: list[tuple[int, int]] = []  # of each copy back: before which operators, counted on, and for which
-        kinds = [problem.class_of[name] for name in part.layers]
-        bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
-        self.count = bases[-1]
         self._given = given = setting(problem, temporary)
         self._tail = int(part.after != Outside())  # the final norm counts as an operator, too
-        self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
-        self._waiting = part.before.weight_bytes + part.after.weight_bytes
         self.later: list[tuple[int, int]] = []
         """(operator, bytes): what of groups comes back for the gradient of its weight,"""
         self.gradients: dict[int, tuple[int, int]] = {}
@@ -70,47 +65,19 @@ class PartScripts:
         self._forward_steps: list[tuple[int, int, int]] = []
         self._backward_steps: list[tuple[int, int, int]] = []
         """(operator, what happens there, copy)"""
-        layers = [
-            of_layer(kind, previous, text, given)
-            for kind, previous, text in zip(kinds, [None, *kinds], letters, strict=False)
-        ]
-        self._put_together(layers, bases)
-        for base, layer in zip(bases, layers, strict=False):
-            for number, nbytes in layer.gradients:
-                self._add_gradient(base + number, nbytes)
-        if nbytes := problem.gradient_on_host(part.after):
-            self._add_gradient(self.count + 1, nbytes)
-            if slows := given.slows:
-                self._backward.seconds[-1] += slows * (nbytes / GB) / given.link.out
-                self._weights[-1] += slows * (nbytes / GB) / given.link.back
-        for base, layer in zip(bases, layers, strict=False):
+        kinds = [problem.class_of[name] for name in part.layers]
+        layers = [of_layer(*one, given) for one in zip(kinds, [None, *kinds], letters, strict=False)]
+        self._row = row = Row(part, layers, given)
+        self.count = row.bases[-1]
+        for number, nbytes in row.gradients:
+            self._add_gradient(number, nbytes)
+        for base, layer in zip(row.bases, layers, strict=False):
             for move in layer.moves:
                 self._add(move, base, distance)
         late = [number for number, copy in enumerate(self.copies) if copy.early]
         self.early = sorted(late, key=lambda number: (-self.copies[number].early, -number))
         """The copies back that may start in the pass before, the first of them first."""
         self._cache: dict[tuple, Script] = {}
-
-    def _put_together(self, layers: Sequence[LayerScript], bases: Sequence[int]) -> None:
-        """Seconds and memory of layers in a row, by operator; the first place and the last are outside of them."""
-        outside = (self.part.before, self.part.after)
-        first, last = (self._given.spare(one.backward_temporary_bytes) for one in outside)
-        self._forward, self._backward = (Direction([0.0], [0], [0], [0]) for _ in range(2))
-        self._weights, self._weight_spare = [outside[0].weight_seconds], [first]
-        for layer in layers:
-            self._forward.extend(layer.forward)
-            self._backward.extend(layer.backward)
-            self._weights += layer.weights
-            self._weight_spare += layer.weight_spare
-            self._weight_seconds += layer.weight_seconds
-            self._waiting += layer.waiting
-        for one in (self._forward, self._backward):
-            one.extend(Direction([0.0], [0], [0], [0]))
-        self._weights.append(outside[1].weight_seconds)
-        self._weight_spare.append(last)
-        for base, layer in zip(bases, layers, strict=False):
-            for number, nbytes in layer.before:
-                self._forward.take[base + number] += nbytes
 
     def _add(self, move: Move, base: int, distance: int) -> None:
         number, count, copy = len(self.copies), self.count, move.copy
@@ -119,7 +86,7 @@ class PartScripts:
         if due > count:  # beyond the last operator: at once if that is the final norm, else once the loss is there
             due = count if due == count + self._tail else count + 1
         self._forward_steps += [(saved, OUT, number), (due, RELEASE, number)]
-        self._forward.give[due] += copy.nbytes
+        self._row.forward.give[due] += copy.nbytes
         if move.later:
             self.later.append((base + move.last, move.later))
         start = needed + distance
@@ -129,7 +96,7 @@ class PartScripts:
         else:
             start = min(start, count)
             self._backward_steps.append((start, BACK, number))
-            self._backward.take[start] += copy.back_bytes
+            self._row.backward.take[start] += copy.back_bytes
         self.copies.append(copy)
         self._backward_steps.append((needed, WAIT, number))
 
@@ -140,8 +107,6 @@ class PartScripts:
         self.copies.append(Copy(nbytes, exact(nbytes / GB / self._given.link.out), 0.0, 0, 0))
         self._starts.append((0, 0))
         self._backward_steps += [(number - 1, OUT, copy), (number - 1, RELEASE, copy)]
-        self._backward.give[number] += nbytes
-        self._waiting -= nbytes
         self.gradients[number] = nbytes, copy
 
     def script(
@@ -193,15 +158,15 @@ class PartScripts:
     def _weighted(self) -> list[int]:
         """The operators with gradients of weights that are put off, in the order in which these are computed. They hold
         no more for a short time than the whole backward of the operator."""
-        return [number for number in range(self.count + 1, -1, -1) if self._weights[number]]
+        return [number for number in range(self.count + 1, -1, -1) if self._row.weights[number]]
 
     @cached_property
     def weights(self) -> Script:
         """The gradients of weights of a pass, where they are a pass of their own."""
         numbers = self._weighted
         if not numbers:
-            return Script((), 0.0, 0, -self._waiting, 0.0)
-        begins = list(accumulate((self._weights[number] for number in numbers), initial=0.0))
+            return Script((), 0.0, 0, -self._row.waiting, 0.0)
+        begins = list(accumulate((self._row.weights[number] for number in numbers), initial=0.0))
         steps, sizes = [], [0] * (len(numbers) + 1)
         places = {number: place for place, number in enumerate(numbers)}
         returns = [(places[number], nbytes, -1) for number, nbytes in self.later]
@@ -212,13 +177,13 @@ class PartScripts:
             steps.append((place - 1, BACK, copy, copy, begins[max(0, place - 1)]))
             steps.append((place, WAIT, copy, copy, begins[place]))
             sizes[place] += nbytes
-        spare = [self._weight_spare[number] for number in numbers]
+        spare = [self._row.weight_spare[number] for number in numbers]
         spare = [spare[0], *spare, spare[-1]]
-        return _script(steps, begins[-1], sizes[0], sizes[1:], sizes[:-1], spare, self._waiting)
+        return _script(steps, begins[-1], sizes[0], sizes[1:], sizes[:-1], spare, self._row.waiting)
 
     def _write_forward(self, ahead: PartScripts | None) -> Script:
         """Time and memory run through the part's operators from 1 to count, and on to count + 1, the loss."""
-        before, after, line = self.part.before, self.part.after, self._forward
+        before, after, line = self.part.before, self.part.after, self._row.forward
         ends = list(accumulate(line.seconds[1 : self.count + 1], initial=before.forward_seconds))
         whole = ends[-1] + after.forward_seconds
         ends.append(whole)
@@ -236,14 +201,14 @@ class PartScripts:
     def _write_backward(self, ahead: PartScripts | None, fetched: bool, there: tuple[int, ...]) -> Script:
         """From the loss down to operator 1; an event of an operator comes before its backward. Where gradients of
         weights are put off, but are no pass of their own, they come at its end."""
-        before, after, line = self.part.before, self.part.after, self._backward
+        before, after, line = self.part.before, self.part.after, self._row.backward
         loss, end = after.backward_seconds, before.backward_seconds
         if self._given.splits:
             loss, end = loss - after.weight_seconds, end - before.weight_seconds
         loss += line.seconds[self.count + 1]
         begins = list(accumulate(line.seconds[self.count : 0 : -1], initial=loss))
         whole = begins[-1] + end
-        whole += self._weight_seconds if self._given.splits and not self._given.apart else 0.0
+        whole += self._row.weight_seconds if self._given.splits and not self._given.apart else 0.0
         steps = []
         take = line.take[self.count : 0 : -1]
         for number, what, copy in self._backward_steps:
@@ -268,9 +233,9 @@ class PartScripts:
             of_loss += self.gradients.get(self.count + 1, (0, 0))[0] - after.weight_bytes
             of_start -= before.weight_bytes
             if not self._given.apart:
-                of_start += self._waiting
+                of_start += self._row.waiting
             if spare and not self._given.apart:
-                spare[-1] = min([embedding, *(self._weight_spare[number] for number in self._weighted)])
+                spare[-1] = min([embedding, *(self._row.weight_spare[number] for number in self._weighted)])
         return _script(steps, whole, at_start, [0, *take], [of_loss, *give], spare, of_start)
 
 
