@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from operator import le
 from typing import NamedTuple
 
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
@@ -94,8 +95,11 @@ def _fewer(passes: Sequence[Pass], stage: int, placement: Placement, begun: Sequ
 
 def largest(seen: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
     """Without those that another is at least as large as in all places."""
-    covered = {a for a in seen for b in seen if a != b and all(x <= y for x, y in zip(a, b, strict=True))}
-    return seen - covered
+    found: list[tuple[int, ...]] = []
+    for one in sorted(seen, reverse=True):  # those that cover it come before it
+        if not any(all(map(le, one, other)) for other in found):
+            found.append(one)
+    return set(found)
 
 
 def _coming(passes: Sequence[Pass]) -> list[Pass | None]:

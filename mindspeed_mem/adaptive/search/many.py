@@ -203,17 +203,20 @@ class ManyTracks:
         kind = self._kinds[place]
         if place == self._marked:
             self._mark = self._state
-        start = numpy.maximum(self.now, arrival)
+        at_once = isinstance(arrival, float) and not arrival  # it waits for nobody
+        start = self.now if at_once else numpy.maximum(self.now, arrival)
         if self._blocking:
             stall = kind.copied
         elif not kind.events:  # such are all gradients of weights, or those that no plan fetches anything for
             stall, ended = None, start + kind.whole
-            self._later(ended - self.now)
+            if self._moves:
+                self._later(ended - self.now)
             if self.passes[place][0] != WEIGHT:
                 self._fetched = []
             self.now = ended
         else:
-            self._later(start - self.now)
+            if not at_once:
+                self._later(start - self.now)
             stall = self._played(place, kind)
         if stall is not None:
             self.now, self.stall = start + kind.whole + stall, self.stall + stall
@@ -224,8 +227,6 @@ class ManyTracks:
     def _later(self, seconds: Array) -> None:
         import numpy
 
-        if not self._moves:
-            return
         self._out = numpy.maximum(self._out - seconds, 0.0)
         self._back = numpy.maximum(self._back - seconds, 0.0)
         self._fetched = [numpy.maximum(one - seconds, 0.0) for one in self._fetched]

@@ -181,12 +181,28 @@ class PartScripts:
         spare = [spare[0], *spare, spare[-1]]
         return _script(steps, begins[-1], sizes[0], sizes[1:], sizes[:-1], spare, self._row.waiting)
 
+    @cached_property
+    def _ends(self) -> list[float]:
+        """Seconds of a forward until each operator has run, and the loss is there."""
+        ends = list(accumulate(self._row.forward.seconds[1:-1], initial=self.part.before.forward_seconds))
+        return [*ends, ends[-1] + self.part.after.forward_seconds]
+
+    @cached_property
+    def _begins(self) -> list[float]:
+        """Seconds of a backward until that of each operator begins, from the last one back, and until the end."""
+        before, after, seconds = self.part.before, self.part.after, self._row.backward.seconds
+        loss, end = after.backward_seconds, before.backward_seconds
+        if self._given.splits:
+            loss, end = loss - after.weight_seconds, end - before.weight_seconds
+        begins = list(accumulate(seconds[self.count : 0 : -1], initial=loss + seconds[self.count + 1]))
+        whole = begins[-1] + end
+        whole += self._row.weight_seconds if self._given.splits and not self._given.apart else 0.0
+        return [*begins, whole]
+
     def _write_forward(self, ahead: PartScripts | None) -> Script:
         """Time and memory run through the part's operators from 1 to count, and on to count + 1, the loss."""
         before, after, line = self.part.before, self.part.after, self._row.forward
-        ends = list(accumulate(line.seconds[1 : self.count + 1], initial=before.forward_seconds))
-        whole = ends[-1] + after.forward_seconds
-        ends.append(whole)
+        ends = self._ends
         steps = [(number, what, copy, copy, ends[number]) for number, what, copy in self._forward_steps]
         take = line.take.copy()
         take[self.count + 1] += after.bytes
@@ -196,19 +212,13 @@ class PartScripts:
             take[number] += nbytes
         start, loss = (self._given.spare(one.forward_temporary_bytes) for one in (before, after))
         spare = [start, *line.spare[1 : self.count + 1], loss, loss] if self._given.temporary else ()
-        return _script(steps, whole, before.bytes, take[1:], line.give[1:], spare)
+        return _script(steps, ends[-1], before.bytes, take[1:], line.give[1:], spare)
 
     def _write_backward(self, ahead: PartScripts | None, fetched: bool, there: tuple[int, ...]) -> Script:
         """From the loss down to operator 1; an event of an operator comes before its backward. Where gradients of
         weights are put off, but are no pass of their own, they come at its end."""
         before, after, line = self.part.before, self.part.after, self._row.backward
-        loss, end = after.backward_seconds, before.backward_seconds
-        if self._given.splits:
-            loss, end = loss - after.weight_seconds, end - before.weight_seconds
-        loss += line.seconds[self.count + 1]
-        begins = list(accumulate(line.seconds[self.count : 0 : -1], initial=loss))
-        whole = begins[-1] + end
-        whole += self._row.weight_seconds if self._given.splits and not self._given.apart else 0.0
+        begins = self._begins
         steps = []
         take = line.take[self.count : 0 : -1]
         for number, what, copy in self._backward_steps:
@@ -236,7 +246,7 @@ class PartScripts:
                 of_start += self._row.waiting
             if spare and not self._given.apart:
                 spare[-1] = min([embedding, *(self._row.weight_spare[number] for number in self._weighted)])
-        return _script(steps, whole, at_start, [0, *take], [of_loss, *give], spare, of_start)
+        return _script(steps, begins[-1], at_start, [0, *take], [of_loss, *give], spare, of_start)
 
 
 def _with_idle(script: Script, ahead: PartScripts, idle: tuple[int, ...]) -> Script:

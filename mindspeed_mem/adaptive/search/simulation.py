@@ -267,7 +267,7 @@ class StageTrack:
         out_free, back_free, now, stall = streams.out, streams.back, 0.0, 0.0
         out_done = [] if weights else [0.0] * len(copies)
         back_done = [0.0] * len(copies) if weights or not streams.fetched else list(streams.fetched)
-        late = _Late({key[:3]: key[3] for key in streams.due}, self._window, self.parts)
+        late = _Late({key[:3]: key[3] for key in streams.due}, self._window, self.parts) if self._window else None
         ahead, coming = [], mine
         ahead_done = list(streams.fetched) if weights else []
         following = self._coming[place]
@@ -281,20 +281,25 @@ class StageTrack:
                 out_free = (out_free if out_free > now else now) + copies[copy].out_seconds
                 out_done[copy] = out_free
             elif what == BACK:
-                late.stays((*mine, part.weight_returns[copy] if weights else copy))
+                if late is not None:
+                    late.stays((*mine, part.weight_returns[copy] if weights else copy))
                 back_free = (back_free if back_free > now else now) + copies[copy].back_seconds
                 back_done[copy] = back_free
             elif what == AHEAD:
-                late.stays((*coming, copy))
+                if late is not None:
+                    late.stays((*coming, copy))
                 back_free = (back_free if back_free > now else now) + ahead[copy].back_seconds
                 ahead_done[copy] = back_free
             else:
-                done = back_done[copy] if what == WAIT else late.released((*mine, copy), out_done[copy])
+                if what == WAIT:
+                    done = back_done[copy]
+                else:
+                    done = out_done[copy] if late is None else late.released((*mine, copy), out_done[copy])
                 if done > now:
                     stall += done - now
                     now = done
         now += script.rest
-        due = tuple((*key, done) for key, done in late.due.items())
+        due = () if late is None else tuple((*key, done) for key, done in late.due.items())
         return _Run(now, stall, _Streams(out_free, back_free, tuple(ahead_done), due).later(now))
 
     def _copy_seconds(self, place: int) -> float:
