@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule.placement import Placement
@@ -15,8 +16,7 @@ class DeadlockError(RuntimeError):
     """The order cannot be completed: each stage that is not done waits for a pass that never runs."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One pass with the time it starts and ends at."""
 
     work: Pass
@@ -122,22 +122,41 @@ class Track(Protocol):
 
 
 def play(tracks: Sequence[Track], placement: Placement, send: float) -> Timeline:
-    """Run the passes of all stages, each when what it works on has arrived, for as long as any can run."""
-    ended: dict[tuple[int, Pass], float] = {}
-    waiting: dict[tuple[int, Pass], list[int]] = {}
+    """Run the passes of all stages, each when what it works on has arrived, for as long as any can run; those that
+    tracks have run already have ended as they say."""
+    ended: list[dict[Pass, float]] = [{one.work: one.end for one in track.spans} for track in tracks]
+    waiting: list[dict[Pass, list[int]]] = [{} for _ in tracks]
     runnable = deque(range(len(tracks)))
     while runnable:
         stage = runnable.popleft()
-        track = tracks[stage]
+        track, sources = tracks[stage], _sources(stage, placement)
         while (work := track.next) is not None:
-            need = before(work, stage, placement)
-            if need is not None and need not in ended:
-                waiting.setdefault(need, []).append(stage)
-                break
-            arrival = 0.0 if need is None else ended[need] + (send if need[0] != stage else 0.0)
-            ended[stage, work] = track.run(arrival)
-            runnable.extend(waiting.pop((stage, work), ()))
+            direction, micro_batch, chunk = work
+            source, arrival = sources[direction, chunk], 0.0
+            if source is not None:
+                there, way, part = source
+                need = way, micro_batch, part
+                if need not in ended[there]:
+                    waiting[there].setdefault(need, []).append(stage)
+                    break
+                arrival = ended[there][need]
+                if there != stage:
+                    arrival = arrival + send  # not in place: it may be an array
+            ended[stage][work] = track.run(arrival)
+            if work in waiting[stage]:
+                runnable.extend(waiting[stage].pop(work))
     return Timeline(tuple(tuple(track.spans) for track in tracks))
+
+
+@lru_cache(maxsize=1024)
+def _sources(stage: int, placement: Placement) -> dict[tuple[str, int], tuple[int, str, int] | None]:
+    """`before` for a stage's passes of any micro-batch: stage, direction and chunk by direction and chunk."""
+    found: dict[tuple[str, int], tuple[int, str, int] | None] = {}
+    for direction in (FORWARD, BACKWARD, WEIGHT):
+        for chunk in range(placement.virtual_stages):
+            need = before((direction, 0, chunk), stage, placement)
+            found[direction, chunk] = None if need is None else (need[0], need[1][0], need[1][2])
+    return found
 
 
 class _Uniform:

@@ -11,7 +11,7 @@ from mindspeed_mem.adaptive import Plan, Search, StagePlan, simulate
 from mindspeed_mem.adaptive.problem.definition import GB
 from mindspeed_mem.adaptive.search import many
 from mindspeed_mem.adaptive.search.decisions import is_valid, under
-from mindspeed_mem.adaptive.search.simulation import StageTrack
+from mindspeed_mem.adaptive.search.simulation import StageTrack, fewer, fits, most_played
 from tests.planning import LAYER, MB, SPLIT_LAYER, small_problem, tiny_class
 from tests.streams import Machine
 
@@ -140,6 +140,36 @@ def test_plans_played_at_once_take_to_the_bit_what_each_takes_by_itself(case, ch
         every = (*plan.stages[:number], one, *plan.stages[number + 1 :])  # none of them in idle time
         found = simulate(problem, dataclasses.replace(plan, stages=every, idle_prefetch=False))
         assert (found.seconds, found.peaks[number], found.stalls[number]) == tuple(row[place] for row in together)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("plays", [{}, {"window_bytes": 100 * MB}, {"idle_prefetch": True}])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_the_pace_of_many_micro_batches_is_to_the_bit_that_of_two_pipelines_played_from_the_start(
+    virtual, plays, blocking
+):
+    problem = small_problem(
+        stages=3, virtual=virtual, layers=2, micro_batches=60, link=0.4, send=0.03, blocking=blocking
+    )
+    texts = [("-KKKKK", "KKSKRK"), ("-SKKSK", "KKSKKS"), ("-KKKSK", "SKKKKK")]
+    stages = tuple(StagePlan(parts=(text,) * virtual, distance=3 + 4 * place) for place, text in enumerate(texts))
+    plan = Plan(stages=stages, **plays)
+    few, less = most_played(problem), fewer(problem)
+    assert less < few < 60
+    a, b = (simulate(problem.with_micro_batches(count), plan) for count in (few, less))
+    more = (60 - few) / (few - less)
+    once = max(stage.step_seconds for stage in problem.stages)
+    found = simulate(problem, plan)
+    assert found.timeline == a.timeline and any(found.stalls)
+    assert found.seconds == a.timeline.makespan + more * (a.timeline.makespan - b.timeline.makespan) + once
+    assert found.stalls == tuple(one + more * (one - other) for one, other in zip(a.stalls, b.stalls, strict=True))
+    shared = problem.with_micro_batches(few).shared_passes(less)
+    assert min(shared) > 0
+    if "idle_prefetch" not in plays:  # each of these passes runs at the same time in both
+        for count, one, other in zip(shared, a.timeline.stages, b.timeline.stages, strict=True):
+            assert one[:count] == other[:count]
+    for limit in (max(found.peaks), max(found.peaks) - 1):
+        assert fits(problem.with_limit(limit), plan) == (limit == max(found.peaks))
 
 
 def test_temporaries_count_while_their_operator_runs():

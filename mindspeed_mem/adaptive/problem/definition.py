@@ -7,13 +7,13 @@ figures come from, a measurement or an estimate, is not known here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
-from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from mindspeed_mem.adaptive.problem.orders import Held, Order, largest, shared
+from mindspeed_mem.passes import Pass
 from mindspeed_mem.schedule import Placement, order
 
 GB = 1e9
@@ -232,21 +232,26 @@ class Problem:
         return Placement(len(self.stages), self.virtual_stages, self.pipeline.schedule == "v")
 
     @cached_property
-    def passes(self) -> list[list[Pass]]:
+    def orders(self) -> list[Order]:
         """The passes of each stage in the order they run."""
-        return _order(len(self.stages), self.virtual_stages, dataclasses.replace(self.pipeline, send_seconds=0.0))
+        return _orders(len(self.stages), self.virtual_stages, dataclasses.replace(self.pipeline, send_seconds=0.0))
 
     @cached_property
-    def whole(self) -> list[list[Pass]]:
+    def whole(self) -> list[Order]:
         """Those of the whole step, which say what is held: where only some of its micro-batches are played, an order
         that was found by simulation may hold something else."""
-        return self.passes
+        return self.orders
 
-    @cached_property
-    def held(self) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    @property
+    def passes(self) -> list[list[Pass]]:
+        """The passes of each stage in the order they run."""
+        return [one.passes for one in self.orders]
+
+    @property
+    def held(self) -> list[list[Held]]:
         """For each stage how many passes of each of its parts are held at once, from the forward until the backward,
         and how many of each wait for gradients of weights then: every maximum there is."""
-        return [_maxima(passes, self.virtual_stages) for passes in self.whole]
+        return [one.held for one in self.whole]
 
     @cached_property
     def in_flight(self) -> list[list[tuple[int, ...]]]:
@@ -254,24 +259,31 @@ class Problem:
 
         Without virtual stages that is one number; with them several combinations may be the largest.
         """
-        return [sorted(_largest({before for before, _ in of_stage})) for of_stage in self.held]
+        return [sorted(largest({before for before, _ in of_stage})) for of_stage in self.held]
 
-    @cached_property
+    @property
     def turning(self) -> list[set[int]]:
         """For each stage the parts of which a backward follows its forward with nothing but gradients of weights in
         between."""
-        orders = ([one for one in passes if one[0] != WEIGHT] for passes in self.passes)
-        pairs = (zip(passes, passes[1:], strict=False) for passes in orders)
-        return [{a[2] for a, b in of_stage if a[1:] == b[1:]} for of_stage in pairs]
+        return [one.turning for one in self.orders]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        found = []
+        for stage, of_stage in enumerate(self.stages):
+            for number, part in enumerate(of_stage.parts):
+                for name in dict.fromkeys(part.layers):
+                    places = tuple(place for place, other in enumerate(part.layers) if other == name)
+                    found.append(Block(stage, number, self.class_of[name], places))
+        return found
 
     def on_host(self, group: Group) -> int:
         """Bytes of a group that, swapped, stay on the host until gradients of weights are computed."""
-        return group.weight_bytes if group.weights_only and self.pipeline.apart else 0
+        return on_host(group, self.pipeline.apart)
 
     def gradient_on_host(self, one: PlannedOperator | Outside) -> int:
         """Bytes of the gradient of an output that stay on the host until that of the weight is computed."""
-        moves = self.output_gradients and self.pipeline.apart and one.weight_seconds
-        return one.gradient_bytes if moves else 0
+        return gradient_on_host(one, self.output_gradients and self.pipeline.apart)
 
     def gradients_on_host(self, stage: int, part: int) -> int:
         """Those of a pass of a part."""
@@ -299,7 +311,7 @@ class Problem:
     def _with(self, **fields: Any) -> Problem:
         """What is known about schedule and classes is kept."""
         other = dataclasses.replace(self, **fields)
-        for name in ("passes", "whole", "held", "in_flight", "turning", "class_of"):
+        for name in ("orders", "whole", "in_flight", "class_of", "blocks"):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
@@ -319,6 +331,21 @@ class Problem:
             other.__dict__["whole"] = self.whole
         return other
 
+    def shared_passes(self, micro_batches: int) -> list[int]:
+        """How many passes each stage begins with that run at the same times with this number of micro-batches."""
+        line = dataclasses.replace(self.pipeline, send_seconds=0.0)
+        return _shared(self.placement, line, dataclasses.replace(line, micro_batches=micro_batches))
+
+
+def on_host(group: Group, apart: bool) -> int:
+    """See `Problem.on_host`; `apart`: as in `Pipeline`."""
+    return group.weight_bytes if group.weights_only and apart else 0
+
+
+def gradient_on_host(one: PlannedOperator | Outside, moves: bool) -> int:
+    """See `Problem.gradient_on_host`."""
+    return one.gradient_bytes if moves and one.weight_seconds else 0
+
 
 @dataclass(frozen=True)
 class Block:
@@ -335,18 +362,14 @@ class Block:
         return tuple(layer for layer in self.layers if layer) if group.from_previous else self.layers
 
 
-def blocks(problem: Problem) -> Iterator[Block]:
+def blocks(problem: Problem) -> list[Block]:
     """All blocks, stage by stage and part by part."""
-    for stage, of_stage in enumerate(problem.stages):
-        for number, part in enumerate(of_stage.parts):
-            for name in dict.fromkeys(part.layers):
-                places = tuple(place for place, other in enumerate(part.layers) if other == name)
-                yield Block(stage, number, problem.class_of[name], places)
+    return problem.blocks
 
 
 @lru_cache(maxsize=64)
-def _order(stages: int, virtual_stages: int, line: Pipeline) -> list[list[Pass]]:
-    return order(
+def _orders(stages: int, virtual_stages: int, line: Pipeline) -> list[Order]:
+    passes = order(
         stages,
         virtual_stages,
         line.micro_batches,
@@ -356,20 +379,10 @@ def _order(stages: int, virtual_stages: int, line: Pipeline) -> list[list[Pass]]
         split=line.apart,
         v=line.schedule == "v",
     )
+    return [Order(of_stage, virtual_stages) for of_stage in passes]
 
 
-def _maxima(passes: list[Pass], parts: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    held, waiting, seen = [0] * parts, [0] * parts, set()
-    apart = any(direction == WEIGHT for direction, *_ in passes)
-    for direction, _, part in passes:
-        held[part] += (direction == FORWARD) - (direction == BACKWARD)
-        waiting[part] += apart * (direction == BACKWARD) - (direction == WEIGHT)
-        if direction == FORWARD or (apart and direction == BACKWARD):
-            seen.add((*held, *waiting))
-    return sorted((one[:parts], one[parts:]) for one in _largest(seen))
-
-
-def _largest(seen: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Without those that another is at least as large as in all places."""
-    covered = {a for a in seen for b in seen if a != b and all(x <= y for x, y in zip(a, b, strict=True))}
-    return seen - covered
+@lru_cache(maxsize=64)
+def _shared(placement: Placement, line: Pipeline, other: Pipeline) -> list[int]:
+    longer, shorter = (_orders(placement.stages, placement.virtual_stages, one) for one in (line, other))
+    return shared(longer, shorter, placement)

@@ -7,11 +7,12 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Collection
+from functools import lru_cache
 
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Part, Problem
 from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, Plan, StagePlan, all_kept, lay_out
-from mindspeed_mem.adaptive.search.pass_script import leaving
-from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
+from mindspeed_mem.adaptive.search.layer_script import leaving
+from mindspeed_mem.adaptive.search.simulation import Simulated, fits, simulate
 
 _AGAIN = ", as a whole"
 _SETS = 4096
@@ -29,6 +30,11 @@ def full_recompute(problem: Problem, layers: int | None = None) -> Simulated:
 
     layers: of only so many layers, the first of each part (``--recompute-method block --recompute-num-layers``).
     """
+    return simulate(*_fully(problem, layers))
+
+
+def _fully(problem: Problem, layers: int | None) -> tuple[Problem, Plan]:
+    """The problem in which layers are checkpointed, and the plan that runs them again."""
     ends = tuple(dict.fromkeys(kind.operators[-1].name for kind in problem.classes))
     again = tuple(_checkpointed(kind, ends, problem.pipeline.splits) for kind in problem.classes)
     stages = tuple(
@@ -42,13 +48,13 @@ def full_recompute(problem: Problem, layers: int | None = None) -> Simulated:
         rows = [zip(part.layers, text, strict=True) for part, text in zip(stage.parts, of_stage.parts, strict=True)]
         texts = [tuple(text[:1] + RECOMPUTE if name.endswith(_AGAIN) else text for name, text in row) for row in rows]
         of_stages.append(StagePlan(parts=tuple(texts)))
-    return simulate(changed, Plan(stages=tuple(of_stages)))
+    return changed, Plan(stages=tuple(of_stages))
 
 
 def block_recompute(problem: Problem) -> tuple[int, Simulated] | None:
     """Megatron's recomputation of the fewest layers of each part with which everything fits; None: not even of all."""
     counts = range(1, _most_layers(problem) + 1)
-    place = bisect.bisect_left(counts, True, key=lambda count: _fits(problem, full_recompute(problem, count)))
+    place = bisect.bisect_left(counts, True, key=lambda count: fits(*_fully(problem, count)))
     return (counts[place], full_recompute(problem, counts[place])) if place < len(counts) else None
 
 
@@ -66,7 +72,7 @@ def same_operators(problem: Problem) -> tuple[tuple[str, ...], Plan] | None:
     for chosen in cheap:
         if all(sum(saved.get(name, 0) for name in chosen) >= over for over, saved in rows):
             plan = recomputed(problem, chosen)
-            if _fits(problem, simulate(problem, plan)):
+            if fits(problem, plan):
                 return chosen, plan
     return None
 
@@ -76,10 +82,7 @@ def whole_layers(problem: Problem) -> tuple[int, Plan] | None:
     names = {group.name for kind in problem.classes for group in kind.groups}
     counts = range(1, _most_layers(problem) + 1)
 
-    def fits(count: int) -> bool:
-        return _fits(problem, simulate(problem, recomputed(problem, names, count)))
-
-    place = bisect.bisect_left(counts, True, key=fits)
+    place = bisect.bisect_left(counts, True, key=lambda count: fits(problem, recomputed(problem, names, count)))
     return (counts[place], recomputed(problem, names, counts[place])) if place < len(counts) else None
 
 
@@ -100,10 +103,6 @@ def _recomputed(kind: LayerClass, text: str, names: Collection[str]) -> str:
     pairs = zip(kind.groups, text, strict=True)
     may = (group.name in names and group.recompute_seconds is not None and old != NOTHING for group, old in pairs)
     return "".join(RECOMPUTE if one else old for one, old in zip(may, text, strict=True))
-
-
-def _fits(problem: Problem, simulated: Simulated) -> bool:
-    return max(simulated.peaks) <= problem.device_limit
 
 
 def _saved(problem: Problem) -> list[tuple[int, dict[str, int]]]:
@@ -140,6 +139,7 @@ def _of_part(part: Part, layers: int | None) -> Part:
     return dataclasses.replace(part, layers=(*names, *(() if layers is None else part.layers[layers:])))
 
 
+@lru_cache(maxsize=256)
 def _checkpointed(kind: LayerClass, ends: tuple[str, ...], splits: bool) -> LayerClass:
     """The layer with two groups: its input, which stays, and all it makes, which is made again when its backward begins
     and leaves as its backward goes on. `ends`: the last operators of all layers that there are, one of which made the

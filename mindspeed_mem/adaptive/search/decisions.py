@@ -174,6 +174,5 @@ def host_bytes(problem: Problem, number: int, plan: StagePlan) -> int:
         parts.append(sum(group.bytes for group in swapped))
         later.append(sum(map(problem.on_host, swapped)) + problem.gradients_on_host(number, place))
     both = [*parts, *later]
-    return max(
-        sum(n * size for n, size in zip((*held, *waits), both, strict=True)) for held, waits in problem.held[number]
-    )
+    most = problem.whole[number].held
+    return max(sum(n * size for n, size in zip((*held, *waits), both, strict=True)) for held, waits in most)

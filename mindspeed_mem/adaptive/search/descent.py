@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import LayerClass, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP, StagePlan, is_valid
-from mindspeed_mem.adaptive.search.many import letters_of
+from mindspeed_mem.adaptive.search.many import letters_of, plan_of
 
 if TYPE_CHECKING:
     from mindspeed_mem.adaptive.search.many import Array, Several
@@ -101,17 +101,15 @@ class Descent:
         within: two changes of one layer are tried as well.
         """
         row, distance = letters_of([plan])[0], plan.distance
-        score = self._scores(self._played(row[None], distance))[0]
+        self.work -= self.price  # it is played with the first changes to it
         while self.work > 0:
-            found = self._step(row, distance, score, deep, within)
+            found = self._step(row, distance, deep, within)
             if found is None:
                 break
-            score, row, distance = found
-        return self._plan(row, distance)
+            _, row, distance = found
+        return plan_of(self.problem, self.number, row, distance)
 
-    def _step(
-        self, row: Array, distance: int, score: _Score, deep: bool, within: bool
-    ) -> tuple[_Score, Array, int] | None:
+    def _step(self, row: Array, distance: int, deep: bool, within: bool) -> tuple[_Score, Array, int] | None:
         """The best that is near and better; None if nothing is."""
         import numpy
 
@@ -120,6 +118,7 @@ class Descent:
             return None
         rows = self._changed(row, changes)
         singles = self._played(numpy.concatenate([row[None], rows]), distance)
+        [score] = self._scores(_Played(*(one[:1] for one in singles)))
         best = self._best(score, rows, _Played(*(one[1:] for one in singles)), distance)
         sums = self._sums(row, rows, changes, singles, within)
         if len(sums):
@@ -267,16 +266,9 @@ class Descent:
         whole = (self._sizes, self._later)  # until the backward, and until gradients of weights
         parts = [swapped[:, first:end] @ sizes[first:end] for sizes in whole for first, end in self._ends]
         parts += self._gradients
-        flights = [(*held, *waits, *waits) for held, waits in self.problem.held[self.number]]
+        flights = [(*held, *waits, *waits) for held, waits in self.problem.whole[self.number].held]
         sums = [sum(n * size for n, size in zip(held, parts, strict=True)) for held in flights]
         return numpy.max(sums, axis=0)
-
-    def _plan(self, row: Array, distance: int) -> StagePlan:
-        whole = row.tobytes().decode()
-        parts: list[list[str]] = [[] for _ in self.problem.stages[self.number].parts]
-        for one in self.layers:
-            parts[one.part].append(whole[one.first : one.first + len(one.kind.groups)])
-        return StagePlan(parts=tuple(map(tuple, parts)), distance=distance)
 
 
 def _ends(layers: Sequence[_Layer], texts: Sequence[str]) -> set[int]:

@@ -3,20 +3,22 @@
 Plans that are changed a little are played by the thousand when a plan is improved. Those of one distance have the same
 events at the same places; which of them there are is a row of zeros and ones over the plans. So a walk over the events
 of a pass, each a few operations on arrays with a number for each plan ("lane"), plays them all. Sums and maxima of
-whole ticks (`pass_script.exact`) come out alike however they are ordered. There is no window for late copies here.
+whole ticks (`layer_script.exact`) come out alike however they are ordered. There is no window for late copies here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import Problem
+from mindspeed_mem.adaptive.problem.orders import Order
 from mindspeed_mem.adaptive.search.decisions import StagePlan
+from mindspeed_mem.adaptive.search.layer_script import exact
 from mindspeed_mem.adaptive.search.many_scripts import ManyScripts, Passes, key_of
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT, exact
-from mindspeed_mem.adaptive.search.simulation import coming, fewer, most_played
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, WAIT
+from mindspeed_mem.adaptive.search.simulation import fewer, most_played
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span
 from mindspeed_mem.schedule.simulation import play
@@ -47,6 +49,19 @@ def letters_of(plans: Sequence[StagePlan]) -> Array:
     return numpy.frombuffer(text.encode(), numpy.uint8).reshape(len(plans), -1)
 
 
+def plan_of(problem: Problem, number: int, row: Array, distance: int) -> StagePlan:
+    """The plan of a stage whose letters these are."""
+    text, first, parts = row.tobytes().decode(), 0, []
+    for part in problem.stages[number].parts:
+        letters = []
+        for name in part.layers:
+            end = first + len(problem.class_of[name].groups)
+            letters.append(text[first:end])
+            first = end
+        parts.append(tuple(letters))
+    return StagePlan(parts=tuple(parts), distance=distance)
+
+
 def alone(problem: Problem, number: int, letters: Array, distance: int) -> Several:
     """Stage `number` by itself under plans of this distance: nothing is waited for but copies.
 
@@ -69,6 +84,7 @@ class Together:
         self._more = (count - few) / (few - counts[-1]) if count > few else 0.0
         self._problem, self._number = problem, number
         self._short = [problem.with_micro_batches(each) for each in counts]
+        self._shared = self._short[0].shared_passes(counts[-1]) if count > few else []
         self._stages = [
             (letters_of([plan]), plan.distance, _parts(problem, place, letters_of([plan]), plan.distance))
             for place, plan in enumerate(stages)
@@ -85,13 +101,19 @@ class Together:
         line, number = self._problem.pipeline, self._number
         parts = _parts(self._problem, number, letters, distance)
         ends, mine = list[Any](), list[ManyTracks]()
+        before: list[ManyTracks] = []
         for short in self._short:
             tracks = []
             for place, fixed in enumerate(self._stages):
                 tracks.append(ManyTracks(short, place, *((letters, distance, parts) if place == number else fixed)))
+            for track, other in zip(tracks, before, strict=False):
+                track.go_on(other)
+            for track, place in zip(tracks, [] if before else self._shared, strict=False):
+                track.mark(place)
             play(tracks, short.placement, exact(line.send_seconds))
             ends.append(reduce(numpy.maximum, (track.now for track in tracks)))
             mine.append(tracks[number])
+            before = tracks
         seconds = ends[0] + self._more * (ends[0] - ends[-1]) + max(one.step_seconds for one in self._problem.stages)
         stalls = mine[0].stall + self._more * (mine[0].stall - mine[-1].stall)
         return Several(seconds, mine[0].peaks, stalls)
@@ -125,23 +147,44 @@ class ManyTracks:
         """parts: of the same plans, if they are there."""
         import numpy
 
-        self.passes, self.spans = problem.passes[number], list[Span]()
-        self._coming = coming(self.passes)
+        order = problem.orders[number]
+        self.passes, self.spans, self._coming = order.passes, list[Span](), order.coming
         self._blocking = problem.link.blocking
-        stage = problem.stages[number]
+        self._stage, self._whole = problem.stages[number], problem.whole[number]
         self.parts = parts or _parts(problem, number, letters, distance)
-        self._kinds = self._kinds_of(self.passes)
-        whole = problem.whole[number]
-        held = numpy.zeros(len(letters), numpy.int64)
-        highest = held - stage.operator_temporary_bytes
-        for kind in self._kinds if whole is self.passes else self._kinds_of(whole):
-            highest = numpy.maximum(highest, held + kind.highest)
-            held = held + kind.net
-        self.peaks = highest + (stage.static_bytes + stage.temporary_bytes)
+        self._kinds = self._kinds_of(order)
+        self._moves = any(kind.events for kind in self._kinds)
         self.now = self.stall = numpy.zeros(len(letters))
         self._out = self._back = self.now
         self._fetched: list[Array] = []
         self._known: dict[int, list[tuple[list[Array], tuple]]] = {}
+        self._marked = -1
+        self._mark: tuple[Array, Array, Array, Array, list[Array]] = self._state
+
+    @cached_property
+    def peaks(self) -> Array:
+        """Bytes."""
+        import numpy
+
+        held = numpy.zeros(self.parts[0].lanes, numpy.int64)
+        highest = held - self._stage.operator_temporary_bytes
+        for kind in self._kinds_of(self._whole):
+            highest = numpy.maximum(highest, held + kind.highest)
+            held = held + kind.net
+        return highest + (self._stage.static_bytes + self._stage.temporary_bytes)
+
+    @property
+    def _state(self) -> tuple[Array, Array, Array, Array, list[Array]]:
+        return self.now, self.stall, self._out, self._back, self._fetched
+
+    def mark(self, place: int) -> None:
+        """See `StageTrack.mark`."""
+        self._marked = place
+
+    def go_on(self, other: ManyTracks) -> None:
+        """See `StageTrack.go_on`."""
+        self.spans, self._known = other.spans[: other._marked], other._known
+        self.now, self.stall, self._out, self._back, self._fetched = other._mark
 
     @property
     def next(self) -> Pass | None:
@@ -158,17 +201,22 @@ class ManyTracks:
 
         place = len(self.spans)
         kind = self._kinds[place]
-        start = numpy.maximum(self.now, arrival)
+        if place == self._marked:
+            self._mark = self._state
+        at_once = isinstance(arrival, float) and not arrival  # it waits for nobody
+        start = self.now if at_once else numpy.maximum(self.now, arrival)
         if self._blocking:
             stall = kind.copied
         elif not kind.events:  # such are all gradients of weights, or those that no plan fetches anything for
             stall, ended = None, start + kind.whole
-            self._later(ended - self.now)
+            if self._moves:
+                self._later(ended - self.now)
             if self.passes[place][0] != WEIGHT:
                 self._fetched = []
             self.now = ended
         else:
-            self._later(start - self.now)
+            if not at_once:
+                self._later(start - self.now)
             stall = self._played(place, kind)
         if stall is not None:
             self.now, self.stall = start + kind.whole + stall, self.stall + stall
@@ -230,13 +278,11 @@ class ManyTracks:
         assert following is not None or not fetched or direction == WEIGHT
         return lag, out, back, [maximum(one - ended, 0.0) for one in fetched]
 
-    def _kinds_of(self, passes: Sequence[Pass]) -> list[Passes]:
-        found, begun = [], False  # see `StageTrack`
-        for (direction, _, part), following in zip(passes, coming(passes), strict=True):
-            if direction == WEIGHT:
-                found.append(self.parts[part].weights)
-                continue
-            ahead = None if following is None else following[2]
-            found.append(self.parts[part].passes(direction == FORWARD, ahead, self.parts, begun))
-            begun = following is not None
-        return found
+    def _kinds_of(self, order: Order) -> list[Passes]:
+        kinds = []
+        for direction, number, ahead, begun in order.kinds:
+            part = self.parts[number]
+            kinds.append(
+                part.weights if direction == WEIGHT else part.passes(direction == FORWARD, ahead, self.parts, begun)
+            )
+        return [kinds[place] for place in order.places]

@@ -6,7 +6,7 @@ the plans ("lanes").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Problem
-from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, SWAP
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, TICK, WAIT, exact, leaving
+from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP
+from mindspeed_mem.adaptive.search.layer_script import TICK, Row, exact, of_layer, produced, setting
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT
 
 if TYPE_CHECKING:
     import numpy
@@ -99,21 +100,6 @@ class _Decision(NamedTuple):
     last_use: int
 
 
-class _Columns(NamedTuple):
-    """Of the operators of layers in a row: (operators, 1)."""
-
-    forward_seconds: Array
-    backward_seconds: Array
-    weight_seconds: Array
-    weight_bytes: Array
-    forward_temporary: Array
-    backward_temporary: Array
-
-
-_SECONDS = "forward_seconds", "backward_seconds", "weight_seconds"
-_BYTES = "weight_bytes", "forward_temporary_bytes", "backward_temporary_bytes"
-
-
 class ManyScripts:
     """One part of a stage under all plans."""
 
@@ -123,94 +109,54 @@ class ManyScripts:
         self.part = part = problem.stages[number].parts[place]
         self.lanes = len(letters)
         kinds = [problem.class_of[name] for name in part.layers]
-        bases = list(accumulate((len(kind.operators) for kind in kinds), initial=0))
-        self.count = bases[-1]
+        self._temporary = temporary = problem.stages[number].operator_temporary_bytes
+        self._given = given = setting(problem, temporary)
+        # What is taken whatever the letters are is as if all were kept.
+        kept = _kept(letters[0], kinds)
+        layers = [of_layer(*one, given) for one in zip(kinds, [None, *kinds], kept, strict=False)]
+        self._row = row = Row(part, layers, given)
+        self.count = row.bases[-1]
         self._tail = int(part.after != Outside())
         shape = (self.count + 2, self.lanes)
-        self._forward_seconds = numpy.zeros((self.count + 2, self.lanes if problem.link.slows else 1))
-        self._backward_seconds = numpy.zeros(shape)
-        self._take, self._regive = numpy.zeros((2, self.count + 2, 1), numpy.int64)  # whatever the letters are
-        self._temporary = temporary = problem.stages[number].operator_temporary_bytes
-        self._forward_spare = numpy.zeros((self.count + 2, 1), numpy.int64)
-        self._backward_spare = numpy.zeros(shape if temporary else (self.count + 2, 1), numpy.int64)
-        self._give, self._retake = numpy.zeros((2, *shape), numpy.int64)
+
+        def by_lane(of_row: Sequence[float], each: bool = True) -> Array:
+            column = numpy.array(of_row)[:, None]
+            return numpy.repeat(column, self.lanes, axis=1) if each else column
+
+        self._forward_seconds = by_lane(row.forward.seconds, bool(problem.link.slows))
+        self._backward_seconds = by_lane(row.backward.seconds)
+        self._take, self._regive = by_lane(row.forward.take, False), by_lane(row.backward.give, False)
+        self._forward_spare = by_lane(row.forward.spare, False)
+        self._backward_spare = by_lane(row.backward.spare, bool(temporary))
+        self._give, self._retake = numpy.zeros(shape, numpy.int64), by_lane(row.backward.take)
         self._problem, self._link, self._distance = problem, problem.link, distance
-        self._weight_seconds = part.before.weight_seconds + part.after.weight_seconds
-        self._waiting: Array = numpy.full(self.lanes, problem.waiting(number, place))
-        self._later: list[tuple[int, int, Array]] = []  # (operator, bytes, lanes): see `PartScripts`
-        self._gradients: dict[int, int] = {}  # bytes by operator
-        self._weights = numpy.zeros((self.count + 2, self.lanes))
-        self._weights[0], self._weights[-1] = part.before.weight_seconds, part.after.weight_seconds
-        self._weight_spare = [0] * (self.count + 2)
-        outside = (part.before, part.after)
-        self._weight_spare[0], self._weight_spare[-1] = (self._spare(one.backward_temporary_bytes) for one in outside)
-        self._begin(tuple(kinds))
-        self._gradient(self.count + 1, problem.gradient_on_host(part.after))
-        rows = _by_kind(kinds, bases, letters)
+        self._waiting: Array = numpy.full(self.lanes, row.waiting)
+        self._weights = by_lane(row.weights)
+        rows = _by_kind(kinds, row.bases, letters)
         made = sorted((one for layers in rows for one in self._decided(layers)), key=lambda one: one[:2])
         self._copies = [copy for _, _, copy, _ in made]
         for number, copy in enumerate(self._copies):
             copy.returns = [one._replace(number=number) for one in copy.returns]
+        ones = numpy.ones(self.lanes)
+        self._later = [(*gradient, ones) for gradient in row.gradients]
+        """(operator, bytes, lanes): see `PartScripts`."""
         self._later += [entry for *_, entry in made if entry is not None]
         late = [one for copy in self._copies for one in copy.returns if one.early]
         self.early = sorted(late, key=lambda one: (-one.early, -one.number))
         """The copies back that may start in the pass before, the first of them first."""
         self._cache: dict[tuple[bool, int | None, bool], Passes] = {}
 
-    def _begin(self, kinds: tuple[LayerClass, ...]) -> None:
-        """What layers take whatever their letters are."""
-        import numpy
-
-        operators, of = slice(1, self.count + 1), _columns(kinds)
-        splits = self._problem.pipeline.splits
-        for kind in kinds:
-            self._weight_seconds += kind.weight_seconds
-        self._forward_seconds[operators] = of.forward_seconds
-        self._backward_seconds[operators] = of.backward_seconds - of.weight_seconds * splits
-        self._retake[operators] += of.weight_bytes * splits
-        self._weights[operators] = of.weight_seconds
-        if self._temporary:
-            self._forward_spare[operators] = numpy.maximum(self._temporary - of.forward_temporary, 0)
-            self._backward_spare[operators] = spare = numpy.maximum(self._temporary - of.backward_temporary, 0)
-            self._weight_spare[operators] = spare[:, 0].tolist()
-        if self._problem.output_gradients:
-            for number, one in enumerate((one for kind in kinds for one in kind.operators), 1):
-                self._gradient(number, self._problem.gradient_on_host(one))
-
-    def _gradient(self, number: int, nbytes: int) -> None:
-        """See `PartScripts`."""
-        import numpy
-
-        if not nbytes:
-            return
-        seconds, link = nbytes / GB, self._link
-        self._gradients[number] = nbytes
-        self._regive[number] += nbytes
-        self._later.append((number, nbytes, numpy.ones(self.lanes)))
-        if link.slows and not link.blocking:
-            self._backward_seconds[number] += link.slows * seconds / link.out
-            self._weights[number] += link.slows * seconds / link.back
-
     def _decided(self, layers: _Layers) -> Iterator[tuple[int, int, _Copies, tuple[int, int, Array] | None]]:
         """What the letters of these layers are about: the copies of each layer, by it and the place of the group, with
         what comes back later."""
         kind, previous = layers.kind, layers.previous
         swapped, again = layers.letters == ord(SWAP), layers.letters == ord(RECOMPUTE)
-        needed = _needed(kind, again)
-        for place, group in enumerate(kind.groups):
-            if layers.nothing[place]:
-                continue
-            from_before = previous is not None and group.from_previous
-            maker = previous if previous is not None and from_before else kind
-            at = max(maker.index[name] for name in group.operators if name in maker.index)
-            uses = [kind.index[name] + 1 for name in group.used_by]
-            of = _Decision(group, at + 1 - (len(maker.operators) if from_before else 0), min(uses), max(uses))
-            self._take[layers.bases + of.produced] += group.bytes
-            for name, size in leaving(group, kind, self._problem.pipeline.splits):
-                self._regive[layers.bases + 1 + kind.index[name]] += size
-            if again[:, place].any():
+        some_swapped, some_again = swapped.any(axis=(0, 2)).tolist(), again.any(axis=(0, 2)).tolist()
+        needed = _needed(kind, again, some_again)
+        for place, of in enumerate(_decisions(kind, previous)):
+            if some_again[place]:
                 self._recomputed(of, layers, again[:, place], needed[place])
-            if swapped[:, place].any():
+            if some_swapped[place]:
                 for layer, copy, later in self._swapped(of, layers, swapped[:, place], needed[place]):
                     yield layer, place, copy, later
 
@@ -227,7 +173,7 @@ class ManyScripts:
             self._backward_seconds[rows] += there * (group.recompute_seconds or 0.0)
             if self._temporary:
                 before = self._backward_spare[rows]
-                spare = self._spare(group.recompute_temporary_bytes)
+                spare = self._given.spare(group.recompute_temporary_bytes)
                 self._backward_spare[rows] = numpy.minimum(before, numpy.where(there, spare, before))
 
     def _swapped(
@@ -276,6 +222,9 @@ class ManyScripts:
 
     def passes(self, forward: bool, ahead: int | None, parts: Sequence[ManyScripts], fetched: bool) -> Passes:
         """See `PartScripts.script`; ahead: the part whose backward follows."""
+        if ahead is not None and not parts[ahead].early:
+            ahead = None
+        fetched = fetched or not self.early
         key = forward, ahead, fetched
         if key not in self._cache:
             early = [] if ahead is None else parts[ahead].early
@@ -306,7 +255,7 @@ class ManyScripts:
         if not numbers:
             none = sizes[0]
             return Passes([], moments, moments[-1], none, none - self._waiting, numpy.zeros(self.lanes))
-        spares = [self._weight_spare[number] for number in numbers]
+        spares = [self._row.weight_spare[number] for number in numbers]
         spare = numpy.array([spares[0], *spares, spares[-1]])[:, None]
         return _passes(steps, moments, sizes[0], sizes[1:], sizes[:-1], spare, self._waiting)
 
@@ -330,7 +279,7 @@ class ManyScripts:
             take[at] += self._bytes(one)
         start = numpy.full(self.lanes, before.bytes)
         spare = numpy.concatenate([self._forward_spare, self._forward_spare[-1:]])
-        begin, loss = (self._spare(one.forward_temporary_bytes) for one in (before, after))
+        begin, loss = (self._given.spare(one.forward_temporary_bytes) for one in (before, after))
         spare[0], spare[-2:] = begin, loss
         return _passes(steps, seconds.cumsum(axis=0), start, take[1:], self._give[1:], spare)
 
@@ -344,13 +293,13 @@ class ManyScripts:
         of_start: int | Array = before.bytes
         if self._problem.pipeline.splits:
             loss, end = loss - after.weight_seconds, end - before.weight_seconds
-            of_loss += self._gradients.get(count + 1, 0) - after.weight_bytes
+            of_loss += dict(self._row.gradients).get(count + 1, 0) - after.weight_bytes
             of_start -= before.weight_bytes
         seconds[count + 1] += loss  # before the last operator
         moments = seconds[:0:-1].cumsum(axis=0)
         moments = numpy.concatenate([moments, moments[-1:] + end])
         if self._problem.pipeline.splits and not self._problem.pipeline.apart:
-            moments[-1] += self._weight_seconds
+            moments[-1] += self._row.weight_seconds
             of_start += self._waiting
         steps: list[tuple[int, int, int, int, Any, Any]] = []
         for copy in self._copies:
@@ -359,7 +308,7 @@ class ManyScripts:
                     steps.append((count - one.start, BACK, -one.number, key_of(one), one.has * one.back, one.has))
                 steps.append((count - one.needed, WAIT, -one.number, key_of(one), None, None))
         ones = numpy.ones(self.lanes)
-        for number, nbytes in self._gradients.items():
+        for number, nbytes in self._row.gradients:
             out = exact(nbytes / GB / self._link.out)
             steps.append((count + 1 - number, OUT, -number, number, ones * out, ones))
             steps.append((count + 1 - number, RELEASE, -number, number, None, None))
@@ -374,16 +323,12 @@ class ManyScripts:
             steps.append((place, AHEAD, rank, rank, one.has * one.back, one.has))
             take[place + 1] += self._bytes(one)
         give = numpy.concatenate([[[of_loss]], self._regive[count:0:-1]])
-        loss_spare, last = (self._spare(one.backward_temporary_bytes) for one in (after, before))
+        loss_spare, last = (self._given.spare(one.backward_temporary_bytes) for one in (after, before))
         if self._problem.pipeline.splits and not self._problem.pipeline.apart:
-            last = min([last, *(self._weight_spare[number] for number in self._weighted)])
+            last = min([last, *(self._row.weight_spare[number] for number in self._weighted)])
         row = self._backward_spare[:1] * 0
         spare = numpy.concatenate([row + loss_spare, row + loss_spare, self._backward_spare[count:0:-1], row + last])
         return _passes(steps, moments, start, take, give, spare, of_start)
-
-    def _spare(self, temporary: int) -> int:
-        """See `pass_script.PartScripts`."""
-        return max(0, self._temporary - temporary)
 
     def _bytes(self, one: Return) -> Array:
         return one.has.astype("int64") * one.nbytes
@@ -412,14 +357,34 @@ def _by_kind(kinds: Sequence[LayerClass], bases: Sequence[int], letters: Array) 
     return layers
 
 
-def _needed(kind: LayerClass, again: Array) -> list[int | Array]:
-    """Before the backward of which operator each group must be there: a place, or one for each layer and plan."""
+def _kept(row: Array, kinds: Sequence[LayerClass]) -> list[str]:
+    """The letters of layers in which everything is kept, if these are letters of them."""
+    text = row.tobytes().decode().replace(SWAP, KEEP).replace(RECOMPUTE, KEEP)
+    firsts = accumulate((len(kind.groups) for kind in kinds), initial=0)
+    return [text[first : first + len(kind.groups)] for first, kind in zip(firsts, kinds, strict=False)]
+
+
+@lru_cache(maxsize=512)
+def _decisions(kind: LayerClass, previous: LayerClass | None) -> list[_Decision]:
+    """The groups of a layer."""
+    found = []
+    for group in kind.groups:
+        uses = [kind.index[name] + 1 for name in group.used_by]
+        found.append(_Decision(group, produced(group, kind, previous), min(uses), max(uses)))
+    return found
+
+
+def _needed(kind: LayerClass, again: Array, some: Sequence[bool]) -> list[int | Array]:
+    """Before the backward of which operator each group must be there: a place, or one for each layer and plan.
+
+    some: by group, whether any is made again.
+    """
     import numpy
 
     needed: list[int | Array] = [max(kind.index[name] for name in group.used_by) for group in kind.groups]
     for place in reversed(range(len(kind.groups))):
         mine = again[:, place]
-        for name in kind.groups[place].needs if mine.any() else ():
+        for name in kind.groups[place].needs if some[place] else ():
             other, own = kind.group_index[name], needed[place]
             needed[other] = numpy.maximum(needed[other], numpy.where(mine, own, 0))
     return needed
@@ -432,20 +397,6 @@ def _cases(needed: int | Array, those: Array) -> list[tuple[int, Array]]:
     if isinstance(needed, int):
         return [(needed, those)]
     return [(int(one), those & (needed == one)) for one in numpy.unique(needed[those])]
-
-
-@lru_cache(maxsize=64)
-def _columns(kinds: tuple[LayerClass, ...]) -> _Columns:
-    import numpy
-
-    def column(values: Iterable[float], dtype: type) -> Array:
-        return numpy.array(list(values), dtype)[:, None]
-
-    of = [one for kind in kinds for one in kind.operators]
-    return _Columns(
-        *(column((getattr(one, name) for one in of), float) for name in _SECONDS),
-        *(column((getattr(one, name) for one in of), numpy.int64) for name in _BYTES),
-    )
 
 
 def _passes(

@@ -150,10 +150,14 @@ def solve(
 def bound(problem: Problem, stage: int, budget: float, rules: Rules) -> float:
     """Seconds that no plan that keeps these rules and the budget of GB is below in a forward and a backward of each
     part: those of fractions of layers, when nothing but what is kept for backward takes memory."""
-    loose = dataclasses.replace(rules, guard=0, at_work=False)
-    program, _ = _program(problem, stage, budget, loose, False)
+    program, _ = _program(problem, stage, budget, loose(rules), False)
     solution = program.solve(0.0, NODES, whole=False)
     return math.inf if solution is None else solution[1]
+
+
+def loose(rules: Rules) -> Rules:
+    """What of the rules a bound keeps."""
+    return dataclasses.replace(rules, guard=0, at_work=False, ahead=0.0)
 
 
 def _program(problem: Problem, stage: int, budget: float, rules: Rules, overflow: bool) -> tuple[Program, list[Block]]:

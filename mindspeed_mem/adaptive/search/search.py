@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive.problem.definition import Problem
@@ -36,6 +37,13 @@ class Found:
     did."""
 
 
+class _Simple(NamedTuple):
+    """What simpler means achieve, by what they do: those that are plans, and others."""
+
+    plans: dict[str, Plan]
+    others: dict[str, Simulated]
+
+
 class Search:
     """Searches plans for one problem under any device limits.
 
@@ -58,7 +66,11 @@ class Search:
             nodes: of each tree of the solver at most.
             output_gradients: plans may move those that wait for gradients of weights.
         """
+        self._known: dict[Plan, Simulated] = {}
+        self._simple: dict[int, _Simple] = {}
         self._without = Search(problem, swap=False, work=work // 5, nodes=nodes) if swap else None
+        if self._without is not None:  # which asks for plans without swap, that take the same
+            self._without._known, self._without._simple = self._known, self._simple
         self._work, self._nodes = work, nodes
         self.problem = problem = problem if swap else problem.without_swap()
         needs = any(group.needs for kind in problem.classes for group in kind.groups)
@@ -126,7 +138,9 @@ class Search:
     def simulated(self, plan: Plan) -> Simulated:
         """What a plan takes; simulated once."""
         if plan not in self._seen:
-            self._seen[plan] = simulate(self.problem, plan)
+            if plan not in self._known:
+                self._known[plan] = simulate(self.problem, plan)
+            self._seen[plan] = self._known[plan]
         return self._seen[plan]
 
     @cached_property
@@ -188,21 +202,17 @@ class Search:
     def _rivals(self, problem: Problem) -> dict[str, Simulated]:
         """What simpler means achieve. Those that are plans count as found from now on, so that none of them is better
         than what is."""
-        plans: dict[str, Plan] = {}
-        if (same := baselines.same_operators(problem)) is not None:
-            plans[f"recompute in all layers: {', '.join(same[0])}"] = same[1]
-        if (whole := baselines.whole_layers(problem)) is not None:
-            plans[f"recompute {whole[0]} layers of each part"] = whole[1]
+        if problem.device_limit not in self._simple:
+            self._simple[problem.device_limit] = _simple(problem)
+        plans, blocks = self._simple[problem.device_limit]
+        plans = dict(plans)
         if self._without is not None:
             with contextlib.suppress(InfeasibleError):
                 plans[WITHOUT_SWAP] = self._without.best(problem.device_limit).plan
         for plan in plans.values():
             for stage, one in zip(self._stages, plan.stages, strict=True):
                 stage.remember(one)
-        found = {name: self.simulated(plan) for name, plan in plans.items()}
-        if (block := baselines.block_recompute(problem)) is not None:
-            found[f"{MEGATRON}--recompute-num-layers {block[0]}"] = block[1]
-        return found
+        return {name: self.simulated(plan) for name, plan in plans.items()} | blocks
 
     def _may_gain(self, problem: Problem, stages: Sequence[StagePlan], inputs_move: bool) -> bool:
         """Whether anything with this rule for inputs can be faster than these plans."""
@@ -265,3 +275,14 @@ class Search:
         moves = problem.output_gradients or any(SWAP in text for one in stages for part in one.parts for text in part)
         if moves and not problem.link.blocking:
             self.simulated(replace(plan, window_bytes=reserve.late_copies(problem.device_limit)))
+
+
+def _simple(problem: Problem) -> _Simple:
+    plans, others = dict[str, Plan](), dict[str, Simulated]()
+    if (same := baselines.same_operators(problem)) is not None:
+        plans[f"recompute in all layers: {', '.join(same[0])}"] = same[1]
+    if (whole := baselines.whole_layers(problem)) is not None:
+        plans[f"recompute {whole[0]} layers of each part"] = whole[1]
+    if (block := baselines.block_recompute(problem)) is not None:
+        others[f"{MEGATRON}--recompute-num-layers {block[0]}"] = block[1]
+    return _Simple(plans, others)

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mindspeed_mem.adaptive.problem.definition import Problem
+from mindspeed_mem.adaptive.problem.orders import Kind, Order
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes, under
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT, PartScripts, Script, exact
+from mindspeed_mem.adaptive.search.layer_script import exact
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT, PartScripts, Script
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span, Timeline
 from mindspeed_mem.schedule.simulation import play
@@ -54,11 +56,13 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
     micro_batches, send = problem.pipeline.micro_batches, exact(problem.pipeline.send_seconds)
     few, once = most_played(problem), max(stage.step_seconds for stage in problem.stages)
     tracks = _tracks(problem.with_micro_batches(min(few, micro_batches)), plan)
-    placement = problem.placement
+    placement, less = problem.placement, fewer(problem)
+    if micro_batches > few and not plan.idle_prefetch:  # which looks at what is held in the whole order
+        for track, count in zip(tracks, problem.with_micro_batches(few).shared_passes(less), strict=True):
+            track.mark(count)
     timeline = play(tracks, placement, send)
     seconds, stalls = timeline.makespan, tuple(track.stall for track in tracks)
     if micro_batches > few:
-        less = fewer(problem)
         before = _tracks(problem.with_micro_batches(less), plan, tracks)
         more = (micro_batches - few) / (few - less)
         seconds += more * (seconds - play(before, placement, send).makespan)
@@ -70,6 +74,14 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
         stalls=stalls,
         timeline=timeline,
     )
+
+
+def fits(problem: Problem, plan: Plan) -> bool:
+    """Whether no stage holds more than the device's limit, which hangs on the order alone."""
+    problem = under(problem, plan)
+    problem = problem.with_micro_batches(min(most_played(problem), problem.pipeline.micro_batches))
+    tracks = (_track(problem, number, plan) for number in range(len(plan.stages)))
+    return all(track.peak <= problem.device_limit for track in tracks)
 
 
 def most_played(problem: Problem) -> int:
@@ -92,12 +104,18 @@ def _step(problem: Problem) -> int:
 
 
 def _tracks(problem: Problem, plan: Plan, others: Sequence[StageTrack] = ()) -> list[StageTrack]:
-    """others: of the same plan with more micro-batches."""
-    pairs = itertools.zip_longest(plan.stages, (track.parts for track in others))
-    return [
-        StageTrack(problem, number, stage, plan.window_bytes, parts, plan.idle_prefetch)
-        for number, (stage, parts) in enumerate(pairs)
+    """others: of the same plan with more micro-batches, which have run."""
+    tracks = [
+        _track(problem, number, plan, None if other is None else other.parts)
+        for number, (_, other) in enumerate(itertools.zip_longest(plan.stages, others))
     ]
+    for track, other in zip(tracks, others, strict=False):
+        track.go_on(other)
+    return tracks
+
+
+def _track(problem: Problem, number: int, plan: Plan, parts: Sequence[PartScripts] | None = None) -> StageTrack:
+    return StageTrack(problem, number, plan.stages[number], plan.window_bytes, parts, plan.idle_prefetch)
 
 
 class _Streams(NamedTuple):
@@ -133,10 +151,21 @@ class _Run(NamedTuple):
     streams: _Streams
 
 
+class _Mark(NamedTuple):
+    """A track before it runs a pass."""
+
+    now: float
+    stall: float
+    streams: _Streams
+    micro_batch: int
+    known: int
+    """Runs that it knows."""
+
+
 class StageTrack:
     """One stage with its three streams.
 
-    Passes that find the streams alike take the same: as all times are whole ticks (`pass_script.exact`), those of a
+    Passes that find the streams alike take the same: as all times are whole ticks (`layer_script.exact`), those of a
     pipeline in its pace are found alike to the bit, and looked up.
     """
 
@@ -152,28 +181,42 @@ class StageTrack:
         """parts: of the same plan, if they are there. idle_prefetch: as in `Plan`."""
         stage = problem.stages[number]
         self._blocking = problem.link.blocking
-        self.passes = problem.passes[number]
-        self._coming = coming(self.passes)
+        order, whole = problem.orders[number], problem.whole[number]
+        self.passes, self._coming = order.passes, order.coming
         self.parts = parts or [
             PartScripts(problem, part, letters, plan.distance, stage.operator_temporary_bytes)
             for part, letters in zip(stage.parts, plan.parts, strict=True)
         ]
         self._window = 0 if self._blocking else window
-        whole = problem.whole[number]
         most = self._most_at_backwards(whole) if idle_prefetch else None
-        self._scripts = self._scripts_of(self.passes, most)
-        held = self._scripts if whole is self.passes else self._scripts_of(whole, most)
+        self._scripts = self._scripts_of(order, most)
+        held = self._scripts if whole is order else self._scripts_of(whole, most)
         self.late = 0 if self._blocking or not window else min(window, host_bytes(problem, number, plan))
         highest = _most_held(held, -stage.operator_temporary_bytes)
         self.peak = stage.static_bytes + stage.temporary_bytes + highest + self.late
         self.spans: list[Span] = []
         self.stall = 0.0
         self._now, self._streams = 0.0, _IDLE
+        self._micro_batch = 0  # from which those of the streams are counted
         self._runs: dict[tuple[int, _Streams], _Run] = {}
+        self._marked, self._mark = -1, _Mark(0.0, 0.0, _IDLE, 0, 0)
 
     @property
     def next(self) -> Pass | None:
-        return self.passes[len(self.spans)] if len(self.spans) < len(self.passes) else None
+        place = len(self.spans)
+        return self.passes[place] if place < len(self.passes) else None
+
+    def mark(self, place: int) -> None:
+        """Remember how this pass finds the stage."""
+        self._marked = place
+
+    def go_on(self, other: StageTrack) -> None:
+        """Go on from the mark of a track that has begun with the same passes."""
+        if other._marked < 0:
+            return
+        self.spans = other.spans[: other._marked]
+        self._now, self.stall, self._streams, self._micro_batch, known = other._mark
+        self._runs = dict(itertools.islice(other._runs.items(), known))
 
     def alone(self) -> float:
         """The time of all passes if nothing has to be waited for but copies."""
@@ -183,33 +226,36 @@ class StageTrack:
 
     def run(self, arrival: float) -> float:
         """Run the next pass, no earlier than what it works on arrives; returns when it ends."""
-        place = len(self.spans)
+        place, now = len(self.spans), self._now
         work, script = self.passes[place], self._scripts[place]
-        start = max(self._now, arrival)
+        if place == self._marked:
+            self._mark = _Mark(now, self.stall, self._streams, self._micro_batch, len(self._runs))
+        start = arrival if arrival > now else now
+        streams = self._streams if start == now else self._streams.later(start - now)
         if self._blocking:
             stall = self._copy_seconds(place)
-            done = _Run(script.seconds + stall, stall, _IDLE)
-        elif work[0] == WEIGHT and not script.steps:
-            done = _Run(script.seconds, 0.0, self._streams.later(start - self._now).later(script.seconds))
+            seconds, streams = script.seconds + stall, _IDLE
+        elif script.steps or (streams.due and work[0] != WEIGHT):
+            seconds, stall, streams = self._run(place, work[1] or 0, script, streams)
         else:
-            done = self._run(place, work[1] or 0, script, self._streams.later(start - self._now))
-        self._now, self._streams = start + done.seconds, done.streams
-        self.stall += done.stall
-        self.spans.append(Span(work, start, self._now))
-        return self._now
+            seconds, stall, streams = script.seconds, 0.0, streams.later(script.seconds)
+            if streams.fetched and work[0] != WEIGHT:
+                streams = streams._replace(fetched=())
+        self._now = end = start + seconds
+        self._streams = streams
+        self.stall += stall
+        self.spans.append(Span(work, start, end))
+        return end
 
     def _run(self, place: int, micro_batch: int, script: Script, streams: _Streams) -> _Run:
-        if not script.steps and not streams.due:
-            return _Run(script.seconds, 0.0, streams.later(script.seconds)._replace(fetched=()))
-        if streams.due:
-            streams = streams._replace(due=_from(micro_batch, streams.due))
+        if streams.due and micro_batch != self._micro_batch:
+            due = _from(micro_batch - self._micro_batch, streams.due)
+            streams = _Streams(streams.out, streams.back, streams.fetched, due)
+        self._micro_batch = micro_batch
         key = id(script), streams
-        if key not in self._runs:
-            self._runs[key] = self._play(place, script, streams)
-        found = self._runs[key]
-        if found.streams.due:
-            due = _from(-micro_batch, found.streams.due)
-            return found._replace(streams=found.streams._replace(due=due))
+        found = self._runs.get(key)
+        if found is None:
+            found = self._runs[key] = self._play(place, script, streams)
         return found
 
     def _play(self, place: int, script: Script, streams: _Streams) -> _Run:
@@ -221,11 +267,11 @@ class StageTrack:
         out_free, back_free, now, stall = streams.out, streams.back, 0.0, 0.0
         out_done = [] if weights else [0.0] * len(copies)
         back_done = [0.0] * len(copies) if weights or not streams.fetched else list(streams.fetched)
-        late = _Late({key[:3]: key[3] for key in streams.due}, self._window, self.parts)
+        late = _Late({key[:3]: key[3] for key in streams.due}, self._window, self.parts) if self._window else None
         ahead, coming = [], mine
         ahead_done = list(streams.fetched) if weights else []
         following = self._coming[place]
-        if following is not None:
+        if following is not None and script.ahead:
             coming = (following[1] or 0) - (work[1] or 0), following[2]
             ahead = self.parts[coming[1]].copies
             ahead_done = [0.0] * len(ahead)
@@ -235,20 +281,25 @@ class StageTrack:
                 out_free = (out_free if out_free > now else now) + copies[copy].out_seconds
                 out_done[copy] = out_free
             elif what == BACK:
-                late.stays((*mine, part.weight_returns[copy] if weights else copy))
+                if late is not None:
+                    late.stays((*mine, part.weight_returns[copy] if weights else copy))
                 back_free = (back_free if back_free > now else now) + copies[copy].back_seconds
                 back_done[copy] = back_free
             elif what == AHEAD:
-                late.stays((*coming, copy))
+                if late is not None:
+                    late.stays((*coming, copy))
                 back_free = (back_free if back_free > now else now) + ahead[copy].back_seconds
                 ahead_done[copy] = back_free
             else:
-                done = back_done[copy] if what == WAIT else late.released((*mine, copy), out_done[copy])
+                if what == WAIT:
+                    done = back_done[copy]
+                else:
+                    done = out_done[copy] if late is None else late.released((*mine, copy), out_done[copy])
                 if done > now:
                     stall += done - now
                     now = done
         now += script.rest
-        due = tuple((*key, done) for key, done in late.due.items())
+        due = () if late is None else tuple((*key, done) for key, done in late.due.items())
         return _Run(now, stall, _Streams(out_free, back_free, tuple(ahead_done), due).later(now))
 
     def _copy_seconds(self, place: int) -> float:
@@ -266,16 +317,26 @@ class StageTrack:
                 total += ahead[copy].back_seconds
         return total
 
-    def _scripts_of(self, passes: Sequence[Pass], most: int | None = None) -> list[Script]:
+    def _scripts_of(self, order: Order, most: int | None) -> list[Script]:
         """most: bytes up to which copies back start where a pass has ended; None: they do not."""
-        after, found = coming(passes), []
+        if most is not None:
+            return self._scripts_with_idle(order, most)
+        scripts = [self._script_of(kind) for kind in order.kinds]
+        return [scripts[place] for place in order.places]
+
+    def _script_of(self, kind: Kind) -> Script:
+        part, ahead = self.parts[kind.part], None if kind.ahead is None else self.parts[kind.ahead]
+        return part.weights if kind.direction == WEIGHT else part.script(kind.direction == FORWARD, ahead, kind.begun)
+
+    def _scripts_with_idle(self, order: Order, most: int) -> list[Script]:
+        found = []
         begun = False  # the first copies back of the next backward, in the pass before
         idle: tuple[int, ...] = ()  # of these, those that started when it had ended
         held, late = 0, _Late({}, self._window, self.parts)
         later = sorted((nbytes for part in self.parts for _, nbytes in part.later), reverse=True)
         gradients = [nbytes for part in self.parts for nbytes, _ in part.gradients.values()]
         between = sum(later[:2]) + 2 * max(gradients, default=0)
-        for work, following in zip(passes, after, strict=True):
+        for work, following in zip(order.passes, order.coming, strict=True):
             direction, _, part = work
             if direction == WEIGHT:
                 found.append(self.parts[part].weights)
@@ -286,7 +347,7 @@ class StageTrack:
             there, idle = idle, ()
             script = self.parts[part].script(direction == FORWARD, ahead, begun, there=there)
             late.go_through(work, following, script)
-            if most is not None and ahead is not None and following is not None:  # gradients of weights come first
+            if ahead is not None and following is not None:  # gradients of weights come first
                 idle = ahead.fitting(most - held - script.net - late.nbytes - between)
                 for copy in idle:
                     late.stays((following[1] or 0, following[2], copy))
@@ -296,10 +357,11 @@ class StageTrack:
             begun = following is not None
         return found
 
-    def _most_at_backwards(self, passes: Sequence[Pass]) -> int:
+    def _most_at_backwards(self, order: Order) -> int:
         """The most bytes that are held when a backward begins, with what is late."""
         held, most, late = 0, 0, _Late({}, self._window, self.parts)
-        for work, following, script in zip(passes, coming(passes), self._scripts_of(passes), strict=True):
+        rows = zip(order.passes, order.coming, self._scripts_of(order, None), strict=True)
+        for work, following, script in rows:
             if work[0] == BACKWARD:
                 most = max(most, held + late.nbytes)
             late.go_through(work, following, script)
@@ -308,26 +370,8 @@ class StageTrack:
 
 
 def _most_held(scripts: Sequence[Script], highest: int) -> int:
-    held = 0
-    for script in scripts:
-        highest = max(highest, held + script.highest)
-        held += script.net
-    return highest
-
-
-def coming(passes: Sequence[Pass]) -> list[Pass | None]:
-    """For each pass the one after it, if that is the backward of another pass: its first copies back start here.
-    Gradients of weights are no such pass: no copy starts in them."""
-    found: list[Pass | None] = [None] * len(passes)
-    following: Pass | None = None
-    for place in reversed(range(len(passes))):
-        work = passes[place]
-        if work[0] == WEIGHT:
-            continue
-        if following is not None and following[0] == BACKWARD and following[1:] != work[1:]:
-            found[place] = following
-        following = work
-    return found
+    held = itertools.accumulate((script.net for script in scripts), initial=0)
+    return max(highest, *(before + script.highest for before, script in zip(held, scripts, strict=False)))
 
 
 _Key = tuple[int, int, int]

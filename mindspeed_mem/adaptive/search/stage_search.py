@@ -26,7 +26,7 @@ from mindspeed_mem.adaptive.search.decisions import (
     lay_out,
 )
 from mindspeed_mem.adaptive.search.descent import Descent
-from mindspeed_mem.adaptive.search.milp import NODES, Rules, Solved, at_once, bound, solve
+from mindspeed_mem.adaptive.search.milp import NODES, Rules, Solved, at_once, bound, loose, solve
 from mindspeed_mem.adaptive.search.simulation import StageTrack
 
 ROUNDS = 3
@@ -88,7 +88,8 @@ class StageSearch:
         self._least: dict[bool, StagePlan] = {}
         self._pool: dict[StagePlan, tuple[bool, bool]] = {}  # whether it is valid with inputs that stay, that move
         self._solutions: dict[tuple, Solved | None] = {}
-        self._bounds: dict[tuple, float] = {}
+        self._bounds: dict[tuple[float, Rules], float] = {}
+        self._letters: dict[tuple, tuple[tuple[str, ...], ...]] = {}
         letters = lay_out(problem, all_kept(problem), "first", False)[number]
         self.keep_all = StagePlan(parts=tuple(map(tuple, letters)))
         self._guards = (1, 0) if any(at_once(problem, number, c) for c in range(problem.virtual_stages)) else (1,)
@@ -107,10 +108,12 @@ class StageSearch:
 
     def least_seconds(self, problem: Problem, inputs_move: bool) -> float:
         """What no plan that fits is below, of what `judge` plays."""
-        key = problem.device_limit, inputs_move
+        return self.rounds * self._bound(problem, problem.device_limit / GB, Rules(inputs_move=inputs_move))
+
+    def _bound(self, problem: Problem, budget: float, rules: Rules) -> float:
+        key = budget, loose(rules)
         if key not in self._bounds:
-            rules = Rules(inputs_move=inputs_move)
-            self._bounds[key] = self.rounds * bound(problem, self.number, problem.device_limit / GB, rules)
+            self._bounds[key] = bound(problem, self.number, *key)
         return self._bounds[key]
 
     def is_good(self, problem: Problem, plan: StagePlan, inputs_move: bool, enough: float) -> bool:
@@ -189,10 +192,15 @@ class StageSearch:
         return limit is None or host_bytes(self._short, self.number, plan) <= limit
 
     def _descent(self, problem: Problem, inputs_move: bool, work: int) -> Descent:
+        import numpy
+
         kinds = (problem.class_of[name] for part in problem.stages[self.number].parts for name in part.layers)
         price = sum(len(kind.operators) for kind in kinds) * min(8, len(self._short.passes[self.number]))
 
         def play(rows: many.Array, distance: int) -> many.Several:
+            if len(rows) == 1:  # faster by itself, and perhaps known
+                judged = self.judge(many.plan_of(self._short, self.number, rows[0], distance))
+                return many.Several(*(numpy.array([one]) for one in judged))
             return many.alone(self._short, self.number, rows, distance)
 
         return Descent(problem, self.number, inputs_move, play, self.distances, work, price=price)
@@ -300,7 +308,7 @@ class StageSearch:
     def _price(self, problem: Problem, rules: Rules) -> float:
         """Seconds of what the judge plays that a GB of device memory is worth, by fractions of layers."""
         limit = problem.device_limit / GB
-        seconds = [bound(problem, self.number, limit * share, rules) for share in (1 - _STEP, 1)]
+        seconds = [self._bound(problem, limit * share, rules) for share in (1 - _STEP, 1)]
         return (seconds[0] - seconds[1]) * self.rounds / (limit * _STEP) if seconds[0] < math.inf else 0.0
 
     def _ways(self, counts: Counts) -> list[list[Way]]:
@@ -312,7 +320,10 @@ class StageSearch:
     def _lay_out(self, counts: Counts, rules: Rules, way: Way) -> StagePlan:
         """The counts laid out this way."""
         last = max(way.last, rules.guard)
-        one = lay_out(self._short, counts, way.how, rules.inputs_move, last, only=self.number)[self.number]
-        plan = StagePlan(parts=tuple(map(tuple, one)), distance=way.distance)
+        key = way.how, rules.inputs_move, last, tuple(counts.items())
+        if key not in self._letters:
+            one = lay_out(self._short, counts, way.how, rules.inputs_move, last, only=self.number)[self.number]
+            self._letters[key] = tuple(map(tuple, one))
+        plan = StagePlan(parts=self._letters[key], distance=way.distance)
         self.remember(plan)
         return plan
