@@ -343,3 +343,43 @@ def test_a_later_stage_waits_for_the_one_before():
     later = dataclasses.replace(problem, pipeline=dataclasses.replace(problem.pipeline, send_seconds=0.25))
     plan = Plan(stages=(StagePlan(parts=(("-KKKKK",),)),) * 2)
     assert simulate(later, plan).seconds == pytest.approx(simulate(problem, plan).seconds + 0.5)
+
+
+def test_a_part_may_have_no_layers():
+    """The last one has the head alone. Copies of another part's backward start in its own, which the machine, where
+    operators start them, leaves out."""
+    problem = small_problem(stages=2, virtual=2, micro_batches=4, link=1.0)
+    first, last = problem.stages
+    parts = (last.parts[0], dataclasses.replace(last.parts[1], layers=()))
+    problem = dataclasses.replace(problem, stages=(first, dataclasses.replace(last, parts=parts)))
+    for letter in "KSR":
+        plans = []
+        for stage in problem.stages:
+            texts = [[_letters(letter, place == 0) for place in range(len(part.layers))] for part in stage.parts]
+            plans.append(StagePlan(parts=tuple(map(tuple, texts)), distance=14))
+        plan = Plan(stages=tuple(plans), inputs_move=True)
+        seconds, peaks = Machine(problem, plan).run()
+        found = simulate(problem, plan)
+        assert found.peaks == pytest.approx(peaks, rel=CLOSE)
+        assert found.seconds <= seconds * (1 + CLOSE)
+        assert letter == "S" or found.seconds == pytest.approx(seconds, rel=CLOSE)
+        together = many.Together(under(problem, plan), plan.stages, 1).play(many.letters_of([plans[1]]), 14)
+        assert [row[0] for row in together] == [found.seconds, found.peaks[1], found.stalls[1]]
+
+
+def _letters(letter, first):
+    """A layer of which all that may be is of this letter."""
+    text = ""
+    for group in LAYER.groups:
+        wanted = "-" if group.from_previous and first else letter
+        rest = "K" * (len(LAYER.groups) - len(text) - 1)
+        text += wanted if wanted == "-" or is_valid(LAYER, text + wanted + rest, True) else "K"
+    return text
+
+
+def test_a_plan_has_letters_for_each_layer():
+    problem = small_problem(layers=3)
+    [plan] = Search(problem).best().plan.stages
+    short = dataclasses.replace(plan, parts=(plan.parts[0][:2],))
+    with pytest.raises(ValueError, match="shorter"):
+        simulate(problem, Plan(stages=(short,)))

@@ -8,7 +8,7 @@
 namespace hot {
 
 // `SavedTensors._distance`
-inline Own distance_of(Hooks* of, PyObject* one, PyObject* batch) {
+inline Own distance_of_record(Hooks* of, PyObject* one, PyObject* batch) {
   static Name in_force_name("_in_force"), of_produced("of_produced"), everything("everything"), slowly("_distance"),
       stays("stays");
   Own in_force = in_force_name.of(of->saved), known = of_produced.of(in_force.get());
@@ -69,10 +69,9 @@ inline Own keep_on_record(Hooks* of, PyObject* tensor, PyObject* batch, bool by_
   if (by_function && (stays_itself(given) || told_to_stay(tensor))) return Own();
   Own storage = storage_of(given), attributes = attributes_of(storage.get());
   Own marks = Own::of(marks_in(attributes.get()));
-  PyObject* number = micro_batch.count.get(batch);
-  Own one;
+  Own number = Own::of(micro_batch.count.get(batch)), one;
   if (marks) {
-    if (stays.is_true(marks.get())) return new_handle(tensor, Py_None, batch, number);
+    if (stays.is_true(marks.get())) return new_handle(tensor, Py_None, batch, number.get());
     if (is_static.is_true(marks.get()) || by_name.of(marks.get()).get() != Py_None) return Own();
     Own reference = record_name.of(marks.get());
     if (reference.get() != Py_None) one = target_of(reference.get());
@@ -88,12 +87,12 @@ inline Own keep_on_record(Hooks* of, PyObject* tensor, PyObject* batch, bool by_
              !holds(record.version.get(one.get()), record.base.get(one.get()), given)) {
     return Own();
   }
-  Own kept = handle_of(tensor, one.get(), batch, number);
+  Own kept = handle_of(tensor, one.get(), batch, number.get());
   PyObject* state = record.state.get(one.get());
   if (state == engine.KEPT) {
     constexpr long long kStays = -1;  // records.STAYS
     if (record.distance.number(one.get()) != kStays) {
-      Own distance = distance_of(of, one.get(), batch);
+      Own distance = distance_of_record(of, one.get(), batch);
       if (distance.get() != Py_None) select(of->mover, batch, one.get(), distance.get());
     }
   } else if (state == engine.HOST || state == engine.LOADED) {

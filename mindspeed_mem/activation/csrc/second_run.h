@@ -96,12 +96,20 @@ inline Own leaves_of(PyObject* self) {
   return leaves;
 }
 
-// Something that is undone at the end of a scope, whatever has happened there; it is not to fail.
+// Something that is undone at the end of a scope, whatever has happened there; if that fails, Python says so.
 template <class Undo>
 class Afterwards {
  public:
   explicit Afterwards(Undo undo) : undo_(std::move(undo)) {}
-  ~Afterwards() { after_failing(undo_); }
+  ~Afterwards() {
+    after_failing([&] {
+      try {
+        undo_();
+      } catch (...) {
+        if (PyErr_Occurred()) PyErr_WriteUnraisable(nullptr);
+      }
+    });
+  }
   Afterwards(const Afterwards&) = delete;
 
  private:

@@ -28,7 +28,7 @@ inline bool is_accelerator(PyObject* backend) {
   static bool found;
   if (Py_TYPE(backend) == last) return found;
   bool known = PyType_IsSubtype(Py_TYPE(backend), engine.AcceleratorBackend) != 0;
-  for (const char* name : {"copy", "copies_on", "current_stream", "done", "empty", "new_stream", "record"}) {
+  for (const char* name : {"copy", "copies_on", "current_stream", "done", "empty", "new_stream", "record", "_record", "wait"}) {
     if (!known) break;
     Own its = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(backend)), name));
     Own ours = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(engine.AcceleratorBackend), name));

@@ -183,6 +183,8 @@ class ManyTracks:
 
     def go_on(self, other: ManyTracks) -> None:
         """See `StageTrack.go_on`."""
+        if other._marked < 0:
+            return
         self.spans, self._known = other.spans[: other._marked], other._known
         self.now, self.stall, self._out, self._back, self._fetched = other._mark
 

@@ -113,7 +113,7 @@ class ManyScripts:
         self._given = given = setting(problem, temporary)
         # What is taken whatever the letters are is as if all were kept.
         kept = _kept(letters[0], kinds)
-        layers = [of_layer(*one, given) for one in zip(kinds, [None, *kinds], kept, strict=False)]
+        layers = [of_layer(*one, given) for one in zip(kinds, [None, *kinds][: len(kinds)], kept, strict=True)]
         self._row = row = Row(part, layers, given)
         self.count = row.bases[-1]
         self._tail = int(part.after != Outside())
@@ -321,7 +321,7 @@ class ManyScripts:
         for rank, one in enumerate(ahead):
             place = count - min(one.early, count)
             steps.append((place, AHEAD, rank, rank, one.has * one.back, one.has))
-            take[place + 1] += self._bytes(one)
+            take[min(place + 1, count)] += self._bytes(one)  # without layers there is only the loss
         give = numpy.concatenate([[[of_loss]], self._regive[count:0:-1]])
         loss_spare, last = (self._given.spare(one.backward_temporary_bytes) for one in (after, before))
         if self._problem.pipeline.splits and not self._problem.pipeline.apart:

@@ -66,7 +66,7 @@ class PartScripts:
         self._backward_steps: list[tuple[int, int, int]] = []
         """(operator, what happens there, copy)"""
         kinds = [problem.class_of[name] for name in part.layers]
-        layers = [of_layer(*one, given) for one in zip(kinds, [None, *kinds], letters, strict=False)]
+        layers = [of_layer(*one, given) for one in zip(kinds, [None, *kinds][: len(kinds)], letters, strict=True)]
         self._row = row = Row(part, layers, given)
         self.count = row.bases[-1]
         for number, nbytes in row.gradients:
@@ -220,11 +220,11 @@ class PartScripts:
         before, after, line = self.part.before, self.part.after, self._row.backward
         begins = self._begins
         steps = []
-        take = line.take[self.count : 0 : -1]
+        take = [0, *line.take[self.count : 0 : -1]]
         for number, what, copy in self._backward_steps:
             place = self.count - number
             if what == BACK and copy in there:
-                take[place] -= self.copies[copy].back_bytes
+                take[place + 1] -= self.copies[copy].back_bytes
             else:
                 steps.append((place, what, -copy, copy, begins[place]))
         give = line.give[self.count : 0 : -1]
@@ -235,7 +235,7 @@ class PartScripts:
         for rank, (copy, early, nbytes) in enumerate(_fetched(ahead)):
             place = self.count - min(early, self.count)
             steps.append((place, AHEAD, rank, copy, begins[place]))
-            take[place] += nbytes
+            take[min(place + 1, self.count)] += nbytes  # without layers there is only the loss
         of_loss, of_start = after.bytes, before.bytes
         loss, embedding = (self._given.spare(one.backward_temporary_bytes) for one in (after, before))
         spare = [loss, loss, *line.spare[self.count : 0 : -1], embedding] if self._given.temporary else []
@@ -246,7 +246,7 @@ class PartScripts:
                 of_start += self._row.waiting
             if spare and not self._given.apart:
                 spare[-1] = min([embedding, *(self._row.weight_spare[number] for number in self._weighted)])
-        return _script(steps, begins[-1], at_start, [0, *take], [of_loss, *give], spare, of_start)
+        return _script(steps, begins[-1], at_start, take, [of_loss, *give], spare, of_start)
 
 
 def _with_idle(script: Script, ahead: PartScripts, idle: tuple[int, ...]) -> Script:
