@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mindspeed_mem.adaptive.problem.definition import GB, Block, Problem, blocks
+from mindspeed_mem.adaptive.problem.definition import GB, Block, Problem
 from mindspeed_mem.adaptive.search.decisions import Count, Counts, key
 from mindspeed_mem.adaptive.search.milp import Rules, most_swapped
 
@@ -13,7 +13,7 @@ def is_allowed(problem: Problem, counts: Counts, stage: int, rules: Rules) -> bo
     """Whether a stage's counts keep the rules, whatever they cost."""
     return all(
         0 <= value <= most
-        for block in blocks(problem)
+        for block in problem.blocks
         if block.stage == stage
         for value, most in _bounds(problem, block, counts[key(block)], rules)
     )
@@ -40,7 +40,7 @@ def stage_gb(problem: Problem, counts: Counts, stage: int, rules: Rules) -> floa
     of_stage = problem.stages[stage]
     parts = [one.before.bytes + one.after.bytes for one in of_stage.parts]
     transient = 0.0
-    for block in blocks(problem):
+    for block in problem.blocks:
         if block.stage == stage:
             rows = list(zip(block.kind.groups, counts[key(block)], strict=True))
             parts[block.part] += sum(g.bytes * (len(block.movable(g)) - c.swap - c.recompute) for g, c in rows)
@@ -54,7 +54,7 @@ def stage_gb(problem: Problem, counts: Counts, stage: int, rules: Rules) -> floa
 def host_gb(problem: Problem, counts: Counts, stage: int) -> float:
     """The most that a stage has on the host."""
     parts = [0] * problem.virtual_stages
-    for block in blocks(problem):
+    for block in problem.blocks:
         if block.stage == stage:
             rows = zip(block.kind.groups, counts[key(block)], strict=True)
             parts[block.part] += sum(group.bytes * count.swap for group, count in rows)
@@ -68,7 +68,7 @@ def cycle_seconds(problem: Problem, counts: Counts, stage: int) -> float:
         forward = part.before.forward_seconds + part.after.forward_seconds
         backward = part.before.backward_seconds + part.after.backward_seconds
         moved = 0.0
-        for block in blocks(problem):
+        for block in problem.blocks:
             if (block.stage, block.part) != (stage, number):
                 continue
             forward += block.kind.forward_seconds * len(block.layers)

@@ -6,7 +6,6 @@ import yaml
 
 from mindspeed_mem.adaptive import Plan, StagePlan
 from mindspeed_mem.adaptive.problem import from_shape
-from mindspeed_mem.adaptive.problem.definition import blocks
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out
 from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config, sections
@@ -123,7 +122,7 @@ def test_a_group_that_a_class_lacks_is_a_dot():
 
 def test_swaps_come_first_and_what_is_kept_last():
     problem = small_problem(layers=6)
-    [block] = blocks(problem)
+    [block] = problem.blocks
     counts = {key(block): tuple(Count(2, 1) if g.name == "core" else Count() for g in LAYER.groups)}
     rows = lay_out(problem, counts, "first", False)[0][0]
     assert [row[3] for row in rows] == list("SSRKKK")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive import InfeasibleError, Plan, Search, StagePlan, simulate
 from mindspeed_mem.adaptive.problem import from_shape
-from mindspeed_mem.adaptive.problem.definition import GB, blocks
+from mindspeed_mem.adaptive.problem.definition import GB
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
 from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.search import milp
@@ -45,7 +45,7 @@ shares = st.floats(0.0, 1.0)
 
 def every_count(problem, stage, rules):
     """All counts of a stage that keep the rules and the host's limit."""
-    mine = [block for block in blocks(problem) if block.stage == stage]
+    mine = [block for block in problem.blocks if block.stage == stage]
     for chosen in itertools.product(*(_of_block(block) for block in mine)):
         counts = {key(block): row for block, row in zip(mine, chosen, strict=True)}
         limit = problem.host_limit

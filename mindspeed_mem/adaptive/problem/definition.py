@@ -269,6 +269,7 @@ class Problem:
 
     @cached_property
     def blocks(self) -> list[Block]:
+        """All blocks, stage by stage and part by part."""
         found = []
         for stage, of_stage in enumerate(self.stages):
             for number, part in enumerate(of_stage.parts):
@@ -360,11 +361,6 @@ class Block:
     def movable(self, group: Group) -> tuple[int, ...]:
         """Those of its layers in which there is something to decide about this group."""
         return tuple(layer for layer in self.layers if layer) if group.from_previous else self.layers
-
-
-def blocks(problem: Problem) -> list[Block]:
-    """All blocks, stage by stage and part by part."""
-    return problem.blocks
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mindspeed_mem.adaptive.problem.definition import Block, LayerClass, Problem, blocks
+from mindspeed_mem.adaptive.problem.definition import Block, LayerClass, Problem
 
 KEEP, SWAP, RECOMPUTE = "K", "S", "R"
 NOTHING = "-"
@@ -79,7 +79,7 @@ def key(block: Block) -> Key:
 
 def all_kept(problem: Problem) -> dict[Key, tuple[Count, ...]]:
     """The counts of a plan that changes nothing."""
-    return {key(block): (Count(),) * len(block.kind.groups) for block in blocks(problem)}
+    return {key(block): (Count(),) * len(block.kind.groups) for block in problem.blocks}
 
 
 def lay_out(
@@ -90,7 +90,7 @@ def lay_out(
     Where the rule about what recomputation starts from leaves no layer for a recomputation, the group is kept.
     """
     letters = [[[""] * len(part.layers) for part in stage.parts] for stage in problem.stages]
-    for block in (one for one in blocks(problem) if only in (None, one.stage)):
+    for block in (one for one in problem.blocks if only in (None, one.stage)):
         for layer, text in _of_block(block, counts[key(block)], how, inputs_move, last).items():
             letters[block.stage][block.part][layer] = text
     return letters

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindspeed_mem.adaptive.problem.definition import GB, Block, Problem, blocks
+from mindspeed_mem.adaptive.problem.definition import GB, Block, Problem
 from mindspeed_mem.adaptive.search.decisions import Count, Counts, key
 from mindspeed_mem.output import silent
 
@@ -168,7 +168,7 @@ def _program(problem: Problem, stage: int, budget: float, rules: Rules, overflow
     for part in range(problem.virtual_stages):
         program.variable(("out", part), price=1.0)  # the wait for copies, in seconds
         program.variable(("back", part), price=1.0)
-    mine = [block for block in blocks(problem) if block.stage == stage]
+    mine = [block for block in problem.blocks if block.stage == stage]
     for block in mine:
         _block(program, problem, block, rules)
     _stage(program, problem, stage, mine, budget, rules.idle, {ahead: 1.0, over: -1.0})
