@@ -211,6 +211,5 @@ def left_over(engine: Engine) -> dict[str, int]:
     gc.collect()
     return {
         "host bytes": engine.mover.slabs.bytes_in_use,
-        "bytes on host": engine.mover.slabs.bytes_in_use,
         "device bytes": owned_now(),
     }

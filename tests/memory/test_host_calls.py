@@ -86,12 +86,12 @@ def calls_of_each(plans: dict[str, dict], native: bool, survive: bool = False) -
         return {name: calls_of_a_layer(plan, survive) for name, plan in plans.items()}
 
 
-def all_plans(native: bool) -> tuple[dict[str, float], list[tuple[bool, int]]]:
+def one_plan_after_the_other(native: bool) -> list[tuple[bool, int]]:
     with in_cpp() if native else contextlib.nullcontext():
-        return {name: calls_of_a_layer(plan) for name, (plan, *_) in MOST.items()}, one_plan_after_the_other()
+        return wrapped_and_copied()
 
 
-def one_plan_after_the_other() -> list[tuple[bool, int]]:
+def wrapped_and_copied() -> list[tuple[bool, int]]:
     """Of plans that select nothing, something, nothing: whether operators are wrapped, and how many copies are made."""
     from megatron.core.utils import nvtx_range_push
 
@@ -122,21 +122,27 @@ def build() -> None:
         extension.build()
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["Python", "C++"])
+def beyond(most: dict, native: bool, survive: bool = False, device: str | None = None) -> dict[str, float]:
+    """Those of more calls than that."""
+    if native:
+        build()
+    plans = {name: plan for name, (plan, *_) in most.items()}
+    [found] = on_ranks(1, calls_of_each, plans, native, survive, device=device)
+    print("calls of a layer:", found)  # with pytest -rP
+    return {name: n for name, n in found.items() if n > most[name][-1 if native else 1]}
+
+
+in_both = pytest.mark.parametrize("native", [False, True], ids=["Python", "C++"])
+
+
+@in_both
 def test_what_may_leave_when_memory_runs_out_costs_little_more(native):
-    if native:
-        build()
-    [found] = on_ranks(1, calls_of_each, {name: plan for name, (plan, *_) in SURVIVING.items()}, native, survive=True)
-    print("calls of a layer:", found)  # with pytest -rP
-    assert {name: n for name, n in found.items() if n > SURVIVING[name][1 + native]} == {}, found
+    assert beyond(SURVIVING, native, survive=True) == {}
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["Python", "C++"])
+@in_both
 def test_an_operator_of_which_nothing_is_selected_costs_a_few_calls(native):
-    if native:
-        build()
-    [(found, plans)] = on_ranks(1, all_plans, native)
-    print("calls of a layer:", found)  # with pytest -rP
-    assert {name: n for name, n in found.items() if n > MOST[name][1 + native]} == {}, found
+    assert beyond(MOST, native) == {}
+    [plans] = on_ranks(1, one_plan_after_the_other, native)
     (_, none), (there, some), (there_still, none_now) = plans
     assert there and some > 0 and (none, there_still, none_now) == (0, False, 0), plans

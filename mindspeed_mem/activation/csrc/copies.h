@@ -200,8 +200,7 @@ inline bool buffers_are_exact(PyObject* backend) {
   static PyTypeObject* last = nullptr;  // never let go of: its address tells it apart
   static bool found;
   if (Py_TYPE(backend) != last) {
-    Own its = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(backend)), "host_bytes"));
-    found = its.get() == engine.host_bytes;
+    found = has_as_it_is(Py_TYPE(backend), engine.Backend, "host_bytes");
     Py_INCREF(last = Py_TYPE(backend));
   }
   return found;
@@ -266,7 +265,6 @@ inline Own whole_storage(PyObject* of) {
 
 // `Mover._send`
 inline void send(Moving& moving, PyObject* of, PyObject* storage, Own taken, PyObject* side) {
-  static Name limit("limit_bytes");
   PyObject* ready = slab.ready.get(taken.get());
   if (ready != Py_None) moving.wait_for(side, ready, engine.OUT_AFTER_SLAB);
   Own source = own(THPVariable_Wrap(

@@ -126,6 +126,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"Saver", &engine.Saver},           {"MicroBatch", &engine.MicroBatch}, {"MadeBy", &engine.MadeBy},
         {"Tape", &engine.Tape},             {"NativeEvent", &engine.NativeEvent},
         {"AcceleratorBackend", &engine.AcceleratorBackend}, {"EvictingMover", &engine.EvictingMover},
+        {"Backend", &engine.Backend},
     };
     for (const auto& [name, to] : types) take(args[0], name, reinterpret_cast<PyObject**>(to));
     const std::pair<const char*, PyObject**> others[] = {
@@ -162,7 +163,6 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"TAG", &engine.TAG},
         {"set_by_others", &engine.set_by_others},
         {"empty", &engine.empty},
-        {"host_bytes", &engine.host_bytes},
         {"second_runs", &engine.second_runs},
         {"nullcontext", &engine.nullcontext},
         {"OUT_AFTER_COMPUTE", &engine.OUT_AFTER_COMPUTE},

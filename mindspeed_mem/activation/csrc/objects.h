@@ -259,7 +259,7 @@ inline struct Engine {
   PyTypeObject *Record = nullptr, *Handle = nullptr, *Token = nullptr, *Marks = nullptr, *Mover = nullptr,
                *CpuBackend = nullptr, *ModuleRerun = nullptr, *SavedSlot = nullptr, *Made = nullptr, *Saver = nullptr,
                *MicroBatch = nullptr, *MadeBy = nullptr, *Tape = nullptr, *AcceleratorBackend = nullptr,
-               *NativeEvent = nullptr, *EvictingMover = nullptr;
+               *NativeEvent = nullptr, *EvictingMover = nullptr, *Backend = nullptr;
   PyObject *DEVICE = nullptr, *COPYING = nullptr, *HOST = nullptr, *LOADED = nullptr, *KEPT = nullptr,
            *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
            *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr, *TAG = nullptr;
@@ -267,7 +267,7 @@ inline struct Engine {
            *hooks_are_ours_alone = nullptr, *push_hooks = nullptr, *pop_hooks = nullptr, *top_hooks = nullptr;
   PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *unpacked = nullptr, *heappush = nullptr,
            *heappop = nullptr, *inline_path = nullptr, *MARKERS = nullptr, *set_by_others = nullptr, *empty = nullptr,
-           *host_bytes = nullptr, *second_runs = nullptr, *nullcontext = nullptr;
+           *second_runs = nullptr, *nullcontext = nullptr;
   // why something waits
   PyObject *OUT_AFTER_COMPUTE = nullptr, *OUT_AFTER_SLAB = nullptr, *RELEASE_AFTER_OUT = nullptr,
            *IN_AFTER_COMPUTE = nullptr, *COMPUTE_AFTER_IN = nullptr, *RETIRE_AFTER_COPIES = nullptr;

@@ -18,6 +18,13 @@ inline struct EventSlots {
   Slot native{"native"}, happened{"happened"}, awaited{"awaited"}, pool{"_pool"};
 } event;
 
+// Whether a class has this method as its base has it.
+inline bool has_as_it_is(PyTypeObject* type, PyTypeObject* base, const char* name) {
+  Own its = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
+  Own ours = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(base), name));
+  return its.get() == ours.get();
+}
+
 inline bool is_native(PyObject* of) {
   return PyType_IsSubtype(Py_TYPE(of), reinterpret_cast<PyTypeObject*>(THPStreamClass)) != 0;
 }
@@ -28,11 +35,9 @@ inline bool is_accelerator(PyObject* backend) {
   static bool found;
   if (Py_TYPE(backend) == last) return found;
   bool known = PyType_IsSubtype(Py_TYPE(backend), engine.AcceleratorBackend) != 0;
-  for (const char* name : {"copy", "copies_on", "current_stream", "done", "empty", "new_stream", "record", "_record", "wait"}) {
-    if (!known) break;
-    Own its = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(backend)), name));
-    Own ours = own(PyObject_GetAttrString(reinterpret_cast<PyObject*>(engine.AcceleratorBackend), name));
-    known = its.get() == ours.get();
+  for (const char* name :
+       {"_record", "copy", "copies_on", "current_stream", "done", "empty", "new_stream", "record", "wait"}) {
+    known = known && has_as_it_is(Py_TYPE(backend), engine.AcceleratorBackend, name);
   }
   if (known) {
     static Name current_stream("current_stream");
