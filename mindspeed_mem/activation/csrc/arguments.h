@@ -99,15 +99,16 @@ inline PyObject* split(PyObject*, PyObject* const* args, Py_ssize_t) {
   });
 }
 
+inline Own joined(PyObject* value, PyObject* tensors) {
+  return copied(value, [&](PyObject* one) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != slot_type) return Own();
+    return own(PyObject_GetItem(tensors, PyTuple_GET_ITEM(one, 0)));
+  });
+}
+
 // join(value, tensors)
 inline PyObject* join(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&] {
-    return copied(args[0], [&](PyObject* one) {
-             if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != slot_type) return Own();
-             return own(PyObject_GetItem(args[1], PyTuple_GET_ITEM(one, 0)));
-           })
-        .release();
-  });
+  return guarded([&] { return joined(args[0], args[1]).release(); });
 }
 
 }  // namespace hot

@@ -119,11 +119,8 @@ class Afterwards {
 // Within a context of its own, and with these hooks. Empty: all that was wanted was there before its end.
 inline Own call_again(PyObject* self, PyObject* leaves) {
   static Name refill("refill"), no_backward("_no_backward");
-  Own given = copied(second_run.given.get(self), [&](PyObject* one) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(one)) != slot_type) return Own();
-    return own(PyObject_GetItem(leaves, PyTuple_GET_ITEM(one, 0)));
-  });
-  Own pack = refill.of(self), unpack = no_backward.of(self), context = own(PyContext_New());
+  Own given = joined(second_run.given.get(self), leaves), context = own(PyContext_New());
+  Own pack = refill.of(self), unpack = no_backward.of(self);
   const c10::AutoGradMode with_graph(true);
   call(engine.push_hooks, pack.get(), unpack.get());
   const Afterwards without_hooks([] { call(engine.pop_hooks); });
