@@ -1,7 +1,7 @@
 # make pretrain   set up and train a small GPT with activation swap on CPU
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
 # make test-oldest  set up the oldest supported torch beside it (.venv-oldest) and run some tests of swapping
-# make test-native  builds the engine's hot path in C++ and runs some tests of swap and recompute on it
+# make test-native  builds the engine's hot path in C++ (make native) and runs some tests of swap and recompute on it
 # make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
 # make test-newest  the same for the newest and the oldest megatron-core (.venv-compat; where there is a Python 3.12)
 # make compat     what works on which megatron-core: an environment for each (with a Python 3.12 that it finds), the doctor
@@ -53,8 +53,8 @@ NATIVE_TESTS := tests/memory/test_life_cycle.py tests/memory/test_peak.py tests/
     tests/memory/test_recompute.py tests/memory/test_survive_oom.py tests/asynchrony/test_swap_waits.py \
     tests/numerics/test_swap.py tests/numerics/test_recompute.py tests/accelerator/test_activations.py
 
-.PHONY: help pretrain test test-oldest test-native test-newest compat megatron-lm peer-suite check lint types doctor device hashes docs \
-    wheel-check clean environment
+.PHONY: help pretrain native test test-oldest test-native test-newest compat megatron-lm peer-suite check lint types doctor device \
+    hashes docs wheel-check clean environment
 .DEFAULT_GOAL := help
 
 help:
@@ -78,8 +78,10 @@ test: environment
 test-oldest: environment
 	RUN="$(RUN)" OLDEST=$(OLDEST) INSTALL="$(INSTALL)" .ci/oldest --quiet $(PARALLEL) $(OLDEST_TESTS)
 
-test-native: environment
+native: environment
 	$(ENVIRONMENT) $(RUN) -m mindspeed_mem build-native
+
+test-native: native
 	$(ENVIRONMENT) MINDSPEED_MEM_NATIVE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(PARALLEL) $(PYTEST_ARGS) $(NATIVE_TESTS)
 
 # The next two have environments of their own: the Python of the others may be too old for the newest.
