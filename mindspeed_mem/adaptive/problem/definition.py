@@ -224,7 +224,7 @@ class Problem:
 
     @cached_property
     def class_of(self) -> dict[str, LayerClass]:
-        return {one.name: one for one in self.classes}
+        return {one.name: _same(one) for one in self.classes}
 
     @property
     def placement(self) -> Placement:
@@ -310,9 +310,10 @@ class Problem:
         return self._with(output_gradients=True)
 
     def _with(self, **fields: Any) -> Problem:
-        """What is known about schedule and classes is kept."""
+        """What is known about classes is kept, and about the schedule, unless that changes."""
         other = dataclasses.replace(self, **fields)
-        for name in ("orders", "whole", "in_flight", "class_of", "blocks"):
+        of_schedule = () if "pipeline" in fields else ("orders", "whole", "in_flight")
+        for name in ("class_of", "blocks", *of_schedule):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
@@ -327,7 +328,7 @@ class Problem:
 
     def with_micro_batches(self, count: int) -> Problem:
         """The same with another number of micro-batches; with fewer, what the whole step holds is known still."""
-        other = dataclasses.replace(self, pipeline=dataclasses.replace(self.pipeline, micro_batches=count))
+        other = self._with(pipeline=dataclasses.replace(self.pipeline, micro_batches=count))
         if self.pipeline.apart and count < self.pipeline.micro_batches:
             other.__dict__["whole"] = self.whole
         return other
@@ -361,6 +362,13 @@ class Block:
     def movable(self, group: Group) -> tuple[int, ...]:
         """Those of its layers in which there is something to decide about this group."""
         return tuple(layer for layer in self.layers if layer) if group.from_previous else self.layers
+
+
+@lru_cache(maxsize=4096)
+def _same(kind: LayerClass) -> LayerClass:
+    """One object for all problems' classes that are equal: what is known of a class is then found without comparing
+    all its fields."""
+    return kind
 
 
 @lru_cache(maxsize=64)
