@@ -11,12 +11,12 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import (
     GB,
     Group,
     LayerClass,
     Link,
-    Part,
     PlannedOperator,
     Problem,
     gradient_on_host,
@@ -172,14 +172,27 @@ class LayerScript:
             self.weights[life.last_use - 1] += slows * later / GB / link.back
 
 
-of_layer = lru_cache(maxsize=4096)(LayerScript)
+_of_layer = lru_cache(maxsize=4096)(LayerScript)
+
+
+def of_layers(kinds: Sequence[LayerClass], letters: Sequence[str], given: Setting) -> list[LayerScript]:
+    """Of layers in a row. Most are like others in it, so that few are looked up among all that were written."""
+    found: dict[tuple[str, str, str], LayerScript] = {}
+    layers, previous = [], None
+    for kind, text in zip(kinds, letters, strict=True):
+        key = kind.name, "" if previous is None else previous.name, text
+        if key not in found:
+            found[key] = _of_layer(kind, previous, text, given)
+        layers.append(found[key])
+        previous = kind
+    return layers
 
 
 class Row:
     """The layers of a part in a row, by operator of the part; the first place and the last are outside of layers."""
 
-    def __init__(self, part: Part, layers: Sequence[LayerScript], given: Setting):
-        first, last = part.before, part.after
+    def __init__(self, first: Outside, last: Outside, layers: Sequence[LayerScript], given: Setting):
+        """first, last: what runs before and after these."""
         self.bases = list(accumulate((len(layer.weights) for layer in layers), initial=0))
         self.forward, self.backward = (Direction([0.0], [0], [0], [0]) for _ in range(2))
         self.weights, self.weight_spare = [first.weight_seconds], [given.spare(first.backward_temporary_bytes)]

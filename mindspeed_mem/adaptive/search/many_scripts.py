@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.adaptive.problem.definition import GB, Group, LayerClass, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, NOTHING, RECOMPUTE, SWAP
-from mindspeed_mem.adaptive.search.layer_script import TICK, Row, exact, of_layer, produced, setting
+from mindspeed_mem.adaptive.search.layer_script import TICK, Row, exact, of_layers, produced, setting
 from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ class ManyScripts:
         self._given = given = setting(problem, temporary)
         # What is taken whatever the letters are is as if all were kept.
         kept = _kept(letters[0], kinds)
-        layers = [of_layer(*one, given) for one in zip(kinds, [None, *kinds][: len(kinds)], kept, strict=True)]
-        self._row = row = Row(part, layers, given)
+        self._row = row = Row(part.before, part.after, of_layers(kinds, kept, given), given)
         self.count = row.bases[-1]
         self._tail = int(part.after != Outside())
         shape = (self.count + 2, self.lanes)
@@ -287,7 +286,6 @@ class ManyScripts:
         import numpy
 
         before, after, count = self.part.before, self.part.after, self.count
-        seconds = self._backward_seconds.copy()
         loss, end = after.backward_seconds, before.backward_seconds
         of_loss = after.bytes
         of_start: int | Array = before.bytes
@@ -295,9 +293,11 @@ class ManyScripts:
             loss, end = loss - after.weight_seconds, end - before.weight_seconds
             of_loss += dict(self._row.gradients).get(count + 1, 0) - after.weight_bytes
             of_start -= before.weight_bytes
-        seconds[count + 1] += loss  # before the last operator
-        moments = seconds[:0:-1].cumsum(axis=0)
-        moments = numpy.concatenate([moments, moments[-1:] + end])
+        moments = numpy.empty((count + 2, self.lanes))
+        moments[:-1] = self._backward_seconds[:0:-1]
+        moments[0] += loss  # before the last operator
+        numpy.cumsum(moments[:-1], axis=0, out=moments[:-1])
+        moments[-1] = moments[-2] + end
         if self._problem.pipeline.splits and not self._problem.pipeline.apart:
             moments[-1] += self._row.weight_seconds
             of_start += self._waiting
@@ -408,19 +408,24 @@ def _passes(
     spare: Array,
     at_end: int | Array = 0,
 ) -> Passes:
+    """Memory is taken and given operator by operator. In place, as these arrays are large: `moments` is changed."""
     import numpy
 
-    moments = numpy.rint(moments * TICK) / TICK
+    moments *= TICK
+    numpy.rint(moments, out=moments)
+    moments /= TICK
     events = []
     copied = numpy.zeros(len(at_start))
     for place, what, _, copy, seconds, has in sorted(steps, key=lambda one: one[:4]):
         events.append(Event(what, copy, place, seconds, has))
         if seconds is not None:
             copied += seconds
-    held = take.cumsum(axis=0) + at_start
-    given = give.cumsum(axis=0)
-    net = held[-1] - given[-1] - at_end
-    held = numpy.concatenate([held[:1] + 0 * net, held[1:] - given[:-1]])
-    highest = numpy.maximum(at_start - spare[0], (held - spare[1:-1]).max(axis=0))
+    held = numpy.empty((len(take), len(at_start)), numpy.int64)  # by each once it has taken, before it gives
+    held[0] = take[0] + at_start
+    numpy.subtract(take[1:], give[:-1], out=held[1:])
+    numpy.cumsum(held, axis=0, out=held)
+    net = held[-1] - give[-1] - at_end
+    held -= spare[1:-1]
+    highest = numpy.maximum(at_start - spare[0], held.max(axis=0))
     highest = numpy.maximum(highest, net + at_end - spare[-1])
     return Passes(events, moments, moments[-1], highest, net, copied)

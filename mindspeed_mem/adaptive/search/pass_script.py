@@ -12,16 +12,19 @@ So memory depends only on the order, not on how long anything takes: allocations
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, islice
 from operator import sub
 from typing import NamedTuple
 
 from mindspeed_mem.activation.observe.rank_profile import Outside
-from mindspeed_mem.adaptive.problem.definition import GB, Part, Problem
-from mindspeed_mem.adaptive.search.layer_script import Copy, Move, Row, exact, of_layer, setting
+from mindspeed_mem.adaptive.problem.definition import GB, LayerClass, Problem
+from mindspeed_mem.adaptive.search.decisions import StagePlan
+from mindspeed_mem.adaptive.search.layer_script import Copy, Move, Row, Setting, exact, of_layers, setting
 
 OUT, RELEASE, BACK, AHEAD, WAIT = range(5)
+_Step = tuple[int, int, int, int]
+"""How many operators have run (-1: at the very start), what happens then, which of several that is, the copy."""
 
 
 class Script(NamedTuple):
@@ -45,15 +48,38 @@ class Script(NamedTuple):
         return any(what == AHEAD for _, what, _ in self.steps)
 
 
+class _Part(NamedTuple):
+    """A part, wherever it stands."""
+
+    kinds: tuple[LayerClass, ...]
+    """Of its layers."""
+    before: Outside
+    after: Outside
+
+
+def scripts_of(problem: Problem, number: int, plan: StagePlan) -> tuple[PartScripts, ...]:
+    """Those of each part of a stage: the same objects where a plan is played again, on as many micro-batches or others,
+    or on a stage that is like this one."""
+    stage, class_of = problem.stages[number], problem.class_of
+    parts = tuple(_Part(tuple(class_of[name] for name in one.layers), one.before, one.after) for one in stage.parts)
+    return _scripts_of(parts, plan.parts, plan.distance, setting(problem, stage.operator_temporary_bytes))
+
+
+@lru_cache(maxsize=64)
+def _scripts_of(
+    parts: tuple[_Part, ...], letters: tuple[tuple[str, ...], ...], distance: int, given: Setting
+) -> tuple[PartScripts, ...]:
+    return tuple(PartScripts(part, texts, distance, given) for part, texts in zip(parts, letters, strict=True))
+
+
 class PartScripts:
     """The passes of one part under these actions and this distance."""
 
-    def __init__(self, problem: Problem, part: Part, letters: Sequence[str], distance: int, temporary: int = 0):
-        """temporary: `Stage.operator_temporary_bytes`."""
+    def __init__(self, part: _Part, letters: Sequence[str], distance: int, given: Setting):
         self.part = part
         self.copies: list[Copy] = []
         self._starts: list[tuple[int, int]] = []  # of each copy back: before which operators, counted on, and for which
-        self._given = given = setting(problem, temporary)
+        self._given = given
         self._tail = int(part.after != Outside())  # the final norm counts as an operator, too
         self.later: list[tuple[int, int]] = []
         """(operator, bytes): what of groups comes back for the gradient of its weight,"""
@@ -62,12 +88,10 @@ class PartScripts:
         self.weight_copies: list[Copy] = []
         self.weight_returns: list[int] = []
         """The copies out that these bring back, of gradients of outputs; -1: of a group."""
-        self._forward_steps: list[tuple[int, int, int]] = []
-        self._backward_steps: list[tuple[int, int, int]] = []
-        """(operator, what happens there, copy)"""
-        kinds = [problem.class_of[name] for name in part.layers]
-        layers = [of_layer(*one, given) for one in zip(kinds, [None, *kinds][: len(kinds)], letters, strict=True)]
-        self._row = row = Row(part, layers, given)
+        self._forward_steps: list[_Step] = []
+        self._backward_steps: list[_Step] = []
+        layers = of_layers(part.kinds, letters, given)
+        self._row = row = Row(part.before, part.after, layers, given)
         self.count = row.bases[-1]
         for number, nbytes in row.gradients:
             self._add_gradient(number, nbytes)
@@ -85,7 +109,7 @@ class PartScripts:
         due = max(base + move.produced + distance, saved)
         if due > count:  # beyond the last operator: at once if that is the final norm, else once the loss is there
             due = count if due == count + self._tail else count + 1
-        self._forward_steps += [(saved, OUT, number), (due, RELEASE, number)]
+        self._forward_steps += [(saved, OUT, number, number), (due, RELEASE, number, number)]
         self._row.forward.give[due] += copy.nbytes
         if move.later:
             self.later.append((base + move.last, move.later))
@@ -95,10 +119,10 @@ class PartScripts:
             copy = copy._replace(early=start - count - self._tail)
         else:
             start = min(start, count)
-            self._backward_steps.append((start, BACK, number))
+            self._backward_steps.append((count - start, BACK, -number, number))
             self._row.backward.take[start] += copy.back_bytes
         self.copies.append(copy)
-        self._backward_steps.append((needed, WAIT, number))
+        self._backward_steps.append((count - needed, WAIT, -number, number))
 
     def _add_gradient(self, number: int, nbytes: int) -> None:
         """That of the output of operator `number` leaves when its backward has used it, and computation waits for that,
@@ -106,7 +130,8 @@ class PartScripts:
         copy = len(self.copies)
         self.copies.append(Copy(nbytes, exact(nbytes / GB / self._given.link.out), 0.0, 0, 0))
         self._starts.append((0, 0))
-        self._backward_steps += [(number - 1, OUT, copy), (number - 1, RELEASE, copy)]
+        place = self.count - number + 1
+        self._backward_steps += [(place, OUT, -copy, copy), (place, RELEASE, -copy, copy)]
         self.gradients[number] = nbytes, copy
 
     def script(
@@ -167,19 +192,18 @@ class PartScripts:
         if not numbers:
             return Script((), 0.0, 0, -self._row.waiting, 0.0)
         begins = list(accumulate((self._row.weights[number] for number in numbers), initial=0.0))
-        steps, sizes = [], [0] * (len(numbers) + 1)
+        steps, sizes = list[_Step](), [0] * (len(numbers) + 1)
         places = {number: place for place, number in enumerate(numbers)}
         returns = [(places[number], nbytes, -1) for number, nbytes in self.later]
         returns += [(places[number], *gradient) for number, gradient in self.gradients.items()]
         for copy, (place, nbytes, out) in enumerate(sorted(returns)):  # each starts when the gradient before is there
             self.weight_returns.append(out)
             self.weight_copies.append(Copy(nbytes, 0.0, exact(nbytes / GB / self._given.link.back), nbytes, 0))
-            steps.append((place - 1, BACK, copy, copy, begins[max(0, place - 1)]))
-            steps.append((place, WAIT, copy, copy, begins[place]))
+            steps += [(place - 1, BACK, copy, copy), (place, WAIT, copy, copy)]
             sizes[place] += nbytes
         spare = [self._row.weight_spare[number] for number in numbers]
         spare = [spare[0], *spare, spare[-1]]
-        return _script(steps, begins[-1], sizes[0], sizes[1:], sizes[:-1], spare, self._row.waiting)
+        return _script(steps, begins, sizes[0], sizes[1:], sizes[:-1], spare, self._row.waiting)
 
     @cached_property
     def _ends(self) -> list[float]:
@@ -202,39 +226,36 @@ class PartScripts:
     def _write_forward(self, ahead: PartScripts | None) -> Script:
         """Time and memory run through the part's operators from 1 to count, and on to count + 1, the loss."""
         before, after, line = self.part.before, self.part.after, self._row.forward
-        ends = self._ends
-        steps = [(number, what, copy, copy, ends[number]) for number, what, copy in self._forward_steps]
+        steps = self._forward_steps.copy()
         take = line.take.copy()
         take[self.count + 1] += after.bytes
         for rank, (copy, early, nbytes) in enumerate(_fetched(ahead)):
             number = max(1, self.count + 1 - early)
-            steps.append((number - 1, AHEAD, rank, copy, ends[number - 1]))
+            steps.append((number - 1, AHEAD, rank, copy))
             take[number] += nbytes
         start, loss = (self._given.spare(one.forward_temporary_bytes) for one in (before, after))
         spare = [start, *line.spare[1 : self.count + 1], loss, loss] if self._given.temporary else ()
-        return _script(steps, ends[-1], before.bytes, take[1:], line.give[1:], spare)
+        return _script(steps, self._ends, before.bytes, take[1:], line.give[1:], spare)
 
     def _write_backward(self, ahead: PartScripts | None, fetched: bool, there: tuple[int, ...]) -> Script:
         """From the loss down to operator 1; an event of an operator comes before its backward. Where gradients of
         weights are put off, but are no pass of their own, they come at its end."""
         before, after, line = self.part.before, self.part.after, self._row.backward
-        begins = self._begins
-        steps = []
+        steps = self._backward_steps.copy()
         take = [0, *line.take[self.count : 0 : -1]]
-        for number, what, copy in self._backward_steps:
-            place = self.count - number
+        for step in self._backward_steps if there else ():
+            place, what, _, copy = step
             if what == BACK and copy in there:
                 take[place + 1] -= self.copies[copy].back_bytes
-            else:
-                steps.append((place, what, -copy, copy, begins[place]))
+                steps.remove(step)
         give = line.give[self.count : 0 : -1]
         at_start = 0
         if not fetched:
-            steps += [(-1, BACK, rank, copy, 0.0) for rank, copy in enumerate(self.early)]
+            steps += [(-1, BACK, rank, copy) for rank, copy in enumerate(self.early)]
             at_start = sum(self.copies[copy].back_bytes for copy in self.early)
         for rank, (copy, early, nbytes) in enumerate(_fetched(ahead)):
             place = self.count - min(early, self.count)
-            steps.append((place, AHEAD, rank, copy, begins[place]))
+            steps.append((place, AHEAD, rank, copy))
             take[min(place + 1, self.count)] += nbytes  # without layers there is only the loss
         of_loss, of_start = after.bytes, before.bytes
         loss, embedding = (self._given.spare(one.backward_temporary_bytes) for one in (after, before))
@@ -246,7 +267,7 @@ class PartScripts:
                 of_start += self._row.waiting
             if spare and not self._given.apart:
                 spare[-1] = min([embedding, *(self._row.weight_spare[number] for number in self._weighted)])
-        return _script(steps, begins[-1], at_start, take, [of_loss, *give], spare, of_start)
+        return _script(steps, self._begins, at_start, take, [of_loss, *give], spare, of_start)
 
 
 def _with_idle(script: Script, ahead: PartScripts, idle: tuple[int, ...]) -> Script:
@@ -263,22 +284,27 @@ def _fetched(ahead: PartScripts | None) -> list[tuple[int, int, int]]:
 
 
 def _script(
-    steps: list[tuple[int, int, int, int, float]],
-    whole: float,
+    steps: list[_Step],
+    moments: Sequence[float],
     at_start: int,
     take: Sequence[int],
     give: Sequence[int],
     spare: Sequence[int],
     at_end: int = 0,
 ) -> Script:
-    """Events as (place, what, rank, copy, time); memory taken and given operator by operator, and what is not there of
-    the temporaries at the start, at each of them and at the end, if anything."""
-    gaps, since = [], 0.0
-    whole = exact(whole)
-    for _, what, _, copy, moment in sorted(steps):  # at one place: copies out, releases, copies back, waits
-        moment = exact(moment)
-        gaps.append((moment - since, what, copy))
-        since = moment
+    """Memory is taken and given operator by operator; and what is not there of the temporaries at the start, at each of
+    them and at the end, if anything.
+
+    moments: seconds until each place of `steps`, the last of which is the end of the pass.
+    """
+    gaps, since, last = [], 0.0, -1
+    whole = exact(moments[-1])
+    for place, what, _, copy in sorted(steps):  # at one place: copies out, releases, copies back, waits
+        gap = 0.0
+        if place != last:
+            moment, last = exact(moments[place]), place
+            gap, since = moment - since, moment
+        gaps.append((gap, what, copy))
     taken = accumulate(take, initial=at_start)
     given = accumulate(give, initial=0)
     held = [at_start, *map(sub, islice(taken, 1, None), given)]  # each once it has taken, before it gives

@@ -23,7 +23,7 @@ from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.problem.orders import Kind, Order
 from mindspeed_mem.adaptive.search.decisions import Plan, StagePlan, host_bytes, under
 from mindspeed_mem.adaptive.search.layer_script import exact
-from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT, PartScripts, Script
+from mindspeed_mem.adaptive.search.pass_script import AHEAD, BACK, OUT, RELEASE, WAIT, PartScripts, Script, scripts_of
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from mindspeed_mem.schedule import Span, Timeline
 from mindspeed_mem.schedule.simulation import play
@@ -183,10 +183,7 @@ class StageTrack:
         self._blocking = problem.link.blocking
         order, whole = problem.orders[number], problem.whole[number]
         self.passes, self._coming = order.passes, order.coming
-        self.parts = parts or [
-            PartScripts(problem, part, letters, plan.distance, stage.operator_temporary_bytes)
-            for part, letters in zip(stage.parts, plan.parts, strict=True)
-        ]
+        self.parts = parts or scripts_of(problem, number, plan)
         self._window = 0 if self._blocking else window
         most = self._most_at_backwards(whole) if idle_prefetch else None
         self._scripts = self._scripts_of(order, most)
