@@ -135,7 +135,7 @@ def _parts(problem: Problem, number: int, letters: Array, distance: int) -> list
 
 
 def _alike(one: Array, other: Array) -> bool:
-    return one is other or bool((one == other).all())
+    return one is other or (len(one) == len(other) and bool((one == other).all()))
 
 
 class ManyTracks:
@@ -156,10 +156,12 @@ class ManyTracks:
         self._moves = any(kind.events for kind in self._kinds)
         self.now = self.stall = numpy.zeros(len(letters))
         self._out = self._back = self.now
-        self._fetched: list[Array] = []
-        self._known: dict[int, list[tuple[list[Array], tuple]]] = {}
+        self._none = numpy.zeros((0, 1))
+        self._fetched: Array = self._none
+        """(copies, lanes)"""
+        self._known: dict[int, list[tuple[tuple[Array, Array, Array], tuple]]] = {}
         self._marked = -1
-        self._mark: tuple[Array, Array, Array, Array, list[Array]] = self._state
+        self._mark: tuple[Array, Array, Array, Array, Array] = self._state
 
     @cached_property
     def peaks(self) -> Array:
@@ -174,7 +176,7 @@ class ManyTracks:
         return highest + (self._stage.static_bytes + self._stage.temporary_bytes)
 
     @property
-    def _state(self) -> tuple[Array, Array, Array, Array, list[Array]]:
+    def _state(self) -> tuple[Array, Array, Array, Array, Array]:
         return self.now, self.stall, self._out, self._back, self._fetched
 
     def mark(self, place: int) -> None:
@@ -214,7 +216,7 @@ class ManyTracks:
             if self._moves:
                 self._later(ended - self.now)
             if self.passes[place][0] != WEIGHT:
-                self._fetched = []
+                self._fetched = self._none
             self.now = ended
         else:
             if not at_once:
@@ -231,16 +233,14 @@ class ManyTracks:
 
         self._out = numpy.maximum(self._out - seconds, 0.0)
         self._back = numpy.maximum(self._back - seconds, 0.0)
-        self._fetched = [numpy.maximum(one - seconds, 0.0) for one in self._fetched]
+        if len(self._fetched):
+            self._fetched = numpy.maximum(self._fetched - seconds, 0.0)
 
     def _played(self, place: int, kind: Passes) -> Array:
         """The stall of a pass; passes that all plans find as they found one before take the same."""
-        state = [self._out, self._back, *self._fetched]
+        state = self._out, self._back, self._fetched
         known = self._known.setdefault(id(kind), [])
-        # Gradients of weights come with copies of any part under way, or none.
-        alike = (one for one in known if len(one[0]) == len(state) and all(map(_alike, one[0], state)))
-        found = (after for _, after in alike)
-        after = next(found, None)
+        after = next((after for before, after in known if all(map(_alike, before, state))), None)
         if after is None:
             after = self._play(place, kind)
             known[:0] = [(state, after)]
@@ -248,7 +248,7 @@ class ManyTracks:
         stall, self._out, self._back, self._fetched = after
         return stall
 
-    def _play(self, place: int, kind: Passes) -> tuple[Array, Array, Array, list[Array]]:
+    def _play(self, place: int, kind: Passes) -> tuple[Array, Array, Array, Array]:
         import numpy
 
         maximum = numpy.maximum
@@ -257,7 +257,7 @@ class ManyTracks:
         lag = numpy.zeros(len(out))
         outs: dict[int, Array] = {}
         backs: dict[int, Array] = {}
-        if direction == BACKWARD and self._fetched:
+        if direction == BACKWARD and len(self._fetched):
             backs = {key_of(one): done for one, done in zip(self.parts[part].early, self._fetched, strict=True)}
         following = self._coming[place]
         fetched = list(self._fetched) if direction == WEIGHT else []
@@ -278,7 +278,7 @@ class ManyTracks:
         ended = kind.whole + lag
         out, back = maximum(out - ended, 0.0), maximum(back - ended, 0.0)
         assert following is not None or not fetched or direction == WEIGHT
-        return lag, out, back, [maximum(one - ended, 0.0) for one in fetched]
+        return lag, out, back, maximum(numpy.stack(fetched) - ended, 0.0) if fetched else self._none
 
     def _kinds_of(self, order: Order) -> list[Passes]:
         kinds = []

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive.problem.definition import Problem
@@ -17,6 +17,10 @@ from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.milp import NODES
 from mindspeed_mem.adaptive.search.simulation import Simulated, most_played, simulate
 from mindspeed_mem.adaptive.search.stage_search import GOOD, StageSearch
+
+if TYPE_CHECKING:
+    from mindspeed_mem.adaptive.search.descent import Play
+    from mindspeed_mem.adaptive.search.many_scripts import Array
 
 MEGATRON = "Megatron's "
 WITHOUT_SWAP = "the best without swap"
@@ -262,7 +266,7 @@ class Search:
         ):
             if work <= 0:
                 break
-            played = many.Together(problem, changed, number).play
+            played = _of_all(problem, changed, number)
             far = self._stages[number].distances
             descent = Descent(problem, number, inputs_move, played, far, work, price=price)
             changed[number], work = descent.run(changed[number]), descent.work
@@ -275,6 +279,23 @@ class Search:
         moves = problem.output_gradients or any(SWAP in text for one in stages for part in one.parts for text in part)
         if moves and not problem.link.blocking:
             self.simulated(replace(plan, window_bytes=reserve.late_copies(problem.device_limit)))
+
+
+def _of_all(problem: Problem, stages: Sequence[StagePlan], number: int) -> Play:
+    """What all stages take under plans of one of them."""
+    import numpy
+
+    others = many.Together(problem, stages, number)
+
+    def play(rows: Array, distance: int) -> many.Several:
+        if len(rows) > 1:
+            return others.play(rows, distance)
+        mine = many.plan_of(problem, number, rows[0], distance)  # faster by itself
+        found = simulate(problem, Plan(stages=(*stages[:number], mine, *stages[number + 1 :])))
+        takes = found.seconds, found.peaks[number], found.stalls[number]
+        return many.Several(*(numpy.array([one]) for one in takes))
+
+    return play
 
 
 def _simple(problem: Problem) -> _Simple:
