@@ -8,7 +8,7 @@ through a pass, not only in its first part, which pays where a pass has others i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,7 +107,7 @@ def _of_block(block: Block, counts: Sequence[Count], how: str, inputs_move: bool
         swapped[group.name] = mine = set(places[: count.swap])
         free = [layer for layer in places if layer not in mine]
         may = _may_recompute(block, group.needs, swapped, recomputed, inputs_move)
-        allowed = [layer for layer in free if may(layer)]
+        allowed = [layer for layer in free if layer in may]
         recomputed[group.name] = again = set(allowed[: count.recompute])
         for layer in order:
             letter = SWAP if layer in mine else RECOMPUTE if layer in again else KEEP
@@ -121,13 +121,14 @@ def _may_recompute(
     swapped: Mapping[str, set[int]],
     recomputed: Mapping[str, set[int]],
     inputs_move: bool,
-) -> Callable[[int], bool]:
-    """Whether what recomputation in a layer starts from is where it has to be."""
+) -> set[int]:
+    """The layers in which what recomputation starts from is where it has to be."""
+    layers = set(block.layers)
     if not inputs_move:
-        return lambda layer: not any(layer in swapped[name] for name in needs)
+        return layers.difference(*(swapped[name] for name in needs))
     groups = [block.kind.groups[block.kind.group_index[name]] for name in needs]
-    gone = [swapped[one.name] | recomputed[one.name] | set(block.layers) - set(block.movable(one)) for one in groups]
-    return lambda layer: all(layer in there for there in gone)
+    gone = (swapped[one.name] | recomputed[one.name] | set(block.layers) - set(block.movable(one)) for one in groups)
+    return layers.intersection(*gone)
 
 
 def in_order(layers: Sequence[int], how: str, last: int = 1) -> list[int]:

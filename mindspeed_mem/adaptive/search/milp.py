@@ -19,6 +19,7 @@ HiGHS returned plans that were 14 % too large.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,27 +100,26 @@ class Program:
         none was found in so many nodes). Without `whole` any fraction will do."""
         import numpy
         from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_matrix
+        from scipy.sparse import csc_array
 
-        data: list[float] = []
-        columns, starts = [], [0]
-        for terms, _ in self._rows:
-            columns += [self.index[name] for name in terms]
-            data += terms.values()
-            starts.append(len(columns))
-        matrix = csr_matrix((data, columns, starts), shape=(len(self._rows), len(self.index)))
+        columns: list[list[tuple[int, float]]] = [[] for _ in self.index]  # as HiGHS has them
+        for row, (terms, _) in enumerate(self._rows):
+            for name, value in terms.items():
+                columns[self.index[name]].append((row, value))
+        rows, data = numpy.array(list(itertools.chain.from_iterable(columns))).reshape(-1, 2).T
+        starts = list(itertools.accumulate(map(len, columns), initial=0))
+        matrix = csc_array((data, rows.astype(numpy.int32), starts), shape=(len(self._rows), len(columns)))
         with silent():
             result = milp(
                 numpy.array(self._price),
                 constraints=LinearConstraint(matrix, -numpy.inf, [high for _, high in self._rows]),
                 integrality=self._whole if whole else None,
                 bounds=Bounds(self._low, self._high),
-                options={"node_limit": nodes, "mip_rel_gap": gap},
+                options={"node_limit": nodes, "mip_rel_gap": gap} if whole else None,
             )
         if result.x is None:
             return None
-        values = {name: float(result.x[place]) for name, place in self.index.items()}
-        return values, float(result.fun), float(result.mip_gap or 0.0)
+        return dict(zip(self.index, result.x.tolist(), strict=True)), float(result.fun), float(result.mip_gap or 0.0)
 
 
 def solve(
@@ -241,6 +241,7 @@ def _stage(
     kept: list[tuple[float, dict[tuple, float]]] = []
     moved: list[dict[tuple, float]] = []
     later: list[dict[tuple, float]] = []
+    gradients = [problem.gradients_on_host(number, place) for place in range(len(stage.parts))]
     for place, part in enumerate(stage.parts):
         forward = part.before.forward_seconds + part.after.forward_seconds
         backward = part.before.backward_seconds + part.after.backward_seconds
@@ -261,8 +262,8 @@ def _stage(
                     waits_on_host[s] = on_host / GB
                 again[r] = -link.back * (group.recompute_seconds or 0.0)
         # What every plan takes, so that the gap is one of the cycle and not of what is added to it.
-        gradients = problem.gradients_on_host(number, place) / GB  # waited for, without a window
-        copies = gradients * (1 / link.out + (1 / link.back if link.blocking else 0.0)) if gradients else 0.0
+        alone = gradients[place] / GB  # waited for, without a window
+        copies = alone * (1 / link.out + (1 / link.back if link.blocking else 0.0)) if alone else 0.0
         program.variable(("compute", place), forward + backward + copies, price=1.0, low=forward + backward + copies)
         if link.blocking:  # nothing hides behind compute
             forward, backward, again = 0.0, 0.0, {}
@@ -274,16 +275,17 @@ def _stage(
         moved.append(swapped)
         later.append(waits_on_host)
     there = stage.fixed_bytes / GB
+    waiting = [problem.waiting(number, part) for part in range(len(stage.parts))]
     for counts, waits in problem.held[number]:
         rows = [(name, n * value) for n, (_, terms) in zip(counts, kept, strict=True) for name, value in terms.items()]
         held = sum(n * size for n, (size, _) in zip(counts, kept, strict=True))
-        held += sum(n * problem.waiting(number, part) / GB for part, n in enumerate(waits))
+        held += sum(n * size / GB for n, size in zip(waits, waiting, strict=True))
         rows += [(s, -n * size) for n, terms in zip(waits, later, strict=True) if n for s, size in terms.items()]
         program.at_most(_summed(rows) | beside, budget - there - held)
         if problem.host_limit is not None:
             both = (*zip(counts, moved, strict=True), *zip(waits, later, strict=True))
             gone = [(name, n * size) for n, terms in both for name, size in terms.items()]
-            always = sum(n * problem.gradients_on_host(number, part) for part, n in enumerate(waits))
+            always = sum(n * size for n, size in zip(waits, gradients, strict=True))
             program.at_most(_summed(gone), (problem.host_limit - always) / GB)
 
 
