@@ -17,6 +17,8 @@ _TILE = 64 * 2**10  # elements; measured from 16 Ki to 1 Mi, this was the fastes
 @around(_DDP + "_make_backward_post_hook")
 def make_backward_post_hook(original, self, param):
     hook = original(self, param)
+    if 0 < param.numel() <= _TILE:
+        return hook
 
     def add_in_tiles(*unused):
         added_before = param.grad_added_to_main_grad  # by a layer's own backward: then `grad` is a placeholder
@@ -36,6 +38,6 @@ def make_backward_post_hook(original, self, param):
 
 def _is_cast_whole(param: torch.nn.Parameter) -> bool:
     grad, whole = param.grad, getattr(param, "main_grad", None)
-    if grad is None or whole is None or not grad.is_cpu or grad.dtype == whole.dtype or grad.numel() <= _TILE:
+    if grad is None or whole is None or not grad.is_cpu or grad.dtype == whole.dtype:
         return False
     return grad.shape == whole.shape and grad.is_contiguous() and whole.is_contiguous()

@@ -19,7 +19,7 @@ def _capture(tensors=()):
     """As Megatron's ``_get_all_rng_states``, which asks for the host's twice where that stands in for a device."""
     megatron = sys.modules[_RANDOM]
     tracker, host = megatron.get_cuda_rng_tracker(), rng.host_state()
-    if rng.host_is_all():
+    if rng.host_is_all:
         return host, host, tracker.get_states()
     if _graph_safe(tracker):  # no copy of the state, but something that follows it
         device = megatron._get_cuda_rng_state(graph_safe=True)

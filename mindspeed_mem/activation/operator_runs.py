@@ -63,7 +63,7 @@ class OperatorRuns:
             if not path and in_force.recomputes and torch.is_grad_enabled():
                 second_runs.under_another_checkpoint(layer)  # before its backward, or again in it
             return original(module, *args, **kwargs)
-        if not in_force.is_current():
+        if not (in_force.agreed or in_force.is_current()):
             self._resolve()
             layer = module.__dict__[regions.TAG][0]  # it may count on now
         self._enter_layer(layer, module.training, args, kwargs)
@@ -81,7 +81,8 @@ class OperatorRuns:
         second_runs.hooked = True
         try:
             result = self._run_module(layer, path, original, module, args, kwargs)
-            second_runs.stays(result)
+            if in_force.recomputes:
+                second_runs.stays(result)
             return result
         finally:
             second_runs.hooked = False
@@ -100,6 +101,8 @@ class OperatorRuns:
         if not recomputes and self._observation.counting is None:
             return self._run_once(layer, path, original, (module, *args), kwargs)
         return self._run_call(layer, path, functools.partial(original, module), args, kwargs)
+
+    _run_module_slowly = _run_module  # where the other is in C++
 
     def run_inline(self, name: str, call: Callable, args: tuple, kwargs: dict, state: Any = None) -> Any:
         """Run a function as operator ``name`` of the running module; ``state`` as for `ModuleRerun`."""

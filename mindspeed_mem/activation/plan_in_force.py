@@ -40,7 +40,7 @@ class PlanInForce:
         self.watch_only, self._all_layers, self._for_now = watch_only, all_layers, False
         self.plan: MemoryPlan | None = None
         self.agreed = False
-        """All ranks have made the plan together."""
+        """All ranks have made the plan together, which is there."""
         self.num_layers = 0
         self.stacks: dict[str, range | None] = {}
         """The numbers of each stack's layers, by its path in the model; None where models disagree."""
@@ -54,7 +54,9 @@ class PlanInForce:
         self.of_produced: dict[tuple[int, str], int | None] = {}
         """What `distance` says of operators that decide that alone, as far as it has been asked."""
         self._recompute: dict[tuple[int, str], Recompute | None] = {}
-        """What `recompute` has said."""
+        """What `recompute` has said,"""
+        self._decisions: dict[tuple[int, str], Swap | None] = {}
+        """and `decision`."""
         self.everything = False
         """Move whatever is saved, whatever the plan says: the second attempt at a step."""
         self.covered: set[int] | None = None
@@ -95,7 +97,13 @@ class PlanInForce:
             return answer
 
     def decision(self, layer: int, op: str) -> Swap | None:
-        return self.plan.decision(layer, op) if self.plan is not None and 0 <= layer < self.num_layers else None
+        if self.plan is None or not 0 <= layer < self.num_layers:
+            return None
+        try:
+            return self._decisions[layer, op]
+        except KeyError:
+            answer = self._decisions[layer, op] = self.plan.decision(layer, op)
+            return answer
 
     def distance(self, layer: int, op: str, saver_layer: int, saver: str) -> int | None:
         """How far ahead a storage is moved: by its producer's entry, else by that of the operator saving it now."""
@@ -131,9 +139,8 @@ class PlanInForce:
             self.stacks.clear()
             for model in regions.models():
                 self.count_on([model], regions.stacks_in([model]))
-        self.agreed, self._built = gather is not None, regions.built()
-        self.of_produced.clear()
-        self._recompute.clear()
+        self._built = regions.built()
+        self._forget_answers()
         self.partners = frozenset(partners) or self.partners
         tree = regions.tagged_layers()
         mine = (tree, self.num_layers, regions.places(), self.config.swap.swap and self.config.swap.pp_aware)
@@ -149,6 +156,7 @@ class PlanInForce:
         config = self.config if layers else load_memory_config(None)
         make = functools.partial(resolve, config, layers, self.num_layers, places, self.stacks)
         self.plan = make() if gather is None else agreed(make, gather, partners, self.config.source)
+        self.agreed = gather is not None
         self.modules = {(index, path) for index, paths in tree.items() for path in paths}
         if not self.watch_only:
             self.by_producer_only = not self.plan.selects_by_saver
@@ -204,6 +212,9 @@ class PlanInForce:
         """
         self.config, self.plan, self.agreed, self.tells = config, None, False, tell
         self._told.clear()
-        self.of_produced.clear()
-        self._recompute.clear()
+        self._forget_answers()
         self.recomputes = False
+
+    def _forget_answers(self) -> None:
+        for answers in (self.of_produced, self._recompute, self._decisions):
+            answers.clear()

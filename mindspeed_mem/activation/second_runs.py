@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -143,13 +143,16 @@ class SecondRuns:
                 self._no_effect.add(f"recompute has no effect on {path or 'the layer'}", layer, rerun.why_not)
                 return result
         elif [tensor._version for tensor in given] != versions:
-            raise OverwrittenError(f"{rerun} changes its input in place, so it cannot run again. {TAKE_OUT}")
-        if trial is None:
+            self._changes_input(rerun)
+        if trial is None and not self._saved.every_record:
             of.ran(flags, rerun.saved)
         rerun.returns(result if path else None, micro_batch)  # what a whole layer returns stays
         if not given or any([tensor.numel() for tensor in given]):  # an expert may be without tokens
             micro_batch.recomputed.append((layer, path, weakref.ref(rerun)))
         return result
+
+    def _changes_input(self, rerun: ModuleRerun) -> NoReturn:
+        raise OverwrittenError(f"{rerun} changes its input in place, so it cannot run again. {TAKE_OUT}")
 
     def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that may be compiled: no tape can look into it, so it becomes an operator of its own."""
@@ -164,12 +167,14 @@ class SecondRuns:
 
     def stays(self, result: Any) -> None:
         """What a layer returns stays: the next layers would have to run this one again, and all before it."""
-        for leaf in map(local_of, tensors_in(result)) if self._in_force.recomputes else ():
+        for leaf in map(local_of, tensors_in(result)):
             if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
                 found = marks.known(leaf.untyped_storage())
                 if found is not None and found.made_by is not None:
                     found.made_by.rerun.stays(found.made_by.slot)
                     found.made_by = None
+
+    stays_slowly = stays  # where the other is in C++
 
     # ---- inline code
     def start_tape(self, layer: int, path: str) -> None:

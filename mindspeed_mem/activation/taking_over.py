@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 from types import ModuleType
 
 import torch
 
-from mindspeed_mem.activation import course, hot_path, operator_runs, regions, saved_tensors
+from mindspeed_mem.activation import course, hot_path, operator_runs, regions, saved_tensors, second_runs
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
-from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, second_run, tape
+from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, rng, second_run, tape, trial
 from mindspeed_mem.activation.storage import ledger, marks, micro_batch, mover, own_tensors, records
 from mindspeed_mem.activation.survive import eviction
 from mindspeed_mem.device import accelerator, base, cpu, fast_tensors, slabs
@@ -53,8 +54,10 @@ def use(module: ModuleType | None) -> None:
         "Saver": dropped.Saver,
         "SavedSlot": dropped.Slot,
         "Saves": dropped.Saves,
+        "TriedOperator": trial.TriedOperator,
         "Tape": tape.Tape,
         "SavedTensors": saved_tensors.SavedTensors,
+        "SecondRuns": second_runs.SecondRuns,
         "OperatorRuns": operator_runs.OperatorRuns,
     }
     others = {
@@ -75,14 +78,17 @@ def use(module: ModuleType | None) -> None:
         "own": own_tensors.own,
         "native": records.native,
         "told_to_stay": own_tensors.told_to_stay,
-        "unpacked": own_tensors.unpacked,
+        "as_saved": own_tensors.as_saved,
+        "reading": own_tensors.reading,
         "Slot": arguments.Slot,
         "heappush": heapq.heappush,
         "heappop": heapq.heappop,
         "inline_path": regions.inline_path,
         "MARKERS": regions.MARKERS,
         "UNKNOWN": course.UNKNOWN,
-        "hooks_are_ours_alone": regions.hooks_are_ours_alone,
+        "hooks_enabled": regions._hooks_enabled,
+        "transform": regions._transform,
+        "under_checkpoint": regions._under_checkpoint,
         "push_hooks": torch._C._autograd._push_saved_tensors_default_hooks,
         "pop_hooks": torch._C._autograd._pop_saved_tensors_default_hooks,
         "top_hooks": getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None),  # since torch 2.7
@@ -104,9 +110,21 @@ def use(module: ModuleType | None) -> None:
         "as_it_drew": tape._as_it_drew,
         "Ref": tape.Ref,
         "Step": tape.Step,
+        "Entry": dropped._Entry,
+        "partial": functools.partial,
+        "random": rng,
+        "torch": torch,
+        "autocast_kinds": module_rerun._autocast_kinds,
     }
     replaced = module.connect(classes, others)
-    replaced |= {(marks, "of"): module.marks_of, (tape, "_run"): module.tape_runs}
+    replaced |= {
+        (marks, "of"): module.marks_of,
+        (tape, "_run"): module.tape_runs,
+        (rng, "host_state"): module.host_state,
+        (own_tensors, "all_as_saved"): module.all_as_saved,
+        (regions, "may_save"): module.may_save,
+        (regions, "hooks_are_ours_alone"): module.hooks_are_ours_alone,
+    }
     for (cls, name), method in replaced.items():
         _in_python[cls, name] = vars(cls)[name]
         setattr(cls, name, method)

@@ -15,7 +15,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from mindspeed_mem.device.native_build import SOURCES, CompilerError, cache_folder, compile_library, library_name
 
@@ -89,14 +89,10 @@ class LimitedMemory:
         self._library.limited_cpu_reset_peak()
 
 
-@contextmanager
-def on_host() -> Iterator[None]:
+def on_host() -> AbstractContextManager[None]:
     """What this thread allocates inside is host memory, where CPU memory is limited; elsewhere nothing changes."""
-    if LimitedMemory._installed is None:
-        yield
-    else:
-        with LimitedMemory._installed.on_host():
-            yield
+    limited = LimitedMemory._installed
+    return nullcontext() if limited is None else limited.on_host()
 
 
 @functools.cache

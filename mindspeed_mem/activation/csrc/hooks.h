@@ -86,20 +86,67 @@ inline PyObject* pack(PyObject* hooks, PyObject* tensor) {
       if (Own kept = keep_remade(of, tensor, batch, by_function)) {
         return with_own(kept.get(), tensor, by_function).release();
       }
-      if (Own kept = keep_on_record(of, tensor, batch, by_function)) {
+      if (Own kept = keep_on_record(of, tensor, batch, by_function, Py_None)) {
         return with_own(kept.get(), tensor, by_function).release();
       }
-    } else if (Py_TYPE(rerunning) == engine.ModuleRerun && !saves.program.is_none(rerun.saved.get(rerunning))) {
-      if (Own kept = drops(of, rerunning, tensor, batch, by_function)) {
-        return with_own(kept.get(), tensor, by_function).release();
+    } else if (Py_TYPE(rerunning) == engine.ModuleRerun) {
+      if (!saves.program.is_none(rerun.saved.get(rerunning))) {
+        if (Own kept = drops(of, rerunning, tensor, batch, by_function)) {
+          return with_own(kept.get(), tensor, by_function).release();
+        }
       }
-      if (Own kept = keep_weight(of, rerunning, tensor)) {
+      if (Own kept = keep_on_record(of, tensor, batch, by_function, rerunning)) {
         return with_own(kept.get(), tensor, by_function).release();
       }
     } else if (Py_TYPE(rerunning) == engine.Tape) {
       if (Own kept = keep_on_tape(of, rerunning, tensor, batch, by_function)) return kept.release();
     }
     return slowly.call(of->saved, tensor, by_function ? Py_True : Py_False).release();
+  });
+}
+
+// `own_tensors.unpacked`
+inline void unpacked(PyObject* kept) {
+  static Name name("handles");
+  Own handles = name.of(engine.reading);
+  if (handles.get() != Py_None) must(PyList_Append(handles.get(), kept));
+}
+
+// `own_tensors.as_saved`
+inline Own as_saved(PyObject* tensor, PyObject* kept) {
+  const bool is_handle = Py_TYPE(kept) == engine.Handle;
+  if (!is_handle && Py_TYPE(kept) != engine.SavedSlot) return call(engine.as_saved, tensor, kept);
+  PyObject *alias = (is_handle ? handle.alias : saved_slot.alias).get(kept);
+  PyObject* its_own = (is_handle ? handle.own : saved_slot.own).get(kept);
+  if (stays_itself(THPVariable_Unpack(alias))) return Own::of(alias);
+  if (its_own == Py_None) fail_assertion("no custom function saved it");
+  PyObject *kind = PyTuple_GET_ITEM(its_own, 0), *attributes = PyTuple_GET_ITEM(its_own, 1);
+  if (kind != Py_None && kind != reinterpret_cast<PyObject*>(Py_TYPE(tensor))) {
+    return call(engine.as_saved, tensor, kept);
+  }
+  if (PyDict_GET_SIZE(attributes) > 0) {
+    must(PyDict_Update(own(PyObject_GenericGetDict(tensor, nullptr)).get(), attributes));
+  }
+  return Own::of(tensor);
+}
+
+// own_tensors.all_as_saved(tensors, handles)
+inline PyObject* all_as_saved(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    takes(count, 2, "all_as_saved takes tensors and handles");
+    PyObject *tensors = args[0], *handles = args[1];
+    const Py_ssize_t size = PyTuple_GET_SIZE(tensors);
+    Own found = own(PyTuple_New(size));
+    Py_ssize_t at = 0;
+    for (Py_ssize_t i = 0; i < size; ++i) at += PyTuple_GET_ITEM(tensors, i) != Py_None;
+    if (at != PyList_GET_SIZE(handles)) return new_reference(tensors);  // somebody else's hooks
+    at = 0;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* one = PyTuple_GET_ITEM(tensors, i);
+      Own saved = one == Py_None ? Own::of(one) : as_saved(one, PyList_GET_ITEM(handles, at++));
+      PyTuple_SET_ITEM(found.get(), i, saved.release());
+    }
+    return found.release();
   });
 }
 
@@ -120,7 +167,7 @@ inline Own unpacked_slot(Hooks* of, PyObject* kept) {
                                 : own(THPVariable_Wrap(laid_out(THPVariable_Unpack(again).storage(), layout)));
   if (!saved_slot.own.is_none(kept)) {
     saved_slot.alias.set_borrowed(kept, found.get());
-    call(engine.unpacked, kept);
+    unpacked(kept);
   }
   return found;
 }
@@ -155,9 +202,10 @@ inline Own unpacked_handle(Hooks* of, PyObject* kept) {
   if (handle.version.is_none(kept) || alias._version() != handle.version.number(kept)) return Own();
   if (batch != Py_None && is_empty(position.stack.get(of->position))) unpacks(batch, handle.number.get(kept));
   Own found = content_of(kept);
-  if (!handle.own.is_none(kept)) call(engine.unpacked, kept);
+  if (!handle.own.is_none(kept)) unpacked(kept);
   return found;
 }
+
 // `SavedTensors.unpack`
 inline PyObject* unpack(PyObject* hooks, PyObject* kept) {
   return guarded([&]() -> PyObject* {

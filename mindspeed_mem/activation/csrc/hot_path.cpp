@@ -1,8 +1,7 @@
 // What the engine does for each operator and each saved tensor, on the very objects that it has in Python; hot_path.py
 // says what it takes the place of. What is out of the ordinary goes on there.
 
-#include "random.h"
-#include "second_run.h"
+#include "wrappers.h"
 
 namespace hot {
 namespace {
@@ -45,11 +44,13 @@ Method methods[] = {
     {"MicroBatch", {"dropped", micro_batch_dropped, METH_O, nullptr}},
     {"MicroBatch", {"unpacks", micro_batch_unpacks, METH_O, nullptr}},
     {"MicroBatch", {"backward_reaches", micro_batch_backward_reaches, METH_O, nullptr}},
+    {"SecondRuns", {"stays", second_runs_stays, METH_O, nullptr}},
     {"SavedTensors", {"hold", saved_tensors_holds, METH_O, nullptr}},
     {"Tape", {"_note", fast(tape_notes), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_start", fast(operator_runs_start), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_leave", operator_runs_leave, METH_O, nullptr}},
     {"OperatorRuns", {"ended", operator_runs_ended, METH_O, nullptr}},
+    {"OperatorRuns", {"_run_module", fast(operator_runs_run_module), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_run_once", fast(operator_runs_run_once), METH_FASTCALL, nullptr}},
     {"OperatorRuns", {"_signature", fast(operator_runs_signature), METH_FASTCALL, nullptr}},
 };
@@ -64,7 +65,7 @@ void find_slots(PyObject* classes) {
     for (Slot* slot : slots) slot->find(type);
   };
   in("Position", {&position.stack, &position.micro_batch, &position.rerun, &position.course, &position.hooked,
-                  &position.known, &position.watch});
+                  &position.known, &position.watch, &position.about_to_run});
   in("Course",
      {&course.quiet, &course.inside, &course.again, &course.saves, &course.kept, &course.at, &course.index,
       &course.operators, &course.hooked, &course.signed_});
@@ -72,7 +73,8 @@ void find_slots(PyObject* classes) {
      {&micro_batch.mover, &micro_batch.home, &micro_batch.home_key, &micro_batch.count, &micro_batch.forward_done,
       &micro_batch.bounds, &micro_batch.running, &micro_batch.fresh, &micro_batch.due, &micro_batch.tie,
       &micro_batch.moved, &micro_batch.saving, &micro_batch.alive, &micro_batch.native, &micro_batch.ahead,
-      &micro_batch.queue, &micro_batch.cursor, &micro_batch.reached, &micro_batch.in_backward});
+      &micro_batch.queue, &micro_batch.cursor, &micro_batch.reached, &micro_batch.in_backward,
+      &micro_batch.recomputed});
   in("Record",
      {&record.way_back, &record.micro_batch, &record.layer, &record.op, &record.number, &record.last_use,
       &record.distance, &record.nbytes, &record.state, &record.storage, &record.token, &record.handles,
@@ -92,13 +94,15 @@ void find_slots(PyObject* classes) {
   in("SavedSlot",
      {&saved_slot.made, &saved_slot.alias, &saved_slot.own, &saved_slot.layout, &saved_slot.saver});
   in("Saves", {&saves.program, &saves.slots, &saves.entered, &saves.made, &saves.saver, &saves.nbytes, &saves.taken,
-               &saves.again, &saves.entries, &module_rerun.seen});
+               &saves.again, &saves.entries, &saves.seen, &saves.firsts});
   in("MadeBy", {&made_by.rerun, &made_by.slot, &made_by.version, &made_by.base});
   in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
                      &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number,
                      &module_rerun.untried, &module_rerun.entered_again, &filled, &second_run.call, &second_run.state,
                      &second_run.training, &second_run.given, &second_run.random, &second_run.autocast,
-                     &second_run.places, &second_run.then, &second_run.outputs, &second_run.noted_again});
+                     &second_run.places, &second_run.then, &module_rerun.outputs, &second_run.noted_again,
+                     &second_run.noted, &second_run.why_not});
+  in("TriedOperator", {&tried.modules, &tried.verdicts, &tried.programs});
   in("Observation", {&observation.stopwatch, &observation.counting});
 }
 
@@ -126,7 +130,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"Saver", &engine.Saver},           {"MicroBatch", &engine.MicroBatch}, {"MadeBy", &engine.MadeBy},
         {"Tape", &engine.Tape},             {"NativeEvent", &engine.NativeEvent},
         {"AcceleratorBackend", &engine.AcceleratorBackend}, {"EvictingMover", &engine.EvictingMover},
-        {"Backend", &engine.Backend},
+        {"Backend", &engine.Backend},       {"Saves", &engine.Saves},
     };
     for (const auto& [name, to] : types) take(args[0], name, reinterpret_cast<PyObject**>(to));
     const std::pair<const char*, PyObject**> others[] = {
@@ -147,14 +151,21 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"own", &engine.own},
         {"native", &engine.native},
         {"told_to_stay", &engine.told_to_stay},
-        {"unpacked", &engine.unpacked},
+        {"as_saved", &engine.as_saved},
+        {"reading", &engine.reading},
+        {"partial", &engine.partial},
+        {"random", &engine.random},
+        {"torch", &engine.torch},
+        {"autocast_kinds", &engine.autocast_kinds},
         {"Slot", &slot_type},
         {"heappush", &engine.heappush},
         {"heappop", &engine.heappop},
         {"inline_path", &engine.inline_path},
         {"MARKERS", &engine.MARKERS},
         {"UNKNOWN", &engine.UNKNOWN},
-        {"hooks_are_ours_alone", &engine.hooks_are_ours_alone},
+        {"hooks_enabled", &engine.hooks_enabled},
+        {"transform", &engine.transform},
+        {"under_checkpoint", &engine.under_checkpoint},
         {"push_hooks", &engine.push_hooks},
         {"pop_hooks", &engine.pop_hooks},
         {"top_hooks", &engine.top_hooks},
@@ -176,6 +187,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"as_it_drew", &as_it_drew},
         {"Ref", reinterpret_cast<PyObject**>(&ref_type)},
         {"Step", reinterpret_cast<PyObject**>(&step_type)},
+        {"Entry", reinterpret_cast<PyObject**>(&engine.Entry)},
     };
     for (const auto& [name, to] : others) take(args[1], name, to);
     // Only looked at later: it imports whoever calls this.
@@ -208,10 +220,13 @@ PyMethodDef functions[] = {
     {"runs", fast(runs), METH_FASTCALL, nullptr},
     {"begins", fast(begins), METH_FASTCALL, nullptr},
     {"ends", fast(ends), METH_FASTCALL, nullptr},
-    {"autocast_now", autocast_now, METH_O, nullptr},
+    {"autocast_now", autocast_now, METH_NOARGS, nullptr},
+    {"hooks_are_ours_alone", regions_hooks_are_ours_alone, METH_NOARGS, nullptr},
+    {"may_save", regions_may_save, METH_NOARGS, nullptr},
+    {"all_as_saved", fast(all_as_saved), METH_FASTCALL, nullptr},
     {"empty_all", empty_all, METH_O, nullptr},
     {"has_managed", has_managed, METH_O, nullptr},
-    {"host_state", host_state, METH_O, nullptr},
+    {"host_state", host_state, METH_NOARGS, nullptr},
     {"device_state", fast(device_state), METH_FASTCALL, nullptr},
     {"same_states", fast(same_states), METH_FASTCALL, nullptr},
     {"marks_of", marks_of, METH_O, nullptr},

@@ -176,6 +176,13 @@ class Name {
   PyObject* object_ = nullptr;
 };
 
+// What a dictionary has there; empty where it has nothing.
+inline Own found_in(PyObject* dictionary, PyObject* key) {
+  PyObject* found = PyDict_GetItemWithError(dictionary, key);
+  if (found == nullptr && PyErr_Occurred()) throw python_error();
+  return Own::of(found);
+}
+
 template <class... Arguments>
 Own call(PyObject* callable, Arguments... arguments) {
   PyObject* given[] = {arguments..., nullptr};
@@ -184,7 +191,7 @@ Own call(PyObject* callable, Arguments... arguments) {
 
 inline struct PositionSlots {
   Slot stack{"stack"}, micro_batch{"micro_batch"}, rerun{"rerun"}, course{"course"}, hooked{"hooked"}, known{"known"},
-      watch{"watch"};
+      watch{"watch"}, about_to_run{"about_to_run"};
 } position;
 
 inline struct CourseSlots {
@@ -200,7 +207,7 @@ inline struct MicroBatchSlots {
   Slot mover{"mover"}, home{"home"}, home_key{"home_key"}, count{"count"}, forward_done{"forward_done"},
       bounds{"bounds"}, running{"running"}, fresh{"fresh"}, due{"due"}, tie{"_tie"}, moved{"moved"},
       saving{"_saving"}, alive{"_alive"}, native{"native"}, ahead{"ahead"}, queue{"_queue"}, cursor{"_cursor"},
-      reached{"_reached"}, in_backward{"in_backward"};
+      reached{"_reached"}, in_backward{"in_backward"}, recomputed{"recomputed"};
 } micro_batch;
 
 inline struct RecordSlots {
@@ -247,7 +254,7 @@ inline struct SavedSlotSlots {
 
 inline struct SavesSlots {
   Slot program{"program"}, slots{"slots"}, entered{"entered"}, made{"_made"}, saver{"_saver"}, nbytes{"_nbytes"},
-      taken{"_taken"}, again{"again"}, entries{"entries"};
+      taken{"_taken"}, again{"again"}, entries{"entries"}, seen{"_seen"}, firsts{"_firsts"};
 } saves;
 
 inline struct RerunSlots {
@@ -259,13 +266,15 @@ inline struct Engine {
   PyTypeObject *Record = nullptr, *Handle = nullptr, *Token = nullptr, *Marks = nullptr, *Mover = nullptr,
                *CpuBackend = nullptr, *ModuleRerun = nullptr, *SavedSlot = nullptr, *Made = nullptr, *Saver = nullptr,
                *MicroBatch = nullptr, *MadeBy = nullptr, *Tape = nullptr, *AcceleratorBackend = nullptr,
-               *NativeEvent = nullptr, *EvictingMover = nullptr, *Backend = nullptr;
+               *NativeEvent = nullptr, *EvictingMover = nullptr, *Backend = nullptr, *Saves = nullptr, *Entry = nullptr;
   PyObject *DEVICE = nullptr, *COPYING = nullptr, *HOST = nullptr, *LOADED = nullptr, *KEPT = nullptr,
            *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
            *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr, *TAG = nullptr;
   PyObject *engines = nullptr, *compiler = nullptr, *under_way = nullptr, *UNKNOWN = nullptr,
-           *hooks_are_ours_alone = nullptr, *push_hooks = nullptr, *pop_hooks = nullptr, *top_hooks = nullptr;
-  PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *unpacked = nullptr, *heappush = nullptr,
+           *hooks_enabled = nullptr, *push_hooks = nullptr, *pop_hooks = nullptr, *top_hooks = nullptr,
+           *transform = nullptr, *under_checkpoint = nullptr, *torch = nullptr;
+  PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *as_saved = nullptr, *reading = nullptr,
+           *partial = nullptr, *random = nullptr, *autocast_kinds = nullptr, *heappush = nullptr,
            *heappop = nullptr, *inline_path = nullptr, *MARKERS = nullptr, *set_by_others = nullptr, *empty = nullptr,
            *second_runs = nullptr, *nullcontext = nullptr;
   // why something waits
@@ -273,6 +282,16 @@ inline struct Engine {
            *IN_AFTER_COMPUTE = nullptr, *COMPUTE_AFTER_IN = nullptr, *RETIRE_AFTER_COPIES = nullptr;
   PyObject *held = nullptr, *owned = nullptr, *without = nullptr;  // the ledger's counters
 } engine;
+
+// What a module has, without asking its type.
+inline PyObject* of_module(PyObject* module, Name& name) {
+  PyObject* found = PyDict_GetItemWithError(PyModule_GetDict(module), name.object());
+  if (found == nullptr) {
+    if (!PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, name.object());
+    throw python_error();
+  }
+  return found;
+}
 
 inline PyObject* marks_name() {
   static Name name("_mindspeed_mem");

@@ -5,6 +5,7 @@
 #include "moves.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
 
 namespace hot {
 
@@ -52,6 +53,37 @@ inline int start(PyObject* where, PyObject* batch, PyObject* of, PyObject* entry
   }
   if (kind != NOTHING_SAVED) switch_to(batch, PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
   return micro_batch.ahead.is_none(batch) ? kind : kind | AHEAD;
+}
+
+// ---- regions.py
+inline bool hooks_may_be() { return must(PyObject_IsTrue(call(engine.hooks_enabled).get())); }
+
+inline bool hooks_are_ours_alone() {
+  return engine.top_hooks != Py_None && call(engine.top_hooks, Py_False).get() == Py_None && hooks_may_be();
+}
+
+inline bool is_under_checkpoint() {
+  static Name name("__module__");
+  if (engine.top_hooks == Py_None) return call(engine.under_checkpoint).get() == Py_True;
+  Own hooks = call(engine.top_hooks, Py_False);
+  if (hooks.get() == Py_None) return false;
+  Own home(PyObject_GetAttr(PyTuple_GET_ITEM(hooks.get(), 0), name.object()));
+  if (!home) PyErr_Clear();
+  return home && PyUnicode_Check(home.get()) &&
+         PyUnicode_CompareWithASCIIString(home.get(), "torch.utils.checkpoint") == 0;
+}
+
+inline bool may_save() {
+  if (!at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1) return false;
+  return call(engine.transform).get() == Py_None && !is_under_checkpoint();
+}
+
+inline PyObject* regions_hooks_are_ours_alone(PyObject*, PyObject*) {
+  return guarded([] { return new_reference(hooks_are_ours_alone() ? Py_True : Py_False); });
+}
+
+inline PyObject* regions_may_save(PyObject*, PyObject*) {
+  return guarded([] { return new_reference(may_save() ? Py_True : Py_False); });
 }
 
 inline PyObject* last_of(PyObject* list) { return PyList_GET_ITEM(list, PyList_GET_SIZE(list) - 1); }

@@ -36,14 +36,15 @@ class Drawn {
   std::optional<double> normals_;
 };
 
-// host_state(fresh): the tensor that ``fresh()`` returned the last time, if nobody has drawn since.
-inline PyObject* host_state(PyObject*, PyObject* fresh) {
+// rng.host_state(): the tensor that it returned the last time, if nobody has drawn since.
+inline PyObject* host_state(PyObject*, PyObject*) {
   return guarded([&] {
     static std::optional<Drawn> then;
     static PyObject* tensor = nullptr;
+    static Name fresh("get_rng_state");
     const Drawn now;
     if (then && *then == now) return new_reference(tensor);
-    Own found = call(fresh);
+    Own found = fresh.call(engine.torch);
     if (Drawn() == now) {  // no other thread has drawn meanwhile
       then = now;
       Py_XSETREF(tensor, new_reference(found.get()));
@@ -86,9 +87,14 @@ inline PyObject* device_state(PyObject*, PyObject* const* args, Py_ssize_t count
   });
 }
 
-// Whether these are the very same tensors, in the same containers.
+// Whether nobody has drawn between the two, which have the same containers.
 inline bool are_same(PyObject* states, PyObject* others) {
-  if (THPVariable_Check(states)) return states == others;
+  if (THPVariable_Check(states)) {
+    if (states == others || !THPVariable_Check(others)) return states == others;
+    // a tracker's that was forked, and not drawn from: whoever forks it puts another tensor there
+    const at::Tensor &one = THPVariable_Unpack(states), &other = THPVariable_Unpack(others);
+    return one.device().is_cpu() && other.device().is_cpu() && one.dtype() == other.dtype() && at::equal(one, other);
+  }
   if (Py_TYPE(states) != Py_TYPE(others)) return false;
   if (PyTuple_Check(states)) {
     const Py_ssize_t count = PyTuple_GET_SIZE(states);

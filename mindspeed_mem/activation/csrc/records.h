@@ -11,6 +11,8 @@
 
 namespace hot {
 
+constexpr long long STAYS = -1;  // as in records.py
+
 inline Own tuple_of(c10::IntArrayRef numbers, PyTypeObject* type) {
   Own made = own(type->tp_alloc(type, static_cast<Py_ssize_t>(numbers.size())));
   for (size_t i = 0; i < numbers.size(); ++i) {

@@ -1,4 +1,4 @@
-// operator_runs.py: operators that somebody has to know of; and what wrappers.py calls around every operator.
+// operator_runs.py: operators that somebody has to know of.
 
 #pragma once
 
@@ -6,8 +6,6 @@
 #include "saves.h"
 
 namespace hot {
-
-inline Name at_position{"position"}, at_operators{"operators"}, at_passes{"passes"};
 
 // Of an `OperatorRuns`.
 inline Own place_in(PyObject* self) {
@@ -31,18 +29,20 @@ inline bool recomputes(PyObject* self) {
   return name.is_true(plan_of(self).get());
 }
 
-// Whether an operator may have to run again: not where `PlanInForce.recompute` has said that it has not.
-inline bool may_run_again(PyObject* self, PyObject* layer, PyObject* path) {
+// What `PlanInForce.recompute` has said: None of an operator that does not run again; empty: nobody has asked yet.
+inline Own said_of(PyObject* self, PyObject* layer, PyObject* path) {
   static Name said("_recompute");
-  if (!recomputes(self)) return false;
+  if (!recomputes(self)) return Own::of(Py_None);
   Own answers = said.of(plan_of(self).get()), key = own(PyTuple_Pack(2, layer, path));
-  PyObject* answer = PyDict_GetItemWithError(answers.get(), key.get());
-  if (answer == nullptr && PyErr_Occurred()) throw python_error();
-  return answer != Py_None;
+  return found_in(answers.get(), key.get());
+}
+inline Own saved_of(PyObject* self) {
+  static Name name("_saved");
+  return name.of(self);
 }
 inline Own hooks_of(PyObject* self) {
-  static Name saved("_saved"), name("hooks");
-  return name.of(saved.of(self).get());
+  static Name name("hooks");
+  return name.of(saved_of(self).get());
 }
 
 // Whoever measures times is told what runs.
@@ -76,7 +76,7 @@ inline void by_course(PyObject* self, PyObject* where, PyObject* batch, PyObject
     }
   }
   if (position.hooked.number(where) != 0 || !hooked.is_true(second_runs_of(self).get()) ||
-      call(engine.hooks_are_ours_alone).get() != Py_True) {
+      !hooks_are_ours_alone()) {
     return;
   }
   // Under a checkpoint, whose hooks must stay innermost, or where somebody has disabled hooks: run natively.
@@ -178,34 +178,64 @@ inline PyObject* call_with(PyObject* original, PyObject* module, PyObject* args,
   return PyObject_VectorcallDict(original, given.data(), given.size(), kwargs);
 }
 
+// The same, of a module, or of what is a call by itself: then `module` is nullptr.
+inline Own result_of(PyObject* original, PyObject* module, PyObject* args, PyObject* kwargs) {
+  return own(module == nullptr ? PyObject_Call(original, args, kwargs) : call_with(original, module, args, kwargs));
+}
+
+// A hook before backward of an operator's result: `self` is its micro-batch and number.
+inline PyObject* backward_begins(PyObject* self, PyObject*) {
+  return guarded([&] {
+    unpacks(PyTuple_GET_ITEM(self, 0), PyTuple_GET_ITEM(self, 1));
+    return new_reference(Py_None);
+  });
+}
+
+// `OperatorRuns._sign_at`, where the course says so; `of`: the course, or None.
+inline void sign(PyObject* self, PyObject* where, PyObject* of, PyObject* number, PyObject* result) {
+  static Name covered("covered"), grad_fn("grad_fn"), before("register_prehook");
+  static PyMethodDef hook = {"backward_begins", backward_begins, METH_O, nullptr};
+  if (of == Py_None || must(PySet_Contains(course.signed_.get(of), number)) == 0) return;
+  const bool several = (PyTuple_Check(result) || PyList_Check(result)) && PySequence_Fast_GET_SIZE(result) > 0;
+  PyObject *output = several ? PySequence_Fast_GET_ITEM(result, 0) : result, *batch = position.micro_batch.get(where);
+  if (!THPVariable_Check(output) || batch == Py_None || !covered.is_true(plan_of(self).get())) return;
+  Own node = grad_fn.of(output);
+  if (node.get() == Py_None) return;
+  Own place = own(PyTuple_Pack(2, batch, number)), begins = own(PyCFunction_New(&hook, place.get()));
+  before.call(node.get(), begins.get());
+}
+
+// `OperatorRuns._run_within`
+inline PyObject* run_within(PyObject* self, PyObject* where, PyObject* original, PyObject* module, PyObject* args,
+                            PyObject* kwargs) {
+  static Name returns("returns");
+  if (!position.watch.is_none(where)) returns.call(position.watch.get(where));
+  PyObject* batch = position.micro_batch.get(where);
+  Own number = batch == Py_None ? own(PyLong_FromLong(0)) : Own::of(micro_batch.count.get(batch));
+  Own of = Own::of(position.course.get(where)), result = result_of(original, module, args, kwargs);
+  sign(self, where, of.get(), number.get(), result.get());
+  return result.release();
+}
+
 // `OperatorRuns._run_once`; `module`: the first argument of ``original``, or nullptr.
 inline PyObject* run_once(PyObject* self, PyObject* where, PyObject* layer, PyObject* path, PyObject* original,
                           PyObject* module, PyObject* args, PyObject* kwargs) {
-  static Name within("_run_within"), sign_at("_sign_at");
   PyObject* stack = position.stack.get(where);
   const long long depth = PyList_GET_SIZE(stack);
   if (depth != 0 && same(PyTuple_GET_ITEM(last_of(stack), 1), path) &&
       same(PyTuple_GET_ITEM(last_of(stack), 0), layer)) {
     // a subclass calling super, or a marker of the same name
-    if (module == nullptr) return within.call(self, original, args, kwargs).release();
-    Own first = own(PyTuple_Pack(1, module)), all = own(PySequence_Concat(first.get(), args));
-    return within.call(self, original, all.get(), kwargs).release();
+    return run_within(self, where, original, module, args, kwargs);
   }
   if (position.micro_batch.is_none(where)) fail_assertion("an operator runs in no micro-batch");
   Own number = own(PyLong_FromLongLong(micro_batch.count.number(position.micro_batch.get(where)) + 1));
-  Own result;
-  try {
+  Own result(guarded([&] {
     begin_run(self, where, layer, path, Py_False);
-    result = Own(module == nullptr ? PyObject_Call(original, args, kwargs) : call_with(original, module, args, kwargs));
-  } catch (python_error& raised) {
-    raised.restore();
-  }
+    return result_of(original, module, args, kwargs).release();
+  }));
   if (!result) return abandon(self, depth);
   end_run(self, where, depth);
-  PyObject* of = position.course.get(where);
-  if (of != Py_None && must(PySet_Contains(course.signed_.get(of), number.get()))) {
-    sign_at.call(self, result.get(), number.get());
-  }
+  sign(self, where, Own::of(position.course.get(where)).get(), number.get(), result.get());
   return result.release();
 }
 
@@ -264,138 +294,6 @@ inline PyObject* operator_runs_signature(PyObject* self, PyObject* const* args, 
     PyObject *name = nullptr, *value = nullptr;
     for (Py_ssize_t i = 0; PyDict_Next(args[2], &i, &name, &value);) look(value);
     return must(PyList_AsTuple(found.get()));
-  });
-}
-
-// ---- what wrappers.py calls
-
-// What a module has, without asking its type.
-inline PyObject* of_module(PyObject* module, Name& name) {
-  PyObject* found = PyDict_GetItemWithError(PyModule_GetDict(module), name.object());
-  if (found == nullptr) {
-    if (!PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, name.object());
-    throw python_error();
-  }
-  return found;
-}
-
-// The engine in use, unless a compiler looks on.
-inline Own engine_in_use() {
-  static Name in_use("in_use"), compiling("_is_compiling_flag");
-  PyObject* found = of_module(engine.engines, in_use);
-  return found == Py_None || of_module(engine.compiler, compiling) == Py_True ? Own() : Own::of(found);
-}
-
-inline void tell_ahead(PyObject* in_use, PyObject* where) {
-  static Name reaches("forward_reaches");
-  Own passes = at_passes.of(in_use);
-  reaches.call(passes.get(), position.micro_batch.get(where));
-}
-
-// runs(original, module, args, kwargs): `forward` of a module that may be an operator.
-inline PyObject* runs(PyObject*, PyObject* const* given, Py_ssize_t) {
-  return guarded([&]() -> PyObject* {
-    PyObject *original = given[0], *module = given[1], *args = given[2], *kwargs = given[3];
-    Own in_use = engine_in_use();
-    if (!in_use) return call_with(original, module, args, kwargs);
-    Own attributes = own(PyObject_GenericGetDict(module, nullptr));
-    Own place = Own::of(PyDict_GetItemWithError(attributes.get(), engine.TAG));
-    if (!place) {
-      if (PyErr_Occurred()) throw python_error();
-      return call_with(original, module, args, kwargs);
-    }
-    if (!is_empty(engine.under_way)) {
-      Own running = Own::of(last_of(engine.under_way));
-      enter_again(running.get(), PyTuple_GET_ITEM(place.get(), 1), args, kwargs);
-      return call_with(original, module, args, kwargs);
-    }
-    Own where = at_position.of(in_use.get()), operators = at_operators.of(in_use.get());
-    Own rerunning = Own::of(position.rerun.get(where.get()));
-    const long long code = enter(where.get(), place.get(), rerunning.get());
-    if (code < 0) {
-      static Name run("run");
-      PyObject *layer = PyTuple_GET_ITEM(place.get(), 0), *path = PyTuple_GET_ITEM(place.get(), 1);
-      if (is_empty(position.stack.get(where.get())) || rerunning.get() != Py_None ||
-          may_run_again(operators.get(), layer, path) ||
-          !observation.counting.is_none(observed(operators.get()).get())) {
-        return run.call(operators.get(), original, module, args, kwargs).release();
-      }
-      return run_once(operators.get(), where.get(), layer, path, original, module, args, kwargs);
-    }
-    if ((code & AHEAD) != 0) tell_ahead(in_use.get(), where.get());
-    if ((code & ENTERS) != 0) {
-      static Name enters("enters");
-      enters.call(rerun.saved.get(rerunning.get()), rerunning.get(), PyTuple_GET_ITEM(place.get(), 1), args, kwargs);
-    }
-    Own result(call_with(original, module, args, kwargs));
-    if (!result) return abandon(operators.get(), code >> BITS);
-    if (!leave(where.get(), code, rerunning.get())) end_run(operators.get(), where.get(), code >> BITS);
-    return result.release();
-  });
-}
-
-// Where inline code is in a layer that runs for the first time; empty where it is not.
-inline Own place_of_mark(PyObject* in_use) {
-  if (in_use == nullptr || !is_empty(engine.under_way)) return Own();
-  Own where = at_position.of(in_use);
-  return is_empty(position.stack.get(where.get())) ? Own() : std::move(where);
-}
-
-// `OperatorRuns.mark_start`, of an operator that somebody has to know of.
-inline void begin_mark(PyObject* self, PyObject* where, PyObject* suffix) {
-  static Name start_tape("start_tape");
-  Own top = Own::of(last_of(position.stack.get(where)));
-  PyObject* layer = PyTuple_GET_ITEM(top.get(), 0);
-  Own path = call(engine.inline_path, PyTuple_GET_ITEM(top.get(), 1), suffix);
-  begin_run(self, where, layer, path.get(), Py_True);
-  if (position.rerun.is_none(where) && may_run_again(self, layer, path.get())) {
-    start_tape.call(second_runs_of(self).get(), layer, path.get());
-  }
-}
-
-// `OperatorRuns.mark_stop`
-inline void end_mark(PyObject* self, PyObject* where, PyObject* suffix) {
-  if (is_marked(where, suffix)) end_run(self, where, PyList_GET_SIZE(position.stack.get(where)) - 1);
-}
-
-// The marker itself: `original(msg, suffix)`. Where its ranges are off it would do nothing, and is not called.
-inline PyObject* mark(PyObject* original, PyObject* names, PyObject* caller, PyObject* message, PyObject* suffix) {
-  static Name switched("_nvtx_enabled");
-  PyObject* enabled = PyDict_GetItemWithError(names, switched.object());
-  if (enabled == nullptr && PyErr_Occurred()) throw python_error();
-  if (enabled == Py_False) return new_reference(Py_None);
-  if (message == Py_None && enabled != nullptr && must(PyObject_IsTrue(enabled))) {
-    Own named = call(caller);
-    return call(original, named.get(), suffix).release();
-  }
-  return call(original, message, suffix).release();
-}
-
-// begins(original, names, caller, message, suffix): inline code of the name ``suffix`` does.
-inline PyObject* begins(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&] {
-    PyObject *message = args[3], *suffix = args[4];
-    Own in_use = message == Py_None && suffix != Py_None ? engine_in_use() : Own();
-    Own where = place_of_mark(in_use.get());
-    if (where) {
-      const int started = mark_start(where.get(), suffix);
-      if (started == 0) begin_mark(at_operators.of(in_use.get()).get(), where.get(), suffix);
-      if (started == 2) tell_ahead(in_use.get(), where.get());
-    }
-    return mark(args[0], args[1], args[2], message, suffix);
-  });
-}
-
-// ends(original, names, caller, message, suffix): inline code of the name ``suffix`` does.
-inline PyObject* ends(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&] {
-    PyObject *message = args[3], *suffix = args[4];
-    Own in_use = message == Py_None && suffix != Py_None ? engine_in_use() : Own();
-    Own where = place_of_mark(in_use.get());
-    if (where && !mark_stop(where.get(), suffix, in_use.get())) {
-      end_mark(at_operators.of(in_use.get()).get(), where.get(), suffix);
-    }
-    return mark(args[0], args[1], args[2], message, suffix);
   });
 }
 

@@ -203,7 +203,45 @@ inline Own keep_as_known(Hooks* of, PyObject* tensor, PyObject* save, PyObject* 
   return kept;
 }
 
+inline struct ModuleRerunSlots {
+  Slot inputs{"inputs"}, outputs{"outputs"}, layer{"layer"}, op{"op"}, number{"number"}, untried{"untried"},
+      entered_again{"_entered_again"};
+} module_rerun;
+
+// `Rerun.used_at`
+inline void used_at(PyObject* rerunning, PyObject* number) {
+  static Name slowly("used_at");
+  if (Py_TYPE(rerunning) != engine.ModuleRerun) {
+    slowly.call(rerunning, number);
+    return;
+  }
+  Own inputs = Own::of(module_rerun.inputs.get(rerunning));
+  for (Py_ssize_t i = 0; inputs.get() != Py_None && i < PyList_GET_SIZE(inputs.get()); ++i) {
+    Own of = Own::of(handle.record.get(PyTuple_GET_ITEM(PyList_GET_ITEM(inputs.get(), i), 0)));
+    if (of.get() == Py_None || number_of(number) < record.last_use.number(of.get())) continue;
+    record.last_use.set_borrowed(of.get(), number);  // `Record.used_at`
+    if (record.state.get(of.get()) == engine.DROPPED) used_at(Own::of(record.way_back.get(of.get())).get(), number);
+  }
+}
+
 // ---- what a recomputed operator makes for backward alone
+
+// What an operator inside takes as `entry` says is saved as this number.
+inline void enters_at(PyObject* self, PyObject* entry, PyObject* number) {
+  Own none = own(PyList_New(0)), place = own(PyTuple_Pack(2, PyTuple_GET_ITEM(entry, 2), number));
+  PyObject* known = must(PyDict_SetDefault(saves.entries.get(self), PyTuple_GET_ITEM(entry, 1), none.get()));
+  must(PyList_Append(known, place.get()));
+}
+
+// `Saves._was_taken`
+inline void was_taken(PyObject* self, PyObject* number, PyObject* storage, const at::Tensor& tensor) {
+  Own taken = found_in(saves.taken.get(self), number);
+  if (!taken || target_of(PyTuple_GET_ITEM(taken.get(), 0)).get() != storage ||
+      number_of(PyTuple_GET_ITEM(taken.get(), 3)) != tensor._version()) {
+    return;
+  }
+  enters_at(self, taken.get(), number);
+}
 
 // `Made`
 inline Own new_made(PyObject* rerunning, PyObject* batch, PyObject* storage, PyObject* attributes,
@@ -241,7 +279,6 @@ inline bool is_untouched(PyObject* marks) {
 
 // `Saves.drops`; empty: it needs a record.
 inline Own drops(Hooks* of, PyObject* rerunning, PyObject* tensor, PyObject* batch, bool by_function) {
-  static Name was_taken("_was_taken"), used_at("used_at");
   PyObject* self = rerun.saved.get(rerunning);
   PyObject *slots = saves.slots.get(self), *known = PyTuple_GET_ITEM(saves.program.get(self), 0);
   const Py_ssize_t turn = PyList_GET_SIZE(slots);
@@ -277,7 +314,7 @@ inline Own drops(Hooks* of, PyObject* rerunning, PyObject* tensor, PyObject* bat
     saves.nbytes.set_number(self, saves.nbytes.number(self) + made.nbytes.number(mine.get()));
     Own reference = reference_to(mine.get()), entry = own(PyTuple_Pack(2, reference.get(), layout.get()));
     must(PyList_Append(slots, entry.get()));
-    if (must(PyDict_Contains(saves.taken.get(self), first))) was_taken.call(self, first, storage.get(), tensor);
+    was_taken(self, first, storage.get(), given);
   }
   PyObject* count = micro_batch.count.get(batch);
   Own saving = Own::of(saves.saver.get(self));
@@ -287,7 +324,7 @@ inline Own drops(Hooks* of, PyObject* rerunning, PyObject* tensor, PyObject* bat
     saver.number.set_borrowed(saving.get(), count);
     saved_by(batch, count);
     saves.saver.set_borrowed(self, saving.get());
-    if (rerun.moves_inputs.get(rerunning) == Py_True) used_at.call(rerunning, count);
+    if (rerun.moves_inputs.get(rerunning) == Py_True) used_at(rerunning, count);
   }
   Own kept = make(engine.SavedSlot);
   const bool as_first = same(layout.get(), made.layout.get(mine.get()));
@@ -319,26 +356,9 @@ inline struct MadeBySlots {
   Slot rerun{"rerun"}, slot{"slot"}, version{"_version"}, base{"_base"};
 } made_by;
 
-inline struct ModuleRerunSlots {
-  Slot inputs{"inputs"}, layer{"layer"}, op{"op"}, number{"number"}, seen{"_seen"},
-      untried{"untried"}, entered_again{"_entered_again"};
-} module_rerun;
-
 inline bool is_watched(const Hooks* of) {
   return !position.watch.is_none(of->position) || !observation.counting.is_none(of->observation) ||
          !observation.stopwatch.is_none(of->observation);
-}
-
-// A weight that a recomputed operator saves, as `SavedTensors.pack_slowly` keeps it; empty: it is none.
-inline Own keep_weight(Hooks* of, PyObject* rerunning, PyObject* tensor) {
-  if (!THPVariable_Check(tensor) || is_watched(of)) return Own();
-  const at::Tensor& given = THPVariable_Unpack(tensor);
-  if (!stays_itself(given) || fast_tensors::is_plain(tensor, of->device_type)) return Own();
-  PyObject* self = rerun.saved.get(rerunning);
-  must(PyList_Append(saves.slots.get(self), Py_None));  // `Saves.adds`
-  Own not_made = own(PyLong_FromLong(-1));
-  must(PyList_Append(module_rerun.seen.get(self), not_made.get()));
-  return native_handle(tensor);
 }
 
 // `Ledger.enter`: the token of a tensor's storage, whose marks these are; empty: it had moved, and is saved again.
@@ -351,6 +371,30 @@ inline Own enter_storage(PyObject* marks, const at::Tensor& tensor, bool is_owne
   return counted;
 }
 
+// `Saves.enters`, where it is known which arguments are saved later
+inline void enters_known(PyObject* self, PyObject* path, PyObject* args, PyObject* kwargs) {
+  static Name entries("entries");
+  PyObject* entered = saves.entered.get(self);
+  Own number = own(PyLong_FromSsize_t(PyList_GET_SIZE(entered))), tensors = own(PyList_New(0));
+  Own wanted = found_in(entries.of(saves.program.get(self)).get(), number.get());
+  must(PyList_Append(entered, path));
+  collect(args, tensors.get());
+  collect(kwargs, tensors.get());
+  for (Py_ssize_t i = 0; wanted && i < PyList_GET_SIZE(wanted.get()); ++i) {
+    PyObject* place = PyList_GET_ITEM(wanted.get(), i);
+    const long long at = number_of(PyTuple_GET_ITEM(place, 0));
+    if (at >= PyList_GET_SIZE(tensors.get())) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors.get(), at));
+    if (tensor.layout() != c10::kStrided) continue;
+    Own storage = storage_of(tensor), entry = own(engine.Entry->tp_alloc(engine.Entry, 4));
+    PyTuple_SET_ITEM(entry.get(), 0, reference_to(storage.get()).release());
+    PyTuple_SET_ITEM(entry.get(), 1, new_reference(number.get()));
+    PyTuple_SET_ITEM(entry.get(), 2, new_reference(PyTuple_GET_ITEM(place, 0)));
+    PyTuple_SET_ITEM(entry.get(), 3, must(PyLong_FromLongLong(tensor._version())));
+    must(PyDict_SetItem(saves.taken.get(self), PyTuple_GET_ITEM(place, 1), entry.get()));
+  }
+}
+
 // `Rerun.can_run`
 inline bool can_run(PyObject* rerunning) {
   static Name can_run("can_run");
@@ -358,179 +402,21 @@ inline bool can_run(PyObject* rerunning) {
   return can_run.call(rerunning).get() == Py_True;
 }
 
-// What another operator saves of which a recomputed one can make it again, as `SavedTensors._keep_plain` keeps it;
-// empty: it is out of the ordinary.
-inline Own keep_remade(Hooks* of, PyObject* tensor, PyObject* batch, bool by_function) {
-  static Name by_name("made_by"), record_name("record"), stays("stays"), in_force("_in_force"), layers("num_layers"),
-      known_name("known"), dropped_name("dropped"), makes("makes"), used_at("used_at");
-  if (batch == Py_None || is_watched(of) || has_several_streams(of->mover) || !on_home_stream(of, batch)) return Own();
-  if (!fast_tensors::is_plain(tensor, of->device_type)) return Own();
-  const at::Tensor& given = THPVariable_Unpack(tensor);
-  if (by_function && (stays_itself(given) || told_to_stay(tensor))) return Own();
-  Own storage = storage_of(given), attributes = attributes_of(storage.get());
-  Own marks = Own::of(marks_in(attributes.get()));
-  if (!marks || stays.is_true(marks.get()) || record_name.of(marks.get()).get() != Py_None) return Own();
-  Own by = by_name.of(marks.get());
-  if (by.get() == Py_None) return Own();
-  Own maker = Own::of(made_by.rerun.get(by.get()));
-  PyObject* mine = maker.get();
-  if (!can_run(mine) ||
-      !holds(made_by.version.get(by.get()), made_by.base.get(by.get()), given) ||
-      known_name.of(of->mover).get() != Py_None) {
-    return Own();
-  }
-  const long long layer = module_rerun.layer.number(mine);
-  const bool owned = layer >= 0 && layer < layers.number(in_force.of(of->saved).get());
-  Own counted = enter_storage(marks.get(), given, owned, rerun.owner.get(mine));
-  if (!counted) return Own();
-  Own owner = own(PyTuple_Pack(3, module_rerun.layer.get(mine), module_rerun.op.get(mine), module_rerun.number.get(mine)));
-  Own distance = own(PyLong_FromLong(0));
-  Own made = new_record(of->mover, batch, owner.get(), storage.get(), counted.get(), given, distance.get());
-  Own reference = reference_to(made.get());
-  record_name.set(marks.get(), reference.get());
-  leave(made.get(), engine.DROPPED, mine);  // `Rerun.take`
-  add_to(dropped_name.of(rerun.mover.get(mine)).get(), rerun.owner.get(mine), record.nbytes.number(made.get()));
-  makes.call(mine, made_by.slot.get(by.get()), made.get());
-  PyObject* number = micro_batch.count.get(batch);
-  Own kept = new_handle(tensor, made.get(), batch, number), mine_too = reference_to(kept.get());
-  must(PyList_Append(record.handles.get(made.get()), mine_too.get()));
-  if (number_of(number) >= record.last_use.number(made.get())) {  // `Record.used_at`
-    record.last_use.set_borrowed(made.get(), number);
-    if (rerun.moves_inputs.get(mine) == Py_True) used_at.call(mine, number);
-  }
-  let_go(kept.get());
-  return kept;
+// `Rerun.take`, of a record that is still there
+inline void take(PyObject* rerunning, PyObject* of) {
+  static Name dropped_name("dropped");
+  leave(of, engine.DROPPED, rerunning);
+  add_to(dropped_name.of(rerun.mover.get(rerunning)).get(), rerun.owner.get(rerunning), record.nbytes.number(of));
 }
 
-// ---- a second run
-inline Slot remaining{"_remaining"};
-inline PyObject* enough = nullptr;
-
-// The same storage, made again: whether `one`, a `Made`, is what `tensor` is now, laid out as `layout` says.
-inline bool fill(PyObject* self, PyObject* one, PyObject* layout, const at::Tensor& tensor) {
-  Own found = layout_of(tensor);
-  if (!same(found.get(), layout) ||
-      static_cast<long long>(tensor.storage().nbytes()) != made.nbytes.number(one)) {
-    return false;
+// `Rerun.makes`
+inline void makes(PyObject* rerunning, PyObject* slot, PyObject* of) {
+  static Name slowly("makes");
+  if (Py_TYPE(rerunning) == engine.ModuleRerun) {
+    must(PyList_SetItem(module_rerun.outputs.get(rerunning), number_of(slot), reference_to(of).release()));
+  } else {
+    slowly.call(rerunning, slot, of);
   }
-  made.tensor.set(one, same(layout, made.layout.get(one))
-                           ? alias_of(tensor)
-                           : own(THPVariable_Wrap(laid_out(tensor.storage(), made.layout.get(one)))));
-  made.version.set_number(one, THPVariable_Unpack(made.tensor.get(one))._version());
-  made.state.set_borrowed(one, engine.REMADE);
-  enter_copy(tensor, made.nbytes.get(one), true, rerun.owner.get(self));
-  if (!made.attributes.is_none(one)) {
-    Own storage = storage_of(tensor), attributes = attributes_of(storage.get());
-    must(PyDict_Update(attributes.get(), made.attributes.get(one)));
-  }
-  return true;
-}
-
-// Rerun.fill(record, tensor)
-inline PyObject* rerun_fills(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&]() -> PyObject* {
-    static Name slowly("fill_slowly"), mark("mark"), saves("saves");
-    takes(count, 2, "fill takes a record and a tensor");
-    PyObject *of = args[0], *mover = rerun.mover.get(self);
-    if (Py_TYPE(of) != engine.Record || !fast_tensors::is_tensor(args[1])) {
-      return slowly.call(self, of, args[1]).release();
-    }
-    const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-    record.buffer.set(of, alias_of(tensor));
-    record.state.set_borrowed(of, engine.REMADE);
-    record.version.set_number(of, tensor._version());
-    Own base = own(THPVariable_Wrap(base_of(tensor)));
-    record.base.set(of, reference_to(base.get()));
-    Own nbytes = own(PyLong_FromUnsignedLongLong(tensor.storage().nbytes()));
-    enter_copy(tensor, nbytes.get(), record.layer.number(of) >= 0, owner_of(of).get());
-    if (!record.attributes.is_none(of)) mark.call(of, storage_of(tensor).get());
-    if (has_several_streams(mover) || !is_home(mover, record.micro_batch.get(of))) {
-      saves.call(mover, of, args[1], Py_True);
-    }
-    return new_reference(Py_None);
-  });
-}
-
-// `ModuleRerun.refill`
-inline PyObject* refill(PyObject* self, PyObject* tensor) {
-  return guarded([&]() -> PyObject* {
-    static Name slowly("refill_slowly");
-    PyObject* first = rerun.saved.get(self);
-    PyObject* slots = saves.slots.get(first);
-    const long long index = saves.again.number(first);
-    if (index < PyList_GET_SIZE(slots)) {
-      PyObject* entry = PyList_GET_ITEM(slots, index);
-      Own wanted = entry == Py_None ? Own() : target_of(PyTuple_GET_ITEM(entry, 0));
-      const bool is_made = wanted && Py_TYPE(wanted.get()) == engine.Made;
-      if (!wanted || (is_made && made.state.get(wanted.get()) != engine.DROPPED)) {
-        saves.again.set_number(first, index + 1);
-        return new_reference(Py_None);
-      }
-      PyObject* mover = rerun.mover.get(self);
-      if (is_made && fast_tensors::is_tensor(tensor) && THPVariable_Unpack(tensor).layout() == c10::kStrided &&
-          !has_several_streams(mover) && is_home(mover, made.micro_batch.get(wanted.get())) &&
-          fill(self, wanted.get(), PyTuple_GET_ITEM(entry, 1), THPVariable_Unpack(tensor))) {
-        const long long left = remaining.number(self) - 1;
-        remaining.set_number(self, left);
-        saves.again.set_number(first, index + 1);
-        if (left != 0) return new_reference(Py_None);
-        PyErr_SetNone(enough);
-        return nullptr;
-      }
-    }
-    return slowly.call(self, tensor).release();
-  });
-}
-
-// `ModuleRerun.enters_again`: what an operator takes is there before it runs.
-inline void enter_again(PyObject* self, PyObject* path, PyObject* args, PyObject* kwargs) {
-  static Name is_there("_is_there");
-  PyObject* first_run = rerun.saved.get(self);
-  PyObject* entries = saves.entries.get(first_run);
-  if (PyDict_GET_SIZE(entries) == 0 || !module_rerun.untried.is_none(self)) return;
-  Own number = Own::of(module_rerun.entered_again.get(self));
-  const long long at = number_of(number.get());
-  module_rerun.entered_again.set_number(self, at + 1);
-  Own wanted = Own::of(PyDict_GetItemWithError(entries, number.get()));
-  if (!wanted) {
-    if (PyErr_Occurred()) throw python_error();
-    return;
-  }
-  if (!same(PyList_GET_ITEM(saves.entered.get(first_run), at), path)) return;
-  Own given = own(PyTuple_Pack(2, args, kwargs)), tensors = own(PyList_New(0));
-  collect(given.get(), tensors.get());
-  PyObject* mover = rerun.mover.get(self);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wanted.get()); ++i) {
-    PyObject* entry = PyList_GET_ITEM(wanted.get(), i);
-    const long long position = number_of(PyTuple_GET_ITEM(entry, 0)), first = number_of(PyTuple_GET_ITEM(entry, 1));
-    Own tensor = own(PySequence_GetItem(tensors.get(), position));
-    PyObject* slot = PyList_GET_ITEM(saves.slots.get(first_run), first);
-    Own one = slot == Py_None ? Own() : target_of(PyTuple_GET_ITEM(slot, 0));
-    if (!one) continue;
-    if (Py_TYPE(one.get()) == engine.Made && fast_tensors::is_tensor(tensor.get()) && !has_several_streams(mover) &&
-        is_home(mover, made.micro_batch.get(one.get()))) {
-      if (made.state.get(one.get()) != engine.DROPPED) continue;
-      const at::Tensor& taken = THPVariable_Unpack(tensor.get());
-      if (taken.layout() == c10::kStrided && fill(self, one.get(), layout_of(taken).get(), taken)) {
-        remaining.set_number(self, remaining.number(self) - 1);
-        continue;
-      }
-    }
-    is_there.call(self, PyTuple_GET_ITEM(entry, 1), tensor.get());
-  }
-  if (remaining.number(self) == 0) {
-    PyErr_SetNone(enough);
-    throw python_error();
-  }
-}
-
-// ModuleRerun.enters_again(path, args, kwargs)
-inline PyObject* module_rerun_enters_again(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&]() -> PyObject* {
-    takes(count, 3, "enters_again takes a path, arguments and keywords");
-    enter_again(self, args[0], args[1], args[2]);
-    return new_reference(Py_None);
-  });
 }
 
 }  // namespace hot

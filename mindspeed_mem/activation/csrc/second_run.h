@@ -4,9 +4,8 @@
 #pragma once
 
 #include "hooks.h"
+#include "refill.h"
 #include "runs.h"
-
-#include <ATen/core/grad_mode.h>
 
 #include <vector>
 
@@ -14,7 +13,7 @@ namespace hot {
 
 inline struct SecondRunSlots {
   Slot call{"call"}, state{"state"}, training{"training"}, given{"_given"}, random{"_random"}, autocast{"_autocast"},
-      places{"_places"}, then{"_then"}, outputs{"outputs"}, noted_again{"_noted_again"};
+      places{"_places"}, then{"_then"}, noted{"noted"}, noted_again{"_noted_again"}, why_not{"why_not"};
 } second_run;
 
 // A list of the module that has `Rerun`.
@@ -167,7 +166,7 @@ class Guarded {
 };
 
 inline void run_as_then(PyObject* self, PyObject* leaves) {
-  static Name refill_outputs("_refill_outputs"), end_again("end_again");
+  static Name end_again("end_again");
   must(PyList_Append(engine.under_way, self));
   const Afterwards over([&] {
     const Py_ssize_t last = PyList_GET_SIZE(engine.under_way) - 1;
@@ -187,7 +186,7 @@ inline void run_as_then(PyObject* self, PyObject* leaves) {
     throw;
   }
   end();
-  if (result && count_wanted(second_run.outputs.get(self), false) > 0) refill_outputs.call(self, result.get());
+  if (result) refill_outputs(self, result.get());
   guarded.leave();
 }
 
@@ -210,7 +209,7 @@ inline PyObject* module_rerun_remakes(PyObject* self, PyObject*) {
   return guarded([&] {
     static Name slowly("remake_slowly");
     const long long wanted =
-        count_wanted(saves.slots.get(rerun.saved.get(self)), true) + count_wanted(second_run.outputs.get(self), false);
+        count_wanted(saves.slots.get(rerun.saved.get(self)), true) + count_wanted(module_rerun.outputs.get(self), false);
     if (wanted == 0) return new_reference(Py_None);
     Own leaves = is_as_then(self) ? leaves_of(self) : Own();
     if (!leaves) return slowly.call(self).release();

@@ -12,7 +12,6 @@
 namespace hot {
 
 inline PyObject* no_owner = nullptr;  // `micro_batch.NO_OWNER`
-inline Slot filled{"_filled"};        // of a `ModuleRerun`
 
 // `MicroBatch.owner_of`
 inline Own owner_in(PyObject* batch, const at::Tensor& tensor) {
@@ -36,11 +35,51 @@ inline Own owner_in(PyObject* batch, const at::Tensor& tensor) {
   return Own::of(low > 0 ? must(PyList_GetItem(running, low - 1)) : no_owner);
 }
 
+// `SavedTensors._make`, of a `SavedTensors`; empty: the storage had moved, and is saved again.
+inline Own record_of_new(PyObject* self, PyObject* mover, PyObject* batch, PyObject* owner, PyObject* storage,
+                         PyObject* marks, const at::Tensor& tensor) {
+  static Name in_force("_in_force"), layers("num_layers"), known("known"), add("add"), record_name("record");
+  PyObject *layer = PyTuple_GET_ITEM(owner, 0), *op = PyTuple_GET_ITEM(owner, 1);
+  Own maker = own(PyTuple_Pack(2, layer, op)), distance = own(PyLong_FromLong(0));
+  const bool owned = number_of(layer) >= 0 && number_of(layer) < layers.number(in_force.of(self).get());
+  Own counted = enter_storage(marks, tensor, owned, maker.get());
+  if (!counted) return Own();
+  Own made = new_record(mover, batch, owner, storage, counted.get(), tensor, distance.get());
+  record.state.set_borrowed(made.get(), engine.KEPT);
+  Own all = known.of(mover);
+  if (all.get() != Py_None) add.call(all.get(), made.get());
+  record_name.set(marks, reference_to(made.get()).get());
+  return made;
+}
+
+// `SavedTensors._hold_here`, where every storage has a record; empty: Python is to look at it.
+inline Own hold_on_record(PyObject* self, PyObject* batch, PyObject* owner, PyObject* storage, PyObject* marks,
+                          const at::Tensor& given) {
+  static Name mover_name("_mover");
+  Own mover = mover_name.of(self);
+  if (has_several_streams(mover.get()) || !is_home(mover.get(), batch)) return Own();
+  Own made = record_of_new(self, mover.get(), batch, owner, storage, marks, given);
+  if (!made) return Own();
+  record.distance.set_number(made.get(), STAYS);
+  Own held = plain_handle(given);
+  handle.record.set_borrowed(held.get(), made.get());
+  must(PyList_Append(record.handles.get(made.get()), reference_to(held.get()).get()));
+  return held;
+}
+
+// `PlanInForce.decision`
+inline Own decision_on(PyObject* in_force, PyObject* layer, PyObject* op) {
+  static Name known("_decisions"), slowly("decision");
+  Own decisions = known.of(in_force), key = own(PyTuple_Pack(2, layer, op));
+  Own found = found_in(decisions.get(), key.get());
+  return found ? std::move(found) : slowly.call(in_force, layer, op);
+}
+
 // `SavedTensors.hold`; empty: Python is to look at it.
 inline Own hold(PyObject* self, PyObject* tensor) {
   static Name where_name("_position"), type("_device_type"), in_force_name("_in_force"), plan_name("plan"),
       moves("swap_recompute_inputs"), every("every_record"), stays("stays"), is_static("static"),
-      record_name("record"), made_by_name("made_by"), decision("decision"), activations("activations"),
+      record_name("record"), made_by_name("made_by"), activations("activations"),
       layers("num_layers");
   Own where = where_name.of(self);
   if (!position.watch.is_none(where.get()) || !fast_tensors::is_plain(tensor, device_type(type.of(self)))) return Own();
@@ -53,16 +92,17 @@ inline Own hold(PyObject* self, PyObject* tensor) {
   Own in_force = in_force_name.of(self), plan = plan_name.of(in_force.get());
   if (batch == Py_None || plan.get() == Py_None || given.storage().nbytes() == 0 ||
       record_name.of(marks.get()).get() != Py_None || made_by_name.of(marks.get()).get() != Py_None ||
-      every.is_true(self) || (moves.is_true(plan.get()) && !stays.is_true(batch))) {
+      (moves.is_true(plan.get()) && !stays.is_true(batch))) {
     return Own();
   }
   Own owner = owner_in(batch, given);
   PyObject *layer = PyTuple_GET_ITEM(owner.get(), 0), *op = PyTuple_GET_ITEM(owner.get(), 1);
-  Own swap = decision.call(in_force.get(), layer, op);
+  Own swap = decision_on(in_force.get(), layer, op);
   if (swap.get() != Py_None) {
     Own moved = activations.of(swap.get());
     if (!PyUnicode_Check(moved.get()) || PyUnicode_CompareWithASCIIString(moved.get(), "saved") != 0) return Own();
   }
+  if (every.is_true(self)) return hold_on_record(self, batch, owner.get(), storage.get(), marks.get(), given);
   Own maker = own(PyTuple_Pack(2, layer, op));
   const bool owned = number_of(layer) >= 0 && number_of(layer) < layers.number(in_force.get());
   if (!enter_storage(marks.get(), given, owned, maker.get())) return Own();
@@ -78,66 +118,70 @@ inline PyObject* saved_tensors_holds(PyObject* self, PyObject* tensor) {
   });
 }
 
+// Whether an operator of this number, or one inside it, has made a tensor: `ModuleRerun.made`.
+inline bool is_made_in(PyObject* rerunning, PyObject* owner) {
+  return number_of(PyTuple_GET_ITEM(owner, 2)) >= module_rerun.number.number(rerunning);
+}
+
+// `ModuleRerun._returns_one`
+inline void returns_one(PyObject* self, PyObject* index, PyObject* tensor, PyObject* batch) {
+  static Name slowly("_returns_one_slowly"), is_static("static"), stays("stays"), record_name("record"),
+      made_by_name("made_by");
+  if (!fast_tensors::is_tensor(tensor)) {
+    slowly.call(self, index, tensor, batch);
+    return;
+  }
+  const at::Tensor& leaf = THPVariable_Unpack(tensor);
+  if (leaf.layout() != c10::kStrided) return;
+  const at::Tensor base = base_of(leaf);
+  if (base.grad_fn() && !is_made_in(self, owner_in(batch, leaf).get())) return;
+  Own storage = storage_of(leaf), attributes = attributes_of(storage.get());
+  Own marks = Own::of(marks_in(attributes.get()));
+  if (marks) {
+    if (is_static.is_true(marks.get()) || stays.is_true(marks.get())) return;
+    Own reference = record_name.of(marks.get());
+    Own known = reference.get() == Py_None ? Own() : target_of(reference.get());
+    if (known && holds(record.version.get(known.get()), record.base.get(known.get()), leaf)) return;
+  } else {
+    marks = new_marks(attributes.get());
+  }
+  Own by = make(engine.MadeBy), python_base = own(THPVariable_Wrap(base));
+  made_by.rerun.set_borrowed(by.get(), self);
+  made_by.slot.set_borrowed(by.get(), index);
+  made_by.version.set_number(by.get(), leaf._version());
+  made_by.base.set(by.get(), reference_to(python_base.get()));
+  made_by_name.set(marks.get(), by.get());
+}
+
 // ModuleRerun._returns_one(index, tensor, micro_batch)
 inline PyObject* module_rerun_returns_one(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&]() -> PyObject* {
-    static Name slowly("_returns_one_slowly"), is_static("static"), stays("stays"), record_name("record"),
-        made_by_name("made_by");
+  return guarded([&] {
     takes(count, 3, "_returns_one takes an index, a tensor and a micro-batch");
-    PyObject *index = args[0], *batch = args[2];
-    if (!fast_tensors::is_tensor(args[1])) return slowly.call(self, index, args[1], batch).release();
-    const at::Tensor& leaf = THPVariable_Unpack(args[1]);
-    if (leaf.layout() != c10::kStrided) return new_reference(Py_None);
-    const at::Tensor base = base_of(leaf);
-    if (base.grad_fn()) {
-      Own owner = owner_in(batch, leaf);
-      if (number_of(PyTuple_GET_ITEM(owner.get(), 2)) < module_rerun.number.number(self)) return new_reference(Py_None);
-    }
-    Own storage = storage_of(leaf), attributes = attributes_of(storage.get());
-    Own marks = Own::of(marks_in(attributes.get()));
-    if (marks) {
-      if (is_static.is_true(marks.get()) || stays.is_true(marks.get())) return new_reference(Py_None);
-      Own reference = record_name.of(marks.get());
-      Own known = reference.get() == Py_None ? Own() : target_of(reference.get());
-      if (known && holds(record.version.get(known.get()), record.base.get(known.get()), leaf)) {
-        return new_reference(Py_None);
-      }
-    } else {
-      marks = new_marks(attributes.get());
-    }
-    Own by = make(engine.MadeBy), python_base = own(THPVariable_Wrap(base));
-    made_by.rerun.set_borrowed(by.get(), self);
-    made_by.slot.set_borrowed(by.get(), index);
-    made_by.version.set_number(by.get(), leaf._version());
-    made_by.base.set(by.get(), reference_to(python_base.get()));
-    made_by_name.set(marks.get(), by.get());
+    returns_one(self, args[0], args[1], args[2]);
     return new_reference(Py_None);
   });
 }
 
-// ModuleRerun._fill(record, tensor, layout=None)
-inline PyObject* module_rerun_fills(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&]() -> PyObject* {
-    static Name slowly("_fill_slowly");
-    if (count != 2 && count != 3) {
-      PyErr_SetString(PyExc_TypeError, "_fill takes a record, a tensor and perhaps a layout");
-      return nullptr;
+// SecondRuns.stays(result): what a layer returns stays.
+inline PyObject* second_runs_stays(PyObject* self, PyObject* result) {
+  return guarded([&] {
+    static Name slowly("stays_slowly"), by_name("made_by"), stays("stays");
+    Own tensors = own(PyList_New(0));
+    collect(result, tensors.get());
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.get()); ++i) {
+      PyObject* tensor = PyList_GET_ITEM(tensors.get(), i);
+      if (!fast_tensors::is_tensor(tensor)) return slowly.call(self, result).release();  // it may be a DTensor
+      const at::Tensor& leaf = THPVariable_Unpack(tensor);
+      if (leaf.layout() != c10::kStrided) continue;
+      Own storage = storage_of(leaf), attributes = attributes_of(storage.get());
+      Own marks = Own::of(marks_in(attributes.get()));
+      if (!marks) continue;
+      Own by = by_name.of(marks.get());
+      if (by.get() == Py_None) continue;
+      stays.call(made_by.rerun.get(by.get()), made_by.slot.get(by.get()));
+      by_name.set(marks.get(), Py_None);
     }
-    PyObject *of = args[0], *tensor = args[1];
-    bool usual = Py_TYPE(of) == engine.Record && fast_tensors::is_tensor(tensor);
-    Own storage;
-    if (usual) {
-      storage = storage_of(THPVariable_Unpack(tensor));
-      PyObject* before = filled.get(self);
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(before); ++i) {
-        usual = usual && target_of(PyList_GET_ITEM(before, i)).get() != storage.get();
-      }
-    }
-    if (!usual) return slowly.call(self, of, tensor, count == 3 ? args[2] : Py_None).release();
-    remaining.set_number(self, remaining.number(self) - 1);
-    must(PyList_Append(filled.get(self), reference_to(storage.get()).get()));
-    static Name fill("fill");
-    return fill.call(self, of, tensor).release();
+    return new_reference(Py_None);
   });
 }
 
@@ -153,40 +197,48 @@ inline PyObject* empty_all(PyObject*, PyObject* leaves) {
   });
 }
 
-// has_managed(given): whether a tensor among these is of memory that somebody else empties or writes over.
+// Whether one of these tensors is of memory that somebody else empties or writes over.
+inline bool are_managed(PyObject* tensors) {
+  static Name managed("managed");
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    const at::Tensor& one = THPVariable_Unpack(PyList_GET_ITEM(tensors, i));
+    if (one.layout() != c10::kStrided || !one.has_storage()) continue;
+    Own storage = storage_of(one), attributes = attributes_of(storage.get());
+    Own marks = Own::of(marks_in(attributes.get()));
+    if (marks && managed.is_true(marks.get())) return true;
+  }
+  return false;
+}
+
+// has_managed(given): whether a tensor among these is.
 inline PyObject* has_managed(PyObject*, PyObject* given) {
   return guarded([&] {
-    static Name managed("managed");
     Own tensors = own(PyList_New(0));
     collect(given, tensors.get());
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors.get()); ++i) {
-      const at::Tensor& one = THPVariable_Unpack(PyList_GET_ITEM(tensors.get(), i));
-      if (one.layout() != c10::kStrided || !one.has_storage()) continue;
-      Own storage = storage_of(one), attributes = attributes_of(storage.get());
-      PyObject* marks = marks_in(attributes.get());
-      if (marks != nullptr && managed.is_true(Own::of(marks).get())) return new_reference(Py_True);
-    }
-    return new_reference(Py_False);
+    return new_reference(are_managed(tensors.get()) ? Py_True : Py_False);
   });
 }
 
-// autocast_now(kinds): `module_rerun._autocast_now`, of these types of devices.
-inline PyObject* autocast_now(PyObject*, PyObject* kinds) {
-  return guarded([&] {
-    const Py_ssize_t count = PyTuple_GET_SIZE(kinds);
-    Own found = own(PyList_New(count));
-    PyObject* keeps = at::autocast::is_autocast_cache_enabled() ? Py_True : Py_False;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* kind = PyTuple_GET_ITEM(kinds, i);
-      const char* text = PyUnicode_AsUTF8(kind);
-      if (text == nullptr) throw python_error();
-      const c10::DeviceType type = c10::Device(text).type();
-      PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(type)));
-      PyObject* enabled = at::autocast::is_autocast_enabled(type) ? Py_True : Py_False;
-      PyList_SET_ITEM(found.get(), i, must(PyTuple_Pack(4, kind, dtype, enabled, keeps)));
-    }
-    return found.release();
-  });
+// `module_rerun._autocast_now`
+inline Own autocast_of_now() {
+  Own kinds = call(engine.autocast_kinds);
+  const Py_ssize_t count = PyTuple_GET_SIZE(kinds.get());
+  Own found = own(PyList_New(count));
+  PyObject* keeps = at::autocast::is_autocast_cache_enabled() ? Py_True : Py_False;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* kind = PyTuple_GET_ITEM(kinds.get(), i);
+    const char* text = PyUnicode_AsUTF8(kind);
+    if (text == nullptr) throw python_error();
+    const c10::DeviceType type = c10::Device(text).type();
+    PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(type)));
+    PyObject* enabled = at::autocast::is_autocast_enabled(type) ? Py_True : Py_False;
+    PyList_SET_ITEM(found.get(), i, must(PyTuple_Pack(4, kind, dtype, enabled, keeps)));
+  }
+  return found;
+}
+
+inline PyObject* autocast_now(PyObject*, PyObject*) {
+  return guarded([] { return autocast_of_now().release(); });
 }
 
 }  // namespace hot

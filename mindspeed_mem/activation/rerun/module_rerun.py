@@ -536,7 +536,7 @@ def _with_attributes(state: Any, attributes: dict[str, Any]) -> Iterator[None]:
 def _autocast_now() -> list[tuple]:
     """What `torch.autocast` takes, for each device: type, dtype, whether it is on, and whether it keeps its casts."""
     if hot_path.native is not None:
-        return hot_path.native.autocast_now(_autocast_kinds())
+        return hot_path.native.autocast_now()
     keeps = torch.is_autocast_cache_enabled()
     return [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), keeps) for kind in _autocast_kinds()

@@ -27,20 +27,19 @@ class _Source:
     backend: Backend | None = None
 
 
+host_is_all = False
+"""Whether the host's generator is that of the device, too."""
+
+
 def follow(backend: Backend) -> None:
     """Take the generators of this device, besides the host's."""
-    _Source.backend = backend
-
-
-def host_is_all() -> bool:
-    """Whether the host's generator is that of the device, too."""
-    return _Source.backend is not None and _Source.backend.is_host
+    global host_is_all
+    _Source.backend, host_is_all = backend, backend.is_host
 
 
 def host_state() -> torch.Tensor:
     """The state of the host's generator: the very tensor of last time where C++ can tell that nobody drew since."""
-    native = hot_path.native
-    return torch.get_rng_state() if native is None else native.host_state(torch.get_rng_state)
+    return torch.get_rng_state()
 
 
 def device_state(index: int | None, fresh: Callable[[], Any]) -> Any:

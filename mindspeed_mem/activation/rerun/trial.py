@@ -51,6 +51,8 @@ class Known(NamedTuple):
 class TriedOperator:
     """What has been found of an operator, by the training flags of its modules: it may do more in training."""
 
+    __slots__ = ("_modules", "_verdicts", "_refused", "_programs", "_seen")
+
     def __init__(self, call: Callable):
         self._modules = [weakref.ref(module) for root in modules_of(call) for module in root.modules()]
         self._verdicts: dict[tuple[bool, ...], Verdict] = {}
@@ -96,6 +98,8 @@ class Trials:
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], TriedOperator]] = weakref.WeakKeyDictionary()
         self._others: dict[tuple[int, str], TriedOperator] = {}  # functions
+        self.latest: dict[tuple[int, str], TriedOperator] = {}
+        """Those asked for last."""
 
     def operator(self, layer: int, path: str, call: Callable, state: Any = None) -> TriedOperator:
         owner = next(modules_of(call), state)
@@ -105,6 +109,7 @@ class Trials:
         found = known.get((layer, path))
         if found is None:
             found = known[layer, path] = TriedOperator(call)
+        self.latest[layer, path] = found
         return found
 
 

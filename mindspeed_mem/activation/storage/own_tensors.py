@@ -45,7 +45,7 @@ class _Reading(threading.local):
     handles: list[OfFunction] | None = None
 
 
-_reading = _Reading()
+reading = _Reading()
 
 
 def made_by_function(tensor: torch.Tensor) -> str | None:
@@ -96,8 +96,8 @@ def own(handle: Saved, tensor: torch.Tensor) -> Saved:
 
 def unpacked(handle: OfFunction) -> None:
     """``handle``, which a custom function saved, has been brought back."""
-    if _reading.handles is not None:
-        _reading.handles.append(handle)
+    if reading.handles is not None:
+        reading.handles.append(handle)
 
 
 def reader(native: Callable[[Any], tuple]) -> Callable[[Any], tuple]:
@@ -105,25 +105,28 @@ def reader(native: Callable[[Any], tuple]) -> Callable[[Any], tuple]:
 
     def read(ctx: Any) -> tuple:
         handles: list[OfFunction] = []
-        outer, _reading.handles = _reading.handles, handles
+        outer, reading.handles = reading.handles, handles
         try:
             tensors = native(ctx)
         finally:
-            _reading.handles = outer
-        if not handles:
-            return tensors
-        found = 0
-        for tensor in tensors:
-            found += tensor is not None
-        if len(handles) != found:  # somebody else's hooks
-            return tensors
-        following = iter(handles)
-        return tuple([tensor if tensor is None else _as_saved(tensor, next(following)) for tensor in tensors])
+            reading.handles = outer
+        return all_as_saved(tensors, handles) if handles else tensors
 
     return read
 
 
-def _as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
+def all_as_saved(tensors: tuple, handles: list[OfFunction]) -> tuple:
+    """What ``ctx.saved_tensors`` is, each of ``tensors`` that is one as it was saved."""
+    found = 0
+    for tensor in tensors:
+        found += tensor is not None
+    if len(handles) != found:  # somebody else's hooks
+        return tensors
+    following = iter(handles)
+    return tuple([tensor if tensor is None else as_saved(tensor, next(following)) for tensor in tensors])
+
+
+def as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
     alias = handle.alias
     if alias.requires_grad and alias.is_leaf:  # as `stays_itself`
         return alias
