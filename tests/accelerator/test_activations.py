@@ -248,8 +248,8 @@ def test_who_draws_on_the_device_is_noticed():
 
 
 MOST = {
-    "everything": ({"swap_config": EVERYTHING["swap_config"] | {"smallest_bytes": 0}}, 165),
-    "norms": (again(select_recompute=[".*norm"]), 260),
+    "everything": ({"swap_config": EVERYTHING["swap_config"] | {"smallest_bytes": 0}}, 130),
+    "norms": (again(select_recompute=[".*norm"]), 108),
 }
 """A plan, and the most calls of a layer with what is in C++; some more than there are."""
 

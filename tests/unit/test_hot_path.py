@@ -51,6 +51,73 @@ def trained() -> tuple[list[str], list[str]]:
     return tuple(found)
 
 
+def recomputed() -> list[list]:
+    """Of plans that run operators again, on the hot path and in Python: results, and what the engine reports."""
+    from mindspeed_mem.activation import taking_over
+    from tests.swap_runs import again, swap, trained
+
+    plans = [
+        again({".*norm": True}),
+        again({r"mlp\.linear_fc1": True, r".*\.core_attention": True}),
+        again(recompute=True),
+    ]
+    found = []
+    for extension in (hot_path.EXTENSION, None):
+        taking_over.use(extension and extension.load())
+        fast_tensors.use(extension and fast_tensors.EXTENSION.load())
+        cases: list = []
+        for plan in plans:
+            for survive in (False, True):
+                with swap(plan, survive=survive) as engine:
+                    results, _ = trained({}, {"kind": "dropout"}, steps=4)
+                    report = engine.report()
+                bits = [result.grads | {"": torch.stack(result.losses)} for result in results]
+                figures = report.peak_bytes, report.peak_owned_bytes, report.peak_bytes_without, report.held_bytes
+                cases.append((bits, (*figures, report.recomputed_bytes, report.recomputed_by_operator)))
+        found.append([cases, left_half_way()])
+    return found
+
+
+def left_half_way() -> list:
+    """What is raised in an operator that has run again before, what is left then, and gradients of the steps."""
+    from tests.models import build_gpt
+    from tests.swap_runs import again, one_forward, owned_now, swap
+    from tests.worlds import parallel
+
+    layer_norm = torch.nn.functional.layer_norm
+
+    def fails(*args):
+        raise ValueError("no norm today")
+
+    def writes(x, *args):
+        x.detach().add_(0)
+        return layer_norm(x, *args)
+
+    found = []
+    with parallel(), swap(again({r"pre_mlp_layernorm": True})) as engine:
+        chunks = build_gpt("dense")
+        weight = chunks[0].module.decoder.layers[2].pre_mlp_layernorm.weight
+        for norm in (layer_norm, layer_norm, layer_norm, fails, writes, layer_norm):
+            engine.passes.begin_schedule(("train",))
+            weight.main_grad.zero_()
+            raised = ""
+            torch.nn.functional.layer_norm = norm
+            try:
+                loss = one_forward(engine, chunks)
+                engine.passes.begin_backward(loss)
+                loss.sum().backward()
+                engine.passes.end_backward()
+            except (ValueError, RuntimeError) as error:
+                raised = str(error)
+            finally:
+                torch.nn.functional.layer_norm = layer_norm
+            position, loss = engine.position, None
+            found.append((raised, len(position.stack), position.rerun, position.known, weight.main_grad.tolist()))
+            engine.passes.end_schedule(not raised)
+            found.append(owned_now())
+    return found
+
+
 def test_arguments_are_taken_apart_the_same_way(built):
     from mindspeed_mem.activation import taking_over
     from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
@@ -112,6 +179,20 @@ def test_states_of_generators_are_the_same_until_somebody_draws(built):
 @pytest.mark.distributed
 def test_the_engine_gives_the_same_bits_on_it(built):
     assert on_ranks(1, trained) == [([], [])]
+
+
+@pytest.mark.distributed
+def test_operators_that_run_again_do_the_same_on_it(built):
+    [[(mine, mine_left), (python, python_left)]] = on_ranks(1, recomputed)
+    for one, other in zip(mine, python, strict=True):
+        assert one[1] == other[1] and one[1][4] > 0
+        for bits, others in zip(one[0], other[0], strict=True):
+            assert bits.keys() == others.keys() and all(torch.equal(bits[name], others[name]) for name in bits)
+    assert mine_left == python_left
+    raised = [one[0] for one in mine_left[::2]]
+    assert raised[3] == "no norm today" and "changes its input in place" in raised[4]
+    assert [bool(one) for one in raised] == [False, False, False, True, True, False]
+    assert mine_left[-2][4] == mine_left[0][4] and mine_left[-1] == mine_left[1]
 
 
 def test_it_takes_the_place_of_methods_and_gives_it_back(built):

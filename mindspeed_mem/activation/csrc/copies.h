@@ -1,6 +1,6 @@
 // storage/mover.py: copies of records between device and host. On a CPU they have happened when a call returns, and
-// nothing is waited for; on an accelerator they are made on its side streams. Elsewhere (where copies are timed, where a
-// model has several compute streams) they are Python's.
+// nothing is waited for; on an accelerator they are made on its side streams. Elsewhere (where copies are timed, where
+// a model has several compute streams) they are Python's.
 
 #pragma once
 
@@ -556,7 +556,8 @@ inline bool is_unwatched(PyObject* mover) {
 // `Mover.bring_back`
 inline void bring_back(PyObject* mover, PyObject* of) {
   static Name slowly("bring_back");
-  if (is_ours(mover) && is_unwatched(mover) && record.state.get(of) == engine.LOADED && at_timing.of(mover).get() == engine.UNTIMED) {
+  if (is_ours(mover) && is_unwatched(mover) && record.state.get(of) == engine.LOADED &&
+      at_timing.of(mover).get() == engine.UNTIMED) {
     Own backend = at_backend.of(mover);
     if (is_settled(at_auto.of(mover).get())) {
       if (Py_TYPE(backend.get()) == engine.CpuBackend) return;

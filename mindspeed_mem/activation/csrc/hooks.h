@@ -49,7 +49,8 @@ inline PyObject* pack(PyObject* hooks, PyObject* tensor) {
     static Name slowly("pack_slowly");
     auto* of = reinterpret_cast<Hooks*>(hooks);
     const bool by_function = by_a_function();
-    Own rerun_now = Own::of(position.rerun.get(of->position)), batch_now = Own::of(position.micro_batch.get(of->position));
+    Own rerun_now = Own::of(position.rerun.get(of->position));
+    Own batch_now = Own::of(position.micro_batch.get(of->position));
     PyObject *rerunning = rerun_now.get(), *batch = batch_now.get();
     if (rerunning == Py_None) {
       Own course_now = Own::of(position.course.get(of->position));
@@ -280,7 +281,8 @@ inline PyObject* hooks(PyObject*, PyObject* const* args, Py_ssize_t) {
     of->observation = new_reference(args[3]);
     of->device_type = type;
     of->one_stream = one_stream;
-    Own pack = own(PyObject_GetAttrString(made.get(), "pack")), unpack = own(PyObject_GetAttrString(made.get(), "unpack"));
+    Own pack = own(PyObject_GetAttrString(made.get(), "pack"));
+    Own unpack = own(PyObject_GetAttrString(made.get(), "unpack"));
     return must(PyTuple_Pack(2, pack.get(), unpack.get()));
   });
 }

@@ -1,5 +1,5 @@
-// saved_tensors.py: what autograd keeps where a storage has a record: since it may have to leave when memory runs out, or
-// an operator that runs again has made it. What is looked at while it is counted or measured is Python's.
+// saved_tensors.py: what autograd keeps where a storage has a record, since it may have to leave when memory runs out,
+// or an operator that runs again has made it. What is looked at while it is counted or measured is Python's.
 
 #pragma once
 
@@ -119,8 +119,8 @@ inline bool is_of_here(const Hooks* of, PyObject* one, PyObject* rerunning, PyOb
                                    same(record.layer.get(one), module_rerun.layer.get(rerunning)));
 }
 
-// `SavedTensors._keep`, of what inline code that runs again does not save; `rerunning`: the operator that runs again, or
-// None. Empty: it is out of the ordinary.
+// `SavedTensors._keep`, but of what a tape sees; `rerunning`: the operator that is to run again, or None. Empty: it is
+// out of the ordinary.
 inline Own keep_on_record(Hooks* of, PyObject* tensor, PyObject* batch, bool by_function, PyObject* rerunning) {
   static Name every_name("every_record"), stays("stays"), is_static("static"), record_name("record"),
       by_name("made_by");

@@ -32,7 +32,7 @@ inline void enter(PyObject* self, PyObject* ledger, PyObject* nbytes, PyObject* 
   }
 }
 
-// `Ledger.token`: one that lives on a storage. `is_owned`, `was_moved`: as `Token` has them; `owner`: as (layer, operator).
+// `Ledger.token`: one that lives on a storage. `is_owned`, `was_moved`: as `Token` has them; `owner`: layer, operator.
 inline Own new_token(PyObject* nbytes, bool is_owned, bool was_moved, PyObject* owner) {
   static Name of("token");
   Own kind = of.of(engine.LEDGER);

@@ -53,8 +53,8 @@ inline PyObject* host_state(PyObject*, PyObject*) {
   });
 }
 
-// device_state(generator, fresh): the same of a device's generator, if its seed and offset can be asked for: they tell its
-// state. ``fresh()`` returns a tensor.
+// device_state(generator, fresh): the same of a device's generator, if its seed and offset can be asked for: they tell
+// its state. ``fresh()`` returns a tensor.
 inline PyObject* device_state(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     takes(count, 2, "device_state takes a generator and what returns its state");

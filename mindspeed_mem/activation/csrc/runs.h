@@ -209,7 +209,7 @@ inline void sign(PyObject* self, PyObject* where, PyObject* of, PyObject* number
 inline PyObject* run_within(PyObject* self, PyObject* where, PyObject* original, PyObject* module, PyObject* args,
                             PyObject* kwargs) {
   static Name returns("returns");
-  if (!position.watch.is_none(where)) returns.call(position.watch.get(where));
+  if (!position.watch.is_none(where)) returns.call(Own::of(position.watch.get(where)).get());
   PyObject* batch = position.micro_batch.get(where);
   Own number = batch == Py_None ? own(PyLong_FromLong(0)) : Own::of(micro_batch.count.get(batch));
   Own of = Own::of(position.course.get(where)), result = result_of(original, module, args, kwargs);

@@ -1,5 +1,5 @@
-// rerun/module_rerun.py: an operator's second run where it finds all as the first one did: nothing was drawn, and modes,
-// modules and whatever else may change are as they were. All others are Python's.
+// rerun/module_rerun.py: an operator's second run where it finds all as the first one did: nothing was drawn, and
+// modes, modules and whatever else may change are as they were. All others are Python's.
 
 #pragma once
 
@@ -208,8 +208,8 @@ inline void remake(PyObject* self, PyObject* leaves) {
 inline PyObject* module_rerun_remakes(PyObject* self, PyObject*) {
   return guarded([&] {
     static Name slowly("remake_slowly");
-    const long long wanted =
-        count_wanted(saves.slots.get(rerun.saved.get(self)), true) + count_wanted(module_rerun.outputs.get(self), false);
+    const long long wanted = count_wanted(saves.slots.get(rerun.saved.get(self)), true) +
+                             count_wanted(module_rerun.outputs.get(self), false);
     if (wanted == 0) return new_reference(Py_None);
     Own leaves = is_as_then(self) ? leaves_of(self) : Own();
     if (!leaves) return slowly.call(self).release();

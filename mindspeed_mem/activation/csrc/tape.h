@@ -66,8 +66,9 @@ inline Own begin_record(const Hooks* of, PyObject* tape, PyObject* storage, PyOb
 // What inline code saves that runs again, as `SavedTensors.pack_slowly` keeps it; empty: it is out of the ordinary.
 inline Own keep_on_tape(const Hooks* of, PyObject* tape, PyObject* tensor, PyObject* batch, bool by_function) {
   static Name stays("stays"), record_name("record"), by_name("made_by"), select("select");
-  if (by_function || batch == Py_None || is_empty(position.stack.get(of->position)) || is_watched(of) || has_several_streams(of->mover) ||
-      !on_home_stream(of, batch) || !fast_tensors::is_plain(tensor, of->device_type)) {
+  if (by_function || batch == Py_None || is_empty(position.stack.get(of->position)) || is_watched(of) ||
+      has_several_streams(of->mover) || !on_home_stream(of, batch) ||
+      !fast_tensors::is_plain(tensor, of->device_type)) {
     return Own();
   }
   const at::Tensor& given = THPVariable_Unpack(tensor);
