@@ -65,7 +65,7 @@ def scripts_of(problem: Problem, number: int, plan: StagePlan) -> tuple[PartScri
     return _scripts_of(parts, plan.parts, plan.distance, setting(problem, stage.operator_temporary_bytes))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def _scripts_of(
     parts: tuple[_Part, ...], letters: tuple[tuple[str, ...], ...], distance: int, given: Setting
 ) -> tuple[PartScripts, ...]:
