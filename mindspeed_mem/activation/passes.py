@@ -284,4 +284,4 @@ class Passes:
 
 def first_of(output: Any) -> Any:
     """Of what an operator or a model returns, the first."""
-    return output[0] if isinstance(output, (list, tuple)) else output
+    return output[0] if isinstance(output, (list, tuple)) and output else output

@@ -321,16 +321,38 @@ def one_that_knows_itself():
     return weakref.ref(mlp)
 
 
-def of_a_model_that_goes() -> bool:
+def one_that_counts():
+    """A weak reference to what lies beside the count of a recomputed module's runs."""
+    import weakref
+
+    from tests.models import build_gpt, train_step
+
+    chunks = build_gpt("dense", layers=2)
+    mlp = chunks[0].module.decoder.layers[1].mlp
+    first, book = mlp.linear_fc1.forward, {"runs": 0, "table": torch.ones(8)}
+
+    def counted(x):
+        book["runs"] += 1
+        return first(x)
+
+    mlp.linear_fc1.forward = counted
+    train_step(chunks, step=0, micro_batches=1)
+    return weakref.ref(book["table"])
+
+
+def of_a_model_that_goes() -> list[bool]:
     import gc
 
     from tests.swap_runs import swap
 
+    found = []
     with parallel(), swap(MLP):
-        left = one_that_knows_itself()
-        gc.collect()
-        return left() is not None
+        for run in (one_that_knows_itself, one_that_counts):
+            left = run()
+            gc.collect()
+            found.append(left() is not None)
+    return found
 
 
 def test_what_is_known_of_operators_keeps_no_model():
-    assert on_ranks(1, of_a_model_that_goes) == [False]
+    assert on_ranks(1, of_a_model_that_goes) == [[False, False]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -66,10 +67,10 @@ def recomputed() -> list[list]:
         taking_over.use(extension and extension.load())
         fast_tensors.use(extension and fast_tensors.EXTENSION.load())
         cases: list = []
-        for plan in plans:
+        for kind, plan in [*itertools.product(["dropout"], plans), ("moe", plans[0])]:
             for survive in (False, True):
                 with swap(plan, survive=survive) as engine:
-                    results, _ = trained({}, {"kind": "dropout"}, steps=4)
+                    results, _ = trained({}, {"kind": kind}, steps=4)
                     report = engine.report()
                 bits = [result.grads | {"": torch.stack(result.losses)} for result in results]
                 figures = report.peak_bytes, report.peak_owned_bytes, report.peak_bytes_without, report.held_bytes

@@ -29,7 +29,9 @@ inline Known known_of(PyObject* second_runs, PyObject* layer, PyObject* path, Py
   static Name trials("trials"), latest("latest"), flag("training");
   Known known;
   Own all = latest.of(trials.of(second_runs).get()), key = own(PyTuple_Pack(2, layer, path));
-  known.of = found_in(all.get(), key.get());
+  Own reference = found_in(all.get(), key.get());
+  if (!reference) return known;
+  known.of = target_of(reference.get());
   if (!known.of) return known;
   PyObject* modules = tried.modules.get(known.of.get());
   if (is_empty(modules) || target_of(PyList_GET_ITEM(modules, 0)).get() != module) return known;  // another model's
@@ -255,7 +257,10 @@ inline PyObject* run_module(PyObject* self, PyObject* where, PyObject* layer, Py
       collect(args, tensors.get());
       collect(kwargs, tensors.get());
       if (known.verdict && !known.changes_something() && !are_managed(tensors.get())) {
-        if (known.is_refused()) return run_once(self, where, layer, path, original, module, args, kwargs);
+        if (known.is_refused()) {
+          tensors = Own();  // it may let go of what it takes
+          return run_once(self, where, layer, path, original, module, args, kwargs);
+        }
         return run_first(self, where, layer, path, original, module, args, kwargs, tensors.get(), known);
       }
     }

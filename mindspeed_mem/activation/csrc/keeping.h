@@ -114,9 +114,10 @@ inline bool is_of_here(const Hooks* of, PyObject* one, PyObject* rerunning, PyOb
       !holds(record.version.get(one), record.base.get(one), tensor)) {
     return false;
   }
-  PyObject* way_back = record.way_back.get(one);
-  return way_back == of->mover || (way_back == rerunning && record.state.get(one) == engine.DROPPED &&
-                                   same(record.layer.get(one), module_rerun.layer.get(rerunning)));
+  PyObject *way_back = record.way_back.get(one), *stack = position.stack.get(of->position);
+  return way_back == of->mover ||
+         (way_back == rerunning && record.state.get(one) == engine.DROPPED && !is_empty(stack) &&
+          same(record.layer.get(one), PyTuple_GET_ITEM(last_of(stack), 0)));
 }
 
 // `SavedTensors._keep`, but of what a tape sees; `rerunning`: the operator that is to run again, or None. Empty: it is

@@ -68,7 +68,10 @@ inline bool is_under_checkpoint() {
   Own hooks = call(engine.top_hooks, Py_False);
   if (hooks.get() == Py_None) return false;
   Own home(PyObject_GetAttr(PyTuple_GET_ITEM(hooks.get(), 0), name.object()));
-  if (!home) PyErr_Clear();
+  if (!home) {
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw python_error();
+    PyErr_Clear();
+  }
   return home && PyUnicode_Check(home.get()) &&
          PyUnicode_CompareWithASCIIString(home.get(), "torch.utils.checkpoint") == 0;
 }

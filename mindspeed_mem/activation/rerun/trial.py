@@ -51,7 +51,7 @@ class Known(NamedTuple):
 class TriedOperator:
     """What has been found of an operator, by the training flags of its modules: it may do more in training."""
 
-    __slots__ = ("_modules", "_verdicts", "_refused", "_programs", "_seen")
+    __slots__ = ("_modules", "_verdicts", "_refused", "_programs", "_seen", "__weakref__")
 
     def __init__(self, call: Callable):
         self._modules = [weakref.ref(module) for root in modules_of(call) for module in root.modules()]
@@ -98,8 +98,8 @@ class Trials:
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], TriedOperator]] = weakref.WeakKeyDictionary()
         self._others: dict[tuple[int, str], TriedOperator] = {}  # functions
-        self.latest: dict[tuple[int, str], TriedOperator] = {}
-        """Those asked for last."""
+        self.latest: dict[tuple[int, str], weakref.ref[TriedOperator]] = {}
+        """Those asked for last, which may be gone with their model."""
 
     def operator(self, layer: int, path: str, call: Callable, state: Any = None) -> TriedOperator:
         owner = next(modules_of(call), state)
@@ -109,7 +109,7 @@ class Trials:
         found = known.get((layer, path))
         if found is None:
             found = known[layer, path] = TriedOperator(call)
-        self.latest[layer, path] = found
+        self.latest[layer, path] = weakref.ref(found)
         return found
 
 
