@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TAB, ENTER = "\ue004", "\ue007"
+TRIES = 3
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
 --disable-component-update --disable-sync"""
 
@@ -34,12 +35,9 @@ class Page:
 @contextlib.contextmanager
 def opened(driver: str, browser: str, folder: Path, page: str) -> Iterator[Page]:
     """The page at an address, in a browser whose profile is in the folder."""
-    with subprocess.Popen(
-        [driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    process, port = started(driver)
+    with process:
         try:
-            assert process.stdout
-            port = next(found[1] for line in process.stdout if (found := re.search(r"on port (\d+)\.$", line.rstrip())))
             options = {"binary": browser, "args": [*FLAGS.split(), f"--user-data-dir={folder}/profile"]}
             wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
             session = f"http://127.0.0.1:{port}/session"
@@ -51,6 +49,20 @@ def opened(driver: str, browser: str, folder: Path, page: str) -> Iterator[Page]
                 asked(session, method="DELETE")
         finally:
             process.terminate()
+
+
+def started(driver: str) -> tuple[subprocess.Popen[str], str]:
+    """A driver that listens, and its port. One whose port somebody else took meanwhile ends; then another starts."""
+    said: list[str] = []
+    for _ in range(TRIES):
+        process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert process.stdout
+        for line in process.stdout:
+            if found := re.search(r"on port (\d+)\.$", line.rstrip()):
+                return process, found[1]
+            said.append(line)
+        process.wait()
+    raise RuntimeError(f"{driver} does not listen: {''.join(said)}")
 
 
 def asked(address: str, body: Any = None, method: str = "POST") -> Any:
