@@ -52,7 +52,7 @@ def opened(driver: str, browser: str, folder: Path, page: str) -> Iterator[Page]
 
 
 def started(driver: str) -> tuple[subprocess.Popen[str], str]:
-    """A driver that listens, and its port. One whose port somebody else took meanwhile ends; then another starts."""
+    """A driver that listens, and its port. One that ends before it does, as was seen once, is followed by another."""
     said: list[str] = []
     for _ in range(TRIES):
         process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
