@@ -297,7 +297,7 @@ def _script(
 
     moments: seconds until each place of `steps`, the last of which is the end of the pass.
     """
-    gaps, since, last = [], 0.0, -1
+    gaps, since, last = [], 0.0, -1  # -1, the very start, has no moment of its own
     whole = exact(moments[-1])
     for place, what, _, copy in sorted(steps):  # at one place: copies out, releases, copies back, waits
         gap = 0.0
