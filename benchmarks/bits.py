@@ -1,6 +1,7 @@
 """Each feature beside stock Megatron on one device, bit for bit: losses, gradients and norms of a few training steps.
 
     python benchmarks/bits.py activations                   # swap, recompute, both, survival, the adaptive plan
+    python benchmarks/bits.py transformer-engine            # with TransformerEngine's layers; takes a GPU
     python benchmarks/bits.py chunks --device cuda          # chunk ZeRO: stages, placements, where Adam steps
     python benchmarks/bits.py gemini --json results.json    # the same for plain torch modules
     python benchmarks/bits.py pipeline                      # a cap on micro-batches in flight; takes two devices
@@ -166,18 +167,65 @@ def activations(backend: Backend, shape: dict[str, int], findings: Findings) -> 
     from gpt import start_one_rank
 
     start_one_rank(backend.type)
-    for kind, config in (("", {}), (", dropout", DROPOUT)):
-        job = job_for(backend, shape, config=config)
-        stock, again = (trained(job, STEPS)[0] for _ in range(2))
-        if not findings.repeats(stock, again):
-            continue
-        for name in WITH_DROPOUT if config else PLANS:
-            with findings.about(name + kind):
-                mem.configure({**STOCK, "memory_config": _moving(PLANS[name])})
-                did = {"swap_config": "bytes_out", "recompute_config": "recomputed_bytes"}
-                findings.compare(name + kind, _followed(job, STEPS, *(did[part] for part in PLANS[name])), stock)
+    _by_plans("", job_for(backend, shape), PLANS, findings)
+    with_dropout = job_for(backend, shape, config=DROPOUT)
+    _by_plans(", dropout", with_dropout, {name: PLANS[name] for name in WITH_DROPOUT}, findings)
     with findings.about("memory"):
         _short_of_memory(backend, job_for(backend, shape), findings)
+
+
+def _by_plans(kind: str, job: Any, plans: dict[str, dict[str, Any]], findings: Findings) -> None:
+    """Training of `job` under each plan, beside stock."""
+    stock, again = (trained(job, STEPS)[0] for _ in range(2))
+    if not findings.repeats(stock, again):
+        return
+    for name, plan in plans.items():
+        with findings.about(name + kind):
+            mem.configure({**STOCK, "memory_config": _moving(plan)})
+            did = {"swap_config": "bytes_out", "recompute_config": "recomputed_bytes"}
+            findings.compare(name + kind, _followed(job, STEPS, *(did[part] for part in plan)), stock)
+
+
+# ---- TransformerEngine
+FUSED = {"gradient_accumulation_fusion": True, "bias_dropout_fusion": True}
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+DELAYED = FP8 | {"fp8_recipe": "delayed", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True}
+ATTENTION = {"op_name": "self_attention", "backward_prefetch": 2, "layers": True}
+SWAPS = {name: PLANS[name] for name in ("swap core attention", "swap everything")}
+ITS_PLANS: dict[str, dict[str, Any]] = {  # its norms are part of linears
+    **SWAPS,
+    "recompute whole layers": PLANS["recompute whole layers"],
+    "recompute activation and rotary": {"recompute_config": {"select_recompute": CHEAP[1:]}},
+    "swap attention, recompute mlp": {
+        "swap_config": {"swap": True, "op_swap": [ATTENTION]},
+        "recompute_config": {"select_recompute": ["mlp"]},
+    },
+    "recompute whole layers, inputs swapped": PLANS["recompute whole layers, inputs swapped"],
+}
+
+
+def transformer_engine(backend: Backend, shape: dict[str, int], findings: Findings) -> None:
+    """Its layers; in fp8 swap alone, recompute being refused there."""
+    from gpt import start_one_rank
+
+    STOCK["sdpa_attention"] = False
+    mem.configure(STOCK)
+    start_one_rank(backend.type)
+    job = functools.partial(job_for, backend, shape)
+    layers = {"transformer_impl": "transformer_engine"}
+    some = {name: ITS_PLANS[name] for name in ("swap everything", "recompute whole layers")}
+    for kind, config, plans in (
+        ("", FUSED, ITS_PLANS),
+        (", dropout", DROPOUT, some),
+        (", experts", FUSED | EXPERTS, ITS_PLANS),
+        (", fp8", FUSED | FP8, SWAPS),
+        (", fp8, delayed scaling", FUSED | DELAYED, SWAPS),
+    ):
+        with findings.about(f"stock{kind}"):  # no kernel for one of them is no reason to leave out the others
+            _by_plans(kind, job(config=layers | config), plans, findings)
+    with findings.about("memory"):
+        _short_of_memory(backend, job(config=layers | FUSED), findings)
 
 
 def _moving(plan: dict[str, Any]) -> dict[str, Any]:
@@ -472,7 +520,13 @@ _freeze = functools.cache(gc.freeze)
 """Once, when all is imported: afterwards a collection has little to look through."""
 
 
-GROUPS = {"activations": activations, "chunks": chunks, "gemini": gemini, "pipeline": pipeline}
+GROUPS = {
+    "activations": activations,
+    "transformer-engine": transformer_engine,
+    "chunks": chunks,
+    "gemini": gemini,
+    "pipeline": pipeline,
+}
 
 if __name__ == "__main__":
     main()

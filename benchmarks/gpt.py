@@ -1,10 +1,14 @@
-"""A GPT on one rank for benchmarks: Llama-like layers of megatron-core's local specification."""
+"""A GPT on one rank for benchmarks: Llama-like layers, megatron-core's own or TransformerEngine's."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import inspect
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +16,9 @@ import torch.distributed as dist
 
 from mindspeed_mem.device import Backend, get_backend
 from mindspeed_mem.zero.core.shard_memory import device_of
+
+IMPLEMENTATIONS = ("local", "transformer_engine")
+"""Whose layers: megatron-core's own, or TransformerEngine's."""
 
 
 def start_one_rank(device_type: str) -> torch.device:
@@ -29,6 +36,11 @@ def start_one_rank(device_type: str) -> torch.device:
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234)
     return device_of(backend)
+
+
+def known(function: Callable, **given: Any) -> dict[str, Any]:
+    """Those arguments that the installed megatron-core's function takes."""
+    return {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
 
 
 @functools.cache
@@ -62,12 +74,21 @@ def repair_megatron(backend: Backend) -> None:
 
 
 def build(
-    backend: Backend, layers: int, hidden: int, heads: int, ffn: int, seq: int, vocab: int, dtype, **more: Any
+    backend: Backend,
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    seq: int,
+    vocab: int,
+    dtype: torch.dtype,
+    transformer_impl: str = "local",
+    **more: Any,
 ) -> torch.nn.Module:
     """SwiGLU, RMSNorm, rotary positions, untied embeddings; parameters of ``dtype``. ``more``: for its config."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     repair_megatron(backend)
@@ -93,17 +114,43 @@ def build(
         "bias_activation_fusion": compiles(backend),
     }
     config = TransformerConfig(**(fields | more))
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab,
-        seq,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
+    experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
+    if transformer_impl == "local":
+        spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm", **experts)
+    else:
+        spec = specs.get_gpt_layer_with_transformer_engine_spec(**experts)
+    with _fusing_without_apex() if transformer_impl != "local" else contextlib.nullcontext():
+        model = GPTModel(
+            config,
+            spec,
+            vocab,
+            seq,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )
     return model.to(device=device_of(backend), dtype=dtype)
+
+
+@contextlib.contextmanager
+def _fusing_without_apex() -> Iterator[None]:
+    """Megatron's own linears, such as the output layer of a model, are made without gradient_accumulation_fusion where
+    Apex is not there, also if the config asks for it, as it may for TransformerEngine's, which need no Apex."""
+    from megatron.core.tensor_parallel import layers
+
+    original = layers.ColumnParallelLinear.__init__
+
+    def without(self, *args, config, **more):
+        here = copy.copy(config)
+        here.gradient_accumulation_fusion &= layers._grad_accum_fusion_available
+        original(self, *args, config=here, **more)
+
+    layers.ColumnParallelLinear.__init__ = without
+    try:
+        yield
+    finally:
+        layers.ColumnParallelLinear.__init__ = original
 
 
 def make_step(model, device: torch.device, seq: int, micro_batch: int, micro_batches: int, vocab: int):

@@ -86,13 +86,20 @@ class Piece:
 
 
 # ---- the pieces
-def bits(group: str, minutes: float) -> Piece:
+def bits(group: str, minutes: float, absent: Callable[[dict[str, Any]], str | None] = lambda device: None) -> Piece:
     """One group of features beside stock Megatron."""
     return Piece(
         name=f"bits-{group}",
         minutes=minutes,
         command=lambda job: job.words("bits.py", group, *["--tiny"] * job.tiny),
+        absent=absent,
     )
+
+
+def no_transformer_engine(device: dict[str, Any]) -> str | None:
+    if device["type"] != "cuda":
+        return f"it is for CUDA, and this is {device['type']}"
+    return None if importlib.util.find_spec("transformer_engine") else "transformer_engine is not installed"
 
 
 def gpu_tests(job: Job) -> list[str]:
@@ -161,6 +168,7 @@ PIECES = (  # in order of value
     ),
     Piece(name="gpu-tests", minutes=5, command=gpu_tests, read=read_tests, absent=no_gpu_tests),
     bits("activations", minutes=4),
+    bits("transformer-engine", minutes=4, absent=no_transformer_engine),
     bits("chunks", minutes=4),
     bits("gemini", minutes=2),
     bits("pipeline", minutes=3),

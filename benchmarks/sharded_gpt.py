@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import build
+from gpt import build, known
 from two_memories import TwoMemories, offloading
 
 import mindspeed_mem.megatron_adaptor as mem
@@ -38,14 +38,14 @@ class Job:
     chunk_elements: int
     """At which a bucket of Megatron's, or a chunk, is closed."""
     config: dict[str, Any] = field(default_factory=dict)
-    """More for Megatron's config of the model."""
+    """More for `gpt.build`."""
 
     def model(self) -> torch.nn.Module:
         """A GPTModel in bf16, always with the same parameters."""
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         torch.manual_seed(1234)
-        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        model_parallel_cuda_manual_seed(1234, **known(model_parallel_cuda_manual_seed, force_reset_rng=True))
         names = ("layers", "hidden", "heads", "ffn", "seq_length", "vocab")
         return build(self.backend, *(self.shape[name] for name in names), torch.bfloat16, **self.config)
 
@@ -106,7 +106,7 @@ class Megatron:
         config.no_sync_func = self.model.no_sync if overlap else None
         asked: dict[str, Any] = {"optimizer": "adam", "lr": RATE, "weight_decay": DECAY, "clip_grad": CLIP}
         asked |= {"bf16": True, "params_dtype": torch.bfloat16}
-        asked |= {"use_distributed_optimizer": True, "overlap_param_gather": overlap}
+        asked |= {"use_distributed_optimizer": True, **known(OptimizerConfig, overlap_param_gather=overlap)}
         if self._offload:
             asked |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
             asked |= {"overlap_cpu_optimizer_d2h_h2d": True}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt import build, make_step, start_one_rank
+from gpt import IMPLEMENTATIONS, build, make_step, start_one_rank
 from timing import bits, machine, reproducible
 
 import mindspeed_mem.megatron_adaptor as mem
@@ -97,7 +97,8 @@ def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any], **con
     more for Megatron's config of the model.
     """
     backend = get_backend(None if args.device in (None, "auto") else args.device)
-    mem.configure({"device": backend.type, "sdpa_attention": True, "memory_config": plan})
+    of_whom = getattr(args, "transformer_impl", "local")
+    mem.configure({"device": backend.type, "sdpa_attention": of_whom == "local", "memory_config": plan})
     engines.stop()
     shape = dict(zip(SHAPE, args.shape or shapes["cpu" if backend.is_host else "device"], strict=True))
     layers, hidden, heads, ffn, seq, micro_batch, micro_batches, vocab = shape.values()
@@ -105,7 +106,7 @@ def set_up(args, shapes: dict[str, tuple[int, ...]], plan: dict[str, Any], **con
     if backend.is_host:
         torch.set_num_threads(1)
     dtype = DTYPES[getattr(args, "dtype", "bf16")]
-    model = build(backend, layers, hidden, heads, ffn, seq, vocab, dtype, **config)
+    model = build(backend, layers, hidden, heads, ffn, seq, vocab, dtype, of_whom, **config)
     REGISTRY.undo([*PATCHES, "mindspeed_mem.patches.first_step"])
     gc.collect()
     gc.freeze()  # all that is imported: what is collected later need not look through it
@@ -119,6 +120,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", help="only variants whose names contain one of these, separated by ; (and the first)")
     parser.add_argument("--shape", type=int, nargs=8, metavar="N", help="layers hidden heads ffn seq mbs n_mb vocab")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--transformer-impl", choices=IMPLEMENTATIONS, default="local", help="whose layers")
 
 
 def chosen(variants: dict[str, Variant], only: str | None) -> dict[str, Variant]:

@@ -51,9 +51,10 @@ def model_config(args, device):
         "masked_softmax_fusion": fused
         and args.masked_softmax_fusion
         and installed("scaled_upper_triang_masked_softmax_cuda"),
+        # Apex's kernel: also TransformerEngine's layers, which have one, are followed by Megatron's own output layer.
         "gradient_accumulation_fusion": fused
         and args.gradient_accumulation_fusion
-        and (te or installed("fused_weight_gradient_mlp_cuda")),
+        and installed("fused_weight_gradient_mlp_cuda"),
         "persist_layer_norm": fused and args.persist_layer_norm and (te or apex_norm),
         "deterministic_mode": args.deterministic_mode and fused,
         # Sends of both directions between the same two ranks must not share a batch: they would be mixed up.

@@ -61,8 +61,10 @@ MODEL=(
     --attention-dropout 0
     --hidden-dropout 0
     --transformer-impl local
-    --sdpa-attention
 )
+if [[ " $* " != *" --transformer-impl transformer_engine"* && " $* " != *" --transformer-impl=transformer_engine"* ]]; then
+    MODEL+=(--sdpa-attention) # torch's flash attention for Megatron's own layers; others bring theirs
+fi
 TRAINING=(
     --micro-batch-size 4
     --global-batch-size 16

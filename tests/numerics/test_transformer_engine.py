@@ -1,5 +1,6 @@
-"""A layer spec like TransformerEngine's, with stand-ins that save what its functions save (by the sources of 2.20; it
-itself was never run): norms inside the linears after them, and one of several attentions."""
+"""A layer spec like TransformerEngine's, with stand-ins that save what its functions save (by its sources, 2.11 and
+2.20; itself it takes a GPU: `benchmarks/bits.py transformer-engine`): norms inside the linears after them, and one of
+several attentions."""
 
 from __future__ import annotations
 
@@ -17,28 +18,31 @@ from tests.worlds import on_ranks
 
 
 class LayerNormLinear(torch.autograd.Function):
-    """As its ``_LayerNormLinear``: saves its input, weight, bias, the norm's weight, its result and what it divided by;
-    with fp8 the first product's operand is a copy in low precision, and that of the weight is held by the module."""
+    """As its ``_LayerNormLinear``: saves a view of its input, weight, bias, the norm's weight, its result and what it
+    divided by; with fp8 the first product's operand is a copy in low precision, and that of the weight is held by the
+    module."""
 
     @staticmethod
     def forward(ctx, inputs, norm_weight, weight, bias, held, store):
-        ctx.store = store
+        ctx.store, ctx.shape = store, inputs.shape
+        inputs = inputs.view(-1, inputs.shape[-1])
         divided = (inputs.float().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
         normed = ((inputs * divided) * norm_weight).to(held.dtype)
         ctx.save_for_backward(inputs, held, weight, bias, norm_weight, normed, None, divided)
-        return normed.to(inputs.dtype) @ held.to(inputs.dtype).t() + bias
+        return (normed.to(inputs.dtype) @ held.to(inputs.dtype).t() + bias).view(*ctx.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, gradient):
         inputs, held, _, _, norm_weight, normed, _, divided = ctx.saved_tensors
-        into = gradient @ held.to(gradient.dtype)
         flat = gradient.flatten(0, -2)
+        into = flat @ held.to(flat.dtype)
         scaled, unit = into * norm_weight, inputs * divided
         back = divided * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
-        of_norm = (into * unit).flatten(0, -2).sum(0)
+        back = back.view(ctx.shape)
+        of_norm = (into * unit).sum(0)
 
         def gradients(normed, flat):
-            return flat.t() @ normed.to(flat.dtype).flatten(0, -2), flat.sum(0)
+            return flat.t() @ normed.to(flat.dtype), flat.sum(0)
 
         if ctx.store.delay_wgrad_compute():
             ctx.store.put([normed, flat], gradients)

@@ -94,6 +94,39 @@ def own(handle: Saved, tensor: torch.Tensor) -> Saved:
     return handle
 
 
+def saver(native: Callable[..., None]) -> Callable[..., None]:
+    """What ``ctx.save_for_backward`` is: a view of an input that ``forward`` has made itself, as TransformerEngine's
+    linears with norms do of the residual stream, is saved without what it is a view of.
+
+    Such a view claims to need a gradient and has no history: autograd would make an accumulator for it, which nobody
+    ever hands a gradient, and which holds the view, its base and with them the memory until backward. A function that
+    also returns the view cannot be differentiated twice through what it saved.
+    """
+
+    def save_for_backward(ctx: Any, *tensors: Any) -> None:
+        views = [n for n, one in enumerate(tensors) if isinstance(one, torch.Tensor) and _is_view_made_here(one)]
+        if views:
+            saved = list(tensors)
+            for place in views:
+                view = saved[place]
+                saved[place] = view.detach()
+                vars(saved[place]).update(vars(view))
+            tensors = tuple(saved)
+        native(ctx, *tensors)
+        if views or VIEWS in vars(ctx):
+            setattr(ctx, VIEWS, views)
+
+    return save_for_backward
+
+
+VIEWS = "_mem_views"
+"""Of a ctx: the places of such views among the tensors that it saves."""
+
+
+def _is_view_made_here(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf and tensor._is_view()
+
+
 def unpacked(handle: OfFunction) -> None:
     """``handle``, which a custom function saved, has been brought back."""
     if reading.handles is not None:
@@ -110,7 +143,10 @@ def reader(native: Callable[[Any], tuple]) -> Callable[[Any], tuple]:
             tensors = native(ctx)
         finally:
             reading.handles = outer
-        return all_as_saved(tensors, handles) if handles else tensors
+        tensors = all_as_saved(tensors, handles) if handles else tensors
+        for place in vars(ctx).get(VIEWS, ()):
+            tensors[place].requires_grad_()  # as it was
+        return tensors
 
     return read
 
