@@ -141,7 +141,7 @@ MOVED = 2**12
 """Bytes from which on what a plan selects is to move, even where such copies are not worth it: what it does is shown
 at any size of the model."""
 EVERYTHING = {"swap_config": {"swap": True, "layer_swap": {"backward_prefetch": 2, "layers": True}}}
-CHEAP = [r".*norm", r"mlp\.activation_func", r"self_attention\.rotary_pos_emb"]
+CHEAP = [r".*norm", r"mlp\.(experts\.)?activation_func", r"self_attention\.rotary_pos_emb"]
 PLANS: dict[str, dict[str, Any]] = {
     "swap core attention": {"swap_config": {"swap": True}},
     "swap everything": EVERYTHING,
