@@ -96,3 +96,10 @@ def test_weights_that_a_module_keeps_leave_once_at_most(activations):
 def test_what_a_library_marks_does_not_leave(activations):
     marked, unmarked = copied(True, activations), copied(False, activations)
     assert marked == [unmarked[-1]] * 4
+
+
+@pytest.mark.parametrize(("width", "warnings"), [(WIDTH, 2), (8, 0)])
+def test_a_handful_of_bytes_is_no_reason_to_warn(width, warnings, monkeypatch, caplog):
+    monkeypatch.setattr(f"{__name__}.WIDTH", width)
+    copied(False, "saved")
+    assert len([one for one in caplog.records if "the memory is pinned by" in one.message]) == warnings
