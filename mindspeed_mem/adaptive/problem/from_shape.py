@@ -30,10 +30,12 @@ from mindspeed_mem.adaptive.problem.definition import (
     Stage,
 )
 from mindspeed_mem.adaptive.problem.layer_bytes import (
+    copies_values,
     layer_bytes,
     mask_bytes,
     mtp_bytes,
     norm_bytes,
+    products_bytes,
     received,
     stream_bytes,
     waiting_bytes,
@@ -267,6 +269,8 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
             also, needs = (linear,), (before if before in paths else op.ATTENTION_ADD,)
         elif one.path in (op.INPUT_NORM, op.MLP_NORM) and not needs:
             keeps = stream
+        elif one.path in (op.ROTARY, op.CORE) and copies_values(shape):
+            keeps = products_bytes(shape, split)
         again = sum(times.forward.get(other, 0.0) for other in (*also, one.path))
         can = one.path not in (*KEPT, *SENT)
         groups.append(

@@ -23,6 +23,10 @@ parallelism dividing what stands between the blocks:
 | mlp.dispatch.postprocess | t topk (h + 1) E, what this rank's experts are given | expert_fc1, moe_act |
 | expert_fc1, moe_act | as linear_fc1 and activation_func, of t topk tokens | moe_act, the second linear |
 
+TransformerEngine's flash attention wants queries, keys and values that lie alike. Where queries and keys are rotated it
+copies the values, t k E, and keeps that instead of what linear_qkv returned (its `get_qkv_layout`; counted on a GPU,
+benchmarks/results/nvidia-h200-2026-11-27).
+
 Without fusion of bias and activation the activation function keeps its own intermediates instead of fc1's output (GELU
 with a bias) or besides it (gated). torch's RMSNorm on the CPU computes in fp32 and keeps two fp32 tensors, but not its
 input.
@@ -48,7 +52,7 @@ def layer_bytes(shape: Shape, split: Degrees, experts: bool = False) -> dict[str
         attention = _latent_bytes(shape, split)
     else:
         attention = {
-            op.QKV: tokens * (shape.query_width + 2 * shape.key_width) * ELEMENT // tensor,
+            op.QKV: products_bytes(shape, split),
             op.ROTARY: _rotary_bytes(shape, tensor) * shape.rope,
             op.CORE: _core_bytes(shape, tensor),
         }
@@ -77,7 +81,20 @@ def layer_bytes(shape: Shape, split: Degrees, experts: bool = False) -> dict[str
             if after in sizes:
                 sizes[after] += sizes[name]
                 sizes[name] = 0
+    if copies_values(shape):
+        sizes[op.QKV] -= products_bytes(shape, split)
+        sizes[op.CORE] += tokens * shape.key_width * ELEMENT // tensor
     return sizes
+
+
+def copies_values(shape: Shape) -> bool:
+    """Whether attention keeps a copy of the values, and nobody what linear_qkv returned."""
+    return shape.te and shape.flash and shape.rope and not shape.kv_lora_rank
+
+
+def products_bytes(shape: Shape, split: Degrees) -> int:
+    """What linear_qkv returns: queries, keys and values."""
+    return shape.tokens * (shape.query_width + 2 * shape.key_width) * ELEMENT // split.tensor
 
 
 class Waiting(NamedTuple):

@@ -18,8 +18,8 @@ _ESTIMATED = (
     "Seconds, and with them which plan is best, are estimates from FLOPs and bytes moved: {tflops:g} TFLOP/s, "
     "{memory_gbps:g} GB/s device memory, {link_gbps:g} GB/s to the host, {tensor_gbps:g} GB/s between tensor-parallel "
     "ranks.",
-    "Bytes of activations follow Megatron's layers; of TransformerEngine's, and in fp8, they are assumed, and nobody "
-    "has counted them. Static memory and temporaries are estimates.",
+    "Bytes of activations follow Megatron's layers, and TransformerEngine's; in fp8 they are assumed, and nobody has "
+    "counted them. Static memory and temporaries are estimates.",
 )
 
 LEGEND = "K keep, S swap, R recompute, - given from outside, . no such group"
