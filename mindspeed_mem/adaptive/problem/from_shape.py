@@ -272,7 +272,7 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
         elif one.path in (op.ROTARY, op.CORE) and copies_values(shape):
             keeps = products_bytes(shape, split)
         again = sum(times.forward.get(other, 0.0) for other in (*also, one.path))
-        can = one.path not in (*KEPT, *SENT)
+        can = one.path not in (*KEPT, *SENT) and keeps <= size
         groups.append(
             Group(
                 name=one.path,
@@ -280,7 +280,7 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
                 operators=(one.path,),
                 used_by=one.used_by or (one.path,),
                 recompute_seconds=again if can else None,
-                recompute_keeps=keeps,
+                recompute_keeps=keeps * can,
                 recompute_operators=(*also, one.path) if also else (),
                 needs=needs if can else (),
                 swappable=one.path not in KEPT,
