@@ -31,7 +31,6 @@ from mindspeed_mem.activation.position import Position
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.second_runs import SecondRuns
-from mindspeed_mem.activation.storage import own_tensors
 from mindspeed_mem.activation.storage.auto_distance import AutoDistances
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.mover import Mover
@@ -275,6 +274,5 @@ def _survival_of_the_moment() -> Survival | None:
 def stop() -> None:
     """No engine from now on; handles that autograd still holds stay valid."""
     earlier = use(None)
-    own_tensors.forget()
     if earlier is not None:
         earlier.backend.lift_reserve()

@@ -347,8 +347,6 @@ class SavedTensors:
             record.way_back.keep(record)
         found.keep()
         LEDGER.enter(storage, owned=False)
-        if own_tensors.learns(tensor):
-            return
         config, stack = self._in_force.config, self._position.stack
         planned = self._in_force.plan is not None and (config.swap.swap or config.recompute.active)
         name = own_tensors.made_by_function(tensor) if planned and stack else None

@@ -55,12 +55,11 @@ def made_by_function(tensor: torch.Tensor) -> str | None:
 
 
 def _applied() -> tuple[type, tuple]:
-    """The custom function that runs, or whose tensors are being packed, and what it was given."""
+    """The custom function whose tensors are being packed, and what it was given."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not APPLY:
         frame = frame.f_back
-    if frame is None:  # nobody applies it: its forward was called
-        return torch.autograd.Function, ()
+    assert frame is not None
     found = frame.f_locals
     return found["cls"], found["args"]
 
@@ -95,56 +94,6 @@ def own(handle: Saved, tensor: torch.Tensor) -> Saved:
     return handle
 
 
-def learns(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``, which stays itself, is a view that the custom function has made of an input of its own, as
-    TransformerEngine's linears with norms do of the residual stream. From its next call on the function saves such
-    views without what they are views of, and they can leave.
-
-    A view of that kind claims to need a gradient and has no history: autograd makes an accumulator for it, which never
-    gets a gradient, and which holds the view, its base and with them the memory until backward.
-    """
-    function, given = _applied()
-    context: Any = getattr(function, "_backward_cls", None)
-    if context is None or context in _taught or not tensor._is_view() or any(one is tensor for one in given):
-        return False
-    _taught[context] = vars(context).get("save_for_backward")
-    context.save_for_backward = _saver(context.save_for_backward)
-    return True
-
-
-_taught: dict[Any, Any] = {}
-"""Classes of ctx, and the ``save_for_backward`` that each has itself."""
-
-
-def forget() -> None:
-    """Custom functions save as they do without an engine."""
-    while _taught:
-        context, before = _taught.popitem()
-        if before is None:
-            del context.save_for_backward
-        else:
-            context.save_for_backward = before
-
-
-def _saver(native: Callable[..., None]) -> Callable[..., None]:
-    def save_for_backward(ctx: Any, *tensors: Any) -> None:
-        given = {id(one) for one in _applied()[1]}
-        saved, views = list(tensors), []
-        for place, one in enumerate(tensors):
-            if isinstance(one, torch.Tensor) and stays_itself(one) and one._is_view() and id(one) not in given:
-                saved[place] = one.detach()
-                vars(saved[place]).update(vars(one))
-                views.append(place)
-        native(ctx, *saved)
-        setattr(ctx, VIEWS, views)
-
-    return save_for_backward
-
-
-VIEWS = "_mem_views"
-"""Of a ctx: the places of such views among the tensors that it saves."""
-
-
 def unpacked(handle: OfFunction) -> None:
     """``handle``, which a custom function saved, has been brought back."""
     if reading.handles is not None:
@@ -161,10 +110,7 @@ def reader(native: Callable[[Any], tuple]) -> Callable[[Any], tuple]:
             tensors = native(ctx)
         finally:
             reading.handles = outer
-        tensors = all_as_saved(tensors, handles) if handles else tensors
-        for place in vars(ctx).get(VIEWS, ()):
-            tensors[place].requires_grad_()  # as it was
-        return tensors
+        return all_as_saved(tensors, handles) if handles else tensors
 
     return read
 
