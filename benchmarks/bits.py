@@ -103,10 +103,12 @@ class Findings:
         result = DIFFERS if wrong else EQUAL if all(mine.did.values()) else IDLE
         self.note(name, result, differences=wrong[:6], steps=len(mine.losses), did=mine.did)
 
-    def repeats(self, one: Numbers, again: Numbers) -> bool:
+    def repeats(self, one: Numbers, again: Numbers, kind: str = "") -> bool:
         """Whether the device gives the same bits twice; otherwise nothing can be compared on it."""
         wrong = one.differences(again)
-        self.note("stock, twice", "not reproducible: nothing compared" if wrong else EQUAL, differences=wrong[:6])
+        self.note(
+            f"stock, twice{kind}", "not reproducible: nothing compared" if wrong else EQUAL, differences=wrong[:6]
+        )
         return not wrong
 
 
@@ -177,7 +179,7 @@ def activations(backend: Backend, shape: dict[str, int], findings: Findings) -> 
 def _by_plans(kind: str, job: Any, plans: dict[str, dict[str, Any]], findings: Findings) -> None:
     """Training of `job` under each plan, beside stock."""
     stock, again = (trained(job, STEPS)[0] for _ in range(2))
-    if not findings.repeats(stock, again):
+    if not findings.repeats(stock, again, kind):
         return
     for name, plan in plans.items():
         with findings.about(name + kind):

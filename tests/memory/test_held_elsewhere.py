@@ -99,7 +99,7 @@ def test_what_a_library_marks_does_not_leave(activations):
 
 
 @pytest.mark.parametrize(("width", "warnings"), [(WIDTH, 2), (8, 0)])
-def test_a_handful_of_bytes_is_no_reason_to_warn(width, warnings, monkeypatch, caplog):
+def test_a_handful_of_bytes_is_not_looked_for(width, warnings, monkeypatch, caplog):
     monkeypatch.setattr(f"{__name__}.WIDTH", width)
     copied(False, "saved")
     assert len([one for one in caplog.records if "the memory is pinned by" in one.message]) == warnings

@@ -39,27 +39,22 @@ class PinnedWatch:
         held = [(record, storage) for record in moved if (storage := record.storage()) is not None]
         for _, storage in held:
             marks.of(storage).keep()
-        new = [(record, storage) for record, storage in held if self._is_news(record)]
+        new = [(r, s) for r, s in held if r.nbytes >= WORTH_SAYING and (r.layer, r.op) not in self._seen]
         if not new:
             return
         # by type, not isinstance: that would wake lazy objects and stumble over dead proxies
         modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
         for record, storage in new:
-            if self._is_news(record):
+            if (record.layer, record.op) not in self._seen:
                 who = _holder(storage, output, modules)
                 self._seen[record.layer, record.op] = record.nbytes, who
-                logger.log(
-                    logging.WARNING if record.nbytes >= WORTH_SAYING else logging.DEBUG,
+                logger.warning(
                     "swap has no effect on %d bytes of %s in layer %d: the memory is pinned by %s",
                     record.nbytes,
                     record.op or "the layer",
                     record.layer,
                     who,
                 )
-
-    def _is_news(self, record: Record) -> bool:
-        known, _ = self._seen.get((record.layer, record.op), (0, ""))
-        return not known or known < WORTH_SAYING <= record.nbytes
 
     def rows(self) -> tuple[PinnedFigures, ...]:
         return tuple(
