@@ -151,6 +151,25 @@ def test_swapped_and_recomputed_to_the_same_bits(spec):
     assert not any("norm" in name for name in of_layer)
 
 
+def with_inputs_swapped() -> tuple[int, list[str]]:
+    """Bytes moved of what layers that run again start from, and what is said of them."""
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    plan = again(swap_config={"swap": True, "op_swap": [], "swap_recompute_inputs": True}, recompute=True)
+    with parallel(), swap_runs.swap(plan) as engine, swap_runs.listening() as messages:
+        chunks = models.build_gpt("dense", layers=3, change_spec=of_transformer_engine)
+        for _ in range(2):
+            models.train_step(chunks, micro_batches=2)
+        return engine.report().bytes_out, messages
+
+
+@pytest.mark.distributed
+def test_the_residual_stream_leaves_although_its_linears_save_views_of_it():
+    [(nbytes, messages)] = on_ranks(1, with_inputs_swapped)
+    assert nbytes and not [one for one in messages if "no effect" in one]
+
+
 @pytest.mark.distributed
 def test_survived_capped_and_in_chunks_to_the_same_bits():
     model = {"kind": "dense", "change_spec": of_transformer_engine}

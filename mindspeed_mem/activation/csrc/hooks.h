@@ -119,7 +119,8 @@ inline Own as_saved(PyObject* tensor, PyObject* kept) {
   if (!is_handle && Py_TYPE(kept) != engine.SavedSlot) return call(engine.as_saved, tensor, kept);
   PyObject *alias = (is_handle ? handle.alias : saved_slot.alias).get(kept);
   PyObject* its_own = (is_handle ? handle.own : saved_slot.own).get(kept);
-  if (stays_itself(THPVariable_Unpack(alias))) return Own::of(alias);
+  const at::Tensor& held = THPVariable_Unpack(alias);
+  if (held.requires_grad() && held.is_leaf()) return Own::of(alias);  // then it is what was saved
   if (its_own == Py_None) fail_assertion("no custom function saved it");
   PyObject *kind = PyTuple_GET_ITEM(its_own, 0), *attributes = PyTuple_GET_ITEM(its_own, 1);
   if (kind != Py_None && kind != reinterpret_cast<PyObject*>(Py_TYPE(tensor))) {

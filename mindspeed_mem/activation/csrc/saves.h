@@ -155,7 +155,11 @@ inline Own handle_of(PyObject* tensor, PyObject* of, PyObject* batch, PyObject* 
   return made;
 }
 
-inline bool stays_itself(const at::Tensor& tensor) { return tensor.requires_grad() && tensor.is_leaf(); }
+// `own_tensors.stays_itself`; the flag of the tensor's own says whether anything can accumulate there.
+inline bool stays_itself(const at::Tensor& tensor) {
+  if (!tensor.requires_grad() || !tensor.is_leaf()) return false;
+  return !tensor.is_view() || torch::autograd::impl::get_autograd_meta(tensor)->requires_grad_;
+}
 
 inline bool told_to_stay(PyObject* tensor) {
   PyObject** attributes = _PyObject_GetDictPtr(tensor);

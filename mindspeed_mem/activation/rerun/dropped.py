@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.second_run import Rerun
-from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage import marks, own_tensors
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.records import (
@@ -252,7 +252,7 @@ class Saves:
                 return None
             if first != number:
                 return None
-            if by_function and tensor.requires_grad and tensor.is_leaf:
+            if by_function and own_tensors.stays_itself(tensor):
                 return None
             made = self._made[first] = Made(rerun, micro_batch, storage, tensor, layout, found)
             self._nbytes += made.nbytes

@@ -73,8 +73,18 @@ def _returned(tensor: torch.Tensor) -> bool:
 
 
 def stays_itself(tensor: torch.Tensor) -> bool:
-    """Whether autograd keeps it, whatever a hook makes of it: its gradient is accumulated there."""
-    return tensor.requires_grad and tensor.is_leaf
+    """Whether autograd keeps it, whatever a hook makes of it: its gradient is accumulated there.
+
+    Not in a view that a custom function's forward makes of its input, as TransformerEngine's linears with norms do of
+    the residual stream: that claims to need a gradient, as its base does, and nothing accumulates one.
+    """
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return False
+    if not tensor._is_view():
+        return True
+    with torch.enable_grad():
+        node = tensor.view_as(tensor).grad_fn
+    return node is not None and node.next_functions[0][0] is not None
 
 
 def told_to_stay(tensor: torch.Tensor) -> bool:
@@ -85,7 +95,7 @@ def told_to_stay(tensor: torch.Tensor) -> bool:
 
 def own(handle: Saved, tensor: torch.Tensor) -> Saved:
     """``handle`` is of ``tensor``, which a custom function saves."""
-    if tensor.requires_grad and tensor.is_leaf:  # as `stays_itself`
+    if stays_itself(tensor):
         handle.alias = tensor
     if _returned(tensor):  # comes back plain from autograd itself, too; its attributes may lead to the node, a cycle
         handle.own = None, {}
@@ -128,7 +138,7 @@ def all_as_saved(tensors: tuple, handles: list[OfFunction]) -> tuple:
 
 def as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
     alias = handle.alias
-    if alias.requires_grad and alias.is_leaf:  # as `stays_itself`
+    if alias.requires_grad and alias.is_leaf:  # then it is what was saved
         return alias
     assert handle.own is not None
     kind, attributes = handle.own
