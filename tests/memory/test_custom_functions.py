@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,16 +104,95 @@ class OfAView(torch.autograd.Function):
         return found.view_as(gradient)
 
 
-def trained_again(around: Any, function: type[torch.autograd.Function] = Again) -> tuple[Any, list[str], Any]:
+class AgainOnWhatIsReadAgain(torch.autograd.Function):
+    """What it saved it makes a leaf when it reads it, and reads it once more for the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.view(-1, x.shape[-1]), x.detach())
+        return torch.nn.functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        found = 0
+        for turn in (0, 1):
+            leaf = ctx.saved_tensors[turn].requires_grad_()
+            with torch.enable_grad():
+                again = torch.nn.functional.gelu(leaf)
+            torch.autograd.backward(again, gradient.view_as(again) / 2)
+            found = ctx.saved_tensors[turn].grad.view_as(gradient) + found
+        return found
+
+
+class OfAViewItself(OfAView):
+    """It asks for the gradient of what only claims to need one, and gets none."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        flat, _ = ctx.saved_tensors
+        with torch.enable_grad():
+            again = torch.nn.functional.gelu(flat)
+        [found] = torch.autograd.grad(again, flat, gradient.view_as(again), allow_unused=True)
+        return gradient / 2 if found is None and flat._is_view() else found.view_as(gradient)
+
+
+class OnALeafLater(torch.autograd.Function):
+    """What it saves of the same memory is another tensor after some steps: a leaf of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.own = OnALeafLater.step > 2
+        ctx.save_for_backward(x.detach().requires_grad_() if ctx.own else x.view(-1, x.shape[-1]))
+        return torch.nn.functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [leaf] = ctx.saved_tensors
+        leaf = leaf if ctx.own else leaf.detach().requires_grad_()
+        with torch.enable_grad():
+            again = torch.nn.functional.gelu(leaf)
+        torch.autograd.backward(again, gradient.view_as(again))
+        return (ctx.saved_tensors[0] if ctx.own else leaf).grad.view_as(gradient)
+
+
+def _after_gelu(call: Callable, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x) + call(x)
+
+
+ODD = [AgainOnWhatIsReadAgain, OfAViewItself, OnALeafLater]
+
+
+def trained_again(
+    around: Any, function: type[torch.autograd.Function] = Again, steps: int = 1
+) -> tuple[Any, list[str], Any]:
+    """Of the last step."""
     from tests import models, swap_runs
     from tests.worlds import parallel
 
     with parallel(), around as engine, swap_runs.listening() as messages:
         chunks = models.build_gpt("dense", layers=2)
         for layer in chunks[0].module.decoder.layers:
-            layer.mlp.activation_func = function.apply
-        result = models.train_step(chunks, micro_batches=2)
+            # Gelu saves the same memory before a function of `ODD` does.
+            both = functools.partial(_after_gelu, function.apply)
+            layer.mlp.activation_func = both if function in ODD else function.apply
+        for function.step in range(steps):
+            result = models.train_step(chunks, micro_batches=2)
         return result, messages, engine.report() if hasattr(engine, "report") else None
+
+
+def by_odd_functions(function: type[torch.autograd.Function]) -> list[str]:
+    """Plans under which the last of some steps, and so each before it, differs."""
+    from tests.limited_runs import surviving
+    from tests.swap_runs import difference, swap
+
+    def last(around: Any) -> Any:
+        return trained_again(around, function, steps=5)[0]
+
+    without, found = last(contextlib.nullcontext()), []
+    plans = {**PLANS, **THEIRS, "its operator recomputed": again([r"mlp\.activation_func"])}
+    for name, around in {"survived": surviving(), **{name: swap(plan) for name, plan in plans.items()}}.items():
+        found += [f"{name}: {what}" for what in difference(last(around), without)]
+    return found
 
 
 def with_views_of_inputs() -> list[str]:
@@ -205,3 +286,9 @@ def test_without_an_engine_it_is_apply():
     scale = torch.rand(4, requires_grad=True)
     adapt_mem_func_wrapper(ScaledSquare, x, scale, 2).sum().backward()
     assert torch.equal(x.grad, 2 * x.detach() * scale.detach()) and scale.grad is not None
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("function", ODD, ids=lambda function: function.__name__)
+def test_what_they_read_is_what_torch_would_have_given_them(function):
+    assert on_ranks(1, by_odd_functions, function) == [[]]

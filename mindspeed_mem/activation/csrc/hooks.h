@@ -122,14 +122,24 @@ inline Own as_saved(PyObject* tensor, PyObject* kept) {
   const at::Tensor& held = THPVariable_Unpack(alias);
   if (held.requires_grad() && held.is_leaf()) return Own::of(alias);  // then it is what was saved
   if (its_own == Py_None) fail_assertion("no custom function saved it");
+  if (PyTuple_GET_SIZE(its_own) > 2) return Own::of(PyTuple_GET_ITEM(its_own, 2));
   PyObject *kind = PyTuple_GET_ITEM(its_own, 0), *attributes = PyTuple_GET_ITEM(its_own, 1);
   if (kind != Py_None && kind != reinterpret_cast<PyObject*>(Py_TYPE(tensor))) {
     return call(engine.as_saved, tensor, kept);
   }
-  if (PyDict_GET_SIZE(attributes) > 0) {
-    must(PyDict_Update(own(PyObject_GenericGetDict(tensor, nullptr)).get(), attributes));
+  Own found = Own::of(tensor);
+  const at::Tensor& unpacked = THPVariable_Unpack(tensor);
+  if (unpacked.requires_grad() && unpacked.is_leaf()) {  // what was saved only claimed to
+    const at::AutoGradMode without_graph(false);
+    found = own(THPVariable_Wrap(unpacked.view_as(unpacked)));
   }
-  return Own::of(tensor);
+  if (PyDict_GET_SIZE(attributes) > 0) {
+    must(PyDict_Update(own(PyObject_GenericGetDict(found.get(), nullptr)).get(), attributes));
+  }
+  if (!unpacked.grad_fn()) {  // the next reading finds what the function has done to it
+    (is_handle ? handle.own : saved_slot.own).set(kept, own(PyTuple_Pack(3, kind, attributes, found.get())));
+  }
+  return found;
 }
 
 // own_tensors.all_as_saved(tensors, handles)

@@ -291,7 +291,7 @@ inline Own drops(Hooks* of, PyObject* rerunning, PyObject* tensor, PyObject* bat
   const long long first_turn = number_of(first);
   if (first_turn < 0 || has_several_streams(of->mover) || !on_home_stream(of, batch)) return Own();
   const at::Tensor& given = THPVariable_Unpack(tensor);
-  if (given.layout() != c10::kStrided) return Own();
+  if (given.layout() != c10::kStrided || (by_function && stays_itself(given))) return Own();
   Own storage = storage_of(given), layout = layout_of(given), mine;
   PyObject* all = saves.made.get(self);
   if (first_turn != turn) mine = Own::of(PyDict_GetItemWithError(all, first));
@@ -305,7 +305,7 @@ inline Own drops(Hooks* of, PyObject* rerunning, PyObject* tensor, PyObject* bat
     must(PyList_Append(slots, Py_None));
   } else {
     if (PyErr_Occurred()) throw python_error();
-    if (first_turn != turn || (by_function && stays_itself(given))) return Own();
+    if (first_turn != turn) return Own();
     Own attributes = attributes_of(storage.get());
     Own marks = Own::of(marks_in(attributes.get()));
     if (!marks) {

@@ -22,6 +22,7 @@ from mindspeed_mem.activation.storage.records import (
     REMADE,
     Layout,
     OverwrittenError,
+    Own,
     Record,
     base_of,
     layout_of,
@@ -133,7 +134,7 @@ class Slot:
 
     __slots__ = ("made", "alias", "own", "layout", "saver")  # in this order they go: memory first
 
-    own: tuple[type | None, dict[str, Any]] | None  # what a custom function may look for on it
+    own: Own | None
 
     def __init__(self, made: Made, layout: Layout | None, saver: Saver):
         self.made, self.saver = made, saver
@@ -232,6 +233,8 @@ class Saves:
         number = len(slots)
         if program is None or number >= len(program.saves) or type(tensor) is not torch.Tensor:
             return None
+        if by_function and own_tensors.stays_itself(tensor):
+            return None
         first, backend = program.saves[number], mover.backend
         if first < 0 or mover.several or not (backend.one_stream or backend.stream_key() == micro_batch.home_key):
             return None
@@ -251,8 +254,6 @@ class Saves:
             elif found.token is not None or found.stays or found.static or found.made_by is not None:
                 return None
             if first != number:
-                return None
-            if by_function and own_tensors.stays_itself(tensor):
                 return None
             made = self._made[first] = Made(rerun, micro_batch, storage, tensor, layout, found)
             self._nbytes += made.nbytes

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.storage.records import OfFunction
@@ -82,8 +83,9 @@ def stays_itself(tensor: torch.Tensor) -> bool:
         return False
     if not tensor._is_view():
         return True
-    with torch.enable_grad():
-        node = tensor.view_as(tensor).grad_fn
+    # Another view of it leads to where its gradient goes. Neither its class nor a mode is to see that.
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+        node = torch.ops.aten.alias(tensor).grad_fn
     return node is not None and node.next_functions[0][0] is not None
 
 
@@ -141,10 +143,17 @@ def as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
     if alias.requires_grad and alias.is_leaf:  # then it is what was saved
         return alias
     assert handle.own is not None
-    kind, attributes = handle.own
+    kind, attributes, *read = handle.own
+    if read:
+        return read[0]
+    if tensor.requires_grad and tensor.is_leaf:  # what was saved only claimed to: of this autograd has made a real leaf
+        with torch.no_grad():
+            tensor = tensor.view_as(tensor)
     if kind is not None and type(tensor) is not kind:
         with torch.enable_grad():
             tensor = tensor.as_subclass(kind)
     if attributes:
         vars(tensor).update(attributes)
+    if tensor.grad_fn is None:  # the next reading finds what the function has done to it; others might build a cycle
+        handle.own = kind, attributes, tensor
     return tensor

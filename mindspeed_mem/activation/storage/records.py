@@ -37,6 +37,11 @@ Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int | torch.SymInt]
 """How a tensor lies in its storage: dtype, size, stride, offset."""
 
 
+Own = tuple[type | None, dict[str, Any]] | tuple[type | None, dict[str, Any], torch.Tensor]
+"""What a custom function may look for on what it saved: its class (None: it is a result of its own) and attributes, and
+once it has been read, that very tensor."""
+
+
 class WayBack(Protocol):
     """What brings a record's bytes back to the device: copies from the host, or a second run of what made it."""
 
@@ -88,7 +93,7 @@ class OfFunction(Protocol):
     """What autograd keeps of a tensor that a custom function saves."""
 
     alias: torch.Tensor
-    own: tuple[type | None, dict[str, Any]] | None
+    own: Own | None
 
 
 OVERWRITTEN = (
@@ -259,7 +264,7 @@ class Handle:
         self.version: int | None = tensor._version  # None: it need not be what it was
         self.record, self.micro_batch, self.number = record, micro_batch, number
         self.layout: Layout | None = None  # while it has left
-        self.own: tuple[type | None, dict[str, Any]] | None = None  # what a custom function may look for on it
+        self.own: Own | None = None
         if micro_batch is not None:
             micro_batch.saved_by(number)
 
@@ -273,6 +278,8 @@ class Handle:
         alias = self.alias
         self.layout = alias.dtype, alias.size(), alias.stride(), alias.storage_offset()
         alias.data = fast_tensors.empty(alias.dtype, alias.device)
+        if self.own is not None and len(self.own) > 2:
+            self.own = self.own[:2]
 
     def put_back(self, storage: torch.UntypedStorage) -> None:
         """Its memory has been there all the time."""
