@@ -121,7 +121,7 @@ def stored(chunks: list, optimizer: Any, is_loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "distrib_optim_sharding_type": "fully_sharded_model_space",
+        "distrib_optim_sharding_type": "fully_reshardable",
     }
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
     found = {
