@@ -172,7 +172,7 @@ def test_the_table_says_what_is_best_and_where_the_time_goes(found):
 def test_a_script_trains_with_the_layout_and_its_plan(found, tmp_path):
     script = tmp_path / "run.sh"
     words = (
-        SMALL.format(gib=0.6) + GROUPS + "--devices 8 --devices-per-node 4 --allow swap,recompute "
+        SMALL.format(gib=0.55) + GROUPS + "--devices 8 --devices-per-node 4 --allow swap,recompute "
         "--fix tp=2,pp=2,first=2,last=2,mbs=2"
     )
     status, out, err = found(f"{words} --output {script}")

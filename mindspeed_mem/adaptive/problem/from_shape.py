@@ -38,6 +38,7 @@ from mindspeed_mem.adaptive.problem.layer_bytes import (
     products_bytes,
     received,
     stream_bytes,
+    temporary_bytes,
     waiting_bytes,
 )
 from mindspeed_mem.adaptive.problem.layer_operators import KEPT, SENT, operators
@@ -238,11 +239,14 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
     times.forward[""], times.backward[""] = chunks
     seconds = [(name, times.forward.get(name, 0.0), times.backward.get(name, 0.0)) for name in ("", *paths)]
     waits = waiting_bytes(shape, split, experts)
+    usual, temporary = temporary_bytes(shape, split, experts)
     planned = [
         PlannedOperator(
             name=name,
             forward_seconds=f,
             backward_seconds=b,
+            forward_temporary_bytes=temporary.get(name, usual).forward,
+            backward_temporary_bytes=temporary.get(name, usual).backward,
             weight_seconds=times.weight.get(name, 0.0) if name in waits.of_operators else 0.0,
             weight_bytes=waits.of_operators.get(name, 0),
             gradient_bytes=0 if shape.te else waits.of_operators.get(name, 0),
@@ -281,6 +285,7 @@ def layer_class(shape: Shape, split: Degrees, machine: Machine, experts: bool = 
                 used_by=one.used_by or (one.path,),
                 recompute_seconds=again if can else None,
                 recompute_keeps=keeps * can,
+                recompute_temporary_bytes=temporary.get(one.path, usual).forward * can,
                 recompute_operators=(*also, one.path) if also else (),
                 needs=needs if can else (),
                 swappable=one.path not in KEPT,
@@ -301,6 +306,8 @@ def prediction_class(kind: LayerClass, shape: Shape, split: Degrees, times: Time
         name=PREDICTION,
         forward_seconds=project,
         backward_seconds=2 * project,
+        forward_temporary_bytes=kind.operators[0].forward_temporary_bytes,
+        backward_temporary_bytes=kind.operators[0].backward_temporary_bytes,
         weight_seconds=times.product(2 * shape.hidden_size, shape.hidden_size),
         weight_bytes=shape.tokens * shape.hidden_size * ELEMENT,
         gradient_bytes=0 if shape.te else shape.tokens * shape.hidden_size * ELEMENT,
@@ -370,6 +377,7 @@ def _stage(
     pointwise = times.move(3 * 4 * logits)
     mask = mask_bytes(shape, split)  # of the last layer's end, and of the embedding
     handed = layer_bytes(shape, split)[op.INPUT]
+    whole = stream * split.tensor * (split.sequence_parallel and split.tensor > 1)  # gathered for the output layer
     heads = 1 + len(ahead)
     # With several tokens to predict the output layer's weight is used several times: it takes its gradients at once.
     later = heads == 1
@@ -379,6 +387,8 @@ def _stage(
         gradient_bytes=ELEMENT * logits * later,
         forward_seconds=heads * (product + pointwise),
         backward_seconds=heads * (2 * product + pointwise),
+        forward_temporary_bytes=whole,
+        backward_temporary_bytes=whole,
         bytes=heads * (4 + ELEMENT) * logits + norm_bytes(shape, split) + handed + len(ahead) * stream,
     )
     send = traffic.send_seconds(shape, split, times.machine) * traffic.waits_for_sends(split, times.machine)
@@ -399,6 +409,7 @@ def _stage(
                 before=Outside(
                     forward_seconds=send * (not begins),
                     backward_seconds=send * (not begins),
+                    forward_temporary_bytes=2 * stream * begins,
                     bytes=stream + mask * begins,
                 ),
                 after=head if ends else Outside(bytes=mask),
@@ -408,14 +419,8 @@ def _stage(
     parameters, routed = _parameters([sizes[layer] for layer in mine], shape, split, first, last)
     state = parameters * split.bytes_per_parameter + routed * split.bytes_on(split.expert_data)
     copies = 2 * (parameters + routed) * (shape.fp8 and not shape.fp8_params)  # for products forward and backward
-    rows, width = shape.tokens // split.tensor, shape.fc1_width
-    if shape.num_experts and any(map(shape.has_experts, mine)):
-        rows, width = received(shape, split) // split.experts_split, shape.moe_ffn_hidden_size * shape.gates
-    gradients = 2 * rows * width * ELEMENT + stream
-    keys = 2 * shape.key_width
-    if shape.kv_lora_rank:
-        keys = shape.latent_query_width + shape.num_attention_heads * shape.v_head_dim
-    travelling = 2 * shape.tokens * keys * ELEMENT // split.tensor * (shape.context > 1)  # keys and values
+    kinds = sorted(set(map(shape.has_experts, mine)))
+    temporary = max(whole, *(max(temporary_bytes(shape, split, experts)[0]) for experts in kinds))
     # With parameters in chunks those of a layer are whole, and the next ones meanwhile.
     largest = max(map(sum, {sizes[layer] for layer in mine}))
     gathered = 2 * largest * ELEMENT * (split.chunk_zero_stage == 3)
@@ -423,7 +428,8 @@ def _stage(
     return Stage(
         parts=tuple(made),
         static_bytes=round(state + copies),
-        temporary_bytes=max(gradients, travelling, ELEMENT * logits if last else 0) + gathered,
+        temporary_bytes=temporary + gathered,
+        operator_temporary_bytes=temporary,
         step_seconds=step,
     )
 

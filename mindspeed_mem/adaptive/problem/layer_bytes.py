@@ -219,6 +219,48 @@ def mtp_bytes(shape: Shape, split: Degrees) -> int:
     return (2 if _decomposed(shape) else 6) * stream + statistics + rows * 8
 
 
+class Temporary(NamedTuple):
+    """The most bytes that an operator holds beyond what backward keeps."""
+
+    forward: int
+    backward: int
+
+
+def temporary_bytes(shape: Shape, split: Degrees, experts: bool) -> tuple[Temporary, dict[str, Temporary]]:
+    """Of most operators of a layer, and of those that hold less.
+
+    Gradients, above all of what an MLP's first linear returns, beside those that come in and of what one layer hands to
+    the next; with sequence parallelism what a linear gathers, and what it is about to scatter; with context parallelism
+    keys and values on their way. Measured of a dense layer on a GPU
+    (benchmarks/results/nvidia-h200-2026-11-26/adaptive.profile.json), else estimated.
+    """
+    stream, tensor = stream_bytes(shape, split), split.tensor
+    whole = stream * tensor * (split.sequence_parallel and tensor > 1)
+    inner = shape.tokens // tensor * shape.ffn_hidden_size * ELEMENT
+    if experts:
+        inner = received(shape, split) // split.experts_split * shape.moe_ffn_hidden_size * ELEMENT
+    alone = shape.fused and not experts  # one kernel makes the activation function
+    keys = 2 * shape.key_width
+    if shape.kv_lora_rank:
+        keys = shape.latent_query_width + shape.num_attention_heads * shape.v_head_dim
+    travelling = 2 * shape.tokens * keys * ELEMENT // tensor * (shape.context > 1)
+    most = max((shape.gates + 1 if alone else 2 * shape.gates) * inner + stream, travelling)
+    if whole:
+        most = max(most, shape.gates * inner + 2 * (stream + whole))
+    if experts or shape.kv_lora_rank or travelling:
+        return Temporary(most, most), {}
+    # Rotated queries are made of the product's result in four steps.
+    attention = shape.tokens * (5 * shape.query_width + 2 * shape.key_width) * ELEMENT // tensor
+    weight = shape.ffn_hidden_size * shape.hidden_size * ELEMENT // tensor
+    end = Temporary(2 * stream + whole, min(most, inner + 2 * stream + whole + weight))
+    return Temporary(max(shape.gates * inner + stream + whole, attention * shape.rope), most), {
+        op.FC1: Temporary(shape.gates * inner + whole, most),
+        op.ACTIVATION: Temporary(inner if alone else (shape.gates + 1) * inner, most),
+        op.FC2: end,
+        op.MLP_ADD: end,
+    }
+
+
 def stream_bytes(shape: Shape, split: Degrees) -> int:
     """What one layer hands to the next."""
     return shape.tokens * shape.hidden_size * ELEMENT // _between(split)

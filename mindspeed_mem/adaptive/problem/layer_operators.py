@@ -56,6 +56,8 @@ def operators(shape: Shape, experts: bool) -> tuple[Operator, ...]:
             found.append(one._replace(with_it=(*one.with_it, op.Q_NORM, op.K_NORM)))
         elif one.path == op.CORE and shape.qk_layernorm and not shape.rope:
             found.append(one._replace(starts_from=(op.QKV, op.Q_NORM, op.K_NORM)))
+        elif one.path == op.ACTIVATION and shape.fused and not experts:  # its own backward reads what it was given
+            found.append(one._replace(used_by=(op.FC2,)))
         elif one.path == op.MLP_NORM and experts:
             users = (op.MLP_NORM, op.ROUTER, *(op.SHARED_FC1,) * bool(shape.shared_expert_size))
             found += [one._replace(used_by=users, fused_into=())]
