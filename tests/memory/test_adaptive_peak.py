@@ -29,7 +29,8 @@ def problem_and_plans(head: int = 0) -> tuple[Any, list[Any]]:
     stream = stream_bytes(shape, Degrees())
     after = Outside(bytes=stream + 2 * 2 * shape.tokens + head)  # the final norm's input and statistics
     part = dataclasses.replace(problem.stages[0].parts[0], before=Outside(bytes=stream), after=after)
-    stage = dataclasses.replace(problem.stages[0], parts=(part,), static_bytes=0, temporary_bytes=0)
+    none = dict.fromkeys(("static_bytes", "temporary_bytes", "operator_temporary_bytes"), 0)
+    stage = dataclasses.replace(problem.stages[0], parts=(part,), **none)
     problem = dataclasses.replace(problem, stages=(stage,))
     chance, plans = random.Random(1), []
     for distance, inputs_move in ((1, False), (6, False), (20, False), (1, True), (6, True), (20, True)):
