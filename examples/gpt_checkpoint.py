@@ -9,6 +9,7 @@ rank and return only in the layout that they were saved in.
 """
 
 import contextlib
+import functools
 import os
 import random
 import shutil
@@ -23,7 +24,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mindspeed_mem import output
+from mindspeed_mem.zero.buffers import gathered_states
 
+_GATHER = "get_parameter_state_dp_zero"
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = """num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups
 max_position_embeddings position_embedding_type padded_vocab_size normalization swiglu add_bias_linear add_qkv_bias
@@ -219,8 +222,27 @@ def _metadata(args):
 
 def _state(chunks, optimizer, metadata, is_loading):
     state = {name: chunk.module.sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks)}
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    with _gathered_with_padding(optimizer):
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
+
+
+@contextlib.contextmanager
+def _gathered_with_padding(optimizer):
+    """Repairs what megatron-core 0.16.1 saves behind a bucket of gradients that is padded."""
+    gathering = [one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(one, _GATHER)]
+    for one in gathering:
+        setattr(one, _GATHER, functools.partial(_gather, one, getattr(one, _GATHER)))
+    try:
+        yield
+    finally:
+        for one in gathering:
+            delattr(one, _GATHER)
+
+
+def _gather(optimizer, original, *args, **kwargs):
+    state = original(*args, **kwargs)
+    return state and gathered_states.with_padding(state, optimizer.buffers)
 
 
 def _random_object(state):

@@ -8,13 +8,13 @@ Formats and the optimizer's state stay Megatron's. What these formats cannot do 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from mindspeed_mem.patching import REGISTRY, around
-from mindspeed_mem.zero.buffers import runtime, whole_states
+from mindspeed_mem.zero.buffers import gathered_states, runtime, whole_states
 
 _MODULE = "torch.nn.modules.module:Module."
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
@@ -117,19 +117,10 @@ def sharded_param_state_fully_reshardable(original, self, *args, **kwargs):
 
 @around(_OPTIMIZER + "get_parameter_state_dp_zero")
 def get_parameter_state_dp_zero(original, self, *args, **kwargs):
-    """Upstream joins buckets without the padding between them, and then cuts parameters out as if it were there.
-
-    Without an error: behind the first bucket with padding, the masters and moments saved are those of other elements.
-    """
     state = original(self, *args, **kwargs)
-    if state is not None and getattr(self, "gathers_for_parameters", False):
-        for number, buffer in enumerate(self.buffers):
-            spans = [(bucket.offset, bucket.numel_unpadded) for bucket in buffer.buckets]
-            for tensors in state[number].values():
-                for key, packed in tensors.items():
-                    if isinstance(packed, torch.Tensor):
-                        tensors[key] = _with_padding(packed, spans)
-    return state
+    if state is None or not getattr(self, "gathers_for_parameters", False):
+        return state
+    return gathered_states.with_padding(state, self.buffers)
 
 
 @around(_SERIALIZATION + "load")
@@ -191,19 +182,3 @@ def _difference(saved: _Sizes, wanted: _Sizes) -> str | None:
         "--ddp-bucket-size. Load with those it was saved with, save again with --dist-ckpt-optim-fully-reshardable "
         "(distrib_optim_sharding_type: fully_reshardable), and load that; or leave the optimizer out (--no-load-optim)"
     )
-
-
-def _with_padding(packed: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """`packed`, the elements of all buckets one after the other, as they lie in a buffer.
-
-    spans: of each bucket in order, its offset in the buffer and its elements without padding. What lies between is 0.
-    """
-    spans = list(spans)
-    end = max(offset + elements for offset, elements in spans)
-    if end == packed.numel():
-        return packed
-    padded, start = packed.new_zeros(end), 0
-    for offset, elements in spans:
-        padded[offset : offset + elements] = packed[start : start + elements]
-        start += elements
-    return padded

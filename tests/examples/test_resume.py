@@ -19,7 +19,12 @@ ITERATIONS = ["--train-iters", "6"]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, everything):
     """run(name): (arguments, folder) of a run of 6 iterations on 2 ranks with checkpoints at 3 and 6, and metrics."""
-    layouts = {"pipeline, dropout and swap": [*PIPELINE, "--memory-config", str(everything)], "sharded": SHARDED}
+    layouts = {
+        "pipeline, dropout and swap": [*PIPELINE, "--memory-config", str(everything)],
+        "sharded": SHARDED,
+        # Buckets are padded, and what is behind the first is the embedding.
+        "sharded, virtual stages": [*PIPELINE[:2], "--num-layers-per-virtual-pipeline-stage", "1", *SHARDED],
+    }
 
     @functools.cache
     def started(name):
@@ -35,7 +40,7 @@ def run(tmp_path_factory, everything):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", but(["pipeline, dropout and swap", "sharded"], "sharded"))
+@pytest.mark.parametrize("name", but(["pipeline, dropout and swap", "sharded", "sharded, virtual stages"], "sharded"))
 def test_a_resumed_run_is_bit_identical(run, tmp_path, name):
     arguments, folder = run(name)
     # The file as a killed run leaves it: iteration 4 was done, but after the checkpoint; its lines must be replaced.
