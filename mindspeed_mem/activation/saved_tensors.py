@@ -177,6 +177,7 @@ class SavedTensors:
         outer, self._reads = self._reads, ReadsForWeights(self._mover)
         try:
             tensors = ctx.saved_tensors
+            self._reads.over()
             return tensors, self._reads.later, self._reads.first
         finally:
             self._reads = outer

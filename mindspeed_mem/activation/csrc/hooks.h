@@ -122,7 +122,9 @@ inline Own as_saved(PyObject* tensor, PyObject* kept) {
   const at::Tensor& held = THPVariable_Unpack(alias);
   if (held.requires_grad() && held.is_leaf()) return Own::of(alias);  // then it is what was saved
   if (its_own == Py_None) fail_assertion("no custom function saved it");
-  if (PyTuple_GET_SIZE(its_own) > 2) return Own::of(PyTuple_GET_ITEM(its_own, 2));
+  if (PyTuple_GET_SIZE(its_own) > 2) {
+    if (Own same_one = target_of(PyTuple_GET_ITEM(its_own, 2))) return same_one;
+  }
   PyObject *kind = PyTuple_GET_ITEM(its_own, 0), *attributes = PyTuple_GET_ITEM(its_own, 1);
   if (kind != Py_None && kind != reinterpret_cast<PyObject*>(Py_TYPE(tensor))) {
     return call(engine.as_saved, tensor, kept);
@@ -136,8 +138,9 @@ inline Own as_saved(PyObject* tensor, PyObject* kept) {
   if (PyDict_GET_SIZE(attributes) > 0) {
     must(PyDict_Update(own(PyObject_GenericGetDict(found.get(), nullptr)).get(), attributes));
   }
-  if (!unpacked.grad_fn()) {  // the next reading finds what the function has done to it
-    (is_handle ? handle.own : saved_slot.own).set(kept, own(PyTuple_Pack(3, kind, attributes, found.get())));
+  if (!unpacked.grad_fn()) {  // as long as somebody has it, the next reading finds what was done to it
+    Own read = own(PyWeakref_NewRef(found.get(), nullptr));
+    (is_handle ? handle.own : saved_slot.own).set(kept, own(PyTuple_Pack(3, kind, attributes, read.get())));
   }
   return found;
 }

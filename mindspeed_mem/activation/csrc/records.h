@@ -60,8 +60,6 @@ inline void let_go(PyObject* of) {
   const at::Tensor& alias = THPVariable_Unpack(handle.alias.get(of));
   handle.layout.set(of, layout_of(alias));
   alias.set_data(nothing_like(alias));
-  PyObject* its_own = handle.own.get(of);
-  if (its_own != Py_None && PyTuple_GET_SIZE(its_own) > 2) handle.own.set(of, own(PyTuple_GetSlice(its_own, 0, 2)));
 }
 
 inline PyObject* handle_lets_go(PyObject* self, PyObject*) {

@@ -56,8 +56,15 @@ class ReadsForWeights:
         self._mover, self._thread = mover, threading.get_ident()
         self.later: OnHost | None = None
         """What stays where it is."""
+        self._stood_in_for: Handle | None = None
         self.first: Handle | None = None
         """What was read first, which is what the layer was given."""
+
+    def over(self) -> None:
+        """All has been read: who reads again gets no stand-in."""
+        kept = self._stood_in_for
+        if kept is not None and kept.own is not None:
+            kept.own = kept.own[:2]
 
     def brought(self, kept: Handle) -> torch.Tensor:
         """What ``kept`` is a handle of, or a stand-in for it."""
@@ -73,7 +80,7 @@ class ReadsForWeights:
         kept.check_version()
         alias = kept.alias
         size = alias.size() if kept.layout is None else kept.layout[1]
-        self.later = OnHost(self._mover, record, kept)
+        self.later, self._stood_in_for = OnHost(self._mover, record, kept), kept
         return alias.new_empty(()).expand(size)
 
 

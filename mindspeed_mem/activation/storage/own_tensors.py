@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -144,8 +145,8 @@ def as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
         return alias
     assert handle.own is not None
     kind, attributes, *read = handle.own
-    if read:
-        return read[0]
+    if read and (same := read[0]()) is not None:
+        return same
     if tensor.requires_grad and tensor.is_leaf:  # what was saved only claimed to: of this autograd has made a real leaf
         with torch.no_grad():
             tensor = tensor.view_as(tensor)
@@ -154,6 +155,6 @@ def as_saved(tensor: torch.Tensor, handle: OfFunction) -> torch.Tensor:
             tensor = tensor.as_subclass(kind)
     if attributes:
         vars(tensor).update(attributes)
-    if tensor.grad_fn is None:  # the next reading finds what the function has done to it; others might build a cycle
-        handle.own = kind, attributes, tensor
+    if tensor.grad_fn is None:  # as long as somebody has it, the next reading finds what was done to it
+        handle.own = kind, attributes, weakref.ref(tensor)
     return tensor

@@ -37,7 +37,7 @@ Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int | torch.SymInt]
 """How a tensor lies in its storage: dtype, size, stride, offset."""
 
 
-Own = tuple[type | None, dict[str, Any]] | tuple[type | None, dict[str, Any], torch.Tensor]
+Own = tuple[type | None, dict[str, Any]] | tuple[type | None, dict[str, Any], weakref.ref[torch.Tensor]]
 """What a custom function may look for on what it saved: its class (None: it is a result of its own) and attributes, and
 once it has been read, that very tensor."""
 
@@ -278,8 +278,6 @@ class Handle:
         alias = self.alias
         self.layout = alias.dtype, alias.size(), alias.stride(), alias.storage_offset()
         alias.data = fast_tensors.empty(alias.dtype, alias.device)
-        if self.own is not None and len(self.own) > 2:
-            self.own = self.own[:2]
 
     def put_back(self, storage: torch.UntypedStorage) -> None:
         """Its memory has been there all the time."""

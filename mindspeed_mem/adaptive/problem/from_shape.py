@@ -420,7 +420,8 @@ def _stage(
     state = parameters * split.bytes_per_parameter + routed * split.bytes_on(split.expert_data)
     copies = 2 * (parameters + routed) * (shape.fp8 and not shape.fp8_params)  # for products forward and backward
     kinds = sorted(set(map(shape.has_experts, mine)))
-    temporary = max(whole, *(max(temporary_bytes(shape, split, experts)[0]) for experts in kinds))
+    each = [temporary_bytes(shape, split, experts) for experts in kinds]
+    temporary = max(whole, 2 * stream * first, *(max(*usual, *map(max, some.values())) for usual, some in each))
     # With parameters in chunks those of a layer are whole, and the next ones meanwhile.
     largest = max(map(sum, {sizes[layer] for layer in mine}))
     gathered = 2 * largest * ELEMENT * (split.chunk_zero_stage == 3)
