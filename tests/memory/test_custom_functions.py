@@ -237,6 +237,52 @@ def with_own_leaves(function: type[torch.autograd.Function]) -> list[str]:
     return found
 
 
+class Reading(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, torch.sin(x))
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, wave = ctx.saved_tensors
+        return 2 * x.detach() * gradient + 0 * wave
+
+
+class Read(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + Reading.apply(x)
+
+
+def left_after_reading() -> tuple[int, int]:
+    """What is on the device once functions have read what they saved, whose graph is kept, and what of it cannot go."""
+    from tests.limited_runs import surviving
+    from tests.memory.test_ownership import tagged
+
+    with surviving() as engine:
+        layers = [Read(), Read()]
+        tagged(layers, engine)
+        engine.resolve()
+        passes = engine.passes
+        passes.begin_schedule(("steps",))
+        passes.begin_forward(0, 0)
+        x = torch.rand(64, 64).requires_grad_() * 1
+        for layer in layers:
+            x = layer(x)
+        loss = x.square().sum()
+        del x
+        passes.end_forward(loss)
+        passes.begin_backward(loss)
+        loss.backward(retain_graph=True)
+        there = sum(engine.mover.on_device().values())
+        engine.mover.make_room(1 << 40, set())
+        left = sum(engine.mover.on_device().values())
+        loss.backward()
+        passes.end_backward()
+        passes.end_schedule(True)
+    return there, left
+
+
 def trained(plan: dict[str, Any] | None) -> tuple[Any, list[torch.Tensor], list[str]]:
     from mindspeed_mem.megatron_adaptor import adapt_mem_func_wrapper
     from tests import models, swap_runs
@@ -292,3 +338,9 @@ def test_without_an_engine_it_is_apply():
 @pytest.mark.parametrize("function", ODD, ids=lambda function: function.__name__)
 def test_what_they_read_is_what_torch_would_have_given_them(function):
     assert on_ranks(1, by_odd_functions, function) == [[]]
+
+
+@pytest.mark.distributed
+def test_what_was_read_may_leave_when_memory_runs_out():
+    [(there, left)] = on_ranks(1, left_after_reading)
+    assert there > 0 and left == 0
