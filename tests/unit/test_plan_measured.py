@@ -40,5 +40,6 @@ def test_a_dense_model_on_an_h200(measured, capsys, tmp_path):
     [stage] = profile_file.read(file).problem.stages
     for name, theirs in OURS.items():
         seconds, peak = found[name][0] - stage.step_seconds, found[name][1] - stage.static_bytes / 2**30
-        assert peak == pytest.approx(measured[theirs]["device_bytes_at_peak"] / 2**30, rel=0.01, abs=0.01), name
-        assert seconds == pytest.approx(measured[theirs]["median_ms"] / 1e3, rel=0.04), name
+        # It is printed to a hundredth of a GiB: a thousandth of the smallest of these peaks.
+        assert peak == pytest.approx(measured[theirs]["device_bytes_at_peak"] / 2**30, rel=0, abs=0.01), name
+        assert seconds == pytest.approx(measured[theirs]["median_ms"] / 1e3, rel=0.03), name

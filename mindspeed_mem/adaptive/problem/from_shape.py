@@ -31,6 +31,7 @@ from mindspeed_mem.adaptive.problem.definition import (
 )
 from mindspeed_mem.adaptive.problem.layer_bytes import (
     copies_values,
+    gathered_bytes,
     layer_bytes,
     mask_bytes,
     mtp_bytes,
@@ -377,7 +378,7 @@ def _stage(
     pointwise = times.move(3 * 4 * logits)
     mask = mask_bytes(shape, split)  # of the last layer's end, and of the embedding
     handed = layer_bytes(shape, split)[op.INPUT]
-    whole = stream * split.tensor * (split.sequence_parallel and split.tensor > 1)  # gathered for the output layer
+    whole = gathered_bytes(shape, split)
     heads = 1 + len(ahead)
     # With several tokens to predict the output layer's weight is used several times: it takes its gradients at once.
     later = heads == 1
@@ -396,10 +397,12 @@ def _stage(
     of_parts = [every[place] for place in places]
     mine = [layer for part in of_parts for layer in part]
     made: list[Part] = []
+    kinds: dict[str, LayerClass] = {}
     forward = backward = 0.0
     for place, those in zip(places, of_parts, strict=True):
         begins, ends = place == 0, place == placement.parts - 1
         ours = [*layers[those.start : those.stop], *(ahead if ends else ())]
+        kinds |= {one.name: one for one in ours}
         forward += sum(one.forward_seconds for one in ours)
         backward += sum(one.backward_seconds for one in ours)
         made.append(
@@ -419,9 +422,9 @@ def _stage(
     parameters, routed = _parameters([sizes[layer] for layer in mine], shape, split, first, last)
     state = parameters * split.bytes_per_parameter + routed * split.bytes_on(split.expert_data)
     copies = 2 * (parameters + routed) * (shape.fp8 and not shape.fp8_params)  # for products forward and backward
-    kinds = sorted(set(map(shape.has_experts, mine)))
-    each = [temporary_bytes(shape, split, experts) for experts in kinds]
-    temporary = max(whole, 2 * stream * first, *(max(*usual, *map(max, some.values())) for usual, some in each))
+    running: list[PlannedOperator | Outside] = [one for kind in kinds.values() for one in kind.operators]
+    running += [end for part in made for end in (part.before, part.after)]
+    temporary = max(max(one.forward_temporary_bytes, one.backward_temporary_bytes) for one in running)
     # With parameters in chunks those of a layer are whole, and the next ones meanwhile.
     largest = max(map(sum, {sizes[layer] for layer in mine}))
     gathered = 2 * largest * ELEMENT * (split.chunk_zero_stage == 3)

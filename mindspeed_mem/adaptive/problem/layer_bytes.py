@@ -235,7 +235,7 @@ def temporary_bytes(shape: Shape, split: Degrees, experts: bool) -> tuple[Tempor
     (benchmarks/results/nvidia-h200-2026-11-26/adaptive.profile.json), else estimated.
     """
     stream, tensor = stream_bytes(shape, split), split.tensor
-    whole = stream * tensor * (split.sequence_parallel and tensor > 1)
+    whole = gathered_bytes(shape, split)
     inner = shape.tokens // tensor * shape.ffn_hidden_size * ELEMENT
     if experts:
         inner = received(shape, split) // split.experts_split * shape.moe_ffn_hidden_size * ELEMENT
@@ -264,6 +264,11 @@ def temporary_bytes(shape: Shape, split: Degrees, experts: bool) -> tuple[Tempor
 def stream_bytes(shape: Shape, split: Degrees) -> int:
     """What one layer hands to the next."""
     return shape.tokens * shape.hidden_size * ELEMENT // _between(split)
+
+
+def gathered_bytes(shape: Shape, split: Degrees) -> int:
+    """The same of all ranks that share it, which sequence parallelism puts together for a product."""
+    return stream_bytes(shape, split) * split.tensor * (split.sequence_parallel and split.tensor > 1)
 
 
 def mask_bytes(shape: Shape, split: Degrees) -> int:
