@@ -8,6 +8,7 @@ import random
 os.environ["OMP_NUM_THREADS"] = "1"
 # What a user has built is none of a test's affair; with 1 all of them run on it.
 os.environ.setdefault("MINDSPEED_MEM_NATIVE", "0")
+os.environ.setdefault("MINDSPEED_MEM_ALLOCATOR", os.devnull)
 
 import numpy
 import pytest

@@ -297,6 +297,7 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
 
     from mindspeed_mem.device import get_backend
 
+    environment = dict(os.environ)
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     try:
         limit = datetime.timedelta(seconds=timeout)
@@ -312,6 +313,9 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
         well = True
     except BaseException:
         well, result = False, f"rank {number} of {size}:\n{traceback.format_exc()}"
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     if "tests.models" in sys.modules:
         sys.modules["tests.models"].forget_routing()
     apply_cpu_patches(device)  # a case that configures the pack has undone them at its end

@@ -39,16 +39,15 @@ def with_less_memory(kind: str, share: float, folder: str) -> tuple[list, int, i
     from mindspeed_mem.device.op_needs import OpNeeds
     from tests.limited_runs import Training, counted, surviving
 
-    os.environ[delegating.FOLDER_VARIABLE] = folder
-    with parallel(), counted() as memory, surviving() as engine:
+    with parallel(), counted() as memory, surviving() as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(delegating.FOLDER_VARIABLE, folder)  # only now: an engine that finds it installs it for good
         training = Training(memory, kind)
         steps = [training.step()]
         limit, before = int(share * training.peak), delegating.retries()
         undo = delegating.install(get_backend("cpu"), lambda nbytes: engine.mover.make_room(nbytes, set()) or 0)
+        patch.setattr(OpNeeds, "of", lambda *_: 0)  # else room is made before the allocator has to ask
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(OpNeeds, "of", lambda *_: 0)  # else room is made before the allocator has to ask
-                steps += [training.step(limit) for _ in range(2)]
+            steps += [training.step(limit) for _ in range(2)]
         finally:
             undo()
         assert training.peak <= limit

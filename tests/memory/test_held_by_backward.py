@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable
 
 import pytest
@@ -114,13 +113,13 @@ def differing(folder: str) -> list[str]:
 
         expected = {name: gradient(None, function) for name, function in functions(contextlib.nullcontext).items()}
         for way in ("operators", "allocator"):
-            if way == "allocator":
-                os.environ[delegating.FOLDER_VARIABLE] = folder
             for name, function in functions(short).items():
                 with surviving() as engine, contextlib.ExitStack() as stack:
                     if way == "operators":
                         stack.enter_context(engine.survival.guard)
                     else:
+                        patch = stack.enter_context(pytest.MonkeyPatch.context())
+                        patch.setenv(delegating.FOLDER_VARIABLE, folder)
                         make_all = functools.partial(engine.mover.make_room, 1 << 40, set())
                         stack.callback(delegating.install(get_backend("cpu"), lambda _, make=make_all: make() or 0))
                     try:
