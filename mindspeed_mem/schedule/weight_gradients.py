@@ -83,19 +83,17 @@ class WeightGradients:
         """
         assert self._now is not None
         self.count += 1
-        stream = torch.get_device_module(parameter.device).current_stream()
-        backward = torch._C._current_graph_task_id()
-        self._now.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds, fetch))
+        self._now.append(parameter, compute, holds, fetch)
         self._now.parameters.add(parameter)
 
     def awaits(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a gradient of ``parameter`` was put off in the backward that runs; what it had from elsewhere in this
-        pass is held as well, to be added to that."""
+        """Whether a gradient of ``parameter`` was put off in the pass that runs; what it has from elsewhere is put off
+        as well, to be added in its turn."""
         if self._now is None or parameter not in self._now.parameters:
             return False
         if parameter.grad is not None:
-            self._now.from_elsewhere[parameter] = parameter.grad
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            self._now.append(parameter, lambda: gradient)
         return True
 
     def run(self, key: Hashable) -> None:
@@ -115,8 +113,6 @@ class WeightGradients:
 
     @staticmethod
     def _run(one: _Pass) -> None:
-        for parameter, gradient in one.from_elsewhere.items():
-            parameter.grad = gradient
         for put_off in one.put_off.values():  # each backward's sums by themselves, as they reach parameters
             roots: list[torch.Tensor] = []
             following: Callable[[], None] | None = None
@@ -177,7 +173,17 @@ class _Pass:
         """By the backward that runs: a checkpoint has its own within that of the pass."""
         self.delayed: list[Delayed] = []
         self.parameters: set[torch.nn.Parameter] = set()
-        self.from_elsewhere: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def append(
+        self,
+        parameter: torch.nn.Parameter,
+        compute: Compute,
+        holds: tuple[torch.Tensor, ...] = (),
+        fetch: Callable[[], None] | None = None,
+    ) -> None:
+        stream = torch.get_device_module(parameter.device).current_stream()
+        backward = torch._C._current_graph_task_id()
+        self.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds, fetch))
 
 
 def _later(parameter: torch.nn.Parameter, compute: Compute, stream: Any) -> torch.Tensor:

@@ -155,6 +155,30 @@ class OnALeafLater(torch.autograd.Function):
         return (ctx.saved_tensors[0] if ctx.own else leaf).grad.view_as(gradient)
 
 
+class PutsOff(torch.autograd.Function):
+    """It reads as a linear layer that puts the gradient of its weight off, for which a stand-in will do; then again."""
+
+    stood_in = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.detach())
+        return torch.nn.functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        from mindspeed_mem.activation import engine as engines
+
+        engine = engines.current()
+        if engine is not None:
+            read, later, _ = engine.saved.for_weights(ctx)
+            PutsOff.stood_in += later is not None and not any(read[0].stride())
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].clone().requires_grad_()  # while what was read first is still there
+            again = torch.nn.functional.gelu(x)
+        return torch.autograd.grad(again, x, gradient)[0]
+
+
 def _after_gelu(call: Callable, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x) + call(x)
 
@@ -193,6 +217,12 @@ def by_odd_functions(function: type[torch.autograd.Function]) -> list[str]:
     for name, around in {"survived": surviving(), **{name: swap(plan) for name, plan in plans.items()}}.items():
         found += [f"{name}: {what}" for what in difference(last(around), without)]
     return found
+
+
+def read_after_a_stand_in() -> list[str]:
+    PutsOff.stood_in = 0
+    found = by_odd_functions(PutsOff)
+    return found if PutsOff.stood_in else [*found, "nothing ever stood in"]
 
 
 def with_views_of_inputs() -> list[str]:
@@ -338,6 +368,11 @@ def test_without_an_engine_it_is_apply():
 @pytest.mark.parametrize("function", ODD, ids=lambda function: function.__name__)
 def test_what_they_read_is_what_torch_would_have_given_them(function):
     assert on_ranks(1, by_odd_functions, function) == [[]]
+
+
+@pytest.mark.distributed
+def test_a_stand_in_is_read_by_whom_it_is_for_and_nobody_else():
+    assert on_ranks(1, read_after_a_stand_in) == [[]]
 
 
 @pytest.mark.distributed

@@ -101,6 +101,39 @@ def test_beside_swap_and_recompute():
     assert on_ranks(1, beside_plans, {}) == [{}]
 
 
+def twice_through_the_graph() -> dict[str, list[str]]:
+    """Each backward runs two backwards through the graph of all layers, the first of which keeps it."""
+    import torch
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, leaf, graph):
+            ctx.graph = graph
+            return leaf.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            torch.autograd.backward(ctx.graph, [gradient], retain_graph=True)
+            torch.autograd.backward(ctx.graph, [gradient])
+            return None, None
+
+    def on_output(module, _, output):
+        if isinstance(module, TransformerBlock) and torch.is_grad_enabled():
+            return Twice.apply(output.detach().requires_grad_(), [output])
+        return None
+
+    hook = torch.nn.modules.module.register_module_forward_hook(on_output)
+    try:
+        return beside_plans({})
+    finally:
+        hook.remove()
+
+
+def test_a_graph_that_is_kept_for_a_second_backward():
+    assert on_ranks(1, twice_through_the_graph) == [{}]
+
+
 def is_let_go_of() -> bool:
     import gc
     import weakref
