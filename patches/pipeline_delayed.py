@@ -89,35 +89,54 @@ class _OnceItIsThere:
             self.now(*unused)
 
 
+_Waiting = dict[torch.nn.Parameter, torch.Tensor | None]
+"""Parameters whose hooks have been called, with the gradients that they had."""
+
+
 class _Module:
     """One module, with what it has put off."""
 
     def __init__(self, module: Any, parameters: list[torch.nn.Parameter]) -> None:
-        self.module, self._parameters = module, parameters
+        self.module, self.parameters = module, parameters
         self.backward_dw: Callable[[Any], None] = _native_backward_dw(type(module))
-        self._waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        """By the backward that runs: a checkpoint has its own within that of the pass."""
+        self._ends: dict[int, int] = {}
+        """By backward: entries in the store when the last of its hooks was called."""
         self.entries = 0
         """In its store, of passes that have ended."""
 
     def waits(self, parameter: torch.nn.Parameter) -> None:
         """Its hook has been called; what it has now (a placeholder, or a bias' gradient) is given back to it then."""
-        self._waiting[parameter], parameter.grad = parameter.grad, None
+        backward = torch._C._current_graph_task_id()
+        self._ends[backward] = len(self._queue)
+        self._waiting.setdefault(backward, {})[parameter], parameter.grad = parameter.grad, None
 
     def put_off(self) -> Iterator[_Delayed]:
-        """What this pass has put off; the hooks of a module that has not put anything off are called now."""
-        waiting, self._waiting = self._waiting, {}
-        entries = list(self.module.wgrad_store.context.queue)[self.entries :]
-        self.entries += len(entries)
-        if entries:
-            yield _Delayed(self, waiting, entries)
-        else:
-            _told(waiting)
+        """What this pass has put off, by backward; the hooks of a module that has not put anything off are called
+        now."""
+        waiting, self._waiting = list(self._waiting.values()), {}
+        ends, self._ends = list(self._ends.values()), {}
+        queue, begin = list(self._queue), self.entries
+        self.entries = len(queue)
+        if begin == len(queue):
+            for one in waiting:
+                _told(one)
+            return
+        ends[-1:] = [len(queue)]
+        for one, end in zip(waiting or [{}], ends, strict=True):
+            yield _Delayed(self, one, queue[begin:end])
+            begin = max(begin, end)
+
+    @property
+    def _queue(self) -> Any:
+        return self.module.wgrad_store.context.queue
 
 
 class _Delayed:
-    """What a module has put off in one pass."""
+    """What a module has put off in one backward."""
 
-    def __init__(self, one: _Module, waiting: dict[torch.nn.Parameter, torch.Tensor | None], entries: list) -> None:
+    def __init__(self, one: _Module, waiting: _Waiting, entries: list) -> None:
         self._of, self._waiting, self._count = one, waiting, len(entries)
         tensors = (tensor for tensors, _ in entries for tensor in _flat(tensors))
         self.holds = tuple(tensor for tensor in tensors if type(tensor) is torch.Tensor)
@@ -129,9 +148,10 @@ class _Delayed:
                 engine.observation.profiler.puts_off(None, self.holds)
 
     def compute(self) -> None:
-        """By the module's own means, as often as it has run in the pass; then whoever waits is told."""
+        """By the module's own means, as often as it has run in that; then whoever waits is told."""
         self.holds = ()
         one = self._of
+        unwanted = {} if self._waiting else {parameter: parameter.grad for parameter in one.parameters}
         for number in range(self._count):
             sums = {parameter: parameter.grad for parameter in self._waiting} if number else {}
             for parameter, had in self._waiting.items():
@@ -142,9 +162,11 @@ class _Delayed:
                 if grad is not None and parameter.grad is not None and parameter.grad is not grad:
                     parameter.grad = grad.add_(parameter.grad)
         _told(self._waiting)
+        for parameter, grad in unwanted.items():  # no hook was called: torch.autograd.grad was asked for others
+            parameter.grad = grad
 
 
-def _told(waiting: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
+def _told(waiting: _Waiting) -> None:
     for parameter, had in waiting.items():
         if parameter.grad is None:
             parameter.grad = had

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_mem import features
 from mindspeed_mem.activation import engine as engines
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _PASS = "the backward that runs"
+_FOLLOWED: Any = WeakTensorKeyDictionary()
+"""Parameters whose gradients a DistributedDataParallel takes when they are there."""
 
 
 class SplitBackward(Listener):
@@ -44,16 +47,21 @@ class SplitBackward(Listener):
         self._before = 0
         self.several_tokens = False
         """The model predicts more than the next token: the output layer's weight is used several times in a pass."""
+        self.embedded: set[torch.nn.Parameter] = set()
+        """Weights of embeddings which, tied to an output layer, would be added up in another order if put off: what the
+        embedding makes of them comes in several parts, or nobody waits to take the sum of a pass as a whole."""
 
     def begin_call(self, call: ScheduleCall) -> None:
         if not call.forward_only:
             self._before = WEIGHT_GRADIENTS.count
             config = sys.modules["megatron.core.utils"].get_model_config(call.models[0])
             self.several_tokens = bool(getattr(config, "mtp_num_layers", None))
+            self.embedded = {weight for model in call.models for weight in _embedded(model)}
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
         if call.forward_only:  # a training step may contain an evaluation
             return
+        self.embedded = set()
         left = WEIGHT_GRADIENTS.clear()
         if completed and left:
             raise RuntimeError(f"gradients of weights were put off in {left} passes and never computed")
@@ -64,6 +72,16 @@ class SplitBackward(Listener):
 
 _CALLS = SplitBackward()
 join("mindspeed_mem.passes:LISTENERS", _CALLS, declared_by=__name__)
+
+
+def _embedded(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """See `SplitBackward.embedded`."""
+    gpt = getattr(sys.modules.get("megatron.core.models.gpt.gpt_model"), "GPTModel", ())
+    once = {id(module) for one in model.modules() if isinstance(one, gpt) for module in one.modules()}
+    for module in model.modules():
+        if isinstance(module, sys.modules[_LAYERS].VocabParallelEmbedding):
+            if id(module) not in once or module.weight not in _FOLLOWED:
+                yield module.weight
 
 
 def _profiler() -> Any:
@@ -119,6 +137,7 @@ def backward_step(original, *args, **kwargs):
 @around("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook")
 def make_backward_post_hook(original, self, param):
     hook = original(self, param)
+    _FOLLOWED[param] = True
 
     def once_it_is_there(*unused):
         if not WEIGHT_GRADIENTS.awaits(param):
@@ -162,15 +181,26 @@ def linear_backward(original, ctx, grad_output):
 
 def _is_special(ctx: Any, parameter: torch.nn.Parameter) -> bool:
     """Whether somebody treats this weight otherwise: Megatron puts its gradient off, gathers the weight, or adds up
-    what several output layers and embeddings make of it, in an order that would be another; or hooks want to see its
-    gradient in the backward."""
+    what several output layers and embeddings make of it, in an order that would be another; or hooks, or whoever runs
+    the backward, want to see its gradient in the backward, or do not want it at all."""
     return (
-        (_CALLS.several_tokens and getattr(parameter, "is_embedding_or_output_parameter", False))
+        torch.is_grad_enabled()  # a graph of the backward is asked for
+        or not _reached(ctx.next_functions[1][0])
+        or parameter in _CALLS.embedded
+        or (_CALLS.several_tokens and getattr(parameter, "is_embedding_or_output_parameter", False))
         or ctx.grad_output_buffer is not None
         or getattr(ctx, "gtp_remat_size", 1) > 1  # since 0.19
         or getattr(ctx, "_fwd_used_autocast", False)
         or bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     )
+
+
+def _reached(accumulates: Any) -> bool:
+    """Whether the backward that runs hands gradients to this parameter's node."""
+    try:
+        return torch._C._will_engine_execute_node(accumulates)
+    except RuntimeError:  # torch.autograd.grad was asked for them
+        return False
 
 
 class _WithoutWeight:
@@ -187,7 +217,8 @@ class _WithoutWeight:
 
     def __init__(self, ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> None:
         self._ctx = ctx
-        self.saved_tensors = inputs, weight.detach()
+        # Like a parameter it needs a gradient: by that torch chooses among kernels, whose sums have other last bits.
+        self.saved_tensors = inputs, weight.detach().requires_grad_()
         self.grad_output_buffer: list[torch.Tensor] = []
 
     def __getattr__(self, name: str) -> Any:

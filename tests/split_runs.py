@@ -51,6 +51,35 @@ def departures(kind: str, layout: dict[str, Any], model: dict[str, Any], plan: A
     return found + ([f"left over {left}"] if any(left.values()) else [])
 
 
+@contextlib.contextmanager
+def gone_through_twice() -> Iterator[None]:
+    """Each backward runs two backwards through the graph of a model's layers, the first of which keeps it."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, leaf, graph):
+            ctx.graph = graph
+            return leaf.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            torch.autograd.backward(ctx.graph, [gradient], retain_graph=True)
+            torch.autograd.backward(ctx.graph, [gradient])
+            return None, None
+
+    def on_output(module, _, output):
+        if isinstance(module, TransformerBlock) and torch.is_grad_enabled():
+            return Twice.apply(output.detach().requires_grad_(), [output])
+        return None
+
+    hook = torch.nn.modules.module.register_module_forward_hook(on_output)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def alive(shape: tuple[int, ...]) -> int:
     """How many tensors of this shape there are."""
     gc.collect()

@@ -102,36 +102,156 @@ def test_beside_swap_and_recompute():
 
 
 def twice_through_the_graph() -> dict[str, list[str]]:
-    """Each backward runs two backwards through the graph of all layers, the first of which keeps it."""
-    import torch
-    from megatron.core.transformer.transformer_block import TransformerBlock
+    from tests.split_runs import gone_through_twice
 
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, leaf, graph):
-            ctx.graph = graph
-            return leaf.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            torch.autograd.backward(ctx.graph, [gradient], retain_graph=True)
-            torch.autograd.backward(ctx.graph, [gradient])
-            return None, None
-
-    def on_output(module, _, output):
-        if isinstance(module, TransformerBlock) and torch.is_grad_enabled():
-            return Twice.apply(output.detach().requires_grad_(), [output])
-        return None
-
-    hook = torch.nn.modules.module.register_module_forward_hook(on_output)
-    try:
+    with gone_through_twice():
         return beside_plans({})
-    finally:
-        hook.remove()
 
 
 def test_a_graph_that_is_kept_for_a_second_backward():
     assert on_ranks(1, twice_through_the_graph) == [{}]
+
+
+def by_a_function_of_ones_own(asks: str) -> dict[str, Any]:
+    """Gradients where a function's backward asks for those of an MLP: "inputs", "all" of them, or by "backward"."""
+    import torch
+
+    from tests.models import build_gpt, train_step
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, run, *parameters):
+            with torch.enable_grad():
+                ctx.x = x.detach().requires_grad_()
+                ctx.output = run(ctx.x)
+            ctx.parameters = parameters
+            return ctx.output.detach()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            none = [None] * len(ctx.parameters)
+            if asks == "backward":
+                torch.autograd.backward(ctx.output, gradient, inputs=[ctx.x])
+                return ctx.x.grad, None, *none
+            wanted = ctx.parameters if asks == "all" else ()
+            found, *theirs = torch.autograd.grad(ctx.output, [ctx.x, *wanted], gradient, allow_unused=True)
+            return found, None, *([None if one is None else one / 2 for one in theirs] or none)
+
+    chunks = build_gpt("dense", layers=2)
+    mlp = chunks[0].module.decoder.layers[1].mlp
+    native, parameters = mlp.forward, list(mlp.parameters())
+    mlp.forward = lambda x, **more: (Asks.apply(x, lambda x: native(x, **more)[0], *parameters), None)
+    return train_step(chunks, micro_batches=2).grads
+
+
+def of_t5(tied: bool) -> dict[str, Any]:
+    """Gradients of a model that embeds twice in a pass."""
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.models.T5.t5_spec import (
+        get_t5_decoder_with_local_block_spec,
+        get_t5_encoder_with_local_block_spec,
+    )
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.0}
+    others = {"attention_dropout": 0.0, "masked_softmax_fusion": False, "gradient_accumulation_fusion": False}
+    config = TransformerConfig(**sizes, **others, finalize_model_grads_func=finalize_model_grads)
+    specs = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(2)
+    for spec in specs:
+        spec.layer_norm = WrappedTorchNorm
+    model = T5Model(
+        config, config, *specs, vocab_size=256, max_sequence_length=32, share_embeddings_and_output_weights=tied
+    )
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    seen, causal = torch.zeros(2, 1, 32, 32, dtype=torch.bool), torch.ones(2, 1, 32, 32, dtype=torch.bool).triu(1)
+
+    def forward_step(batches, model):
+        source, target = next(batches)
+        output = model(source, target[:, :-1], seen, causal, seen, lm_labels=target[:, 1:])
+        return output, lambda output: (output.mean(), {})
+
+    texts = [(torch.randint(256, (2, 32)), torch.randint(256, (2, 33))) for _ in range(2)]
+    _scheduled(forward_step, texts, model)
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
+def without_data_parallelism(tied: bool) -> dict[str, Any]:
+    """Gradients of a model as it is."""
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=256,
+        max_sequence_length=32,
+        share_embeddings_and_output_weights=tied,
+    )
+
+    def forward_step(batches, model):
+        text = next(batches)
+        output = model(text[:, :-1], torch.arange(32)[None], None, labels=text[:, 1:])
+        return output, lambda output: (output.mean(), {})
+
+    _scheduled(forward_step, [torch.randint(256, (2, 33)) for _ in range(3)], model)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _scheduled(forward_step: Any, batches: list, model: Any) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=32,
+        micro_batch_size=2,
+    )
+
+
+def gradients_differing(train: Any, *given: Any) -> tuple[list[str], int]:
+    """Of what ``train`` returns, and how many were put off."""
+    import torch
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from mindspeed_mem.schedule.weight_gradients import WEIGHT_GRADIENTS
+    from tests.split_runs import split
+    from tests.worlds import applied, parallel
+
+    def seeded() -> dict[str, Any]:
+        torch.manual_seed(1234)
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        return train(*given)
+
+    with applied("sdpa_attention"), parallel():
+        expected = seeded()
+        with split():
+            before = WEIGHT_GRADIENTS.count
+            found = seeded()
+    same = [name for name, one in expected.items() if one is found[name] or torch.equal(one, found[name])]
+    return sorted(expected.keys() - same), WEIGHT_GRADIENTS.count - before
+
+
+@pytest.mark.parametrize(
+    ("train", "given"),
+    [
+        *((by_a_function_of_ones_own, asks) for asks in ("inputs", "all", "backward")),
+        *((train, tied) for train in (of_t5, without_data_parallelism) for tied in (False, True)),
+    ],
+)
+def test_what_others_make_of_weights_too_and_who_asks_for_gradients(train, given):
+    [(found, count)] = on_ranks(1, gradients_differing, train, given)
+    assert not found and count
 
 
 def is_let_go_of() -> bool:

@@ -198,6 +198,32 @@ def delayed(layout: dict, more: dict) -> tuple[list[str], int]:
     return found, Delays.count
 
 
+def delayed_in_several_backwards() -> list[str]:
+    """What differs where a graph is gone through twice in a pass, and where two checkpointed layers share a linear."""
+    from tests import models
+    from tests.split_runs import departures, gone_through_twice
+
+    def sharing(*args, **kwargs):
+        chunks = native(*args, **kwargs)
+        first, second = (layer.mlp.linear_fc1 for layer in chunks[0].module.decoder.layers)
+        second.forward = first.forward
+        return chunks
+
+    model = {"layers": 2, "change_spec": of_transformer_engine, "add_bias_linear": True}
+    with gone_through_twice():
+        found = departures("dense", {}, model)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    native = models.build_gpt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "build_gpt", sharing)
+        return found + departures("dense", {}, {**model, **full})
+
+
+@pytest.mark.distributed
+def test_its_layers_delay_what_several_backwards_of_a_pass_make():
+    assert on_ranks(1, delayed_in_several_backwards) == [[]]
+
+
 def delayed_in_idle_time(model: dict) -> tuple[list[str], int]:
     """The same in zero bubble."""
     from tests.capped_runs import departures as in_idle_time
