@@ -124,8 +124,9 @@ class GeminiManager:
             return
         self._passes.allow(self.gathering.largest_use(hooks.uses(module)), sharded, _too_small)
         running: list[Reading] = []
-        hooks.attach(module, self.gathering, running=running)
-        hooks.ForeignReads(self.gathering, running).watch(module)
+        foreign = hooks.ForeignReads(self.gathering, running)
+        hooks.attach(module, self.gathering, running=running, returned=foreign.returned)
+        foreign.watch(module)
 
     # ---- passes
 

@@ -96,6 +96,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             refuse(_unnamed_parts(model))
         self._norm: float | None = None
         self._clip: float | None = None
+        self._decoupled = adamw_mode
         self._one_of = {param: one for one in model.chunks for param in one.chunk.params}
         self.counts = dict.fromkeys(self._one_of, 0)
         """Steps that each parameter has made."""
@@ -120,10 +121,13 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         """As torch's, of trained parameters of the model that are in no group yet."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        wrong = self._other_kind(group)
         foreign = [param for param in group["params"] if param not in self._one_of]
         if foreign:
+            wrong.append(f"{len(foreign)} of params are not trained parameters of the model")
+        if wrong:
             self.param_groups.pop()
-            raise OptionError(f"{len(foreign)} of params are not trained parameters of the model")
+            refuse(wrong)
         if hasattr(self, "inner"):  # else they are those that it is built of
             self.inner.add_param_group({**self._settings(group), "params": self._masters(group["params"])})
 
@@ -166,6 +170,9 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             model.finish_gradients()
             norm = 0.0
         self._norm = self._clip = None
+        # A forward that no backward has followed, or one of the module inside: nothing stays gathered as it was.
+        model.gemini_manager.end(completed=False)
+        model.chunk_manager.gathering.release_all()
         model.stepped = True
         overflow = self.scales_loss and not norm < float("inf")
         if not overflow:
@@ -222,7 +229,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         Raises OptionError with all that does not fit, before anything changes.
         """
         groups = state_dict.get("param_groups", [])
-        wrong = []
+        wrong = [problem for group in groups for problem in self._other_kind(group)]
         sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
         if sizes[0] != sizes[1]:
             wrong.append(f"the groups saved have {sizes[0]} parameters, the optimizer's {sizes[1]}")
@@ -264,6 +271,12 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             self.scaler.load_state_dict(state_dict["loss_scaler"])
         self._set_scale()
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OptionError("a copy of this optimizer would have no content; load its state_dict() into one built anew")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OptionError("this optimizer cannot be pickled: a rank has parts of it only; save optimizer.state_dict()")
+
     def settle(self) -> None:
         """Bring the moments to where their masters rest."""
         self._placed.settle()
@@ -294,6 +307,14 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             manager = self.model.chunk_manager
             self._norm = _global_norm(self.model.chunks, manager.group, manager.device, self._tensor_parallel_group)
         return self._norm
+
+    def _other_kind(self, group: dict[str, Any]) -> list[str]:
+        """What the settings of a group ask for that this Adam does not do."""
+        wrong = [f"{name}=True: this Adam has no such thing" for name in ("amsgrad", "maximize") if group.get(name)]
+        decoupled = group.get("decoupled_weight_decay", self._decoupled)
+        if decoupled != self._decoupled and group.get("weight_decay"):
+            wrong.append(f"decoupled_weight_decay={decoupled}: this one was made with adamw_mode={self._decoupled}")
+        return list(dict.fromkeys(wrong))
 
     def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
         return {name: group[name] for name in _HYPERPARAMETERS}

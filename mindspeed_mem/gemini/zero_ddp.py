@@ -69,7 +69,7 @@ class ZeroDDP(torch.nn.Module):
         elif found := {one.dtype for one in module.parameters() if one.requires_grad} - set(TRAINED):
             kept = [one for one in found if not (mixed_precision and one.is_floating_point)]
             wrong += [f"parameters of {one} cannot be trained: masters and gradients are fp32" for one in kept]
-        refuse(wrong)
+        refuse(wrong + _sharing_memory(module))
         super().__init__()
         self.module, self.gemini_manager = module, gemini_manager
         self.chunk_manager: ChunkManager = gemini_manager.chunk_manager
@@ -111,6 +111,9 @@ class ZeroDDP(torch.nn.Module):
             manager.append_tensor(param, group, dtype)
         self.gemini_manager.build()
         self.chunks = [one for one in manager.built.values() if one.trainable]
+        for one in manager.built.values():
+            for param in one.chunk.params if one.sharded else ():
+                vars(param).update(__deepcopy__=_no_copy, __reduce_ex__=_no_copy)
         self.gradients = GradientShards([one.chunk for one in self.chunks], self._reduce, manager.gathering.order)
         for param in self.module.parameters():
             if param.requires_grad:
@@ -227,7 +230,7 @@ class ZeroDDP(torch.nn.Module):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise OptionError("a copy of this model would have no content; load its state_dict() into a model built anew")
+        _no_copy()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OptionError("this model cannot be pickled: a rank has parts of it only; save model.state_dict()")
@@ -285,6 +288,26 @@ class ZeroDDP(torch.nn.Module):
     def _reduce(self, chunk: Chunk) -> Any:
         self._unreduced.pop(chunk, None)
         return self.chunk_manager.start_reduction(chunk)
+
+
+def _no_copy(*unused: Any) -> Any:
+    raise OptionError("a copy of this model would have no content; load its state_dict() into a model built anew")
+
+
+def _sharing_memory(module: torch.nn.Module) -> list[str]:
+    """Parameters that lie in the memory of other parameters or buffers, which chunks would part."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    at = {name: one.data_ptr() for name, one in named if one.layout is torch.strided and not one.is_meta}
+    placed = sorted(
+        (at[name], one.nbytes, name, one) for name, one in named if at.get(name) and one.nbytes and one.is_contiguous()
+    )
+    wrong, ends = [], (0, "", False)
+    for begin, nbytes, name, one in placed:
+        trained = isinstance(one, torch.nn.Parameter)
+        if begin < ends[0] and (trained or ends[2]):
+            wrong.append(f"{name} lies in the memory of {ends[1]}: tie them by being one Parameter, or clone one")
+        ends = max(ends, (begin + nbytes, name, trained))
+    return wrong
 
 
 class GeminiDDP(ZeroDDP):

@@ -88,6 +88,9 @@ class ParallelOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self._divide(masters or {})
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OptimizerParallelError(["a copy would have no parts; parallelize an optimizer of the copied model"])
+
     @property
     def parts(self) -> list[OptimizerPart]:
         """Of all parameters, in the order of ``param_groups``."""

@@ -2,24 +2,28 @@
 
 A module reads its own parameters and those that it is called with (an output layer the embedding's). In forward they
 are read until it returns; in backward from the first gradient of an output until the gradients of its inputs are
-there. A bias that a module returns is read after that: what is no longer read stays until its room is needed.
+there, or to the end of the pass if a graph of that backward is made. A bias that a module returns is read after that:
+what is no longer read stays until its room is needed.
 
 Some code reads parameters without calling the module that owns them: torch.nn.MultiheadAttention its output projection,
 many models a weight that is used twice. Hooks on modules do not see it; the dictionary that an attribute is found in
 does (`ForeignReads`). Such a parameter is gathered when it is read, and counts from then on as one of the module whose
-forward is under way, in its backward as well. DeepSpeed's ZeRO-3 finds external parameters in the same place.
+forward is under way, in its backward as well; so does one that a module returns, or a view of it, as one of the module
+that has called it. DeepSpeed's ZeRO-3 finds external parameters in the same places.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
+from mindspeed_mem.zero.core.chunk import storage_of
 from mindspeed_mem.zero.core.gathering import Gathering, Reading
 
 HELD_WHOLE: list[Callable[[torch.nn.Module], bool]] = []
@@ -32,16 +36,18 @@ def attach(
     gathering: Gathering,
     before_backward: Callable[[tuple[torch.nn.Parameter, ...]], None] | None = None,
     running: list[Reading] | None = None,
+    returned: Callable[[Reading, Any], None] | None = None,
 ) -> list[RemovableHandle]:
     """Let `gathering` follow all modules of `model`; returns the hooks, to be removed.
 
     before_backward: called with what a module reads before its backward starts.
     running: is kept to what the modules read whose forward is under way, the innermost last.
+    returned: called with what a module has read, and what it returns.
     """
     handles = []
     running = [] if running is None else running
     for module in model.modules():
-        followed = _Followed(gathering, before_backward, running)
+        followed = _Followed(gathering, before_backward, running, returned)
         handles.append(module.register_forward_pre_hook(followed.before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(followed.after, with_kwargs=True, always_call=True))
     return handles
@@ -64,8 +70,15 @@ _TAKEN_BY = "_mem_chunk_taken_by"
 class _Followed:
     """One module: its calls, which may be nested (recomputation within its own backward)."""
 
-    def __init__(self, gathering: Gathering, before_backward: Callable | None, running: list[Reading]) -> None:
-        self._gathering, self._before_backward, self._running = gathering, before_backward, running
+    def __init__(
+        self,
+        gathering: Gathering,
+        before_backward: Callable | None,
+        running: list[Reading],
+        returned: Callable | None,
+    ) -> None:
+        self._gathering, self._before_backward = gathering, before_backward
+        self._running, self._returned = running, returned
         self._calls: list[Reading] = []
 
     def before(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -82,6 +95,8 @@ class _Followed:
             return
         reading = self._calls.pop()
         self._running.remove(reading)
+        if self._returned is not None:
+            self._returned(reading, output)
         self._gathering.done(reading)
         inside = module.parameters() if _held_whole(module) else ()
         again = Reading((*reading.params, *inside))
@@ -110,7 +125,7 @@ class _Followed:
             nonlocal waiting
             if waiting:
                 waiting -= 1
-                if not waiting:
+                if not waiting and not torch.is_grad_enabled():  # else its graph reads the parameters again
                     self._gathering.done(reading)
 
         # What takes a tensor is through with it before what made it begins; hooks run in the order they were made in.
@@ -146,9 +161,20 @@ def _read(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    for leaf in tree_iter(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter):
+    for leaf in _leaves(tree):
+        if leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter):
             yield leaf
+
+
+def _leaves(tree: Any) -> Iterator[torch.Tensor]:
+    """All tensors, also those in dataclasses and mappings that torch does not know as trees."""
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _leaves(list(leaf.values()))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
 
 
 class ForeignReads:
@@ -165,6 +191,15 @@ class ForeignReads:
         """From now on the attributes of `model` and its submodules are watched."""
         for module in model.modules():
             module._parameters = _Watched(module._parameters, self._seen)
+
+    def returned(self, reading: Reading, output: Any) -> None:
+        """What a module that has read ``reading`` returns: its caller goes on to read the parameters in there."""
+        if not self._running:
+            return
+        there = {storage_of(tensor) for tensor in _leaves(output)}
+        for param in reading.params if there else ():
+            if storage_of(param) in there:
+                self._seen(param)
 
     def _seen(self, param: torch.nn.Parameter) -> None:
         if not self._running or any(param in reading.open for reading in reversed(self._running)):
