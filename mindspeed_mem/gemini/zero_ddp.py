@@ -297,10 +297,9 @@ def _no_copy(*unused: Any) -> Any:
 def _sharing_memory(module: torch.nn.Module) -> list[str]:
     """Parameters that lie in the memory of other parameters or buffers, which chunks would part."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    at = {name: one.data_ptr() for name, one in named if one.layout is torch.strided and not one.is_meta}
-    placed = sorted(
-        (at[name], one.nbytes, name, one) for name, one in named if at.get(name) and one.nbytes and one.is_contiguous()
-    )
+    dense = [(name, one) for name, one in named if one.layout is torch.strided and one.is_contiguous()]
+    real = [(name, one) for name, one in dense if one.nbytes and not one.is_meta and one.untyped_storage().nbytes()]
+    placed = sorted((one.data_ptr(), one.nbytes, name, one) for name, one in real)
     wrong, ends = [], (0, "", False)
     for begin, nbytes, name, one in placed:
         trained = isinstance(one, torch.nn.Parameter)

@@ -18,11 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from mindspeed_mem.zero.buffers import whole_states
 from mindspeed_mem.zero.core import hooks
 from mindspeed_mem.zero.core.chunk import Chunk, Piece, free
-from mindspeed_mem.zero.core.gathering import Gathering
+from mindspeed_mem.zero.core.gathering import Gathering, Reading
 from mindspeed_mem.zero.core.gradients import GradientShards, Waitable
 from mindspeed_mem.zero.core.shard_memory import DEVICE, Store
 
 _numbers = itertools.count()
+_EMBEDS = "is_embedding_or_output_parameter"
+"""Megatron's mark on weights that models take from their embedding, to call the output layer with them."""
 
 
 class Bucket(Protocol):
@@ -131,7 +133,12 @@ class BucketChunks:
                 self.gathering.add(chunk)
         opens = self._open if self._opens_for_backward else None
         if not self._handles and (self.stage == 3 or opens):
-            self._handles = hooks.attach(self.module, self.gathering, opens)
+            running: list[Reading] = []
+            foreign = hooks.ForeignReads(self.gathering, running, _EMBEDS) if self.stage == 3 else None
+            returned = None if foreign is None else foreign.returned
+            self._handles = hooks.attach(self.module, self.gathering, opens, running, returned)
+            if foreign is not None:
+                foreign.watch(self.module)
 
     def follow(self, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         """Chunks that rest on the device need no shard beside these masters of its pieces, all of a sealed chunk's."""

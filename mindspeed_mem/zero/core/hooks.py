@@ -182,10 +182,11 @@ class ForeignReads:
 
     Args:
         running: what the modules read whose forward is under way, the innermost last (`attach` keeps it).
+        but: a name; parameters with an attribute of this name that is true are only handed on by who reads them.
     """
 
-    def __init__(self, gathering: Gathering, running: list[Reading]) -> None:
-        self._gathering, self._running = gathering, running
+    def __init__(self, gathering: Gathering, running: list[Reading], but: str = "") -> None:
+        self._gathering, self._running, self._but = gathering, running, but
 
     def watch(self, model: torch.nn.Module) -> None:
         """From now on the attributes of `model` and its submodules are watched."""
@@ -193,10 +194,13 @@ class ForeignReads:
             module._parameters = _Watched(module._parameters, self._seen)
 
     def returned(self, reading: Reading, output: Any) -> None:
-        """What a module that has read ``reading`` returns: its caller goes on to read the parameters in there."""
+        """What a module that has read ``reading`` returns: its caller goes on to read the parameters in there, but for
+        biases, which it adds at once."""
         if not self._running:
             return
-        there = {storage_of(tensor) for tensor in _leaves(output)}
+        there = {
+            storage_of(one) for one in _leaves(output) if not (isinstance(one, torch.nn.Parameter) and one.dim() == 1)
+        }
         for param in reading.params if there else ():
             if storage_of(param) in there:
                 self._seen(param)
@@ -204,7 +208,7 @@ class ForeignReads:
     def _seen(self, param: torch.nn.Parameter) -> None:
         if not self._running or any(param in reading.open for reading in reversed(self._running)):
             return
-        if self._gathering.manages(param):
+        if self._gathering.manages(param) and not getattr(param, self._but, False):
             reading = self._running[-1]
             reading.params = (*reading.params, param)
             if self._gathering.budget is not None:  # more is read at once than the modules alone say: it has to hold it
@@ -219,6 +223,10 @@ class _Watched(dict):
     def __init__(self, parameters: dict, seen: Callable[[torch.nn.Parameter], None]) -> None:
         super().__init__(parameters)
         self._seen = seen
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[dict]]:
+        """Copies are plain."""
+        return dict, (dict(self),)
 
     def __getitem__(self, name: str) -> torch.nn.Parameter | None:
         param = super().__getitem__(name)
