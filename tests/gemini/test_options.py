@@ -1,15 +1,31 @@
 """Options: unknown ones and impossible values are refused together, with what is allowed."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 from mindspeed_mem.gemini import ChunkManager, GeminiAdamOptimizer, GeminiDDP, GeminiManager, OptionError, ZeroDDP
 from mindspeed_mem.gemini.loss_scaler import LossScaler
-from tests.gemini_runs import chunked
+from tests.gemini_runs import chunked, plain
 
 
 def model():
     return torch.nn.Linear(4, 4)
+
+
+def trained(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def grouped(**settings):
+    model = plain()
+    return chunked(model, adam={"params": [{"params": trained(model), **settings}]})
+
+
+def saved(kind, **settings):
+    return kind(trained(plain()), **settings).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -62,6 +78,12 @@ def model():
         (lambda: chunked()[1].clip_grad_norm(max_norm=-1.0), ["max_norm is a number of at least 0, not -1.0"]),
         (lambda: chunked()[1].add_param_group({"params": model().weight}), ["1 of params are not trained"]),
         (lambda: chunked(adam={"params": [torch.nn.Parameter(torch.ones(1))]}), ["1 of params are not trained"]),
+        (lambda: grouped(maximize=True, amsgrad=True), ["maximize=True: this Adam has", "amsgrad=True: this Adam has"]),
+        (lambda: chunked()[1].load_state_dict(saved(torch.optim.AdamW, amsgrad=True)), ["amsgrad=True: this Adam has"]),
+        (lambda: grouped(decoupled_weight_decay=False), ["this one was made with adamw_mode=True"]),
+        (lambda: copy.deepcopy(chunked()[1]), ["load its state_dict() into one built anew"]),
+        (lambda: copy.deepcopy(chunked()[0].module), ["load its state_dict() into a model built anew"]),
+        (lambda: pickle.dumps(chunked()[1]), ["save optimizer.state_dict()"]),
     ],
 )
 def test_refused(make, messages):

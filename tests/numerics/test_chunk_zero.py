@@ -34,6 +34,35 @@ SCALED = {"initial_loss_scale": 2.0**16, "hysteresis": 1, "loss_scale_window": 2
 BARE = {"gradient_accumulation_fusion": True}
 
 
+def of_odd_models(stage: int) -> dict[str, list[tuple[float, float]]]:
+    """Losses and norms of each of `tests.odd_models`."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from tests import odd_models
+    from tests.models import build_optimizer
+
+    found = {}
+    for kind in odd_models.KINDS:
+        with parallel(), chunked(stage, chunk=64):
+            config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2)
+            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+            model = DistributedDataParallel(config, ddp, odd_models.odd_model(kind))
+            optimizer, figures = build_optimizer([model], bf16=False), []
+            for step in range(3):
+                model.zero_grad_buffer()
+                loss = model(odd_models.inputs(step)).square().mean()
+                loss.backward()
+                model.finish_grad_sync()
+                figures.append((loss.item(), float(optimizer.step()[1])))
+        found[kind] = figures
+    return found
+
+
+def test_parameters_are_there_whoever_reads_them():
+    assert on_ranks(2, of_odd_models, 3) == on_ranks(2, of_odd_models, 0)
+
+
 # ---- changes of a model, before it is wrapped
 
 
