@@ -100,37 +100,40 @@ class _Module:
         self.module, self.parameters = module, parameters
         self.backward_dw: Callable[[Any], None] = _native_backward_dw(type(module))
         self._waiting: dict[int, _Waiting] = {}
-        """By the backward that runs: a checkpoint has its own within that of the pass."""
-        self._ends: dict[int, int] = {}
-        """By backward: entries in the store when the last of its hooks was called."""
-        self.entries = 0
-        """In its store, of passes that have ended."""
+        """By the backward that runs, in the order in which they came to this module: a checkpoint has its own within
+        that of the pass."""
+        self._made_by: list[int] = []
+        """The backward that each entry of this pass was put into the store by."""
+        native = module.wgrad_store.put
+
+        def put(*args: Any, **kwargs: Any) -> Any:
+            backward = torch._C._current_graph_task_id()
+            self._made_by.append(backward)
+            self._waiting.setdefault(backward, {})
+            return native(*args, **kwargs)
+
+        module.wgrad_store.put = put
 
     def waits(self, parameter: torch.nn.Parameter) -> None:
         """Its hook has been called; what it has now (a placeholder, or a bias' gradient) is given back to it then."""
-        backward = torch._C._current_graph_task_id()
-        self._ends[backward] = len(self._queue)
-        self._waiting.setdefault(backward, {})[parameter], parameter.grad = parameter.grad, None
+        waiting = self._waiting.setdefault(torch._C._current_graph_task_id(), {})
+        waiting[parameter], parameter.grad = parameter.grad, None
 
     def put_off(self) -> Iterator[_Delayed]:
         """What this pass has put off, by backward; the hooks of a module that has not put anything off are called
         now."""
-        waiting, self._waiting = list(self._waiting.values()), {}
-        ends, self._ends = list(self._ends.values()), {}
-        queue, begin = list(self._queue), self.entries
-        self.entries = len(queue)
-        if begin == len(queue):
-            for one in waiting:
+        waiting, self._waiting = self._waiting, {}
+        made_by, self._made_by = self._made_by, []
+        if not made_by:
+            for one in waiting.values():
                 _told(one)
             return
-        ends[-1:] = [len(queue)]
-        for one, end in zip(waiting or [{}], ends, strict=True):
-            yield _Delayed(self, one, queue[begin:end])
-            begin = max(begin, end)
-
-    @property
-    def _queue(self) -> Any:
-        return self.module.wgrad_store.context.queue
+        queue = self.module.wgrad_store.context.queue  # the oldest is computed first
+        new = [queue.pop() for _ in made_by][::-1]
+        for backward, one in waiting.items():
+            entries = [entry for entry, by in zip(new, made_by, strict=True) if by == backward]
+            queue.extend(entries)
+            yield _Delayed(self, one, entries)
 
 
 class _Delayed:
@@ -156,7 +159,6 @@ class _Delayed:
             sums = {parameter: parameter.grad for parameter in self._waiting} if number else {}
             for parameter, had in self._waiting.items():
                 parameter.grad = had
-            one.entries -= 1
             one.backward_dw(one.module)
             for parameter, grad in sums.items():
                 if grad is not None and parameter.grad is not None and parameter.grad is not grad:

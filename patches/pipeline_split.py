@@ -16,11 +16,13 @@ import contextlib
 import functools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_mem import features
@@ -50,18 +52,26 @@ class SplitBackward(Listener):
         self.embedded: set[torch.nn.Parameter] = set()
         """Weights of embeddings which, tied to an output layer, would be added up in another order if put off: what the
         embedding makes of them comes in several parts, or nobody waits to take the sum of a pass as a whole."""
+        self._hooks: list[RemovableHandle] = []
+        self._calls: Counter[torch.nn.Parameter] = Counter()
+        """Of embeddings, in the forward that runs."""
 
     def begin_call(self, call: ScheduleCall) -> None:
         if not call.forward_only:
             self._before = WEIGHT_GRADIENTS.count
             config = sys.modules["megatron.core.utils"].get_model_config(call.models[0])
             self.several_tokens = bool(getattr(config, "mtp_num_layers", None))
-            self.embedded = {weight for model in call.models for weight in _embedded(model)}
+            self.embedded = set()
+            for model in call.models:
+                self._follow_embeddings(model)
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
         if call.forward_only:  # a training step may contain an evaluation
             return
         self.embedded = set()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         left = WEIGHT_GRADIENTS.clear()
         if completed and left:
             raise RuntimeError(f"gradients of weights were put off in {left} passes and never computed")
@@ -69,19 +79,24 @@ class SplitBackward(Listener):
         if completed and WEIGHT_GRADIENTS.count == self._before and not alone:
             _say_idle()
 
+    def begin_forward(self, micro_batch: int | None, chunk: int) -> None:
+        self._calls.clear()
+
+    def _follow_embeddings(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, sys.modules[_LAYERS].VocabParallelEmbedding):
+                if module.weight not in _FOLLOWED:
+                    self.embedded.add(module.weight)
+                self._hooks.append(module.register_forward_hook(self._embeds))
+
+    def _embeds(self, module: Any, *unused: Any) -> None:
+        self._calls[module.weight] += 1
+        if self._calls[module.weight] > 1:
+            self.embedded.add(module.weight)
+
 
 _CALLS = SplitBackward()
 join("mindspeed_mem.passes:LISTENERS", _CALLS, declared_by=__name__)
-
-
-def _embedded(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """See `SplitBackward.embedded`."""
-    gpt = getattr(sys.modules.get("megatron.core.models.gpt.gpt_model"), "GPTModel", ())
-    once = {id(module) for one in model.modules() if isinstance(one, gpt) for module in one.modules()}
-    for module in model.modules():
-        if isinstance(module, sys.modules[_LAYERS].VocabParallelEmbedding):
-            if id(module) not in once or module.weight not in _FOLLOWED:
-                yield module.weight
 
 
 def _profiler() -> Any:

@@ -52,28 +52,33 @@ def departures(kind: str, layout: dict[str, Any], model: dict[str, Any], plan: A
 
 
 @contextlib.contextmanager
-def gone_through_twice() -> Iterator[None]:
-    """Each backward runs two backwards through the graph of a model's layers, the first of which keeps it."""
+def gone_through_twice(unwanted: bool = False) -> Iterator[None]:
+    """Each backward runs two backwards through the graph of a model's layers, the first of which keeps it.
+    ``unwanted``: the first is asked for the gradient of what they were given only."""
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     class Twice(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, leaf, graph):
-            ctx.graph = graph
+        def forward(ctx, leaf, graph, given):
+            ctx.graph, ctx.given = graph, given
             return leaf.clone()
 
         @staticmethod
         def backward(ctx, gradient):
-            torch.autograd.backward(ctx.graph, [gradient], retain_graph=True)
+            if unwanted:
+                torch.autograd.grad(ctx.graph, ctx.given, [gradient], retain_graph=True)
+            else:
+                torch.autograd.backward(ctx.graph, [gradient], retain_graph=True)
             torch.autograd.backward(ctx.graph, [gradient])
-            return None, None
+            return None, None, None
 
-    def on_output(module, _, output):
+    def on_output(module, args, kwargs, output):
         if isinstance(module, TransformerBlock) and torch.is_grad_enabled():
-            return Twice.apply(output.detach().requires_grad_(), [output])
+            given = args[0] if args else kwargs["hidden_states"]
+            return Twice.apply(output.detach().requires_grad_(), [output], [given])
         return None
 
-    hook = torch.nn.modules.module.register_module_forward_hook(on_output)
+    hook = torch.nn.modules.module.register_module_forward_hook(on_output, with_kwargs=True)
     try:
         yield
     finally:

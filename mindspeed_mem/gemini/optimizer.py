@@ -96,7 +96,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             refuse(_unnamed_parts(model))
         self._norm: float | None = None
         self._clip: float | None = None
-        self._decoupled = adamw_mode
+        self._decoupled = bool(adamw_mode)
         self._one_of = {param: one for one in model.chunks for param in one.chunk.params}
         self.counts = dict.fromkeys(self._one_of, 0)
         """Steps that each parameter has made."""

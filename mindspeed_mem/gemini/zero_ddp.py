@@ -32,7 +32,7 @@ from mindspeed_mem.gemini.layer_parallel import of_others, process_group_of, spl
 from mindspeed_mem.gemini.lazy import settle_buffers, settle_parameters
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown
 from mindspeed_mem.ranks import Alone, combined
-from mindspeed_mem.zero.core.chunk import Chunk
+from mindspeed_mem.zero.core.chunk import Chunk, storage_of
 from mindspeed_mem.zero.core.gradients import GradientShards
 from mindspeed_mem.zero.core.use_order import Act, Intent
 
@@ -296,16 +296,20 @@ def _no_copy(*unused: Any) -> Any:
 
 def _sharing_memory(module: torch.nn.Module) -> list[str]:
     """Parameters that lie in the memory of other parameters or buffers, which chunks would part."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    dense = [(name, one) for name, one in named if one.layout is torch.strided and one.is_contiguous()]
-    real = [(name, one) for name, one in dense if one.nbytes and not one.is_meta and one.untyped_storage().nbytes()]
-    placed = sorted((one.data_ptr(), one.nbytes, name, one) for name, one in real)
-    wrong, ends = [], (0, "", False)
-    for begin, nbytes, name, one in placed:
-        trained = isinstance(one, torch.nn.Parameter)
-        if begin < ends[0] and (trained or ends[2]):
-            wrong.append(f"{name} lies in the memory of {ends[1]}: tie them by being one Parameter, or clone one")
-        ends = max(ends, (begin + nbytes, name, trained))
+    placed = []
+    for name, one in (*module.named_parameters(), *module.named_buffers()):
+        if one.layout is torch.strided and not one.is_nested and one.numel():
+            last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+            if last + 1 == one.numel():  # dense
+                begin = int(one.storage_offset()) * one.element_size()
+                placed.append((storage_of(one), begin, begin + one.nbytes, name, one.requires_grad))
+    wrong: list[str] = []
+    memory, end, other, trained = 0, 0, "", False
+    for storage, begin, until, name, needs in sorted(placed):
+        if storage == memory and begin < end and (needs or trained):
+            wrong.append(f"{name} lies in the memory of {other}: tie them by being one Parameter, or clone one")
+        if storage != memory or until > end:
+            memory, end, other, trained = storage, until, name, needs
     return wrong
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -74,10 +77,17 @@ def with_a_buffer_of_a_parameter() -> torch.nn.Module:
     return model
 
 
+def tied_transposed() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data.t()
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (tied_by_data, "1.weight lies in the memory of 0.weight: tie them by being one Parameter"),
+        (tied_transposed, "1.weight lies in the memory of 0.weight: "),
         (with_a_buffer_of_a_parameter, "copy lies in the memory of weight: "),
     ],
 )
@@ -92,3 +102,48 @@ def test_parts_of_one_piece_of_memory_are_none():
     for number, linear in enumerate(model):
         linear.weight.data = memory[64 * number : 64 * (number + 1)].view(8, 8)
     assert len(list(GeminiDDP(model, "cpu").parameters())) == 2
+    frozen = tied_by_data().requires_grad_(False)  # which nothing changes
+    assert len(list(GeminiDDP(frozen, "cpu").parameters())) == 4
+
+
+@dataclasses.dataclass
+class Itself:
+    x: torch.Tensor
+    up: Any = None
+
+    def __post_init__(self) -> None:
+        self.up = self
+
+
+class Awkward(torch.nn.Module):
+    """Returns, with what depends on its parameter, what has no storage or leads back to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> tuple[Itself, torch.Tensor]:
+        return Itself(x @ self.weight), torch.eye(64).to_sparse()
+
+
+class AroundAwkward(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Awkward(), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, unit = self.first(x)
+        return torch.vmap(self.last)(found.x) @ unit
+
+
+def test_outputs_without_a_storage_and_that_lead_to_themselves():
+    torch.manual_seed(3)
+    plain = AroundAwkward()
+    model, optimizer = chunked(copy.deepcopy(plain), **TINY)
+    x = torch.randn(8, 64)
+    plain(x).sum().backward()
+    loss = model(x).sum()
+    assert loss.item() == plain(x).sum().item()
+    optimizer.backward(loss)
+    wanted = [param.grad.norm() for param in plain.parameters()]
+    assert optimizer.clip_grad_norm() == pytest.approx(float(torch.stack(wanted).norm()))

@@ -181,6 +181,23 @@ def of_t5(tied: bool) -> dict[str, Any]:
     return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
 
 
+def twice_in_a_forward(tied: bool) -> dict[str, Any]:
+    """Gradients of a model that two texts of a micro-batch go through one after the other."""
+    import torch
+
+    from tests.models import build_gpt
+
+    [model] = build_gpt("dense", layers=2, tied=tied)
+
+    def forward_step(batches, model):
+        positions, (chosen, rejected) = torch.arange(32).expand(2, -1), next(batches)
+        both = [model(text[:, :-1], positions, None, labels=text[:, 1:]).mean() for text in (chosen, rejected)]
+        return both[0] - both[1] / 2, lambda loss: (loss, {})
+
+    _scheduled(forward_step, list(torch.randint(256, (2, 2, 2, 33))), model)
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
 def without_data_parallelism(tied: bool) -> dict[str, Any]:
     """Gradients of a model as it is."""
     import torch
@@ -246,7 +263,7 @@ def gradients_differing(train: Any, *given: Any) -> tuple[list[str], int]:
     ("train", "given"),
     [
         *((by_a_function_of_ones_own, asks) for asks in ("inputs", "all", "backward")),
-        *((train, tied) for train in (of_t5, without_data_parallelism) for tied in (False, True)),
+        *((train, tied) for train in (of_t5, twice_in_a_forward, without_data_parallelism) for tied in (False, True)),
     ],
 )
 def test_what_others_make_of_weights_too_and_who_asks_for_gradients(train, given):

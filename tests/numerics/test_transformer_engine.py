@@ -210,8 +210,10 @@ def delayed_in_several_backwards() -> list[str]:
         return chunks
 
     model = {"layers": 2, "change_spec": of_transformer_engine, "add_bias_linear": True}
-    with gone_through_twice():
-        found = departures("dense", {}, model)
+    found = []
+    for unwanted in (False, True):
+        with gone_through_twice(unwanted):
+            found += departures("dense", {}, model)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     native = models.build_gpt
     with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -166,15 +166,25 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
-def _leaves(tree: Any) -> Iterator[torch.Tensor]:
-    """All tensors, also those in dataclasses and mappings that torch does not know as trees."""
+def _leaves(tree: Any, seen: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """All tensors, also those in dataclasses and dictionaries that torch does not know as trees."""
     for leaf in tree_iter(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from _leaves(list(leaf.values()))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _leaves([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+        elif isinstance(leaf, dict):
+            yield from _leaves(list(dict.values(leaf)), seen)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
+            names = [field.name for field in dataclasses.fields(leaf)]
+            own = getattr(leaf, "__dict__", None)  # not its properties, which may compute or raise
+            values = [getattr(leaf, name, None) if own is None else own.get(name) for name in names]
+            yield from _leaves(values, seen | {id(leaf)})
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return storage_of(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse, or in a vmap
+        return None
 
 
 class ForeignReads:
@@ -196,12 +206,12 @@ class ForeignReads:
     def returned(self, reading: Reading, output: Any) -> None:
         """What a module that has read ``reading`` returns: its caller goes on to read the parameters in there, but for
         biases, which it adds at once."""
-        if not self._running:
+        if not self._running or not reading.params:
             return
         there = {
-            storage_of(one) for one in _leaves(output) if not (isinstance(one, torch.nn.Parameter) and one.dim() == 1)
+            _storage(one) for one in _leaves(output) if not (isinstance(one, torch.nn.Parameter) and one.dim() == 1)
         }
-        for param in reading.params if there else ():
+        for param in reading.params:
             if storage_of(param) in there:
                 self._seen(param)
 
