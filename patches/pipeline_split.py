@@ -69,6 +69,7 @@ class SplitBackward(Listener):
         if call.forward_only:  # a training step may contain an evaluation
             return
         self.embedded = set()
+        self._calls.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
