@@ -42,7 +42,7 @@ class WeightGradients:
         """Whoever knows of layers that put gradients off by themselves: called when the backward of a pass has ended,
         for what they have put off in it."""
         self.count = 0
-        """How many gradients were put off so far."""
+        """How many gradients were put off so far, those from elsewhere included."""
         self.around: list[Callable[[Hashable], AbstractContextManager]] = []
         """Whoever watches: entered, with the pass, around the computing of what was put off in it."""
 
@@ -83,7 +83,9 @@ class WeightGradients:
         """
         assert self._now is not None
         self.count += 1
-        self._now.append(parameter, compute, holds, fetch)
+        stream = torch.get_device_module(parameter.device).current_stream()
+        backward = torch._C._current_graph_task_id()
+        self._now.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds, fetch))
         self._now.parameters.add(parameter)
 
     def awaits(self, parameter: torch.nn.Parameter) -> bool:
@@ -93,7 +95,7 @@ class WeightGradients:
             return False
         if parameter.grad is not None:
             gradient, parameter.grad = parameter.grad, None
-            self._now.append(parameter, lambda: gradient)
+            self.put_off(parameter, lambda: gradient)
         return True
 
     def run(self, key: Hashable) -> None:
@@ -173,17 +175,6 @@ class _Pass:
         """By the backward that runs: a checkpoint has its own within that of the pass."""
         self.delayed: list[Delayed] = []
         self.parameters: set[torch.nn.Parameter] = set()
-
-    def append(
-        self,
-        parameter: torch.nn.Parameter,
-        compute: Compute,
-        holds: tuple[torch.Tensor, ...] = (),
-        fetch: Callable[[], None] | None = None,
-    ) -> None:
-        stream = torch.get_device_module(parameter.device).current_stream()
-        backward = torch._C._current_graph_task_id()
-        self.put_off.setdefault(backward, []).append(_PutOff(parameter, compute, stream, holds, fetch))
 
 
 def _later(parameter: torch.nn.Parameter, compute: Compute, stream: Any) -> torch.Tensor:

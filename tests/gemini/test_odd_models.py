@@ -96,7 +96,7 @@ def test_memory_that_chunks_would_part_is_refused(make: Callable, message: str):
         GeminiDDP(make(), "cpu")
 
 
-def test_parts_of_one_piece_of_memory_are_none():
+def test_memory_that_chunks_do_not_part_is_taken():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
     memory = torch.rand(128)
     for number, linear in enumerate(model):
