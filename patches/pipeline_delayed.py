@@ -5,7 +5,8 @@ run piece by piece (``delay_wgrad_compute`` with ``overlap_moe_expert_parallel_c
 is given one that is on, of its own class; its backward then puts there what the gradient of its weight is made of, and
 its ``backward_dw`` computes the oldest. Megatron's wrappers pass that call on only with their own option, so the method
 below theirs is called. It leaves gradients in ``.grad``; DistributedDataParallel's hooks, which found none in the
-backward, are called then, once for each of the backwards that a pass may run. Nothing of TransformerEngine's is replaced or copied.
+backward, are called then, once for each of the backwards that a pass may run. Nothing of TransformerEngine's is
+replaced or copied.
 
 It was never run with TransformerEngine, only with stand-ins by its sources (2.20).
 """
