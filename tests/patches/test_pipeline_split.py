@@ -183,5 +183,6 @@ def test_through_the_adaptor():
     out, errors = python(ADAPTED, TRAIN, "--device", "cpu")
     (without, split), count = json.loads(out.splitlines()[-1])
     assert without == split
-    assert count == 3 * 2 * (2 * 4 + 1)  # steps, micro-batches, linear layers of two layers and the output layer
+    # Steps, micro-batches, linear layers of two layers, the output layer and the embedding, which has its weight.
+    assert count == 3 * 2 * (2 * 4 + 1 + 1)
     assert "--split-backward" not in errors
