@@ -231,26 +231,35 @@ class Search:
         return [min(max(least), one * (1 + share)) for one in least]
 
     def _try(self, problem: Problem, inputs_move: bool) -> list[StagePlan]:
-        """Search with this rule for inputs; the best plan of each stage by itself, none if one has none."""
-        enough = self._enough(problem, inputs_move)
-        pairs = zip(self._stages, enough, strict=True)
-        stages = [found for stage, one in pairs if (found := stage.best(problem, inputs_move, one)) is not None]
-        if len(stages) < len(self._stages):
-            return []
+        """Search with this rule for inputs; the best plan of each stage by itself, none if one has none.
 
-        self._simulate(problem, stages, inputs_move)
-        work = self._work
-        for number in sorted(
-            range(len(stages)), key=lambda number: -self._stages[number].judge(stages[number]).seconds
-        ):
+        The stage with the least room comes first: what is found for it may do for those that have its layers.
+        """
+        enough, work = self._enough(problem, inputs_move), self._work
+        least = [stage.least_seconds(problem, inputs_move) for stage in self._stages]
+        found: dict[int, StagePlan] = {}
+        for number in sorted(range(len(least)), key=lambda number: -least[number]):
+            stage = self._stages[number]
+            self._lend(found, number)
+            best = stage.best(problem, inputs_move, enough[number])
+            if best is None:
+                return []
             if work > 0:
-                stages[number], work = self._stages[number].climbed(
-                    problem, stages[number], inputs_move, work, enough[number]
-                )
+                best, work = stage.climbed(problem, best, inputs_move, work, enough[number])
+            found[number] = best
+        stages = [found[number] for number in range(len(least))]
         self._simulate(problem, stages, inputs_move)
         if len(stages) > 1:
             self._simulate(problem, self._together(problem, stages, inputs_move), inputs_move)
         return stages
+
+    def _lend(self, found: Mapping[int, StagePlan], number: int) -> None:
+        """Let a stage know what was found for others with the same layers."""
+        layers = [[part.layers for part in stage.parts] for stage in self.problem.stages]
+        stage = self._stages[number]
+        for plan in (plan for other, plan in found.items() if layers[other] == layers[number]):
+            if stage.has_room(plan):
+                stage.remember(plan)
 
     def _together(self, problem: Problem, stages: Sequence[StagePlan], inputs_move: bool) -> list[StagePlan]:
         """The stages after small changes, judged by playing all of them: where stages wait for each other, the fastest

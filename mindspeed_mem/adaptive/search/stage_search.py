@@ -177,17 +177,17 @@ class StageSearch:
                 if solved is not None:
                     for way in itertools.chain.from_iterable(self._ways(solved.counts)):
                         self._lay_out(solved.counts, rules, way)
-            pool = [plan for plan, valid in self._pool.items() if valid[inputs_move] and self._has_room(plan)]
+            pool = [plan for plan, valid in self._pool.items() if valid[inputs_move] and self.has_room(plan)]
             lowest = min(pool, key=lambda plan: (self.judge(plan).peak, plan.parts), default=self.keep_all)
             none = self._short.with_limit(0)
             lower = self._descent(none, inputs_move, _LEAST).run(lowest)
-            lowest = lower if self._has_room(lower) else lowest
+            lowest = lower if self.has_room(lower) else lowest
             self.remember(lowest)
             self._least[inputs_move] = lowest
         return self._least[inputs_move]
 
-    def _has_room(self, plan: StagePlan) -> bool:
-        """Whether the host has."""
+    def has_room(self, plan: StagePlan) -> bool:
+        """Whether the host has room for what it swaps."""
         limit = self._short.host_limit
         return limit is None or host_bytes(self._short, self.number, plan) <= limit
 
