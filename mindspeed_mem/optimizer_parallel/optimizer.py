@@ -91,6 +91,9 @@ class ParallelOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: Any) -> Any:
         raise OptimizerParallelError(["a copy would have no parts; parallelize an optimizer of the copied model"])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OptimizerParallelError(["pickled, it would have no parts; save its state_dict()"])
+
     @property
     def parts(self) -> list[OptimizerPart]:
         """Of all parameters, in the order of ``param_groups``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -219,6 +220,12 @@ def corners():
                 wrong.append("a state dict of other groups was loaded")
             except ValueError as error:
                 wrong += [] if "groups of" in str(error) else [str(error)]
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            try:
+                copied(parallel)
+                wrong.append(f"{copied.__name__} gave an optimizer without parts")
+            except OptimizerParallelError as error:
+                wrong += [] if "no parts" in str(error) else [str(error)]
     return wrong
 
 
