@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mem.activation import asked
+from mindspeed_mem.activation.rerun.model_buffers import Buffer
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -78,52 +79,26 @@ class Recomputed:
         return run_again(module, self.inner, *args, **kwargs)
 
 
-class _Buffer(NamedTuple):
-    """A buffer of a module, and what it held."""
-
-    holder: dict[str, torch.Tensor | None]
-    name: str
-    tensor: torch.Tensor
-    version: int
-    value: torch.Tensor
-
-    @classmethod
-    def of(cls, holder: dict[str, torch.Tensor | None], name: str) -> _Buffer | None:
-        tensor = holder[name]
-        return None if tensor is None else cls(holder, name, tensor, tensor._version, tensor.data.clone())
-
-    def changed(self) -> bool:
-        """Or may be: torch's batch norm changes vectors, and no version tells of it."""
-        tensor = self.tensor
-        return self.holder[self.name] is not tensor or tensor._version != self.version or tensor.dim() == 1
-
-    def put(self) -> None:
-        """No version tells of it: backward may have saved the tensor."""
-        self.holder[self.name] = self.tensor
-        self.tensor.data.copy_(self.value)
-
-
 def run_again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `forward`, of `module`, and once more in backward, from what its buffers held before the first time."""
-    changed: list[_Buffer] = []
+    changed: list[Buffer] = []
 
     @contextlib.contextmanager
     def first() -> Iterator[None]:
-        found = [_Buffer.of(one._buffers, name) for one in module.modules() for name in one._buffers]
+        found = [Buffer.of(one._buffers, name) for one in module.modules() for name in one._buffers]
         yield
-        changed.extend(one for one in found if one is not None and one.changed())
+        changed.extend(one for one in found if one.changed())
 
     @contextlib.contextmanager
     def second() -> Iterator[None]:
-        after = [_Buffer.of(one.holder, one.name) for one in changed]
+        after = [Buffer.of(one.holder, one.name) for one in changed]
         for before in changed:
             before.put()
         try:
             yield
         finally:
             for one in after:
-                if one is not None:
-                    one.put()
+                one.put()
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (first(), second()), **kwargs)
 

@@ -1,5 +1,8 @@
 """What a second attempt at a step puts back, and where it must not be made."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,7 +18,9 @@ class Model(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.buffer = torch.zeros(4)
         self.register_buffer("counts", torch.zeros(3))
-        self.register_buffer("table", torch.zeros(1 << 15))
+        self.register_buffer("table", torch.zeros(2, 1 << 14))
+        self.register_buffer("cache", None)
+        self.norm = nn.BatchNorm1d(1 << 15)
 
     def zero_grad_buffer(self):
         self.buffer.zero_()
@@ -56,6 +61,27 @@ def test_all_that_a_step_changes_is_put_back():
     assert not model.buffer.any() and not model.counts.any()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert next(iterator) == 1
+
+
+def test_buffers_are_put_back_however_they_are_changed():
+    model = Model()
+    before, mean, table = BeforeStep([model], [True]), model.norm.running_mean, model.table
+    model.norm(torch.randn(2, 1 << 15))  # no version tells of it
+    model.counts = model.counts + 1
+    model.table, model.cache = model.table + 1, torch.ones(2)
+    model.register_buffer("made", torch.ones(2))
+    assert mean.any() and before.why_not(None, started=False) == ""
+    before.put_back(None)
+    assert model.norm.running_mean is mean and not mean.any() and not model.norm.num_batches_tracked.any()
+    assert not model.counts.any() and model.table is table and model.cache is None
+    assert "made" not in dict(model.named_buffers()) and not hasattr(model, "made")
+
+
+def test_python_and_numpy_draw_the_same_again():
+    before = BeforeStep([Model()], [True])
+    drawn = random.random(), numpy.random.random()
+    before.put_back(None)
+    assert (random.random(), numpy.random.random()) == drawn
 
 
 def test_where_it_cannot_be_put_back():

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from mindspeed_mem.activation.rerun import rng
+from mindspeed_mem.activation.rerun.model_buffers import Buffer
 
-_SMALL = 64 * 1024  # bytes; larger buffers of a model (tables) are not written to by its forward
+_SMALL = 64 * 1024  # bytes; larger buffers of a model (tables) are not written to by its forward, but for vectors
 
 
 class RecordedIterator:
@@ -58,9 +60,11 @@ class BeforeStep:
         self.models = list(models)
         self._random = rng.capture(p for model in self.models for p in model.parameters())
         self._zeroed = all(zeroed) and all(p.grad is None for m in self.models for p in m.parameters())
-        buffers = [b for m in self.models for b in nn.Module.buffers(m)]  # Megatron's wrapper has a list of that name
-        self._buffers = [(b, b.detach().clone()) for b in buffers if b.numel() * b.element_size() <= _SMALL]
-        self._large = [(b, b._version) for b in buffers if b.numel() * b.element_size() > _SMALL]
+        numpy = sys.modules.get("numpy")
+        self._others = random.getstate(), numpy and numpy.random.get_state()
+        holders = [module._buffers for model in self.models for module in model.modules()]
+        self._buffers = [Buffer.of(one, name, _is_copied(one[name])) for one in holders for name in one]
+        self._names = [(one, set(one)) for one in holders]
 
     def why_not(self, iterator: RecordedIterator | None, started: bool) -> str:
         """Why the call cannot be repeated; empty if it can.
@@ -69,7 +73,9 @@ class BeforeStep:
         """
         if not self._zeroed:
             return "gradients of an earlier call were in the buffers"
-        if any(buffer._version != version for buffer, version in self._large):
+        if any(
+            one.value is None and one.tensor is not None and one.tensor._version != one.version for one in self._buffers
+        ):
             return "a buffer of the model was changed"
         if started and (iterator is None or not iterator.used):
             return "its micro-batches did not come from the data iterator"
@@ -86,9 +92,20 @@ class BeforeStep:
                     parameter.grad = None
                 if hasattr(model, "zero_grad_buffer"):
                     model.zero_grad_buffer()
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        for buffer in self._buffers:
+            buffer.put()
+        for holder, names in self._names:
+            for name in holder.keys() - names:  # made by the attempt
+                del holder[name]
         rng.restore(self._random)
+        pythons, numpys = self._others
+        random.setstate(pythons)
+        if numpys is not None:
+            sys.modules["numpy"].random.set_state(numpys)
+
+
+def _is_copied(buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and (buffer.dim() == 1 or buffer.numel() * buffer.element_size() <= _SMALL)
 
 
 def forget_frames(error: BaseException) -> None:
