@@ -4,8 +4,9 @@
     DIR/latest_checkpointed_iteration.txt   written last, at once: what it names is complete
 
 While one is being written its folder is called iter_0000010.unfinished; where that fails it goes, and the one before
-stays. Tensors are stored by their global name and shape, so another layout can read them; random states belong to a
-rank and return only in the layout that they were saved in.
+stays. One of the same iteration is called iter_0000010.replaced until the new one has its name. Tensors are stored by
+their global name and shape, so another layout can read them; random states belong to a rank and return only in the
+layout that they were saved in.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ def find(args):
         return 0
     iteration = latest(args.load)
     if iteration is not None:
-        if not _folder(args.load, iteration).is_dir():
+        if not _complete(args.load, iteration).is_dir():
             raise UsageError(f"--load {args.load}: {TRACKER} names iteration {iteration}, whose folder is missing")
         return iteration
     if args.save is not None and os.path.realpath(args.save) == os.path.realpath(args.load):
@@ -97,9 +98,9 @@ def _save(args, folder, iteration, consumed, chunks, optimizer, schedule, backen
     dist_checkpointing.save(state, str(unfinished), content_metadata=kept)
     torch.distributed.barrier()
     if first:
-        earlier = folder.with_name(folder.name + ".replaced")
-        shutil.rmtree(earlier, ignore_errors=True)
-        if folder.exists():
+        earlier = _replaced(folder)
+        if folder.exists():  # otherwise that may be all there is, of a job that was killed between the two renames
+            shutil.rmtree(earlier, ignore_errors=True)
             folder.rename(earlier)
         unfinished.rename(folder)
         shutil.rmtree(earlier, ignore_errors=True)
@@ -141,7 +142,7 @@ def _plain(text):
 
 def load(args, iteration, chunks, optimizer, schedule, backend):
     """Put back what `save` wrote after `iteration`: (consumed samples, remarks for the log). Raises UsageError."""
-    folder = str(_folder(args.load, iteration))
+    folder = str(_complete(args.load, iteration))
     try:
         common = dist_checkpointing.load_common_state_dict(folder)
         _compare(folder, common.get("model_arguments", {}), _values(args, MODEL))
@@ -191,8 +192,18 @@ def _folder(directory, iteration):
     return Path(directory, f"iter_{iteration:07d}")
 
 
+def _complete(directory, iteration):
+    """Where its checkpoint is: under its own name, or as it was called while another was to take that."""
+    folder = _folder(directory, iteration)
+    return folder if folder.is_dir() or not _replaced(folder).is_dir() else _replaced(folder)
+
+
 def _unfinished(folder):
     return folder.with_name(folder.name + ".unfinished")
+
+
+def _replaced(folder):
+    return folder.with_name(folder.name + ".replaced")
 
 
 def _values(args, names):

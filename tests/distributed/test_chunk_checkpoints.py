@@ -366,3 +366,14 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path):
     (start, again), (next_start, _) = on_ranks(2, twice, tmp_path)[0]
     assert start == 2 and again[:2] == losses[2:]
     assert next_start == 4  # saved over what the kill had left
+
+
+def test_a_kill_while_a_checkpoint_takes_the_name_of_an_earlier_one_leaves_that(tmp_path):
+    _, losses = on_ranks(2, example, tmp_path, load_first=False, kill=False)[0]
+    name = tmp_path / "iter_0000002"
+    name.rename(tmp_path / "iter_0000002.replaced")
+    assert on_ranks(2, example, tmp_path, load_first=True, kill=False)[0][1][:2] == losses[2:]
+    assert (tmp_path / "iter_0000002.replaced").is_dir()
+
+    on_ranks(2, example, tmp_path, load_first=False, kill=False)  # saves that iteration again
+    assert name.is_dir() and not (tmp_path / "iter_0000002.replaced").exists()
