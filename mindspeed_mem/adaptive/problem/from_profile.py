@@ -25,13 +25,15 @@ def problem(
     taken from the one that keeps most. The link is the slowest that any rank measured.
 
     Raises:
-        ValueError: a stage is missing, or has a part without layers.
+        ValueError: a stage is missing, or has a part without layers, or a layer did not always run.
     """
     numbers = sorted({rank.stage for rank in ranks})
     if not ranks or numbers != list(range(len(numbers))):
         raise ValueError(f"profiles of stages {numbers} were given; at least one of each stage from 0 on is needed")
     of_stages = [_worst([rank for rank in ranks if rank.stage == number]) for number in numbers]
     views = [[PartView(chunk) for chunk in rank.chunks] for rank in of_stages]
+    if unseen := sorted({layer for of_stage in views for view in of_stage for layer in view.unseen}):
+        raise ValueError(f"{in_words(unseen)} did not run in each step, and only what always runs can be planned")
     classes = LayerClasses(view for of_stage in views for view in of_stage)
     stages = [
         Stage(

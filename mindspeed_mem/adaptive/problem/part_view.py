@@ -67,6 +67,11 @@ class PartView:
             )
             self._operators.setdefault(row["layer"], {})[row["op"]] = one
 
+    @property
+    def unseen(self) -> tuple[int, ...]:
+        """Layers that ran when times were taken, and not in the call whose data flow was followed."""
+        return tuple(layer for layer in self.layers if layer not in self._operators)
+
     def operators(self, layer: int) -> dict[str, Observed]:
         """In forward order."""
         return self._operators[layer]
