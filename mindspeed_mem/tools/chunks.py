@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_mem.command_line import check_picture, flag, instead_of, number, whole
+from mindspeed_mem.command_line import check_layers, check_picture, flag, instead_of, number, whole
 from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
     MODEL_NUMBERS,
@@ -240,6 +240,7 @@ def _shape(given: argparse.Namespace, request: Request) -> int:
         wrong.append(f"{', '.join(missing)}: missing; without --model the model's shape is needed")
     unknown = "chunks does not know its parameters; those of GPTs and of --model"
     numbers = read_options(given, _NUMBERS, MODEL_CHOICES, unknown, wrong)
+    check_layers("--num-layers", numbers["num_layers"], wrong)
     if wrong:
         return 1
     ranks = numbers["tensor_model_parallel_size"] or 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mindspeed_mem.command_line import flag, number, whole
+from mindspeed_mem.command_line import LAYERS, flag, number, whole
 from mindspeed_mem.plan.operators import MEGATRON_MODULES
 from mindspeed_mem.tools.megatron_line import Parser, with_experts
 
@@ -37,6 +37,7 @@ _SIZES = (
 _TEXTS = ("recompute_granularity", "recompute_method", "moe_layer_freq")
 _AMOUNTS = {"min_offloaded_tensor_size": 2.0**20, "activation_offload_fraction": 1.0}
 _AMOUNTS["delta_offload_bytes_across_pp_ranks"] = 0.0
+_MOST_BYTES = 2.0**60
 _LAYOUTS = (
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -65,7 +66,7 @@ def read(text: str, wrong: list[str]) -> dict[str, dict[str, Any]]:
         wrong.append(str(error))
         return {}
     wrong += [f"{flag(name)}: {why}" for name, why in _SWITCHES.items() if why and getattr(given, name)]
-    sizes = {name: whole(flag(name), getattr(given, name), wrong) for name in _SIZES}
+    sizes = {name: whole(flag(name), getattr(given, name), wrong, most=LAYERS) for name in _SIZES}
     recompute, recomputed = _recompute(given, sizes, wrong)
     swap = _swap(given, sizes, recomputed, wrong)
     if not (recompute or swap or wrong):
@@ -115,6 +116,11 @@ def _whole_layers(given: argparse.Namespace, sizes: dict[str, int | None], wrong
         wrong.append("--recompute-method block counts layers of each stage: that needs --num-layers, and equal stages")
         return True
     each = each or layers // (stages * virtual)
+    if not each:
+        wrong.append(
+            f"--num-layers {layers} leaves parts without layers: {stages * virtual} stages, virtual ones counted"
+        )
+        return True
     return [layer for layer in range(layers) if layer % each < count]
 
 
@@ -152,7 +158,7 @@ def _swap(
         if given.offload_modules:
             wrong.append("nothing is offloaded without --fine-grained-activation-offloading")
         return {}
-    amounts = {name: number(flag(name), getattr(given, name), wrong, least=0) for name in _AMOUNTS}
+    amounts = {name: number(flag(name), getattr(given, name), wrong, least=0, most=_MOST_BYTES) for name in _AMOUNTS}
     for name in ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks"):
         if amounts[name] not in (None, _AMOUNTS[name]):
             wrong.append(f"{flag(name)}: a plan names what moves, and no share of it; name fewer modules or layers")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from mindspeed_mem.command_line import LARGEST, LAYERS, shortened
 
 _LLAMA = {
     "num_layers": "num_hidden_layers",
@@ -73,32 +75,45 @@ _UNCOUNTED = (
 )
 """Fields that stand for parts which are not known here, wherever they are set."""
 _KNOWN_LAYERS = ("full_attention", "sliding_attention")
+_SHARES = ("attention_dropout", "hidden_dropout")
+_OR_NONE = (
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("q_lora_rank", "mtp_num_layers"),
+)
+"""Options of which 0 says that there are none."""
+_BESIDE = {
+    **{"sliding_window": 0, "n_shared_experts": 0, "moe_intermediate_size": 0, "first_k_dense_replace": 0},
+    **{"decoder_sparse_step": 1, "moe_layer_freq": 1},
+}
+"""Whole numbers that no option says as they are, with the least they may be."""
+_LISTS: dict[str, tuple[type, str]] = {"layer_types": (str, "texts"), "mlp_only_layers": (int, "whole numbers")}
+
+
+def in_folder(path: str) -> Path:
+    """The file that is read for `path`, the file or its folder."""
+    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
 
 
 def options(path: str, wrong: list[str]) -> dict[str, object]:
     """Megatron's options for it; `path` is the file or its folder. What is not known is named in `wrong`."""
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    file = in_folder(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         wrong.append(f"--hf-config {file}: cannot be read ({error.strerror})")
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         wrong.append(f"--hf-config {file}: is not JSON ({error})")
         return {}
     family = config.get("model_type") if isinstance(config, dict) else None
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         wrong.append(f"--hf-config {file}: model_type {family!r} is not known; known are {', '.join(FAMILIES)}")
         return {}
     problems = [f"{name} {config[name]!r} stands for what is not known" for name in _UNCOUNTED if config.get(name)]
-    others = sorted(set(config.get("layer_types") or ()).difference(_KNOWN_LAYERS))
-    problems += [f"layer_types: {name!r} is not known" for name in others]
-    found: dict[str, object] = {} if family == "gpt2" else dict(_STYLE)
-    found |= {name: config[field] for name, field in FAMILIES[family].items() if config.get(field) is not None}
-    problems += [f"{FAMILIES[family][name]}: missing" for name in _NEEDED if name not in found]
-    for name, value in found.items():
-        if not isinstance(value, str | bool) and (not isinstance(value, int | float) or value < 0):
-            problems.append(f"{FAMILIES[family][name]}: got {value!r}; allowed: a number of at least 0")
+    said = {name: config[field] for name, field in FAMILIES[family].items() if config.get(field) is not None}
+    problems += [f"{FAMILIES[family][name]}: missing" for name in _NEEDED if name not in said]
+    problems += _unusable(config, family, said)
+    found: dict[str, object] = ({} if family == "gpt2" else dict(_STYLE)) | said
     wrong += [f"--hf-config {file}: {text}" for text in problems]
     if problems:
         return {}
@@ -111,6 +126,36 @@ def options(path: str, wrong: list[str]) -> dict[str, object]:
     if family.startswith("deepseek"):
         found |= _of_deepseek(config)
     return {name: value for name, value in (found | _of_experts(config, found)).items() if value or name in _STYLE}
+
+
+def _unusable(config: Mapping[str, Any], family: str, said: Mapping[str, object]) -> Iterator[str]:
+    """What is wrong with fields that are read. `said`: those of options."""
+    for name, value in said.items():
+        if name in _SHARES:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+                yield _got(FAMILIES[family][name], value, "a number of at least 0, below 1")
+        else:
+            least, most = int(name not in _OR_NONE), LAYERS if name == "num_layers" else LARGEST
+            yield from _outside(FAMILIES[family][name], value, least, most)
+    for field, least in _BESIDE.items():
+        value = config.get(field)
+        if value is not None and value is not False and field not in FAMILIES[family].values():
+            yield from _outside(field, value, least, LARGEST)
+    for field, (kind, what) in _LISTS.items():
+        value = config.get(field)
+        if value and not (isinstance(value, list) and all(type(one) is kind for one in value)):
+            yield _got(field, value, f"a list of {what}")
+        elif value and field == "layer_types":
+            yield from (f"layer_types: {name!r} is not known" for name in sorted({*value}.difference(_KNOWN_LAYERS)))
+
+
+def _outside(field: str, value: object, least: int, most: int) -> Iterator[str]:
+    if type(value) is not int or not least <= value <= most:
+        yield _got(field, value, f"a whole number from {least} to {most}")
+
+
+def _got(field: str, value: object, allowed: str) -> str:
+    return f"{field}: got {shortened(repr(value))}; allowed: {allowed}"
 
 
 def _of_deepseek(config: Mapping[str, Any]) -> dict[str, object]:
@@ -130,7 +175,7 @@ def _of_experts(config: Mapping[str, Any], found: Mapping[str, object]) -> dict[
         return {}
     layers = int(str(found["num_layers"]))
     each = config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1
-    dense = set(config.get("mlp_only_layers") or ()) | set(range(config.get("first_k_dense_replace") or 0))
+    dense = set(config.get("mlp_only_layers") or ()) | set(range(min(layers, config.get("first_k_dense_replace") or 0)))
     # Qwen counts from 1, DeepSeek from 0.
     first = 1 if "decoder_sparse_step" in config else 0
     which = [int(layer not in dense and (layer + first) % each == 0) for layer in range(layers)]

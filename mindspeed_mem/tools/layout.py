@@ -23,7 +23,7 @@ from mindspeed_mem.adaptive.problem.definition import GIB, SCHEDULES
 from mindspeed_mem.adaptive.problem.profile_file import Profile, ProfileError
 from mindspeed_mem.adaptive.run import worth
 from mindspeed_mem.adaptive.search.plan_table import aligned, gib
-from mindspeed_mem.command_line import check_file, flag, instead_of, number, whole
+from mindspeed_mem.command_line import check_apart, check_file, digits, flag, instead_of, number, quoted, whole
 from mindspeed_mem.tools import layout_flags, plan_options
 
 DESCRIPTION = """Finds how a model is best split over a number of devices, with the memory plan of each split: tensor
@@ -382,12 +382,14 @@ def _schedules(given: argparse.Namespace, wrong: list[str]) -> tuple[str, ...]:
 def _fixed(text: str, wrong: list[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for entry in filter(None, text.split(",")):
-        name, _, size = entry.partition("=")
-        least = 0 if name == "zero" else 1
-        if name not in NAMES or not size.isdigit() or int(size) < least or (name == "zero" and int(size) > 3):
-            wrong.append(f"--fix takes sizes such as tp=4, of {', '.join(NAMES)} (zero: 0 to 3), not {entry!r}")
+        name, _, value = entry.partition("=")
+        size, least = digits(value), 0 if name == "zero" else 1
+        if name not in NAMES or size is None or size < least or (name == "zero" and size > 3):
+            wrong.append(f"--fix takes sizes such as tp=4, of {', '.join(NAMES)} (zero: 0 to 3), not {quoted(entry)}")
+        elif NAMES[name] in found:
+            wrong.append(f"--fix says {name} twice, {found[NAMES[name]]} and {size}: give one")
         else:
-            found[NAMES[name]] = int(size)
+            found[NAMES[name]] = size
     return found
 
 
@@ -406,7 +408,13 @@ def _files(given: argparse.Namespace, wrong: list[str]) -> str:
     without_yaml = requirements.absent("PyYAML")
     if without_yaml is not None and (given.output is not None or given.memory_output is not None):
         wrong.append(f"--output and --memory-output: {without_yaml}")
+    inputs = {"--trace": given.profile, **plan_options.inputs(given, TABLE)}
     if given.memory_output is not None or given.output is None:
+        check_apart({"--output": given.output, "--memory-output": given.memory_output}, inputs, wrong)
         return given.memory_output or "plan.yaml"
-    beside = Path(given.output).with_suffix(".yaml")
-    return str(beside if str(beside) != given.output else beside.with_suffix(".plan.yaml"))
+    target = Path(given.output)
+    if not target.name:  # a folder, which has been said
+        return "plan.yaml"
+    beside = target.with_suffix(".plan.yaml" if target.suffix == ".yaml" else ".yaml")
+    check_apart({"--output": given.output, f"the plan beside --output ({beside})": str(beside)}, inputs, wrong)
+    return str(beside)

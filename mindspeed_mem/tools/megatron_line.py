@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from mindspeed_mem.adaptive.layout import ends
-from mindspeed_mem.command_line import flag
+from mindspeed_mem.command_line import LAYERS, digits, flag, quoted
 
 _UNCOUNTED = (
     *("moe_latent_size", "moe_expert_capacity_factor", "heterogeneous_layers_config_path", "hybrid_override_pattern"),
@@ -96,9 +96,10 @@ def _stages(found: dict[str, Any], wrong: list[str]) -> dict[str, object]:
     each = found.get("num_layers_per_virtual_pipeline_stage")
     sizes = [found.get("num_layers"), found.get("pipeline_model_parallel_size", "1")]
     texts = [text for text in (virtual, first, last, each, *sizes) if text is not None]
-    if None in sizes or not all(text.isdigit() and int(text) for text in texts):
+    if None in sizes or not all(0 < (digits(text) or 0) <= LAYERS for text in texts):
         if said:
-            wrong.append(f"--megatron {said}: needs --num-layers on the same line, and whole numbers above 0")
+            what = f"whole numbers from 1 to {LAYERS}"
+            wrong.append(f"--megatron {said}: needs --num-layers on the same line, and {what}")
         return {}  # others are said where they are read
     layers, pipeline = map(int, sizes)
     embedding, loss = (bool(one) and pipeline > 1 for one in (embedding, loss))  # they change nothing on one stage
@@ -136,8 +137,11 @@ def with_experts(text: str | None, layers: int | None, wrong: list[str]) -> list
     """For each layer whether ``--moe-layer-freq`` gives it experts; for one layer where all are alike."""
     try:
         pattern = _value(ast.parse(text or "1", mode="eval").body)
-    except (SyntaxError, TypeError):
-        wrong.append(f"--moe-layer-freq takes a number or a list such as '[0]*3+[1]*5', not {text!r}")
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        pattern = None
+    if pattern is None or pattern == 0:
+        what = f"a number of at least 1, or a list of at most {LAYERS} layers such as '[0]*3+[1]*5'"
+        wrong.append(f"--moe-layer-freq takes {what}, not {quoted(text or '')}")
         return [True, False]
     if isinstance(pattern, list):
         if layers is not None and len(pattern) != layers:
@@ -151,12 +155,20 @@ def with_experts(text: str | None, layers: int | None, wrong: list[str]) -> list
 def _value(node: ast.expr) -> Any:
     """What an expression of numbers and lists is, as in ``([1]*3+[0])*2``."""
     match node:
-        case ast.Constant(value=int(value)):
+        case ast.Constant(value=int(value)) if value <= LAYERS:
             return value
         case ast.List(elts=items):
             return [_value(item) for item in items]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _value(left) + _value(right)
+            one, other = _value(left), _value(right)
+            if _size(one) + _size(other) <= LAYERS:
+                return one + other
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _value(left) * _value(right)
+            one, other = _value(left), _value(right)
+            if _size(one) * _size(other) <= LAYERS:
+                return one * other
     raise TypeError(node)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, list) else value

@@ -20,7 +20,7 @@ from mindspeed_mem.adaptive.search import plan_picture, plan_table
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.search import Found, Search
-from mindspeed_mem.command_line import check_file, check_picture, instead_of
+from mindspeed_mem.command_line import check_apart, check_file, check_picture, instead_of
 from mindspeed_mem.reserve import Reserve, of_device
 from mindspeed_mem.tools import from_megatron, plan_options
 
@@ -249,3 +249,5 @@ def _files(given: argparse.Namespace, wrong: list[str]) -> None:
         wrong.append(f"--output: {without_yaml}")
     check_file("--write-trace", given.write_trace, wrong)
     check_picture("--picture", given.picture, wrong)
+    outputs = {"--output": given.output, "--write-trace": given.write_trace, "--picture": given.picture}
+    check_apart(outputs, {"--trace": given.trace, **plan_options.inputs(given)}, wrong)

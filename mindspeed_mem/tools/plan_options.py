@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mindspeed_mem.adaptive.problem import devices
 from mindspeed_mem.adaptive.problem.definition import GIB, SCHEDULES, Pipeline
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
-from mindspeed_mem.command_line import flag, number, whole
+from mindspeed_mem.command_line import LARGEST, check_layers, digits, flag, number, quoted, whole
 from mindspeed_mem.model_sizes import (
     MODEL_CHOICES,
     MODEL_NUMBERS,
@@ -90,6 +91,9 @@ TEXTS = {
     "hidden_dropout": "share of what is added to the residual stream, and of embeddings (0.1)",
     "expert_imbalance": "how many times as many tokens as on average the fullest rank's experts get (1); ours",
 }
+_WINDOW = re.compile(r"\(?\s*(-?[0-9]{1,10})\s*(,\s*-?[0-9]{1,10}\s*)?\)?")
+_ELEMENTS = 2.0**54
+"""Of one tensor of each layer, together; bytes of all tensors are whole numbers of 64 bits."""
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 _DROPOUT = 0.1  # Megatron's default of both
 SPEEDS = {
@@ -169,6 +173,12 @@ def add_limits(machine: argparse._ArgumentGroup, otherwise: str = "") -> None:
     )
     machine.add_argument("--reserve-gib", metavar="GIB", help=what)
     machine.add_argument("--swap-host-memory-gib", metavar="GIB", help="host memory that a rank may fill (no limit)")
+
+
+def inputs(given: argparse.Namespace, table: str = "--devices") -> dict[str, str | None]:
+    """The files that describe the model and the devices, by their options; `table` as in `add_arguments`."""
+    config = None if given.hf_config is None else str(hugging_face.in_folder(given.hf_config))
+    return {"--hf-config": config, table: given.devices}
 
 
 def limits(given: argparse.Namespace, wrong: list[str]) -> Limits:
@@ -253,6 +263,8 @@ def described(
         wrong.append(f"{', '.join(missing)}: missing; {unless}the model's shape and the device's memory are needed")
     read = read_options(given, NUMBERS, CHOICES, None, wrong)
     numbers = {name: size for name, size in read.items() if size is not None}
+    for name in ("num_layers", "mtp_num_layers"):
+        check_layers(flag(name), read[name], wrong)
     speeds = {
         name: default if getattr(given, name) is None else number(flag(name), getattr(given, name), wrong)
         for name, (default, _) in SPEEDS.items()
@@ -298,20 +310,33 @@ def described(
         wrong.append("--fp8-param-gather needs --fp8-format")
     if shape.fp8 and not shape.te:
         wrong.append("--fp8-format needs --transformer-impl transformer_engine")
+    _check_bytes(shape, wrong)
     wrong += sizes.indivisible(split.tensor, {"--seq-length": shape.seq_length} if given.sequence_parallel else {})
     reached_speeds: dict[str, Any] = {name: speed for name, speed in speeds.items() if speed is not None}
     machine = Machine(memory_bytes=device_bytes, host_bytes=host_bytes, **reached_speeds)
     return Described(shape, split, machine)
 
 
+def _check_bytes(shape: Shape, wrong: list[str]) -> None:
+    """Note in `wrong` sizes of which nobody can count what they take."""
+    widths = (shape.hidden_size, shape.ffn_hidden_size, shape.vocab_size, shape.moe_ffn_hidden_size)
+    heads = shape.num_attention_heads * max(shape.kv_channels, shape.qk_head_dim, shape.v_head_dim)
+    widest = max(*widths, heads, shape.shared_expert_size, 0 if shape.flash else shape.seq_length)
+    parameters = shape.hidden_size * widest * max(1, shape.num_experts)
+    tokens = shape.micro_batch_size * shape.seq_length * max(1, shape.moe_router_topk) * shape.imbalance
+    if (shape.num_layers + shape.mtp_num_layers) * (parameters + tokens * widest) > _ELEMENTS:
+        sizes = "--num-layers, --hidden-size and other sizes of layers, --seq-length, --micro-batch-size"
+        wrong.append(f"{sizes}: what they take together is more than can be counted; give smaller ones")
+
+
 def _window(text: str | None, wrong: list[str]) -> int:
     """Tokens that each one sees, with itself; 0: all before it."""
     if text is None:
         return 0
-    left = text.strip("() ").split(",")[0].strip()
-    if left.lstrip("-").isdigit() and int(left) >= -1:
-        return int(left) + 1
-    wrong.append(f"--window-size takes two numbers such as 4096,0, not {text!r}")
+    found = _WINDOW.fullmatch(text.strip())
+    if found is not None and -1 <= int(found[1]) <= LARGEST:
+        return int(found[1]) + 1
+    wrong.append(f"--window-size takes two numbers such as 4096,0, not {quoted(text)}")
     return 0
 
 
@@ -324,7 +349,7 @@ def _experts(given: argparse.Namespace, shape: Shape, numbers: Mapping[str, int]
         return shape
     imbalance = number("--expert-imbalance", given.expert_imbalance, wrong, least=1)
     which = megatron_line.with_experts(given.moe_layer_freq, shape.num_layers, wrong)
-    which = which * shape.num_layers if given.moe_layer_freq in (None, "1") else which
+    which = which * shape.num_layers if len(which) == 1 else which
     shape = dataclasses.replace(
         shape,
         num_experts=count,
@@ -448,9 +473,12 @@ def _schedule(given: argparse.Namespace, shape: Shape, sizes: tuple[int, int, in
 
 def _uneven(text: str, layers: int, pipeline: int, wrong: list[str]) -> tuple[int, str]:
     """Virtual stages, and the layers of each part."""
-    entries = [int(one) if one.strip().isdigit() else -1 for one in text.split(",")]
+    entries = [digits(one.strip()) for one in text.split(",")]
+    if None in entries:
+        wrong.append(f"--pipeline-stages takes the layers of each stage, such as 3,5,5,3, not {quoted(text)}")
+        return 1, ""
     try:
-        found = stages.split(entries, layers, pipeline)
+        found = stages.split([one for one in entries if one is not None], layers, pipeline)
     except ScheduleError as error:
         wrong.append(str(error))
         return 1, ""

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mindspeed_mem import output
-from mindspeed_mem.command_line import check_file
+from mindspeed_mem.command_line import check_apart, check_file
 
 DESCRIPTION = """\
 Makes one HTML page of what a run has left: the folder of --memory-report, or files: traces of --memory-trace,
@@ -29,6 +29,8 @@ def main(given: argparse.Namespace) -> int:
 
     wrong: list[str] = []
     check_file("--output", given.output, wrong)
+    files = [*given.run, *(given.other or ())]
+    check_apart({"--output": given.output}, {f"RUN {file}": file for file in files}, wrong)
     if missing := page.missing():
         wrong.append(missing)
     sources = [one for one in (given.run, given.other) if one]

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from mindspeed_mem import output
-from mindspeed_mem.command_line import check_file
+from mindspeed_mem.command_line import check_apart, check_file
 from mindspeed_mem.report import trace_file
 
 DESCRIPTION = """\
@@ -25,6 +25,7 @@ def main(given: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     wrong: list[str] = []
     check_file("--output", given.output, wrong)
+    check_apart({"--output": given.output}, {f"FILE {file}": file for file in given.files}, wrong)
     try:
         trace = trace_file.merged(map(Path, given.files))
     except trace_file.TraceError as error:

@@ -196,6 +196,29 @@ def test_many_virtual_stages_leave_the_table_readable(plan):
             ["--attention-dropout is a share below 1, not 1"],
         ),
         (
+            f"{SHAPE} --device-memory-gib 1e308 --swap-host-memory-gib 1e308 --tflops 1e-300 --num-layers {'9' * 5000}",
+            [
+                "--device-memory-gib takes a number of at most 1e+09, not '1e308'",
+                "--swap-host-memory-gib takes a number of at most 1e+09, not '1e308'",
+                f"--num-layers takes a whole number of at most 2147483647, not '{'9' * 60}'... (5000 characters)",
+                "--tflops takes a number of at least 1e-09, not '1e-300'",
+            ],
+        ),
+        (
+            f"{SHAPE} --device-memory-gib 9 --num-layers 200000 --mtp-num-layers 200000",
+            [
+                "--num-layers takes a whole number of at most 100000, not 200000",
+                "--mtp-num-layers takes a whole number of at most 100000, not 200000",
+            ],
+        ),
+        (
+            f"{SHAPE} --device-memory-gib 9 --seq-length 2147483647 --ffn-hidden-size 2147483647",
+            [
+                "--num-layers, --hidden-size and other sizes of layers, --seq-length, --micro-batch-size: what they "
+                "take together is more than can be counted; give smaller ones",
+            ],
+        ),
+        (
             "--trace no/such.json --hidden-size 4 --device-memory-gib 1",
             [
                 "--trace says what --hidden-size would; give either",
@@ -212,6 +235,24 @@ def test_bad_input_is_refused_with_all_reasons(plan, words, reasons):
     ]  # one more where matplotlib is absent
     assert (status, out, first) == (2, "", "mindspeed_mem plan:")
     assert lines == ["  " + reason for reason in reasons]
+
+
+def test_no_file_is_written_over_another(plan, tmp_path):
+    same, table, profile = tmp_path / "same.svg", tmp_path / "table.json", tmp_path / "profile.json"
+    link = tmp_path / "link.svg"
+    link.symlink_to(same)
+    table.write_text("{}")
+    words = f"{SHAPE} --device-memory-gib 24 --devices {table} "
+    status, out, err = plan(words + f"--output {same} --write-trace {tmp_path}/./same.svg --picture {link}")
+    assert (status, out) == (2, "") and not same.exists()
+    assert f"--output and --write-trace and --picture name the same file, {same}: give each its own" in err
+    status, _, err = plan(words + f"--output {table}")
+    assert status == 2 and table.read_text() == "{}"
+    assert f"--output would write over what --devices reads, {table}: name another file" in err
+    assert plan(f"{SHAPE} --device-memory-gib 24 --write-trace {profile}")[0] == 0
+    status, _, err = plan(f"--trace {profile} --write-trace {profile}")
+    assert status == 2 and f"--write-trace would write over what --trace reads, {profile}" in err
+    assert plan(f"{SHAPE} --device-memory-gib 24 --output /dev/null --write-trace /dev/null")[0] == 0
 
 
 def test_it_draws_step_time_over_limits(plan, tmp_path):

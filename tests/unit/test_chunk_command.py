@@ -184,6 +184,13 @@ def test_options_of_the_model_are_megatrons(chunks):
             ],
         ),
         (
+            "--num-layers 100001 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --min-chunk-size-mib 1e300",
+            [
+                "--num-layers takes a whole number of at most 100000, not 100001",
+                "--min-chunk-size-mib takes a number of at most 1e+09, not '1e300'",
+            ],
+        ),
+        (
             "--num-layers 0 --normalization L",
             [
                 "--hidden-size, --num-attention-heads, --max-position-embeddings (for learned positions): missing; "

@@ -178,7 +178,13 @@ def test_whole_layers_that_transformer_engine_moves(translated):
             "--fine-grained-activation-offloading --offload-modules core_attn --activation-offload-fraction 0.5",
             "--activation-offload-fraction: a plan names what moves",
         ),
-        ("--num-experts 8 --moe-layer-recompute --moe-layer-freq [x]", "--moe-layer-freq takes a number or a list"),
+        ("--num-experts 8 --moe-layer-recompute --moe-layer-freq [x]", "--moe-layer-freq takes a number of at least"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --num-layers 2 "
+            "--pipeline-model-parallel-size 4",
+            "--num-layers 2 leaves parts without layers: 4 stages, virtual ones counted",
+        ),
+        ("--cpu-offloading-num-layers 2000000000", "takes a whole number of at most 100000, not '2000000000'"),
         ("--recompute-modules 'x", "No closing quotation"),
     ],
 )

@@ -238,6 +238,28 @@ def test_all_that_is_wrong_is_said_at_once(found):
     assert status == 2 and "--devices: missing" in err and "--device-memory-gib: missing" in err
 
 
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--fix tp=2,tp=4", "--fix says tp twice, 2 and 4: give one"),
+        ("--fix tp=²", "--fix takes sizes such as tp=4, of tp, cp,"),
+        ("--latency-us 1e308", "--latency-us takes a number of at most 1e+09, not '1e308'"),
+        ("--tflops 1e-300", "--tflops takes a number of at least 1e-09, not '1e-300'"),
+        ("--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq takes a number of at least 1, or a list"),
+        ("--output {0}/a --memory-output {0}/a", "--output and --memory-output name the same file, {0}/a: give each"),
+        (
+            "--output {0}/a.sh --device-table {0}/a.yaml",
+            "the plan beside --output ({0}/a.yaml) would write over what --device-table reads, {0}/a.yaml",
+        ),
+        ("--output {0}/a.yaml --hf-config {0}/a.yaml", "--output would write over what --hf-config reads, {0}/a.yaml"),
+        ("--output .", "--output: . is a folder"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(found, tmp_path, words, reason):
+    status, out, err = found(SMALL.format(gib=10) + "--devices 8 " + words.format(tmp_path))
+    assert (status, out) == (2, "") and reason.format(tmp_path) in err, err
+
+
 def test_what_the_published_layout_of_llama3_8b_is(found):
     """On 8 H100, 128 sequences of 8192 tokens: context parallelism by two and the distributed optimizer, as in
     Megatron-LM's examples/llama/README.md (core_v0.16.1; trained in fp8), which keeps everything."""

@@ -328,3 +328,12 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["report", str(files[0]), "--with", str(files[1]), "--names", "x", "x", "--output", str(target)])
     assert "got 'x' for both runs" in capsys.readouterr().err
+
+
+def test_a_file_that_is_read_is_not_written_over(tmp_path, capsys):
+    file = metrics(tmp_path / "metrics.jsonl", {"step_ms": 1.0})
+    before = file.read_bytes()
+    with pytest.raises(SystemExit):
+        main(["report", str(file), "--output", str(file)])
+    assert f"--output would write over what RUN {file} reads" in capsys.readouterr().err
+    assert file.read_bytes() == before

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,7 +136,17 @@ def test_a_config_says_more_than_sizes(planned, config):
         ({**DEEPSEEK_V3, "index_topk": 2048}, "index_topk 2048 stands for what is not known"),
         ({**LLAMA2_7B, "layer_types": ["linear_attention"]}, "layer_types: 'linear_attention' is not known"),
         ({**LLAMA2_7B, "hidden_size": None}, "hidden_size: missing"),
-        ({**LLAMA2_7B, "hidden_size": [1]}, "hidden_size: got [1]; allowed: a number"),
+        ({**LLAMA2_7B, "hidden_size": [1]}, "hidden_size: got [1]; allowed: a whole number from 1 to 2147483647"),
+        ({**LLAMA2_7B, "hidden_size": 10**30}, f"hidden_size: got {10**30}; allowed: a whole number from 1 to"),
+        ({**LLAMA2_7B, "hidden_size": True}, "hidden_size: got True; allowed: a whole number from 1 to"),
+        ({**LLAMA2_7B, "num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000; allowed: a whole number from"),
+        ({**LLAMA2_7B, "num_key_value_heads": 0}, "num_key_value_heads: got 0; allowed: a whole number from 1 to"),
+        ({**LLAMA2_7B, "sliding_window": "a"}, "sliding_window: got 'a'; allowed: a whole number from 0 to"),
+        ({**LLAMA2_7B, "attention_dropout": 1}, "attention_dropout: got 1; allowed: a number of at least 0, below 1"),
+        ({**LLAMA2_7B, "layer_types": 3}, "layer_types: got 3; allowed: a list of texts"),
+        ({**DEEPSEEK_V3, "moe_layer_freq": 0}, "moe_layer_freq: got 0; allowed: a whole number from 1 to"),
+        ({**DEEPSEEK_V3, "first_k_dense_replace": "a"}, "first_k_dense_replace: got 'a'; allowed: a whole number"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not known"),
         ([], "model_type None is not known"),
     ],
 )
@@ -239,6 +250,9 @@ def test_states_take_what_their_types_and_chunks_say(planned):
         ("--num-experts 4 --expert-model-parallel-size 3", "--num-experts 4 is no multiple of --expert-model-parallel"),
         ("--num-experts 4 --expert-model-parallel-size 4", "1 tensor, data and context parallel ranks are no multiple"),
         ("--num-experts 4 --moe-layer-freq [1]", "--moe-layer-freq [1] is about 1 layers, and --num-layers 12"),
+        ("--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq takes a number of at least 1, or a list of at most"),
+        ("--num-experts 4 --moe-layer-freq [1]*100000000000", "not '[1]*100000000000'"),
+        ("--num-experts 4 --moe-layer-freq " + "1+" * 5000 + "1", "--moe-layer-freq takes a number of at least 1, or"),
         ("--num-experts 4 --expert-imbalance 0.5", "--expert-imbalance takes a number of at least 1"),
         ("--exp-avg-dtype bf16", "--exp-avg-dtype: only heard with --use-precision-aware-optimizer"),
         ("--chunk-zero-stage 4", "--chunk-zero-stage takes 1, 2, 3, not 4"),
@@ -248,14 +262,19 @@ def test_states_take_what_their_types_and_chunks_say(planned):
         ("--chunk-zero-stage 1 --placement-policy disk", "--placement-policy takes device, host or auto"),
         ("--fp8-format hybrid", "--fp8-format needs --transformer-impl transformer_engine"),
         ("--pipeline-stages 4,4", "--pipeline-stages: got 4,4 for 12 layers on 1 pipeline stage"),
+        ("--pipeline-stages ,", "--pipeline-stages takes the layers of each stage, such as 3,5,5,3, not ','"),
+        ("--pipeline-stages 6,²", "--pipeline-stages takes the layers of each stage, such as 3,5,5,3, not '6,²'"),
+        ("--megatron '--bf16 --num-layers ² --decoder-last-pipeline-num-layers 3'", "whole numbers from 1 to 100000"),
         ("--pipeline-model-parallel-size 3 --pipeline-stages 8,0,4", "a stage without layers cannot be planned"),
         ("--fp8-param-gather", "--fp8-param-gather needs --fp8-format"),
         ("--window-size wide", "--window-size takes two numbers such as 4096,0, not 'wide'"),
+        ("--window-size=--5,0", "--window-size takes two numbers such as 4096,0, not '--5,0'"),
+        ("--window-size=²", "--window-size takes two numbers such as 4096,0, not '²'"),
         ("--multi-latent-attention --attention-backend unfused", "with --attention-backend unfused is not known"),
     ],
 )
 def test_what_does_not_go_together_is_refused(planned, words, reason):
-    status, _, printed = planned([*f"{BATCH} --model gpt2".split(), *words.split()])
+    status, _, printed = planned([*f"{BATCH} --model gpt2".split(), *shlex.split(words)])
     assert status == 2 and reason in printed
 
 

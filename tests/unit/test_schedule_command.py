@@ -13,6 +13,8 @@ from mindspeed_mem.schedule import DeadlockError, Span, order, simulate
 from mindspeed_mem.schedule.chart import chart
 from mindspeed_mem.schedule.picture import held_over_time
 
+LARGE = ("--backward-ratio", "--send-ratio", "--mib")
+
 
 @pytest.fixture
 def schedule(capsys, monkeypatch):
@@ -156,6 +158,10 @@ def test_forward_only_passes_hold_nothing(schedule):
                 "--pipeline-model-parallel-size takes a whole number of at least 1, not '-1'",
                 "--max-inflight-microbatches takes a whole number of at least 1, not '0'",
             ],
+        ),
+        (
+            "--pp 4 --microbatches 8 --backward-ratio 1e308 --send-ratio 1e308 --mib 1e308",
+            [f"{option} takes a number of at most 1e+09, not '1e308'" for option in LARGE],
         ),
         ("--pp 4 --vpp 2 --microbatches 10 --max-inflight 1", ["the cap of passes in", "the group size is 4 (the nu"]),
         ("--pp 4 --microbatches 8 --group-size 4", ["a group size needs virtual stages"]),

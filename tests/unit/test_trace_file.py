@@ -48,3 +48,11 @@ def test_all_that_is_wrong_is_said_at_once(files, tmp_path, capsys):
     assert caught.value.code == 2
     for part in ("both of rank 0", "other.json is no trace", "none.json: No such file", "another version", "no folder"):
         assert said.count(part) == 1
+
+
+def test_a_trace_that_is_read_is_not_written_over(files, capsys):
+    before = files[0].read_bytes()
+    with pytest.raises(SystemExit) as caught:
+        main(["trace", *map(str, files), "--output", str(files[0])])
+    assert caught.value.code == 2 and files[0].read_bytes() == before
+    assert f"--output would write over what FILE {files[0]} reads" in capsys.readouterr().err
