@@ -14,6 +14,7 @@ from mindspeed_mem.gemini.optimizer import GeminiAdamOptimizer
 from mindspeed_mem.gemini.options import refuse, refuse_unknown
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
 from mindspeed_mem.optimizer_kinds import decouples_decay, is_torch_adam
+from mindspeed_mem.optimizer_parallel import state_hooks
 
 _TAKEN = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
 
@@ -40,7 +41,7 @@ class HybridAdam(torch.optim.AdamW):
 
 
 class ZeroOptimizer(GeminiAdamOptimizer):
-    """`GeminiAdamOptimizer` with the groups and settings of `optim`: HybridAdam, or torch's Adam or AdamW.
+    """`GeminiAdamOptimizer` with the groups, settings and hooks of `optim`: HybridAdam, or torch's Adam or AdamW.
 
     optim has the parameters of `module`, and has not stepped yet. gpu_margin_mem_ratio: has no effect; "auto" decides.
     clipping_norm: `max_norm`. The rest: see `GeminiAdamOptimizer`. Raises OptionError with all that is wrong.
@@ -77,3 +78,4 @@ class ZeroOptimizer(GeminiAdamOptimizer):
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             **more,
         )
+        state_hooks.take_over(self, optim, (*state_hooks.STATE_HOOKS, *state_hooks.STEP_HOOKS))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -100,8 +100,8 @@ class ZeroDDP(torch.nn.Module):
         self._build()
 
     def _build(self) -> None:
-        manager, device = self.chunk_manager, self.chunk_manager.device
-        settle_buffers(self.module, lambda buffer: buffer.to(device=device, dtype=self._dtype(buffer)))
+        manager = self.chunk_manager
+        settle_buffers(self.module, self._cast_buffer)
         settle_parameters(self.module)
         for param in self.module.parameters():
             dtype = self._dtype(param)
@@ -210,18 +210,41 @@ class ZeroDDP(torch.nn.Module):
     ) -> dict[str, Any]:
         """All values, in host memory, by the module's names; trained ones from the fp32 masters. Collective.
 
-        only_rank_0: the other data-parallel ranks get {}, which saves their host memory. dtype: cast to it.
+        only_rank_0: the other data-parallel ranks get {}, which saves their host memory. dtype: cast to it. Modules'
+        hooks and overridden methods take part as in a plain model, on ranks that get the values.
         """
         keep = not only_rank_0 or self.chunk_manager.group.rank() == 0
         return model_state.complete(self.module, self.chunk_manager.built.values(), keep, dtype, prefix)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load `state_dict`, of any model of this shape, the same on all ranks. See `model_state.load`."""
+        """Load `state_dict`, of any model of this shape, the same on all ranks. Collective where modules have code of
+        their own for it. See `model_state.load`."""
         if assign:
             raise OptionError("assign=True would take parameters out of their chunks; leave it out")
         self.gemini_manager.end(completed=False)
         chunk_of = {param: one for one in self.chunk_manager.built.values() for param in one.chunk.params}
-        return model_state.load(self.module, chunk_of, state_dict, strict)
+        return model_state.load(self.module, chunk_of, state_dict, strict, self._cast_buffer)
+
+    # Hooks around state dicts are the module's, which makes and takes them; they are given this model as theirs.
+
+    def register_state_dict_pre_hook(self, hook: Callable) -> Any:
+        return self.module.register_state_dict_pre_hook(self._with_this(hook))
+
+    def register_state_dict_post_hook(self, hook: Callable) -> Any:
+        return self.module.register_state_dict_post_hook(self._with_this(hook))
+
+    def _register_state_dict_hook(self, hook: Callable) -> Any:
+        return self.module._register_state_dict_hook(self._with_this(hook))
+
+    def register_load_state_dict_post_hook(self, hook: Callable) -> Any:
+        return self.module.register_load_state_dict_post_hook(self._with_this(hook))
+
+    def _register_load_state_dict_pre_hook(self, hook: Callable, with_module: bool = False) -> Any:
+        hook = self._with_this(hook) if with_module else hook
+        return self.module._register_load_state_dict_pre_hook(hook, with_module)
+
+    def _with_this(self, hook: Callable) -> Callable:
+        return lambda module, *rest: hook(self, *rest)
 
     def _apply(self, *unused: Any, **more: Any) -> Any:
         raise OptionError(
@@ -239,6 +262,9 @@ class ZeroDDP(torch.nn.Module):
 
     def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self.mixed_precision if self.mixed_precision and tensor.is_floating_point() else tensor.dtype
+
+    def _cast_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.to(device=self.chunk_manager.device, dtype=self._dtype(buffer))
 
     def _cast_input(self, one: Any) -> Any:
         return one.to(self._dtype(one)) if isinstance(one, torch.Tensor) else one

@@ -324,3 +324,55 @@ def by_checkpoint_functions(mode):
 def test_ranks_without_a_part_take_part_in_checkpoint_functions(mode):
     found = on_ranks(3, by_checkpoint_functions, mode, timeout=60)
     assert all(torch.equal(one, found[0][0]) for pair in found for one in pair)
+
+
+def hooked(mode):
+    """What hooks around state dicts were called with, on the optimizer given and on the one that stands for it, and
+    where they have changed the states."""
+    values = parameters()
+    plain = torch.optim.Adam(groups(values))
+    called = []
+
+    def saved(optimizer, state):
+        called.append(("after saving", optimizer is mine, [one["exp_avg"].shape for one in state["state"].values()]))
+        return {**state, "more": 1}
+
+    def given(optimizer, state):
+        called.append(("before loading", optimizer is mine, [one["exp_avg"].shape for one in state["state"].values()]))
+        state["param_groups"] = [{**group, "lr": 0.5} for group in state["param_groups"]]
+
+    plain.register_load_state_dict_pre_hook(given)
+    first = plain.register_state_dict_post_hook(saved)
+    mine = parallelize(plain, None, mode)
+    mine.register_state_dict_pre_hook(lambda optimizer: called.append(("before saving", optimizer is mine)))
+    mine.register_load_state_dict_pre_hook(lambda optimizer, state: {**state, "state": {}} if "more" in state else None)
+    mine.register_load_state_dict_post_hook(
+        lambda optimizer: called.append(("after loading", optimizer is mine, optimizer.param_groups[0]["lr"]))
+    )
+    train([mine], [values], range(2))
+    state = mine.state_dict()
+    first.remove()
+    again = {key: value for key, value in state.items() if key != "more"}
+    mine.load_state_dict(again)
+    wrong = differences(mine.state_dict()["state"], state["state"])
+    kept = again["param_groups"][0]["lr"]
+    mine.load_state_dict(state)
+    return called, state["more"], wrong, kept, mine.state_dict()["state"]
+
+
+@pytest.mark.parametrize("mode", ["grouping", "sharding"])
+def test_hooks_around_state_dicts_are_called_as_by_any_optimizer_with_whole_states(mode):
+    shapes = [one.shape for one in parameters()[:-1]]
+    wanted = [
+        ("before saving", True),
+        ("after saving", True, shapes),
+        ("before loading", True, shapes),
+        ("after loading", True, 0.5),
+        ("before saving", True),
+        ("before loading", True, shapes),
+        ("after loading", True, 0.5),
+        ("before saving", True),
+    ]
+    for called, more, wrong, kept, left in on_ranks(3, hooked, mode):
+        assert called == wanted
+        assert (more, wrong, kept, left) == (1, [], 1e-3, {}), "the state dict given is not changed"

@@ -2,11 +2,12 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
-from mindspeed_mem.gemini import OptionError
+from mindspeed_mem.gemini import HybridAdam, OptionError, ZeroOptimizer
 from tests.gemini_runs import ADAM, batches, chunked, farthest, loss_of, masters, plain, reference, train
 from tests.worlds import on_ranks
 
@@ -157,3 +158,48 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
     saved["state"] = {0: {"momentum_buffer": torch.zeros(40, 32)}}
     with pytest.raises(OptionError, match="parameter 0 has no step, exp_avg, exp_avg_sq"):
         optimizer.load_state_dict(saved)
+
+
+def hooked() -> tuple[list[Any], list[float]]:
+    """Which hooks were called around the optimizers' state dicts, and the rates that they have set."""
+    called: list[Any] = []
+    model, optimizer = chunked()
+    train(model, optimizer, batches(1))
+
+    def saved(one: Any, state: Any) -> Any:
+        called.append(("after saving", one is optimizer, "state" in state))
+        return {**state, "more": 1}
+
+    def loading(one: Any, state: Any) -> Any:
+        called.append(("before loading", one is optimizer, state.pop("more")))
+        return {**state, "param_groups": [{**group, "lr": 0.5} for group in state["param_groups"]]}
+
+    optimizer.register_state_dict_pre_hook(lambda one: called.append(("before saving", one is optimizer)))
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(loading)
+    optimizer.register_load_state_dict_post_hook(lambda one: called.append(("after loading", one is optimizer)))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    called.append(optimizer.state_dict(only_rank_0=True).keys() >= {"more"})
+    rates = [group["lr"] for group in optimizer.param_groups]
+    given = HybridAdam(model.parameters())
+    given.register_step_post_hook(lambda *unused: called.append("stepped"))
+    given.register_state_dict_post_hook(lambda *unused: called.append("saved"))
+    optimizer = ZeroOptimizer(given, model)
+    train(model, optimizer, batches(1))
+    optimizer.state_dict()
+    return [*called, state["more"]], rates
+
+
+@pytest.mark.distributed
+def test_hooks_around_the_optimizers_state_dict_are_called_as_by_any_optimizer():
+    wanted = [
+        ("before saving", True),
+        ("after saving", True, True),
+        ("before loading", True, 1),
+        ("after loading", True),
+        ("before saving", True),
+    ]
+    for rank, (called, rates) in enumerate(on_ranks(2, hooked)):
+        last = [("after saving", True, True), True] if rank == 0 else [False]
+        assert called == [*wanted, *last, "stepped", "saved", 1] and set(rates) == {0.5}
