@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mindspeed_mem import ranks
+from mindspeed_mem.device import get_backend
 from mindspeed_mem.parallel.meshes import agree, mesh_in_use, of_other_kinds, old_torch
 from mindspeed_mem.parallel.recompute import Recomputed, recompute
 from mindspeed_mem.parallel.stages import stages_of
@@ -125,7 +126,7 @@ class Pipeline:
         yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of this rank's stages, for its optimizer."""
+        """Of this rank's stages, for its optimizer. To clip their gradients see `clip_grad_norm_` here."""
         yield from self._parameters.values()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -173,6 +174,34 @@ class Pipeline:
         """The mean loss over a batch without gradients, of the model in evaluation mode: arguments as of `step`."""
         with torch.no_grad():
             return self._mean(self._run(False, inputs, target, []))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As torch's `clip_grad_norm_`, of all stages: their gradients are scaled alike. After the last `step`.
+
+        Args:
+            max_norm: that the norm is to be at most.
+            norm_type: 2.0, any other number above 0, or infinity for the largest element.
+
+        Returns the norm before, the same on all ranks; not finite if a gradient of any stage is not. Collective.
+
+        Raises StrategyError for numbers that are none of these, before anything is sent.
+        """
+        problems = []
+        if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool) or not max_norm >= 0:
+            problems.append(f"max_norm: got {max_norm!r}; a number from 0 on")
+        if not isinstance(norm_type, (int, float)) or isinstance(norm_type, bool) or not norm_type > 0:
+            problems.append(f"norm_type: got {norm_type!r}; a number above 0, or float('inf')")
+        if problems:
+            raise StrategyError(problems)
+        kind = torch.float64 if get_backend(self._device.type).sums_float64 else torch.float32
+        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        own = nn.utils.get_total_norm(gradients, norm_type).to(self._device, kind)
+        norms = [torch.empty_like(own) for _ in range(self._ranks)]
+        dist.all_gather(norms, own, group=self._group)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        nn.utils.clip_grads_with_norm_(self._parameters.values(), max_norm, total)
+        return total
 
     def _run(self, trains: bool, inputs: tuple, target: Any, problems: list[str]) -> list[torch.Tensor]:
         """The losses of this rank's micro-batches, if it has the last stage."""

@@ -297,6 +297,48 @@ def test_an_exception_on_one_rank_is_told_to_the_others():
     assert all((*fine, *more))
 
 
+def clipped(axes, stages, micro_batches, norm_type, replicas=1):
+    """Two clipped steps, and one with a gradient that is not finite on one rank, which all leave out."""
+    pipe = parallel.pipeline(built("resnet", stages), parallel.mesh("cpu", **axes), micro_batches, loss=F.cross_entropy)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
+    alone = built("resnet")
+    reference = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    norms, wanted = [], []
+    parts = micro_batches * replicas
+    for x, target in list(batches("resnet"))[:2]:
+        optimizer.zero_grad()
+        reference.zero_grad()
+        pipe.step(x, target=target)
+        norms.append(pipe.clip_grad_norm_(0.1, norm_type))
+        optimizer.step()
+        for one, two in zip(x.chunk(parts), target.chunk(parts), strict=True):
+            (F.cross_entropy(alone(one), two) / parts).backward()
+        wanted.append(nn.utils.clip_grad_norm_(alone.parameters(), 0.1, norm_type))
+        reference.step()
+    unclipped = pipe.clip_grad_norm_(1e9, norm_type)
+    mine, theirs = pipe.whole_state_dict(), dict(alone.named_parameters())
+    if torch.distributed.get_rank() == 0:
+        next(pipe.parameters()).grad.view(-1)[0] = float("nan")
+    stopped = not torch.isfinite(pipe.clip_grad_norm_(0.1, norm_type))
+    return {
+        "values": error({name: mine[name] for name in theirs}, theirs),
+        "norms": max(float((one - two).abs() / two) for one, two in zip(norms, wanted, strict=True)),
+        "clipped": min(float(one) for one in norms) > 0.1 >= float(unclipped) - 1e-6,
+        "stopped": stopped,
+    }
+
+
+def test_gradients_of_all_stages_are_clipped_together():
+    stages = MODELS["resnet"][2]
+    for norm_type in (2.0, 1, float("inf")):
+        for found in on_ranks(2, clipped, {"pp": 2}, stages[4], 2, norm_type):
+            assert max(found["values"], found["norms"]) < 1e-12 and found["clipped"] and found["stopped"], found
+    ranks = on_ranks(4, clipped, {"dp": 2, "pp": 2}, stages[2], 2, 2.0, replicas=2)
+    for rank, found in enumerate(ranks):  # the other replica has a pipeline of its own
+        assert max(found["values"], found["norms"]) < 1e-12 and found["clipped"], found
+        assert found["stopped"] == (rank in (0, 1)), found
+
+
 # ---- what cannot be
 
 
@@ -329,6 +371,7 @@ def refused():
     told("target", lambda: pipe.step(x, target=target[:4]))
     told("one rank", lambda: pipe.step(x[: 8 - mesh.get_rank()], target=target[: 8 - mesh.get_rank()]))
     told("sizes", lambda: pipe.step(x[: 8 - 4 * mesh.get_rank()], target=target[: 8 - 4 * mesh.get_rank()]))
+    told("clip", lambda: pipe.clip_grad_norm_(-1.0, 0))
     told("nested", lambda: pipe.step({"x": x}, target=[target]))
     with torch.no_grad():
         told("no gradients", lambda: pipe.step(x, target=target))
@@ -368,6 +411,7 @@ def test_what_is_refused_and_why():
     assert "stage 2 takes a tensor that stage 0 made" in told["far"]
     assert "a batch of 7 does not divide by 1 replicas times 2 micro-batches" in told["batch"]
     assert "target is a tensor" in told["nested"] and "input 0 holds tensors in a dict" in told["nested"]
+    assert "max_norm: got -1.0; a number from 0 on; norm_type: got 0; a number above 0" in told["clip"]
     assert "gradients are off here" in told["no gradients"]
     assert "d.weight of stage 1 is a.weight of stage 0" in told["tied"]
     assert "torch.export cannot trace the model" in told["branches"]
