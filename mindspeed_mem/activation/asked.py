@@ -68,9 +68,10 @@ def joined(config: MemoryConfig) -> MemoryConfig:
     entries: list[SwapEntry] = []
     rules: list[RecomputeRule] = []
     for index, layer in regions.alive():
-        for module in layer.modules():
+        shares = layer.__dict__.get(regions.SHARED, ())
+        for place, module in layer.named_modules():
             at, path = module.__dict__.get(regions.TAG, (-1, ""))
-            if at == index:
+            if at == index or place in shares:
                 entries += _swaps(module.__dict__.get(SWAP), index, path)
                 rules += _rules(module.__dict__.get(RECOMPUTE), index, path)
     layers = tuple(one for one in entries if isinstance(one, LayerSwap))

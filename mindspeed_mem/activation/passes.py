@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -92,12 +92,13 @@ class Passes:
         """Forwards that `alone` has run, of those that keep something for backward."""
         return self._alone
 
-    def alone(self, call: Callable[[], Any], result: Callable[[Any], torch.Tensor | None]) -> Any:
+    def alone(self, call: Callable[[], Any], nodes: Callable[[Any], Collection[Any]]) -> Any:
         """Run the forward of a whole model that no schedule runs: it is a pass of its own.
 
         Args:
             call: the forward.
-            result: of what it returns a tensor that gradients reach first; None: there is none.
+            nodes: of what it returns those of the graph by which gradients can reach it. The first that they reach
+                begins its backward.
 
         Raises RuntimeError where another thread is in the middle of one.
         """
@@ -115,15 +116,30 @@ class Passes:
         self.scheduled, self._thread = True, threading.get_ident()
         try:
             output = call()
-            micro_batch, first = self._position.micro_batch, result(output)
+            micro_batch = self._position.micro_batch
             self.end_forward(None)
-            if micro_batch is not None and first is not None and first.grad_fn is not None:
-                first.grad_fn.register_prehook(lambda _: self._backward_alone(micro_batch))
+            if micro_batch is not None:
+                begins = self._beginning(micro_batch)
+                for node in nodes(output):
+                    node.register_prehook(begins)
             self._say_what_never_ran()
             return output
         finally:
             self._abandon()
             self.scheduled, self._thread = False, None
+
+    def _beginning(self, micro_batch: MicroBatch) -> Callable[[Any], None]:
+        """What is called where gradients reach outputs of one forward, several of them in one backward."""
+        begun = -1
+
+        def begins(_: Any) -> None:
+            nonlocal begun
+            backward = torch._C._current_graph_task_id()
+            if backward != begun or backward == -1:
+                begun = backward
+                self._backward_alone(micro_batch)
+
+        return begins
 
     def _backward_alone(self, micro_batch: MicroBatch) -> None:
         """Gradients have reached the output of a forward that no schedule ran."""

@@ -22,6 +22,8 @@ from mindspeed_mem.plan.operators import MARKERS
 TAG = "_mindspeed_mem_operator"
 STACK = "_mindspeed_mem_stack"
 """On a stack of layers: how many the model has in it, on all ranks."""
+SHARED = "_mindspeed_mem_shared"
+"""On a layer: paths of modules that it shares with others. Plain data, so that copies have theirs."""
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

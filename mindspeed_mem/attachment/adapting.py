@@ -1,7 +1,8 @@
 """A plan for an attached model is found while it trains: its steps are the training calls of an `Adaptation`.
 
 No schedule says what a step will be. So a step is taken to be like those before it: as many micro-batches, of inputs
-as large as the largest so far. A call ends where the optimizer's step begins, or where the step ends without one.
+as large as the largest so far, and as many steps of optimizers between them. A call ends where the last of these
+begins, or where the step ends without it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.adaptive.run.adaptation import OFF, SETTLED, Adaptation, Call, Ranks
+from mindspeed_mem.attachment.nested import tensors_in
 from mindspeed_mem.attachment.optimizers import before_step_of
 
 logger = logging.getLogger(__name__)
@@ -54,25 +56,41 @@ class Steps:
         self._adaptation = Adaptation(engine, target)
         self._seen = _Size()  # in all steps so far
         self._planned = _Size()  # what ranks have agreed on
-        self._inside = self._warned = self._running = False
+        self._inside = self._warned = self._running = self._sizeless = False
+        self._trains = False  # the step that runs, as far as it has shown
         self._now = 0  # micro-batches of the step that runs
+        self._trained = 0  # those of them that an optimizer's step has followed
+        self._parts, self._parts_before = 0, 1  # of a step: each ends with an optimizer's; of the one before it
         self._number = 0
         engine.passes.given = self._given
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Around a step."""
-        self._now = 0
+        self._now = self._trained = self._parts = 0
+        self._trains = False
         self._begin()
         self._inside, completed = True, False
         try:
-            with before_step_of(self._model, lambda: self._end(True)):
+            with before_step_of(self._model, self._optimizer_begins):
                 yield
             completed = True
         finally:
             self._inside = False
-            self._end(completed)
+            self._end(completed and self._trains)  # an evaluation is none
+            if completed and self._parts:
+                self._parts_before = self._parts
             self._seen = self._seen.beside(_Size(micro_batches=self._now))
+
+    def _optimizer_begins(self) -> None:
+        """Not a call's end: one in the middle of a backward, or before the step's forwards (one that takes a closure
+        runs these itself)."""
+        self._trains = True
+        if torch._C._current_graph_task_id() == -1 and self._now > self._trained:
+            self._trained = self._now
+            self._parts += 1
+            if self._parts >= self._parts_before:
+                self._end(True)
 
     def _begin(self) -> None:
         self._number += 1
@@ -84,6 +102,8 @@ class Steps:
         if not self._planned.micro_batches:
             return
         size = self._planned
+        if not size.each and not self._sizeless:
+            self._say_sizeless()
         samples = max(size.samples, 1)
         call = Call(1, 1, None, None, size.each // samples, samples, size.micro_batches)
         here = Ranks(ranks.number(), 0, ranks.gather, ranks.to_first, self._engine.in_force.partners)
@@ -94,6 +114,16 @@ class Steps:
         if self._running:
             self._running = False
             self._adaptation.end(completed)
+
+    def _say_sizeless(self) -> None:
+        """A plan kept for nobody knows what size is none for this one."""
+        self._sizeless, self._adaptation.target = True, None
+        if ranks.number() == 0:
+            logger.warning(
+                "plan='auto' finds no tensor in what the model is given, so that it does not see how large inputs are: "
+                "larger ones are not profiled again, and no kept plan is used and none kept; give the model tensors, "
+                "or mappings, lists, tuples or dataclasses of them"
+            )
 
     def _agree(self) -> None:
         """All ranks plan for the largest step that any has seen; a little more is no other size."""
@@ -110,11 +140,11 @@ class Steps:
                 logger.warning("plan='auto' has no effect on steps outside `with attached.step():`")
             self._warned = True
             return
-        self._now += 1
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.dim()]
+        self._now, self._trains = self._now + 1, True
+        tensors = [one for one in tensors_in((args, kwargs)) if one.dim()]
         if tensors:
             largest = max(tensors, key=torch.numel)
-            self._seen = self._seen.beside(_Size(largest.numel(), largest.shape[0]))
+            self._seen = self._seen.beside(_Size(largest.numel(), largest.size(0)))
 
     def _facts(self, call: Call) -> dict[str, Any]:
         """What a kept plan must have been made for."""

@@ -32,7 +32,8 @@ from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.activation.wording import ATTACH
 from mindspeed_mem.activation.wrappers import region_forward
-from mindspeed_mem.attachment import blocks, second_attempt
+from mindspeed_mem.attachment import blocks, second_attempt, shared
+from mindspeed_mem.attachment.nested import nodes_of
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.parallel.recompute import recompute
 from mindspeed_mem.patching import REGISTRY
@@ -52,8 +53,8 @@ _OWN = "_mindspeed_mem_forward"
 """On a module that had a forward of its own: that."""
 _OURS = "mindspeed_mem_ours"
 """On a forward that we have put on a module. Copies of models have them, and modules that are added to one."""
-_READS = "mindspeed_mem.patches.activation_saved_tensors"
-"""Under a saved-tensor hook custom functions read what they saved through this patch."""
+_PATCHES = ("mindspeed_mem.patches.activation_saved_tensors", "mindspeed_mem.patches.activation_transforms")
+"""Under saved-tensor hooks custom functions read what they saved through the first; the second lets torch.func run."""
 _GIB = 2**30
 _SHOWN = 12  # operators in a message
 
@@ -159,10 +160,10 @@ class Attached:
         Raises RuntimeError where somebody has wrapped a forward after us: it has to be taken off first.
         """
         for module, forward in self._ours.items():
-            if module.__dict__.get("forward") is not forward:
+            if module.__dict__.get("forward") is not forward and not _is_below(module, forward):
                 who = type(module).__name__
                 raise RuntimeError(f"the forward of a {who} was replaced after attach: take that off, then detach")
-        REGISTRY.undo([_READS])
+        REGISTRY.undo(_PATCHES)
         for module in (self.model, *(self._ours.keys() - set(self.model.modules()))):  # those too that have left it
             _take_off(module)
         self._ours.clear()
@@ -188,8 +189,9 @@ class Attached:
         return list(self.model.children()) if several else [self.model]
 
     def _put_on(self) -> None:
-        importlib.import_module(_READS)
-        REGISTRY.apply([_READS])
+        for patch in _PATCHES:
+            importlib.import_module(patch)
+        REGISTRY.apply(_PATCHES)
         index = 0
         for members in self.layers.values():
             for layer in members:
@@ -199,6 +201,12 @@ class Attached:
                         module.__dict__[regions.TAG] = (index, blocks.in_layer(path))
                 index += 1
         everything = [layer for members in self.layers.values() for layer in members]
+        for line in shared.note(everything, blocks.in_layer):
+            if ranks.number() == 0:
+                logger.warning(line)
+        for layer in everything:
+            if regions.SHARED in layer.__dict__:
+                self._wrap(layer, shared.layer_forward)
         for module in blocks.outside(self.model, everything):
             index += 1  # the plan does not reach it: it may only save what a layer made
             regions.tag_tail(module, index)
@@ -227,27 +235,42 @@ class Attached:
             module.__dict__[_OWN], original = module.__dict__["forward"], _of_module
         forward = functools.update_wrapper(around(original), module.__dict__.get(_OWN, type(module).forward))
         forward.__dict__[_OURS] = True
-        if original is _of_module:
-            _with_self(forward, module.__dict__[_OWN])
+        if _OWN in module.__dict__:
+            _with_self(forward, module.__dict__[_OWN], module)
         # a method, so that copies have theirs
         self._ours[module] = module.__dict__["forward"] = types.MethodType(forward, module)
+
+
+def _is_below(module: nn.Module, forward: types.MethodType) -> bool:
+    """Whether somebody has taken our forward off the module, and left what it goes around, or what that does."""
+    now, below = module.forward, forward.__func__
+    while hasattr(below, "__wrapped__"):
+        below = below.__wrapped__
+        if below is getattr(now, "__func__", now):
+            return True
+    return False
 
 
 def _take_off(model: nn.Module) -> None:
     regions.untag(model)
     for module in model.modules():
         module.__dict__.pop(_MODEL, None)
+        module.__dict__.pop(regions.SHARED, None)
         if hasattr(module.__dict__.get("forward"), _OURS):
             del module.__dict__["forward"]
             if _OWN in module.__dict__:
-                module.__dict__["forward"] = module.__dict__.pop(_OWN)
+                module.__dict__["forward"] = module.__dict__[_OWN]
+        module.__dict__.pop(_OWN, None)  # also of one that somebody has unwrapped meanwhile
     for tensor in (*model.parameters(), *model.buffers()):
         marks.forget(local_of(tensor))
 
 
-def _with_self(forward: Any, own: Callable) -> None:
+def _with_self(forward: Any, own: Callable, of: nn.Module) -> None:
     """What `own` takes, after the module."""
-    del forward.__wrapped__
+    if getattr(own, "__self__", None) is of:  # whoever unwraps it binds what is below to the module, as accelerate does
+        forward.__wrapped__ = own.__func__  # type: ignore[attr-defined]
+    else:
+        del forward.__wrapped__
     with contextlib.suppress(TypeError, ValueError):  # C functions have no signature
         signature = inspect.signature(own)
         module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
@@ -277,7 +300,9 @@ def pass_forward(original: Callable) -> Callable:
             engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
         if engine.passes.given is not None and torch.is_grad_enabled():
             engine.passes.given(args, kwargs)
-        return engine.passes.alone(lambda: original(module, *args, **kwargs), _first_with_graph)
+        return engine.passes.alone(
+            lambda: original(module, *args, **kwargs), lambda found: nodes_of(found, (args, kwargs))
+        )
 
     return forward
 
@@ -378,7 +403,7 @@ def _why_not(model: nn.Module) -> list[str]:
     problems = []
     if any(engines.current() is engine and _gone(ref) for ref, engine in _latest):
         engines.stop()
-        REGISTRY.undo([_READS])
+        REGISTRY.undo(_PATCHES)
     if engines.current() is None:
         _take_off(model)  # a copy of one that was attached
     if _MODEL in model.__dict__ or any(regions.TAG in module.__dict__ for module in model.modules()):
@@ -461,16 +486,3 @@ def _checked(
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         problems += [one.replace("what `python -m mindspeed_mem ops` prints", shown) for one in error.problems]
     return config
-
-
-def _first_with_graph(output: Any) -> torch.Tensor | None:
-    """Of what a model returns, the first tensor that gradients can reach it by."""
-    return next((one for one in _tensors_in(output) if one.grad_fn is not None), None)
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (Mapping, list, tuple)):
-        for one in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors_in(one)

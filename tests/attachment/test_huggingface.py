@@ -11,6 +11,7 @@ import torch
 
 import mindspeed_mem
 from mindspeed_mem.activation.storage.ledger import LEDGER
+from tests.attachment import plain_models
 from tests.attachment.hf_models import IDS, NAMES, accumulated, build
 from tests.attachment.plain_models import SAVED, SWAP, WHOLE, results, same
 
@@ -158,3 +159,46 @@ def test_accelerate():
 
     plain = train(copy.deepcopy(model), lambda _: contextlib.nullcontext())
     assert same(train(model, lambda model: mindspeed_mem.attach(model, SWAP, survive=True)), plain)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_accelerate_unwraps_what_is_attached(first):
+    """In mixed precision it has put a forward on the model, and looks for what is below it."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def train(model, attaches):
+        accelerate.state.AcceleratorState._reset_state()
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attached = mindspeed_mem.attach(model, plain_models.SWAP) if attaches and first else None
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if attaches and not first:
+            attached = mindspeed_mem.attach(model, plain_models.SWAP)
+        torch.manual_seed(3)
+        losses = []
+        for number in range(4):
+            if number == 2:
+                model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            losses.append(plain_models.loss_of(model))
+            accelerator.backward(losses[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+        if attached is not None:
+            assert attached.engine.report().bytes_out
+            attached.detach()
+            assert not any(name.startswith("_mindspeed") for name in vars(model))
+            assert "forward" not in vars(model.blocks[0].fc1)
+            losses.append(plain_models.loss_of(model))
+            with mindspeed_mem.attach(model, plain_models.SWAP):
+                losses.append(plain_models.loss_of(model))
+        else:
+            losses += [plain_models.loss_of(model), plain_models.loss_of(model)]
+        return [one.detach() for one in losses]
+
+    torch.manual_seed(0)
+    model = plain_models.Net()
+    try:
+        plain = train(copy.deepcopy(model), False)
+        assert same(train(model, True), plain)
+    finally:
+        accelerate.state.AcceleratorState._reset_state()

@@ -47,9 +47,11 @@ class OutsideBytes:
             if 0 <= record.layer < num_layers or record.micro_batch.key != key:
                 return None
             return id(record), record.nbytes, record.number > 0
-        storage = handle.alias.untyped_storage()
-        if handle.micro_batch is None or marks.is_static(storage) or marks.is_managed(storage):
+        if handle.micro_batch is None:
             return None  # a parameter, or no plain memory of this device
+        storage = handle.alias.untyped_storage()
+        if marks.is_static(storage) or marks.is_managed(storage):
+            return None
         if self._first.setdefault(storage, here) is not here:
             return None
         return id(storage), storage.nbytes(), False

@@ -11,6 +11,8 @@ import gc
 from statistics import median
 from typing import TYPE_CHECKING
 
+import torch
+
 from mindspeed_mem.activation.observe.census import Census
 from mindspeed_mem.activation.observe.observed_ops import OUTSIDE, Node
 from mindspeed_mem.activation.observe.outside_layers import OutsideBytes
@@ -21,9 +23,7 @@ from mindspeed_mem.activation.observe.temporaries import Temporaries
 from mindspeed_mem.passes import BACKWARD, FORWARD, WEIGHT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
+    from collections.abc import Callable, Sequence
 
     from mindspeed_mem.activation.engine import Engine
     from mindspeed_mem.activation.storage.records import Handle
@@ -33,6 +33,26 @@ _TIMED = 2  # calls: one that is cut into intervals for their memory as well, an
 CALLS = 1 + _TIMED
 """That are profiled in all."""
 _ALIKE = 1.05  # the first of them counts, too, if it took no more than this times as long
+
+
+class _Watch(Stopwatch):
+    """Notices a backward that nobody tells of: what a model returned was no tensor that could be found."""
+
+    untold: Callable[[tuple[int | None, int]], None]
+    """Called at the first unpack of each."""
+
+    def unpacks(self, kept: Handle) -> None:
+        if self.forward is None and self.backward is None:
+            key = self._saved.get(kept, (None,))[0]
+            if key is not None:
+                self.untold(key)
+        super().unpacks(kept)
+
+    @property
+    def backward(self) -> tuple[int | None, int] | None:
+        """Micro-batch and chunk of the backward that runs; None if none does."""
+        now = self._pass
+        return now.key if now is not None and now.direction == BACKWARD else None
 
 
 class Profiler:
@@ -53,9 +73,11 @@ class Profiler:
         self._timed: list[Stopwatch] = []
         self._outside, self._put_off = OutsideBytes(), PutOff()
         self._between: list[float] = []
-        self._now: Stopwatch | None = None
+        self._now: _Watch | None = None
         self._cutting: Temporaries | None = None
         self._ended: object = None
+        self.unseen = 0
+        """Calls that were completed and of whose backwards nobody told."""
         self._observation.profiler = self
 
     @property
@@ -84,9 +106,10 @@ class Profiler:
             self._policy.note_peak()
             gc.collect()  # garbage is not there all the time
             self._cutting = Temporaries(self._backend)
-        self._now = self._observation.stopwatch = Stopwatch(
+        self._now = self._observation.stopwatch = _Watch(
             self._backend, self._engine.in_force.num_layers, self._boundary if self._cutting is not None else None
         )
+        self._now.untold = self._untold
         self._mover.copying = self._now.copying
 
     def end_call(self, completed: bool) -> None:
@@ -99,6 +122,7 @@ class Profiler:
         census = self._stop()
         now.finish()
         if not completed or not any(one.direction == BACKWARD for one in now.passes):
+            self.unseen += completed
             return
         if self._census is None:
             self._census = census
@@ -113,6 +137,12 @@ class Profiler:
             self._now.begin(direction, key)
             if direction == BACKWARD:
                 self._put_off.begin(key[1])
+
+    def _untold(self, key: tuple[int | None, int]) -> None:
+        """Something reads what forward ``key`` saved, and nobody has told that its backward begins."""
+        if not self._engine.passes.scheduled and torch._C._current_graph_task_id() != -1:
+            self.begin_pass(BACKWARD, key)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def end_pass(self) -> None:
         if self._now is not None:

@@ -41,6 +41,12 @@ logger = logging.getLogger(__name__)
 SURVIVE, PROFILE, TRY, SETTLED, OFF = "survive", "profile", "try", "settled", "off"
 _CALLS_EACH = 3  # of a plan that is tried
 _WATCHED = 10
+_UNSEEN = 10  # calls without a backward that are profiled in vain before nothing is planned
+_NO_BACKWARD = (
+    f"{_UNSEEN} training steps were profiled in which no backward of the model was seen; a step has to run forward, "
+    "backward and only then the optimizer's step, the loss has to come from what the model returns, and the model may "
+    "not run as a whole under a checkpoint"
+)
 _AGAIN = 3  # times to plan again after evictions, or to profile other shapes, before it is left to eviction
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -174,7 +180,11 @@ class Adaptation:
 
     def _profile(self) -> None:
         attached = self._attached()
-        if not all(self._ranks.gather(attached.done)):
+        everyone = self._ranks.gather((attached.done, attached.unseen))
+        if not all(done for done, _ in everyone):
+            if max(unseen for _, unseen in everyone) >= _UNSEEN:
+                attached.detach()
+                self._stop(_NO_BACKWARD)
             return
         mine, error = None, ""
         try:
