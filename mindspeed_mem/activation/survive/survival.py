@@ -155,8 +155,9 @@ class Survival:
         holders = self.mover.on_device()
         allocated, limit, slabs = self.backend.allocated(), self.backend.limit(), self.mover.slabs
         where = self._position.running()
-        lines = [
-            f"{nbytes or 'an unknown number of'} bytes of device memory are needed in {op}"
+        lines = [  # it begins as torch's errors do: training loops look for these words, to go on with a smaller batch
+            f"{self.backend.tensor_type.upper()} out of memory. "
+            f"{nbytes or 'An unknown number of'} bytes of device memory are needed in {op}"
             + (f" ({self._name(*where)})" if where is not None else "")
             + (f", which {why}" if why else ", and no activation that could leave is left"),
             f"in use: {allocated} of {limit} bytes; {holders.total()} of them are activations that backward needs",
