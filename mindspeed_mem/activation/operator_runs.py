@@ -291,10 +291,17 @@ class OperatorRuns:
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(tensor, torch.Tensor):
-                    signature += tensor.shape, tensor.dtype, tensor.requires_grad
-                    if type(tensor) is torch.Tensor and tensor.grad_fn is None:
+                    nested = tensor.layout is torch.strided and tensor.is_nested
+                    signature += self._shapes_in(tensor) if nested else tensor.shape, tensor.dtype, tensor.requires_grad
+                    strided = tensor.layout is torch.strided and not nested  # others may have several storages, or none
+                    if strided and type(tensor) is torch.Tensor and tensor.grad_fn is None:
                         self._held_by_others(tensor)
         return tuple(signature)
+
+    @staticmethod
+    def _shapes_in(nested: torch.Tensor) -> tuple:
+        """Of its parts: it has none of its own, unless it is a jagged one."""
+        return tuple(map(tuple, nested._nested_tensor_size().tolist()))
 
     def _held_by_others(self, tensor: torch.Tensor) -> None:
         """Masks, tables, what a stage received: moving them would free nothing."""

@@ -364,8 +364,10 @@ class SavedTensors:
         """Keep an input of a recomputed operator for its second run."""
         handle = self._hold(tensor)
         watch = self._position.watch
-        if watch is not None and (found := marks.known(tensor.untyped_storage())) is not None:
-            watch.holds(found.token)
+        if watch is not None and tensor.layout is torch.strided:
+            found = marks.known(tensor.untyped_storage())
+            if found is not None:
+                watch.holds(found.token)
         return handle
 
     hold_slowly = hold  # where the other is in C++
@@ -432,9 +434,12 @@ class SavedTensors:
         record: Record | None = found.record() if found.record is not None else None
         if record is not None and record.state == DROPPED and record.holds(tensor) and not self._made_near(record):
             record.way_back.keep(record)
-        if record is not None and record.state != KEPT and not record.holds(tensor):
+        rerun = self._position.rerun
+        untried = rerun.untried if type(rerun) is ModuleRerun else None
+        tried = untried is not None and record in untried.kept  # a second run may end with what was saved earlier
+        if record is not None and (tried or record.state != KEPT) and not record.holds(tensor):
             self._mover.cancel(record)  # what was copied stays with the earlier handles
-            record = record if record.state == KEPT else None
+            record = record if record.state == KEPT and not tried else None
         if record is None and not found.stays:
             made_by: MadeBy | None = found.made_by
             if made_by is not None and made_by.holds(tensor):

@@ -24,7 +24,7 @@ from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import STAYS, OverwrittenError, local_of
+from mindspeed_mem.activation.storage.records import STAYS, OverwrittenError, local_of, version_of
 
 
 class SecondRuns:
@@ -116,7 +116,7 @@ class SecondRuns:
         micro_batch = position.micro_batch
         assert micro_batch is not None
         given = tensors_in((args, kwargs))
-        versions = [tensor._version for tensor in given]
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in given]  # as `version_of`
         training, flags, verdict, program = of.as_it_is()
         places = None if verdict is None else verdict.places
         rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, training, places)
@@ -142,7 +142,7 @@ class SecondRuns:
             if rerun.why_not:
                 self._no_effect.add(f"recompute has no effect on {path or 'the layer'}", layer, rerun.why_not)
                 return result
-        elif [tensor._version for tensor in given] != versions:
+        elif list(map(version_of, given)) != versions:
             self._changes_input(rerun)
         if trial is None and not self._saved.every_record:
             of.ran(flags, rerun.saved)
@@ -261,12 +261,13 @@ class SecondRuns:
             return
         self._judged.add(micro_batch.key[1])
         runs = [((layer, path), rerun) for layer, path, ref in micro_batch.recomputed if (rerun := ref()) is not None]
-        aliases = Counter(id(handle.alias.untyped_storage()) for _, rerun in runs for handle in rerun.held())
+        held = {id(rerun): [one for one in rerun.held() if one.alias.layout is torch.strided] for _, rerun in runs}
+        aliases = Counter(id(handle.alias.untyped_storage()) for _, rerun in runs for handle in held[id(rerun)])
         freed = dict.fromkeys(((layer, path) for layer, path, _ in micro_batch.recomputed), 0)
         taken: Counter[tuple[int, str]] = Counter()
         for key, rerun in runs:
             freed[key] += sum(record.nbytes for record in rerun.records())
-            for handle in rerun.held():
+            for handle in held[id(rerun)]:
                 storage = handle.alias.untyped_storage()
                 mine = aliases.pop(id(storage), 0)  # once for all that hold it
                 stays = handle.record is None or handle.record.distance == STAYS

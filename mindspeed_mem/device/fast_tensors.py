@@ -42,7 +42,8 @@ def view_in_python(
 
 
 def is_plain_in_python(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether it is an ordinary tensor on such a device: no subclass, nor a view of one, and of no other layout."""
+    """Whether it is an ordinary tensor on such a device: no subclass, nor a view of one, of no other layout, and with
+    a version counter."""
     if type(tensor) is not torch.Tensor:
         return False
     kind = _keys(tensor).raw_repr(), device_type
@@ -50,7 +51,8 @@ def is_plain_in_python(tensor: torch.Tensor, device_type: str) -> bool:
     if plain is None:
         plain = tensor.layout is torch.strided and tensor.device.type == device_type
         # a layout alone does not say what they are
-        plain = _PLAIN[kind] = plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+        lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()  # the last: bytes without memory
+        plain = _PLAIN[kind] = plain and not (lazy or tensor.is_nested or tensor.is_inference())
     base = tensor._base  # aten's linear saves ``weight.t()``, an ordinary tensor
     return plain and (base is None or type(base) is torch.Tensor)
 

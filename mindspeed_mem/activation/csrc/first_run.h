@@ -182,7 +182,7 @@ inline Own first_run(PyObject* self, PyObject* where, PyObject* second_runs, PyO
   bool worked = is_empty(tensors);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     const at::Tensor& one = THPVariable_Unpack(PyList_GET_ITEM(tensors, i));
-    versions.push_back(one._version());
+    versions.push_back(version_of(one));
     worked = worked || one.numel() != 0;
   }
   Own inputs = own(PyList_New(0)), all = own(PyTuple_Pack(3, args, kwargs, Py_None));
@@ -211,7 +211,7 @@ inline Own first_run(PyObject* self, PyObject* where, PyObject* second_runs, PyO
   }
   ends_first(again.get());
   for (size_t i = 0; i < versions.size(); ++i) {
-    if (THPVariable_Unpack(PyList_GET_ITEM(tensors, static_cast<Py_ssize_t>(i)))._version() != versions[i]) {
+    if (version_of(THPVariable_Unpack(PyList_GET_ITEM(tensors, static_cast<Py_ssize_t>(i)))) != versions[i]) {
       changes_input.call(second_runs, again.get());
     }
   }

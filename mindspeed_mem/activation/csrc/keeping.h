@@ -91,7 +91,7 @@ inline void note_saved(PyObject* rerunning, PyObject* one, PyObject* storage, Py
   Own entry = entry_name.of(marks);
   if (saves.program.is_none(self) && entry.get() != Py_None &&
       target_of(PyTuple_GET_ITEM(entry.get(), 0)).get() == rerunning &&
-      number_of(PyTuple_GET_ITEM(entry.get(), 3)) == tensor._version()) {
+      holds(PyTuple_GET_ITEM(entry.get(), 3), PyTuple_GET_ITEM(entry.get(), 4), tensor)) {
     enters_at(self, entry.get(), number.get());
   }
 }

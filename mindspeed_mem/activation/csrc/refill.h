@@ -70,7 +70,7 @@ inline void fill_wanted(PyObject* self, PyObject* of, PyObject* tensor, PyObject
     storage = storage_of(THPVariable_Unpack(tensor));
     PyObject* before = filled.get(self);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(before); ++i) {
-      usual = usual && target_of(PyList_GET_ITEM(before, i)).get() != storage.get();
+      usual = usual && target_of(PyTuple_GET_ITEM(PyList_GET_ITEM(before, i), 0)).get() != storage.get();
     }
   }
   if (!usual) {
@@ -78,7 +78,8 @@ inline void fill_wanted(PyObject* self, PyObject* of, PyObject* tensor, PyObject
     return;
   }
   remaining.set_number(self, remaining.number(self) - 1);
-  must(PyList_Append(filled.get(self), reference_to(storage.get()).get()));
+  Own now = reference_to(storage.get()), both = own(PyTuple_Pack(2, now.get(), record.storage.get(of)));
+  must(PyList_Append(filled.get(self), both.get()));
   fill_record(self, of, tensor);
 }
 

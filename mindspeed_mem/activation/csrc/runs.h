@@ -269,11 +269,14 @@ inline PyObject* operator_runs_run_once(PyObject* self, PyObject* const* args, P
 
 inline void add_to_signature(PyObject* self, PyObject* signature, PyObject* tensor) {
   if (!THPVariable_Check(tensor)) return;
-  static Name shape("shape"), dtype("dtype"), held("_held_by_others");
-  for (Name* one : {&shape, &dtype}) must(PyList_Append(signature, one->of(tensor).get()));
+  static Name shape("shape"), shapes_in("_shapes_in"), dtype("dtype"), held("_held_by_others");
   const at::Tensor& of = THPVariable_Unpack(tensor);
+  const bool strided = of.layout() == c10::kStrided, nested = strided && of.is_nested();
+  must(PyList_Append(signature, (nested ? shapes_in.call(self, tensor) : shape.of(tensor)).get()));
+  must(PyList_Append(signature, dtype.of(tensor).get()));
   must(PyList_Append(signature, of.requires_grad() ? Py_True : Py_False));
-  if (Py_TYPE(tensor) == reinterpret_cast<PyTypeObject*>(THPVariableClass) && !of.grad_fn()) held.call(self, tensor);
+  // others than strided ones may have several storages, or none
+  if (strided && !nested && fast_tensors::is_tensor(tensor) && !of.grad_fn()) held.call(self, tensor);
 }
 
 // _signature(training, args, kwargs): what decides what a layer saves.

@@ -41,6 +41,9 @@ inline at::Tensor base_of(const at::Tensor& tensor) { return tensor.is_view() ? 
 
 inline Own reference_to(PyObject* object) { return own(PyWeakref_NewRef(object, nullptr)); }
 
+// `records.version_of`
+inline int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
 // `Record.holds`, and `Made.holds` where `base` may be None.
 inline bool holds(PyObject* version, PyObject* base, const at::Tensor& tensor) {
   const int64_t now = tensor._version();
@@ -60,7 +63,8 @@ inline void begin_handle(PyObject* self, Own alias, Own version, PyObject* of, P
 }
 
 inline void begin_handle(PyObject* self, const at::Tensor& tensor, PyObject* of, PyObject* batch) {
-  begin_handle(self, alias_of(tensor), own(PyLong_FromLongLong(tensor._version())), of, batch);
+  Own version = tensor.is_inference() ? Own::of(Py_None) : own(PyLong_FromLongLong(tensor._version()));
+  begin_handle(self, alias_of(tensor), std::move(version), of, batch);
 }
 
 // `Handle`, of what is plain
@@ -86,7 +90,8 @@ inline Own native_handle(PyObject* tensor) {
   const at::Tensor& given = THPVariable_Unpack(tensor);
   if (!given.is_leaf()) return fast_tensors::is_tensor(tensor) ? plain_handle(given) : call(engine.native, tensor);
   Own made = make(engine.Handle);
-  begin_handle(made.get(), Own::of(tensor), own(PyLong_FromLongLong(given._version())), Py_None, Py_None);
+  Own version = given.is_inference() ? Own::of(Py_None) : own(PyLong_FromLongLong(given._version()));
+  begin_handle(made.get(), Own::of(tensor), std::move(version), Py_None, Py_None);
   handle.number.set_number(made.get(), 0);
   return made;
 }
@@ -241,7 +246,7 @@ inline void enters_at(PyObject* self, PyObject* entry, PyObject* number) {
 inline void was_taken(PyObject* self, PyObject* number, PyObject* storage, const at::Tensor& tensor) {
   Own taken = found_in(saves.taken.get(self), number);
   if (!taken || target_of(PyTuple_GET_ITEM(taken.get(), 0)).get() != storage ||
-      number_of(PyTuple_GET_ITEM(taken.get(), 3)) != tensor._version()) {
+      !holds(PyTuple_GET_ITEM(taken.get(), 3), PyTuple_GET_ITEM(taken.get(), 4), tensor)) {
     return;
   }
   enters_at(self, taken.get(), number);
@@ -291,7 +296,7 @@ inline Own drops(Hooks* of, PyObject* rerunning, PyObject* tensor, PyObject* bat
   const long long first_turn = number_of(first);
   if (first_turn < 0 || has_several_streams(of->mover) || !on_home_stream(of, batch)) return Own();
   const at::Tensor& given = THPVariable_Unpack(tensor);
-  if (given.layout() != c10::kStrided || (by_function && stays_itself(given))) return Own();
+  if (given.layout() != c10::kStrided || given.is_nested() || (by_function && stays_itself(given))) return Own();
   Own storage = storage_of(given), layout = layout_of(given), mine;
   PyObject* all = saves.made.get(self);
   if (first_turn != turn) mine = Own::of(PyDict_GetItemWithError(all, first));
@@ -389,12 +394,14 @@ inline void enters_known(PyObject* self, PyObject* path, PyObject* args, PyObjec
     const long long at = number_of(PyTuple_GET_ITEM(place, 0));
     if (at >= PyList_GET_SIZE(tensors.get())) continue;
     const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors.get(), at));
-    if (tensor.layout() != c10::kStrided) continue;
-    Own storage = storage_of(tensor), entry = own(engine.Entry->tp_alloc(engine.Entry, 4));
+    if (tensor.layout() != c10::kStrided || tensor.is_nested() || tensor.is_inference()) continue;
+    Own storage = storage_of(tensor), entry = own(engine.Entry->tp_alloc(engine.Entry, 5));
     PyTuple_SET_ITEM(entry.get(), 0, reference_to(storage.get()).release());
     PyTuple_SET_ITEM(entry.get(), 1, new_reference(number.get()));
     PyTuple_SET_ITEM(entry.get(), 2, new_reference(PyTuple_GET_ITEM(place, 0)));
     PyTuple_SET_ITEM(entry.get(), 3, must(PyLong_FromLongLong(tensor._version())));
+    Own base = tensor._version() == 0 ? Own() : own(THPVariable_Wrap(base_of(tensor)));
+    PyTuple_SET_ITEM(entry.get(), 4, base ? reference_to(base.get()).release() : new_reference(Py_None));
     must(PyDict_SetItem(saves.taken.get(self), PyTuple_GET_ITEM(place, 1), entry.get()));
   }
 }

@@ -132,7 +132,7 @@ inline void returns_one(PyObject* self, PyObject* index, PyObject* tensor, PyObj
     return;
   }
   const at::Tensor& leaf = THPVariable_Unpack(tensor);
-  if (leaf.layout() != c10::kStrided) return;
+  if (leaf.layout() != c10::kStrided || leaf.is_nested() || leaf.is_inference()) return;
   const at::Tensor base = base_of(leaf);
   if (base.grad_fn() && !is_made_in(self, owner_in(batch, leaf).get())) return;
   Own storage = storage_of(leaf), attributes = attributes_of(storage.get());
@@ -190,8 +190,12 @@ inline PyObject* empty_all(PyObject*, PyObject* leaves) {
   return guarded([&] {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
       const at::Tensor& leaf = THPVariable_Unpack(PyList_GET_ITEM(leaves, i));
-      const bool strided = leaf.layout() == c10::kStrided;
-      leaf.set_data(strided ? nothing_like(leaf) : at::empty({0}, leaf.options()));
+      if (leaf.is_inference() || leaf.is_nested()) continue;  // in no graph, and what has no empty kind
+      if (leaf.layout() == c10::kStrided) {
+        leaf.set_data(nothing_like(leaf));
+      } else if (leaf.layout() == c10::kSparse) {
+        leaf.set_data(at::empty({0}, leaf.options()));
+      }
     }
     return new_reference(Py_None);
   });

@@ -16,8 +16,8 @@ inline PyTypeObject *ref_type = nullptr, *step_type = nullptr;
 
 // `tape._plain`, with memory of its own
 inline bool is_memory(const at::Tensor& tensor) {
-  return tensor.layout() == c10::kStrided && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_nested() &&
-         tensor.has_storage();
+  return tensor.layout() == c10::kStrided && !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor() &&
+         !tensor.is_nested() && tensor.has_storage();
 }
 
 // The number on this tape of a storage with these marks; empty where it has none.

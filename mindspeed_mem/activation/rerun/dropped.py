@@ -200,18 +200,24 @@ class Saves:
         self.entered.append(path)
         if program is None:
             for position, tensor in enumerate(tensors_in((args, kwargs))):
-                if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+                plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_inference())
+                if plain and type(tensor) is torch.Tensor:
                     found = marks.of(tensor.untyped_storage())
                     known: _Entry | None = found.entry
-                    if known is None or known.of() is not rerun or known.version != tensor._version:
-                        found.entry = _Entry(weakref.ref(rerun), number, position, tensor._version)
+                    if known is None or known.of() is not rerun or not known.took(tensor):
+                        base = weakref.ref(base_of(tensor)) if tensor._version else None
+                        found.entry = _Entry(weakref.ref(rerun), number, position, tensor._version, base)
         elif number in program.entries:
             tensors = tensors_in((args, kwargs))
             for position, first in program.entries[number]:
-                if position < len(tensors) and tensors[position].layout is torch.strided:
-                    tensor = tensors[position]
-                    ref = weakref.ref(tensor.untyped_storage())
-                    self._taken[first] = _Entry(ref, number, position, tensor._version)
+                if position >= len(tensors):
+                    continue
+                tensor = tensors[position]
+                if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
+                    continue
+                ref, version = weakref.ref(tensor.untyped_storage()), tensor._version
+                base = weakref.ref(base_of(tensor)) if version else None
+                self._taken[first] = _Entry(ref, number, position, version, base)
 
     def adds(self, rerun: Rerun, record: Record | None, tensor: torch.Tensor) -> None:
         """One more is saved, of the storage of ``record``, which the operator has made; None: it has not."""
@@ -224,7 +230,7 @@ class Saves:
         self.slots.append((weakref.ref(record), layout_of(tensor)))
         self._was_taken(number, storage, tensor)
         entry: _Entry | None = marks.of(storage).entry
-        if self.program is None and entry is not None and entry.of() is rerun and entry.version == tensor._version:
+        if self.program is None and entry is not None and entry.of() is rerun and entry.took(tensor):
             self.entries.setdefault(entry.number, []).append((entry.position, number))
 
     def drops(self, rerun: Rerun, tensor: torch.Tensor, micro_batch: MicroBatch, by_function: bool) -> Slot | None:
@@ -233,7 +239,7 @@ class Saves:
         number = len(slots)
         if program is None or number >= len(program.saves) or type(tensor) is not torch.Tensor:
             return None
-        if by_function and own_tensors.stays_itself(tensor):
+        if tensor.layout is not torch.strided or tensor.is_nested or (by_function and own_tensors.stays_itself(tensor)):
             return None
         first, backend = program.saves[number], mover.backend
         if first < 0 or mover.several or not (backend.one_stream or backend.stream_key() == micro_batch.home_key):
@@ -270,7 +276,7 @@ class Saves:
     def _was_taken(self, number: int, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
         """A storage is saved for the first time: an operator inside may have taken it before, as was expected."""
         taken = self._taken.get(number)
-        if taken is not None and taken.of() is storage and taken.version == tensor._version:
+        if taken is not None and taken.of() is storage and taken.took(tensor):
             self.entries.setdefault(taken.number, []).append((taken.position, number))
 
     def ends(self) -> int:
@@ -296,3 +302,8 @@ class _Entry(NamedTuple):
     number: int
     position: int
     version: int
+    base: weakref.ref | None
+
+    def took(self, tensor: torch.Tensor) -> bool:
+        """Whether it took what ``tensor``, of the same storage, holds now: see `Record.holds`."""
+        return tensor._version == self.version and (self.base is None or self.base() is base_of(tensor))

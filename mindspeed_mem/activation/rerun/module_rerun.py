@@ -27,9 +27,10 @@ from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
-from mindspeed_mem.activation.rerun.state import Changeable, nearly_same, put_back, same_bits
+from mindspeed_mem.activation.rerun.state import GENERATORS, Changeable, nearly_same, put_back, same_bits
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
+from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.activation.storage.micro_batch import MicroBatch
 from mindspeed_mem.activation.storage.mover import Mover
 from mindspeed_mem.activation.storage.records import (
@@ -44,6 +45,7 @@ from mindspeed_mem.activation.storage.records import (
     Record,
     layout_of,
     local_of,
+    version_of,
 )
 from mindspeed_mem.device import fast_tensors, is_host_device
 
@@ -64,7 +66,7 @@ class Enough(BaseException):
 class Untried:
     """Of a first run of which nobody knows whether it repeats itself."""
 
-    __slots__ = ("kept", "saved", "leaves")
+    __slots__ = ("kept", "saved", "leaves", "random")
 
     def __init__(self) -> None:
         self.kept: set[Record] = set()
@@ -73,6 +75,8 @@ class Untried:
         """Each tensor that it saved, if it made that."""
         self.leaves: list[tuple[torch.Tensor, int]] = []
         """The tensors that it took, with their versions then."""
+        self.random: Any = None
+        """The generators' states at its begin, where they were the same at its end."""
 
 
 class ModuleRerun(Rerun):
@@ -140,7 +144,7 @@ class ModuleRerun(Rerun):
                 return slot  # one tensor again: some ask whether query is key
             slots[id(tensor)] = Slot(len(inputs))
             if untried is not None:
-                untried.leaves.append((tensor.detach(), tensor._version))
+                untried.leaves.append((tensor.detach(), version_of(tensor)))
             return hold(tensor), tensor.requires_grad, dict(vars(tensor))
 
         self._given = split((args, kwargs, attributes), take, inputs)
@@ -154,7 +158,7 @@ class ModuleRerun(Rerun):
         self._noted_again = 0
         self._remaining = 0
         self._entered_again = 0
-        self._filled: list[weakref.ref[torch.UntypedStorage]] = []
+        self._filled: list[tuple[weakref.ref[torch.UntypedStorage], weakref.ref[torch.UntypedStorage]]] = []
 
     # ---- the first run
     def enters(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -181,7 +185,9 @@ class ModuleRerun(Rerun):
         """The operator has run to its end."""
         self.mover.dropped[self.layer, self.op] += self.saved.ends()
         if rng.same(self._random, rng.capture_as(self._random)):
-            self._random = None  # it drew nothing
+            if self.untried is not None:
+                self.untried.random = self._random
+            self._random = None  # it drew nothing, or has put them back (`repeats`)
 
     def returns(self, result: Any, micro_batch: MicroBatch) -> None:
         """Whoever saves what the operator returns keeps a record that this makes again."""
@@ -191,7 +197,7 @@ class ModuleRerun(Rerun):
 
     def _returns_one(self, index: int, leaf: torch.Tensor, micro_batch: MicroBatch) -> None:
         part = local_of(leaf)
-        if type(part) is torch.Tensor and part.layout is torch.strided:
+        if type(part) is torch.Tensor and part.layout is torch.strided and not (part.is_nested or part.is_inference()):
             storage = part.untyped_storage()
             node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
             made_here = node is None or self.made(storage, micro_batch.owner_of(leaf))
@@ -334,13 +340,23 @@ class ModuleRerun(Rerun):
     # ---- once: whether it repeats itself
     def input_changed(self) -> bool:
         """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
-        return self.untried is not None and any(leaf._version != version for leaf, version in self.untried.leaves)
+        return self.untried is not None and any(version_of(leaf) != version for leaf, version in self.untried.leaves)
 
-    def repeats(self, result: Any, places: Sequence[Changeable]) -> tuple[str, dict[Changeable, bool]]:
+    def may_put_back(self) -> bool:
+        """Whether generators were as before at its end, so that it drew nothing, or draws from states that it puts
+        back (``torch.random.fork_rng``)."""
+        return self.untried is not None and self.untried.random is not None
+
+    def repeats(
+        self, result: Any, places: Sequence[Changeable], as_drawn: bool = False
+    ) -> tuple[str, dict[Changeable, bool]]:
         """Run it again at once, and compare what it returns (None: that is not made again) and what backward needs.
 
+        Where it seems to draw nothing, generators have moved on for this run, unless ``as_drawn``: if it draws from
+        states that it puts back, it gives other values then.
+
         Returns why it does not repeat itself (empty if it does), and those of ``places`` that the second run changed,
-        and whether to another value: they are as before.
+        and whether to another value: they are as before. ``as_drawn``, the generators are among them.
         """
         assert self.untried is not None
         saved, leaves_then = self.untried.saved, self.untried.leaves
@@ -381,9 +397,12 @@ class ModuleRerun(Rerun):
         why_not = ""
         now = rng.capture(leaf for leaf, _ in leaves_then)
         given = zip(leaves_then, self.inputs or (), strict=True)
-        leaves = [_leaf(leaf, wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
-        self.untried.leaves = leaves_then = []
+        leaves = [_leaf(leaf.detach(), wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
+        if as_drawn or self.untried.random is None:
+            self.untried.leaves = leaves_then = []  # not wanted again
         try:
+            if self.untried.random is not None:
+                rng.restore(self.untried.random) if as_drawn else rng.move_on(now)
             on_host = self.mover.backend.is_host  # where a mode might change bits, and no kernel has such seeds
             with put_back(places, changed), contextlib.nullcontext() if on_host else seeds:
                 self._run_as_then(leaves, pack, compare_results)
@@ -396,7 +415,7 @@ class ModuleRerun(Rerun):
         if not why_not and (otherwise or (nearly and any(changed.values()))):
             names = ", ".join(dict.fromkeys(place.name for place, differs in changed.items() if differs))
             why_not = "run again, it gives other values" + (f" (each run changes {names})" if names else "")
-        return why_not, changed
+        return why_not, changed | ({GENERATORS: True} if as_drawn else {})
 
     def _starts_with(self, places: Mapping[Changeable, bool]) -> None:
         """What counts its runs may do something else after many: a second run finds what the first one found."""
@@ -413,6 +432,8 @@ class ModuleRerun(Rerun):
         self._starts_with(places)
         for record in untried.kept if untried is not None else ():
             if record.state == KEPT and record.live_handles():
+                if (storage := record.storage()) is not None:
+                    LEDGER.enter(storage, owned=True)  # once more, if another record of it has just left
                 record.distance = 0
                 self.take_if_kept(record)
 
@@ -450,9 +471,10 @@ class ModuleRerun(Rerun):
             self.mover.saves(record, tensor, first=True)
             return
         storage = tensor.untyped_storage()
-        if any(storage is other() for other in self._filled):
+        then = record.storage  # one and the same reference in all records of a storage, even once that is gone
+        if any(storage is other() and before is not then for other, before in self._filled):
             self._differs(tensor, None)  # there were two before
-        self._filled.append(weakref.ref(storage))  # weakly: it may have to leave before the run ends
+        self._filled.append((weakref.ref(storage), then))  # weakly: it may have to leave before the run ends
         self.fill(record, tensor)
 
     _fill_slowly = _fill
@@ -490,11 +512,19 @@ def _empty(leaves: list[torch.Tensor]) -> None:
         hot_path.native.empty_all(leaves)
         return
     for leaf in leaves:
-        leaf.data = fast_tensors.empty(leaf.dtype, leaf.device) if leaf.layout is torch.strided else leaf.new_empty(0)
+        if leaf.is_inference() or leaf.is_nested:  # in no graph, and what has no empty kind
+            continue
+        if leaf.layout is torch.strided:
+            leaf.data = fast_tensors.empty(leaf.dtype, leaf.device)
+        elif leaf.layout is torch.sparse_coo:
+            leaf.data = leaf.new_empty(0)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = local_of(one), local_of(other)
+    if one.is_nested and one.layout is torch.strided and other.is_nested:
+        parts = one.detach().unbind(), other.detach().unbind()
+        return len(parts[0]) == len(parts[1]) and all(map(_same, *parts))
     if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.layout is not torch.strided:
         return type(one) is type(other)
     return same_bits(one, other)

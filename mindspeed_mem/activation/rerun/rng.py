@@ -79,6 +79,15 @@ def restore(states: Any) -> None:
             backend.set_rng_state(state, index)
 
 
+def move_on(states: Any) -> None:
+    """Let the generators that ``states`` are of be elsewhere than in these."""
+    torch.rand(1)
+    backend = _Source.backend
+    if backend is not None and not backend.is_host:
+        for index in states.devices if isinstance(states, _States) else (None,):
+            torch.rand(1, device=backend.tensor_type if index is None else f"{backend.tensor_type}:{index}")
+
+
 def same(states: Any, others: Any) -> bool:
     """Whether nothing was drawn between the two; False where that cannot be told."""
     native = hot_path.native

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import attributes_of
 from mindspeed_mem.activation.storage import marks
 
@@ -287,6 +288,8 @@ def _equal(one: Any, other: Any) -> bool:
     return pickle.dumps(one) == pickle.dumps(other)
 
 
+GENERATORS = Changeable("torch's random", lambda: rng.capture(), lambda states: rng.restore(states), rng.same)
+"""For an operator that draws from states that it puts back: not among what `places_of` finds."""
 _PYTHON = Changeable("Python's random", random.getstate, random.setstate, _equal)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_MOST = 1 / 32  # coarse types: more is no rounding

@@ -286,4 +286,5 @@ def _as_it_drew(random: Any, function: Callable, args: tuple, kwargs: dict) -> A
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+    return tensor.layout is torch.strided and not (lazy or tensor.is_nested)

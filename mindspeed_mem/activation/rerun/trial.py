@@ -141,7 +141,11 @@ class Trial(AbstractContextManager):
         why_not = self._agreed(why_not, shared)
         if not why_not and not in_managed_memory(result):
             modules = list(modules_of(rerun.call))
-            why_not, places = rerun.repeats(result, places_of(modules, rerun.state, self._called))
+            found = places_of(modules, rerun.state, self._called)
+            why_not, places = rerun.repeats(result, found)
+            [once_more] = highest([int(bool(why_not) and rerun.may_put_back())], shared, self._device_type)
+            if once_more:
+                why_not, places = rerun.repeats(result, found, as_drawn=True)
             why_not = self._agreed(why_not, shared)
         [anywhere] = highest([int(shows)], shared, self._device_type)
         rerun.settle(why_not, places)

@@ -261,7 +261,10 @@ class Handle:
         self, tensor: torch.Tensor, record: Record | None = None, micro_batch: InFlight | None = None, number: int = 0
     ):
         self.alias = tensor.detach()
-        self.version: int | None = tensor._version  # None: it need not be what it was
+        try:
+            self.version: int | None = tensor._version  # None: it need not be what it was
+        except RuntimeError:  # of inference mode
+            self.version = None
         self.record, self.micro_batch, self.number = record, micro_batch, number
         self.layout: Layout | None = None  # while it has left
         self.own: Own | None = None
@@ -305,7 +308,7 @@ class Handle:
         Raises RuntimeError if it has been modified in place since it was saved.
         """
         alias = self.alias
-        if alias._version != self.version:
+        if self.version is not None and alias._version != self.version:
             self.check_version()
         if self.layout is None:
             return alias if self.record is None else alias.detach()
@@ -337,6 +340,11 @@ class Part:
 def key_of(record: Record) -> tuple[int, int, int]:
     """Model chunk, number of the operator that made it, bytes: the same in every pass of the chunk."""
     return record.micro_batch.key[1], record.number, record.nbytes
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it has been written to; 0 of a tensor of inference mode, which does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

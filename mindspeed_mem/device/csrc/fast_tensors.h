@@ -38,12 +38,13 @@ inline at::Tensor view_of(c10::Storage storage, at::ScalarType type, c10::IntArr
   return made;
 }
 
-// Whether `given` is an ordinary tensor on such a device: no subclass, nor a view of one, and of no other layout.
+// Whether `given` is an ordinary tensor on such a device: no subclass, nor a view of one, of no other layout, and with
+// a version counter.
 inline bool is_plain(PyObject* given, c10::DeviceType wanted) {
   if (!is_tensor(given)) return false;
   const at::Tensor& tensor = THPVariable_Unpack(given);
   if (tensor.layout() != c10::kStrided || tensor.device().type() != wanted || tensor.is_conj() || tensor.is_neg() ||
-      tensor.is_nested()) {
+      tensor._is_zerotensor() || tensor.is_nested() || tensor.is_inference()) {
     return false;
   }
   if (!tensor.is_view()) return true;
