@@ -34,9 +34,12 @@ _off = _Off()
 
 
 def _is_ours(pack) -> bool:
-    if hot_path.native is not None and isinstance(pack, BuiltinFunctionType):
-        return pack.__module__ is None
-    return (getattr(pack, "__module__", None) or "").startswith(_OURS)
+    home = getattr(pack, "__module__", None) or ""
+    if isinstance(pack, BuiltinFunctionType):  # a method in C++, of a class there or here
+        home = type(pack.__self__).__module__
+        if hot_path.native is not None and home == hot_path.native.__name__:
+            return True
+    return home.startswith(_OURS)
 
 
 def _put_back(hooks: list[tuple]) -> None:

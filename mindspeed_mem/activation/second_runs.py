@@ -120,6 +120,7 @@ class SecondRuns:
         training, flags, verdict, program = of.as_it_is()
         places = None if verdict is None else verdict.places
         rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, training, places)
+        rerun.draws = verdict is not None and verdict.draws
         if program is not None and position.watch is None and self._saved.may_drop():
             rerun.saved.program = program
         trial = None

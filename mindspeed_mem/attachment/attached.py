@@ -300,8 +300,10 @@ def pass_forward(original: Callable) -> Callable:
             engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
         if engine.passes.given is not None and torch.is_grad_enabled():
             engine.passes.given(args, kwargs)
+        given = nodes_of((args, kwargs))  # before it changes them in place; they may be given to it again
         return engine.passes.alone(
-            lambda: original(module, *args, **kwargs), lambda found: nodes_of(found, (args, kwargs))
+            lambda: original(module, *args, **kwargs),
+            lambda found: [node for node in nodes_of(found) if node not in given],
         )
 
     return forward

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_LEAVES = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in ``value``, which may refer to itself."""
@@ -15,6 +17,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     ahead = [value]
     while ahead:
         one = ahead.pop()
+        if type(one) in _LEAVES:  # of long lists, quickly
+            continue
         if isinstance(one, torch.Tensor):
             yield one
             continue
@@ -32,10 +36,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             ahead += reversed(inside)
 
 
-def nodes_of(output: Any, given: Any) -> list[Any]:
-    """The nodes of the graph by which gradients can reach what a model returns, each once; not those of what it was
-    given, which may be given to it again."""
-    nodes: dict[Any, None] = dict.fromkeys(one.grad_fn for one in tensors_in(output) if one.grad_fn is not None)
-    for one in tensors_in(given) if nodes else ():
-        nodes.pop(one.grad_fn, None)
-    return list(nodes)
+def nodes_of(value: Any) -> dict[Any, None]:
+    """The nodes of the graph that made tensors in ``value``, each once."""
+    return dict.fromkeys(one.grad_fn for one in tensors_in(value) if one.grad_fn is not None)

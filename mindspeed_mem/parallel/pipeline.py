@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -188,17 +190,23 @@ class Pipeline:
         Raises StrategyError for numbers that are none of these, before anything is sent.
         """
         problems = []
-        if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool) or not max_norm >= 0:
+        if not isinstance(max_norm, Real) or isinstance(max_norm, bool) or not max_norm >= 0:
             problems.append(f"max_norm: got {max_norm!r}; a number from 0 on")
-        if not isinstance(norm_type, (int, float)) or isinstance(norm_type, bool) or not norm_type > 0:
+        if not isinstance(norm_type, Real) or isinstance(norm_type, bool) or not norm_type > 0:
             problems.append(f"norm_type: got {norm_type!r}; a number above 0, or float('inf')")
         if problems:
             raise StrategyError(problems)
         kind = torch.float64 if get_backend(self._device.type).sums_float64 else torch.float32
         gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
-        own = nn.utils.get_total_norm(gradients, norm_type).to(self._device, kind)
+        failed: Exception | None = None
+        try:
+            own = nn.utils.get_total_norm(gradients, float(norm_type)).to(self._device, kind)
+        except (RuntimeError, NotImplementedError) as error:  # of a sparse gradient: the others wait for this rank
+            own, failed = torch.tensor(math.nan, device=self._device, dtype=kind), error
         norms = [torch.empty_like(own) for _ in range(self._ranks)]
         dist.all_gather(norms, own, group=self._group)
+        if failed is not None:
+            raise failed
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         nn.utils.clip_grads_with_norm_(self._parameters.values(), max_norm, total)
         return total

@@ -29,6 +29,16 @@ class Learns(Block):
         return self.fc2(self.drop(x * torch.func.vjp(torch.sin, x)[1](torch.ones_like(x))[0]))
 
 
+class Differentiates(Block):
+    """Goes through modules of its own in a transform."""
+
+    def mlp(self, x):
+        made, back = torch.func.vjp(lambda x: self.act(self.fc1(x)), self.norm(x))
+        along = torch.func.jvp(lambda x: self.fc2(x), (made,), (torch.ones_like(made),))[1]
+        each = torch.func.vmap(lambda x: self.fc2(self.act(x)))(made)
+        return self.fc2(self.drop(made)) + back(made)[0] + along + each
+
+
 class Transforms(nn.Module):
     """An operator that consists of one."""
 
@@ -39,6 +49,10 @@ class Transforms(nn.Module):
 
 def learning(model):
     model.blocks = nn.ModuleList(Learns(16) for _ in model.blocks)
+
+
+def differentiating(model):
+    model.blocks = nn.ModuleList(Differentiates(16) for _ in model.blocks)
 
 
 def transforming(model):
@@ -90,7 +104,7 @@ def compare(change, step, arguments):
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("change", [learning, transforming])
+@pytest.mark.parametrize("change", [learning, transforming, differentiating])
 def test_in_a_layer(change, name):
     figures = compare(change, usual, ARGUMENTS[name])
     assert name in ("narrow", "survive") or figures.bytes_out or figures.recomputed_bytes

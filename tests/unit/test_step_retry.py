@@ -84,6 +84,37 @@ def test_python_and_numpy_draw_the_same_again():
     assert (random.random(), numpy.random.random()) == drawn
 
 
+def test_what_the_data_draws_is_drawn_once():
+    """A sequence of random numbers that a step and its data share goes on as if it had not failed."""
+
+    def texts():
+        while True:
+            yield random.random(), numpy.random.random(), float(torch.rand(()))
+
+    def step(iterator):
+        return [(*next(iterator), random.random(), numpy.random.random(), float(torch.rand(()))) for _ in range(2)]
+
+    before = BeforeStep([Model()], [True])
+    iterator = RecordedIterator(texts())
+    found, more = step(iterator), random.random()
+    before.put_back(iterator)
+    assert step(iterator) == found and random.random() == more
+
+
+def test_scripted_modules_and_buffers_of_inference_mode():
+    model = Model()
+    model.scripted = torch.jit.script(nn.BatchNorm1d(4))
+    with torch.inference_mode():
+        model.register_buffer("made", torch.ones(3))
+    before = BeforeStep([model], [True])
+    model.scripted(torch.randn(2, 4))
+    with torch.inference_mode():
+        model.made += 1
+    assert before.why_not(None, started=False) == ""
+    before.put_back(None)
+    assert not model.scripted.running_mean.any() and torch.equal(model.made, torch.ones(3))
+
+
 def test_where_it_cannot_be_put_back():
     model, iterator = Model(), RecordedIterator(iter([1]))
     assert "earlier call" in BeforeStep([model], [False]).why_not(iterator, started=False)

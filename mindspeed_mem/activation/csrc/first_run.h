@@ -105,6 +105,7 @@ inline Own new_rerun(PyObject* owner, PyObject* mover, PyObject* batch, PyObject
   second_run.training.set_borrowed(self, known.training.get());
   second_run.given.set_borrowed(self, given);
   second_run.random.set(self, call(of_module(engine.random, at_capture), aliases.get()));
+  second_run.draws.set_borrowed(self, PyTuple_GET_ITEM(known.verdict.get(), 2));
   second_run.autocast.set(self, autocast_of_now());
   for (const Slot* one : {&second_run.state, &module_rerun.untried}) one->set_borrowed(self, Py_None);
   for (const Slot* one : {&second_run.places, &second_run.then, &second_run.noted, &module_rerun.outputs, &filled}) {
@@ -131,6 +132,7 @@ inline void ends_first(PyObject* self) {
   saves.made.set(saved, own(PyDict_New()));
   saves.saver.set_borrowed(saved, Py_None);
   saves.taken.set(saved, own(PyDict_New()));
+  if (second_run.draws.get(self) == Py_True) return;
   Own then = Own::of(second_run.random.get(self));
   const bool by_tracker = Py_TYPE(then.get()) == &PyTuple_Type;  // a patch's own, which needs no list of devices
   Own now = by_tracker ? call(of_module(engine.random, at_capture))

@@ -33,13 +33,15 @@ inline PyObject* runs(PyObject*, PyObject* const* given, Py_ssize_t) {
       if (PyErr_Occurred()) throw python_error();
       return call_with(original, module, args, kwargs);
     }
+    Own where = at_position.of(in_use.get());
+    const bool inside = !is_empty(engine.under_way) || !is_empty(position.stack.get(where.get()));
+    if (inside && call(engine.transform).get() != Py_None) return call_with(original, module, args, kwargs);
     if (!is_empty(engine.under_way)) {
       Own running = Own::of(last_of(engine.under_way));
       enter_again(running.get(), PyTuple_GET_ITEM(place.get(), 1), args, kwargs);
       return call_with(original, module, args, kwargs);
     }
-    Own where = at_position.of(in_use.get()), operators = at_operators.of(in_use.get());
-    Own rerunning = Own::of(position.rerun.get(where.get()));
+    Own operators = at_operators.of(in_use.get()), rerunning = Own::of(position.rerun.get(where.get()));
     const long long code = enter(where.get(), place.get(), rerunning.get());
     if (code < 0) {
       static Name run("run");

@@ -90,6 +90,7 @@ class ModuleRerun(Rerun):
         "state",
         "training",
         "untried",
+        "draws",
         "saved",
         "_given",
         "_random",
@@ -152,6 +153,7 @@ class ModuleRerun(Rerun):
         self.moves_inputs = any([handle.record is not None for handle, *_ in inputs])
         self.saved = Saves()
         self._random = rng.capture(handle.alias for handle, *_ in inputs)
+        self.draws = False  # whether it drew when it was tried: it may draw and put back, and nobody has looked
         self._autocast = _autocast_now()
         self.outputs: list[weakref.ref[Record] | None] = []
         self.noted: list[Any] = []  # see `SecondRuns.once`
@@ -184,7 +186,7 @@ class ModuleRerun(Rerun):
     def ends(self) -> None:
         """The operator has run to its end."""
         self.mover.dropped[self.layer, self.op] += self.saved.ends()
-        if rng.same(self._random, rng.capture_as(self._random)):
+        if not self.draws and rng.same(self._random, rng.capture_as(self._random)):
             if self.untried is not None:
                 self.untried.random = self._random
             self._random = None  # it drew nothing, or has put them back (`repeats`)
@@ -342,6 +344,10 @@ class ModuleRerun(Rerun):
         """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
         return self.untried is not None and any(version_of(leaf) != version for leaf, version in self.untried.leaves)
 
+    def drew(self) -> bool:
+        """Whether generators were others at the end of the run that was tried."""
+        return self.untried is not None and self.untried.random is None
+
     def may_put_back(self) -> bool:
         """Whether generators were as before at its end, so that it drew nothing, or draws from states that it puts
         back (``torch.random.fork_rng``)."""
@@ -398,8 +404,8 @@ class ModuleRerun(Rerun):
         now = rng.capture(leaf for leaf, _ in leaves_then)
         given = zip(leaves_then, self.inputs or (), strict=True)
         leaves = [_leaf(leaf.detach(), wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
-        if as_drawn or self.untried.random is None:
-            self.untried.leaves = leaves_then = []  # not wanted again
+        if as_drawn:
+            self.untried.leaves = leaves_then = []  # not wanted again, on whatever rank
         try:
             if self.untried.random is not None:
                 rng.restore(self.untried.random) if as_drawn else rng.move_on(now)

@@ -81,7 +81,7 @@ def restore(states: Any) -> None:
 
 def move_on(states: Any) -> None:
     """Let the generators that ``states`` are of be elsewhere than in these."""
-    torch.rand(1)
+    torch.rand(1, device="cpu")  # whatever the default device is
     backend = _Source.backend
     if backend is not None and not backend.is_host:
         for index in states.devices if isinstance(states, _States) else (None,):

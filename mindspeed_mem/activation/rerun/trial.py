@@ -33,6 +33,8 @@ class Verdict(NamedTuple):
     why_not: str
     places: dict[Changeable, bool]
     """What it changes besides its result, to be put back after it has run again; and whether to another value."""
+    draws: bool
+    """Whether generators were others when it had run."""
 
 
 class Known(NamedTuple):
@@ -148,9 +150,10 @@ class Trial(AbstractContextManager):
                 why_not, places = rerun.repeats(result, found, as_drawn=True)
             why_not = self._agreed(why_not, shared)
         [anywhere] = highest([int(shows)], shared, self._device_type)
+        draws = rerun.drew()
         rerun.settle(why_not, places)
         if why_not or anywhere:
-            self._of.judge(self._flags, Verdict(why_not, places))
+            self._of.judge(self._flags, Verdict(why_not, places, draws))
 
     def _agreed(self, why_not: str, shared: list) -> str:
         [found] = highest([int(bool(why_not))], shared, self._device_type)

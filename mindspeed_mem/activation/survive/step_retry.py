@@ -7,17 +7,41 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.model_buffers import Buffer
+from mindspeed_mem.activation.storage.records import version_of
 
 _SMALL = 64 * 1024  # bytes; larger buffers of a model (tables) are not written to by its forward, but for vectors
+
+
+class _Random(NamedTuple):
+    """States of generators: torch's, Python's and, if that is there, numpy's."""
+
+    torch: Any
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls, tensors: Iterable[torch.Tensor] = ()) -> _Random:
+        numpy = sys.modules.get("numpy")
+        return cls(rng.capture(tensors), random.getstate(), numpy and numpy.random.get_state())
+
+    def same(self, other: _Random) -> bool:
+        return rng.same(self.torch, other.torch) and pickle.dumps(self[1:]) == pickle.dumps(other[1:])
+
+    def restore(self) -> None:
+        rng.restore(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
 
 
 class RecordedIterator:
@@ -25,16 +49,23 @@ class RecordedIterator:
 
     def __init__(self, iterator: Iterator):
         self._iterator, self._next = iterator, 0
-        self._given: list[Any] = []
+        self._given: list[tuple[Any, _Random | None]] = []
+        """With the generators afterwards, where it has drawn."""
 
     def __iter__(self) -> RecordedIterator:
         return self
 
     def __next__(self) -> Any:
         if self._next == len(self._given):
-            self._given.append(next(self._iterator))
-        self._next += 1
-        batch = self._given[self._next - 1]
+            before = _Random.now()
+            batch, after = next(self._iterator), _Random.now()
+            self._given.append((batch, None if after.same(before) else after))
+            self._next += 1
+        else:
+            batch, drawn = self._given[self._next]
+            self._next += 1
+            if drawn is not None:
+                drawn.restore()
         return copy.copy(batch) if isinstance(batch, (dict, list)) else batch  # who takes it may take it apart
 
     def __getattr__(self, name: str) -> Any:
@@ -58,11 +89,10 @@ class BeforeStep:
 
     def __init__(self, models: Iterable[Any], zeroed: Iterable[bool]):
         self.models = list(models)
-        self._random = rng.capture(p for model in self.models for p in model.parameters())
+        self._random = _Random.now(p for model in self.models for p in model.parameters())
         self._zeroed = all(zeroed) and all(p.grad is None for m in self.models for p in m.parameters())
-        numpy = sys.modules.get("numpy")
-        self._others = random.getstate(), numpy and numpy.random.get_state()
-        holders = [module._buffers for model in self.models for module in model.modules()]
+        modules = [module for model in self.models for module in model.modules()]
+        holders = [_holder(module) for module in modules]
         self._buffers = [Buffer.of(one, name, _is_copied(one[name])) for one in holders for name in one]
         self._names = [(one, set(one)) for one in holders]
 
@@ -73,9 +103,8 @@ class BeforeStep:
         """
         if not self._zeroed:
             return "gradients of an earlier call were in the buffers"
-        if any(
-            one.value is None and one.tensor is not None and one.tensor._version != one.version for one in self._buffers
-        ):
+        whole = [(one.tensor, one.version) for one in self._buffers if one.value is None and one.tensor is not None]
+        if any(version_of(tensor) != version for tensor, version in whole):
             return "a buffer of the model was changed"
         if started and (iterator is None or not iterator.used):
             return "its micro-batches did not come from the data iterator"
@@ -97,11 +126,13 @@ class BeforeStep:
         for holder, names in self._names:
             for name in holder.keys() - names:  # made by the attempt
                 del holder[name]
-        rng.restore(self._random)
-        pythons, numpys = self._others
-        random.setstate(pythons)
-        if numpys is not None:
-            sys.modules["numpy"].random.set_state(numpys)
+        self._random.restore()
+
+
+def _holder(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Where it has its buffers; a scripted module's are its own, and only what they contain is put back."""
+    buffers = module._buffers
+    return buffers if isinstance(buffers, dict) else dict(buffers.items())
 
 
 def _is_copied(buffer: torch.Tensor | None) -> bool:

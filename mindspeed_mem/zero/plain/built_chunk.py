@@ -131,7 +131,7 @@ class BuiltChunk:
         elif self.chunk.shard is not None:
             flat = self.whole_on_host(self.chunk.shard)
         else:
-            flat = self.chunk.whole.cpu()
+            flat = self.chunk.whole.to("cpu", copy=True)  # whoever changes it does not change the chunk
         return {param: flat[slice(*piece)].view(param.shape) for param, piece in self.chunk.pieces.items()}
 
     # ---- placement
