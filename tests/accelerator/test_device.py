@@ -66,7 +66,8 @@ def kept_and_split():
     start = module.memory_reserved()
     stand_in.reset_counters()
     tensors = [torch.empty(512, dtype=torch.uint8, device=kind) for _ in range(256)]
-    assert module.memory_reserved() - start in (0, 128 * KIB)  # four segments for all
+    # Four segments for all, or fewer where earlier cases have left room in theirs.
+    assert module.memory_reserved() - start in range(0, 160 * KIB, 32 * KIB)
     large = torch.empty(8 * MIB + 1, dtype=torch.uint8, device=kind)
     assert module.memory_allocated() >= 256 * 512 + 8 * MIB
     del large
