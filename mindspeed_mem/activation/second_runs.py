@@ -120,7 +120,6 @@ class SecondRuns:
         training, flags, verdict, program = of.as_it_is()
         places = None if verdict is None else verdict.places
         rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, training, places)
-        rerun.draws = verdict is not None and verdict.draws
         if program is not None and position.watch is None and self._saved.may_drop():
             rerun.saved.program = program
         trial = None
@@ -137,7 +136,7 @@ class SecondRuns:
                     result = call(*args, **kwargs)
         finally:
             position.rerun, position.known = None, False
-        rerun.ends()
+        rerun.ends(verdict is not None and verdict.draws)
         if trial is not None:
             trial.settle(result if path else None, any(tensor.numel() for tensor in given) or not given)
             if rerun.why_not:

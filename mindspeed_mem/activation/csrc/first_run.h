@@ -21,6 +21,7 @@ struct Known {
   Own of, training, flags, verdict, program;
 
   bool is_refused() const { return must(PyObject_IsTrue(PyTuple_GET_ITEM(verdict.get(), 0))) != 0; }
+  bool draws() const { return PyTuple_GET_ITEM(verdict.get(), 2) == Py_True; }
   bool changes_something() const { return PyDict_GET_SIZE(PyTuple_GET_ITEM(verdict.get(), 1)) > 0; }
 };
 
@@ -105,7 +106,6 @@ inline Own new_rerun(PyObject* owner, PyObject* mover, PyObject* batch, PyObject
   second_run.training.set_borrowed(self, known.training.get());
   second_run.given.set_borrowed(self, given);
   second_run.random.set(self, call(of_module(engine.random, at_capture), aliases.get()));
-  second_run.draws.set_borrowed(self, PyTuple_GET_ITEM(known.verdict.get(), 2));
   second_run.autocast.set(self, autocast_of_now());
   for (const Slot* one : {&second_run.state, &module_rerun.untried}) one->set_borrowed(self, Py_None);
   for (const Slot* one : {&second_run.places, &second_run.then, &second_run.noted, &module_rerun.outputs, &filled}) {
@@ -125,14 +125,14 @@ inline bool may_drop(PyObject* saved, PyObject* where, PyObject* look) {
 }
 
 // `ModuleRerun.ends`
-inline void ends_first(PyObject* self) {
+inline void ends_first(PyObject* self, bool draws) {
   static Name dropped_name("dropped"), capture_as("capture_as"), look_closer("_same");
   PyObject* saved = rerun.saved.get(self);
   add_to(dropped_name.of(rerun.mover.get(self)).get(), rerun.owner.get(self), saves.nbytes.number(saved));
   saves.made.set(saved, own(PyDict_New()));
   saves.saver.set_borrowed(saved, Py_None);
   saves.taken.set(saved, own(PyDict_New()));
-  if (second_run.draws.get(self) == Py_True) return;
+  if (draws) return;
   Own then = Own::of(second_run.random.get(self));
   const bool by_tracker = Py_TYPE(then.get()) == &PyTuple_Type;  // a patch's own, which needs no list of devices
   Own now = by_tracker ? call(of_module(engine.random, at_capture))
@@ -211,7 +211,7 @@ inline Own first_run(PyObject* self, PyObject* where, PyObject* second_runs, PyO
     const RunsFirst now(where, again.get(), drops);
     result = result_of(original, module, args, kwargs);
   }
-  ends_first(again.get());
+  ends_first(again.get(), known.draws());
   for (size_t i = 0; i < versions.size(); ++i) {
     if (version_of(THPVariable_Unpack(PyList_GET_ITEM(tensors, static_cast<Py_ssize_t>(i)))) != versions[i]) {
       changes_input.call(second_runs, again.get());

@@ -101,7 +101,7 @@ void find_slots(PyObject* classes) {
                      &module_rerun.untried, &module_rerun.entered_again, &filled, &second_run.call, &second_run.state,
                      &second_run.training, &second_run.given, &second_run.random, &second_run.autocast,
                      &second_run.places, &second_run.then, &module_rerun.outputs, &second_run.noted_again,
-                     &second_run.noted, &second_run.why_not, &second_run.draws});
+                     &second_run.noted, &second_run.why_not});
   in("TriedOperator", {&tried.modules, &tried.verdicts, &tried.programs});
   in("Observation", {&observation.stopwatch, &observation.counting});
 }

@@ -13,8 +13,7 @@ namespace hot {
 
 inline struct SecondRunSlots {
   Slot call{"call"}, state{"state"}, training{"training"}, given{"_given"}, random{"_random"}, autocast{"_autocast"},
-      places{"_places"}, then{"_then"}, noted{"noted"}, noted_again{"_noted_again"}, why_not{"why_not"},
-      draws{"draws"};
+      places{"_places"}, then{"_then"}, noted{"noted"}, noted_again{"_noted_again"}, why_not{"why_not"};
 } second_run;
 
 // A list of the module that has `Rerun`.

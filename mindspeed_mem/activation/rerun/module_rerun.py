@@ -90,7 +90,6 @@ class ModuleRerun(Rerun):
         "state",
         "training",
         "untried",
-        "draws",
         "saved",
         "_given",
         "_random",
@@ -153,7 +152,6 @@ class ModuleRerun(Rerun):
         self.moves_inputs = any([handle.record is not None for handle, *_ in inputs])
         self.saved = Saves()
         self._random = rng.capture(handle.alias for handle, *_ in inputs)
-        self.draws = False  # whether it drew when it was tried: it may draw and put back, and nobody has looked
         self._autocast = _autocast_now()
         self.outputs: list[weakref.ref[Record] | None] = []
         self.noted: list[Any] = []  # see `SecondRuns.once`
@@ -183,10 +181,11 @@ class ModuleRerun(Rerun):
             untried.saved.append((mine, layout_of(tensor)) if mine is not None else None)
         self.saved.adds(self, mine, tensor)
 
-    def ends(self) -> None:
-        """The operator has run to its end."""
+    def ends(self, draws: bool = False) -> None:
+        """The operator has run to its end. ``draws``: it drew when it was tried, so that nobody knows whether it also
+        draws and puts back."""
         self.mover.dropped[self.layer, self.op] += self.saved.ends()
-        if not self.draws and rng.same(self._random, rng.capture_as(self._random)):
+        if not draws and rng.same(self._random, rng.capture_as(self._random)):
             if self.untried is not None:
                 self.untried.random = self._random
             self._random = None  # it drew nothing, or has put them back (`repeats`)
