@@ -23,8 +23,8 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.adaptive.run.adaptation import OFF, SETTLED, Adaptation, Call, Ranks
-from mindspeed_mem.attachment.nested import tensors_in
 from mindspeed_mem.attachment.optimizers import before_step_of
+from mindspeed_mem.nested import tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.activation.wording import ATTACH
 from mindspeed_mem.activation.wrappers import region_forward
 from mindspeed_mem.attachment import blocks, second_attempt, shared
-from mindspeed_mem.attachment.nested import nodes_of
 from mindspeed_mem.device import Backend, DeviceError, get_backend
+from mindspeed_mem.nested import tensors_in
 from mindspeed_mem.parallel.recompute import recompute
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
@@ -300,10 +300,10 @@ def pass_forward(original: Callable) -> Callable:
             engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
         if engine.passes.given is not None and torch.is_grad_enabled():
             engine.passes.given(args, kwargs)
-        given = nodes_of((args, kwargs))  # before it changes them in place; they may be given to it again
+        given = _nodes_of((args, kwargs))  # before it changes them in place; they may be given to it again
         return engine.passes.alone(
             lambda: original(module, *args, **kwargs),
-            lambda found: [node for node in nodes_of(found) if node not in given],
+            lambda found: [node for node in _nodes_of(found) if node not in given],
         )
 
     return forward
@@ -488,3 +488,8 @@ def _checked(
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         problems += [one.replace("what `python -m mindspeed_mem ops` prints", shown) for one in error.problems]
     return config
+
+
+def _nodes_of(value: Any) -> dict[Any, None]:
+    """The nodes of the graph that made tensors in ``value``, each once."""
+    return dict.fromkeys(one.grad_fn for one in tensors_in(value) if one.grad_fn is not None)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_mem import optimizer_hooks
 from mindspeed_mem.gemini.groups import tensor_parallel
 from mindspeed_mem.gemini.loss_scaler import LossScaler
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown, say_once
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
-from mindspeed_mem.optimizer_parallel import state_hooks
 from mindspeed_mem.ranks import combined
 from mindspeed_mem.zero.core.shard_memory import norm_on
 from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
@@ -195,7 +195,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         parameters in the order of the groups; those that have never been stepped have no state. only_rank_0: the other
         data-parallel ranks get {}. Hooks before it run on all ranks, hooks after it on those that get a state.
         """
-        state_hooks.before_saving(self)
+        optimizer_hooks.before_saving(self)
         keep = not only_rank_0 or self.model.chunk_manager.group.rank() == 0
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(params)}
@@ -223,7 +223,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
             groups.append({**settings, "params": [numbers[param] for param in group["params"]]})
         scaler = self.scaler.state_dict() if self.scales_loss else None
         found = {"state": dict(sorted(state.items())), "param_groups": groups, "loss_scaler": scaler}
-        return state_hooks.after_saving(self, found)
+        return optimizer_hooks.after_saving(self, found)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
 
         Raises OptionError with all that does not fit, before anything changes.
         """
-        state_dict = state_hooks.before_loading(self, state_dict)
+        state_dict = optimizer_hooks.before_loading(self, state_dict)
         groups = state_dict.get("param_groups", [])
         wrong = [problem for group in groups for problem in self._other_kind(group)]
         sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
@@ -274,7 +274,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         if state_dict.get("loss_scaler") and self.scales_loss:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
         self._set_scale()
-        state_hooks.after_loading(self)
+        optimizer_hooks.after_loading(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise OptionError("a copy of this optimizer would have no content; load its state_dict() into one built anew")

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from mindspeed_mem import optimizer_hooks
 from mindspeed_mem.gemini.optimizer import GeminiAdamOptimizer
 from mindspeed_mem.gemini.options import refuse, refuse_unknown
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
 from mindspeed_mem.optimizer_kinds import decouples_decay, is_torch_adam
-from mindspeed_mem.optimizer_parallel import state_hooks
 
 _TAKEN = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr")
 
@@ -78,4 +78,4 @@ class ZeroOptimizer(GeminiAdamOptimizer):
             gpu_margin_mem_ratio=gpu_margin_mem_ratio,
             **more,
         )
-        state_hooks.take_over(self, optim, (*state_hooks.STATE_HOOKS, *state_hooks.STEP_HOOKS))
+        optimizer_hooks.take_over(self, optim, (*optimizer_hooks.STATE_HOOKS, *optimizer_hooks.STEP_HOOKS))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_mem import optimizer_hooks
 from mindspeed_mem.optimizer_kinds import settings_of_whole_group
 from mindspeed_mem.optimizer_parallel import state as states
-from mindspeed_mem.optimizer_parallel import state_hooks
 from mindspeed_mem.optimizer_parallel.assignment import Assignment, Size
 from mindspeed_mem.optimizer_parallel.exchange import MESSAGE_BYTES, Exchange
 from mindspeed_mem.optimizer_parallel.part import OptimizerPart, local, memory_order
@@ -88,7 +88,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
         # The same groups, not copies: who changes a learning rate in one changes it in the other.
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
-        state_hooks.take_over(self, optimizer, state_hooks.STATE_HOOKS)
+        optimizer_hooks.take_over(self, optimizer, optimizer_hooks.STATE_HOOKS)
         self._divide(masters or {})
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -143,7 +143,7 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
         Each state is collected by itself: on the device there is one parameter's more.
         """
-        state_hooks.before_saving(self)
+        optimizer_hooks.before_saving(self)
         keep = only_on is None or only_on == self.exchange.rank
         found = states.whole(self.state, self.parts, self.exchange, keep)
         groups, start = [], 0
@@ -152,14 +152,14 @@ class ParallelOptimizer(torch.optim.Optimizer):
             start += len(indices)
             groups.append(copy.deepcopy({k: v for k, v in group.items() if k != "params"}) | numbers)
             groups[-1]["params"] = indices
-        return state_hooks.after_saving(self, {"state": found, "param_groups": groups})
+        return optimizer_hooks.after_saving(self, {"state": found, "param_groups": groups})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of a state dict of this class, at any number of ranks, or of the plain optimizer.
 
         Raises ValueError if its groups are not those of this optimizer.
         """
-        state_dict = state_hooks.before_loading(self, state_dict)
+        state_dict = optimizer_hooks.before_loading(self, state_dict)
         groups = state_dict["param_groups"]
         given, own = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
         if given != own:
@@ -173,12 +173,12 @@ class ParallelOptimizer(torch.optim.Optimizer):
                     if index in state_dict["state"]:
                         local["state"][index] = states.cut(state_dict["state"][index], part)
             local["param_groups"].append({**group, "params": indices})
-        with self.own_parts(), state_hooks.resting(self.inner):
+        with self.own_parts(), optimizer_hooks.resting(self.inner):
             self.inner.load_state_dict(local)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if state_dict["state"]:
             self._note_states()
-        state_hooks.after_loading(self)
+        optimizer_hooks.after_loading(self)
 
     @contextlib.contextmanager
     def own_parts(self) -> Iterator[torch.optim.Optimizer]:

@@ -19,6 +19,8 @@ FLOORS = {
     "interruption": -1,
     "command_line": 0,
     "device": 0,
+    "nested": 0,
+    "optimizer_hooks": 0,
     "optimizer_kinds": 0,
     "model_sizes": 1,
     "patching": 1,

@@ -86,11 +86,16 @@ class Called:
             self.found[key] = code, frame.f_globals, held
 
 
+def beside_torch() -> list[Changeable]:
+    """What else numbers are drawn from: Python's generator and, if that is there, numpy's."""
+    if (numpy := sys.modules.get("numpy")) is None:
+        return [_PYTHON]
+    return [_PYTHON, Changeable("numpy's random", numpy.random.get_state, numpy.random.set_state, _equal)]
+
+
 def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Changeable]:
     """What may change when these modules run: theirs, what ``state`` has, and what the functions name that ran."""
-    found = [_PYTHON]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        found.append(Changeable("numpy's random", numpy.random.get_state, numpy.random.set_state, _equal))
+    found = beside_torch()
     seen: set[int] = set()
     for root in modules:
         for path, module in root.named_modules():

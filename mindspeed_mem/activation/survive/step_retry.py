@@ -7,41 +7,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
-import random
-import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.model_buffers import Buffer
+from mindspeed_mem.activation.rerun.state import GENERATORS, Changeable, beside_torch
 from mindspeed_mem.activation.storage.records import version_of
 
 _SMALL = 64 * 1024  # bytes; larger buffers of a model (tables) are not written to by its forward, but for vectors
-
-
-class _Random(NamedTuple):
-    """States of generators: torch's, Python's and, if that is there, numpy's."""
-
-    torch: Any
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(cls, tensors: Iterable[torch.Tensor] = ()) -> _Random:
-        numpy = sys.modules.get("numpy")
-        return cls(rng.capture(tensors), random.getstate(), numpy and numpy.random.get_state())
-
-    def same(self, other: _Random) -> bool:
-        return rng.same(self.torch, other.torch) and pickle.dumps(self[1:]) == pickle.dumps(other[1:])
-
-    def restore(self) -> None:
-        rng.restore(self.torch)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
 
 
 class RecordedIterator:
@@ -49,23 +25,24 @@ class RecordedIterator:
 
     def __init__(self, iterator: Iterator):
         self._iterator, self._next = iterator, 0
-        self._given: list[tuple[Any, _Random | None]] = []
-        """With the generators afterwards, where it has drawn."""
+        self._given: list[tuple[Any, list[tuple[Changeable, Any]]]] = []
+        """With those generators that it drew from, as they were then."""
 
     def __iter__(self) -> RecordedIterator:
         return self
 
     def __next__(self) -> Any:
         if self._next == len(self._given):
-            before = _Random.now()
-            batch, after = next(self._iterator), _Random.now()
-            self._given.append((batch, None if after.same(before) else after))
+            before = [(place, place.read()) for place in (GENERATORS, *beside_torch())]
+            batch = next(self._iterator)
+            now = [(place, then, place.read()) for place, then in before]
+            self._given.append((batch, [(place, after) for place, then, after in now if not place.same(after, then)]))
             self._next += 1
         else:
             batch, drawn = self._given[self._next]
             self._next += 1
-            if drawn is not None:
-                drawn.restore()
+            for place, after in drawn:
+                place.write(after)
         return copy.copy(batch) if isinstance(batch, (dict, list)) else batch  # who takes it may take it apart
 
     def __getattr__(self, name: str) -> Any:
@@ -89,7 +66,8 @@ class BeforeStep:
 
     def __init__(self, models: Iterable[Any], zeroed: Iterable[bool]):
         self.models = list(models)
-        self._random = _Random.now(p for model in self.models for p in model.parameters())
+        self._random = rng.capture(p for model in self.models for p in model.parameters())
+        self._others = [(place, place.read()) for place in beside_torch()]
         self._zeroed = all(zeroed) and all(p.grad is None for m in self.models for p in m.parameters())
         modules = [module for model in self.models for module in model.modules()]
         holders = [_holder(module) for module in modules]
@@ -126,7 +104,9 @@ class BeforeStep:
         for holder, names in self._names:
             for name in holder.keys() - names:  # made by the attempt
                 del holder[name]
-        self._random.restore()
+        rng.restore(self._random)
+        for place, then in self._others:
+            place.write(then)
 
 
 def _holder(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -14,15 +14,14 @@ that has called it. DeepSpeed's ZeRO-3 finds external parameters in the same pla
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
+from mindspeed_mem.nested import tensors_in
 from mindspeed_mem.zero.core.chunk import storage_of
 from mindspeed_mem.zero.core.gathering import Gathering, Reading
 
@@ -161,23 +160,9 @@ def _read(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    for leaf in _leaves(tree):
+    for leaf in tensors_in(tree):
         if leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter):
             yield leaf
-
-
-def _leaves(tree: Any, seen: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
-    """All tensors, also those in dataclasses and dictionaries that torch does not know as trees."""
-    for leaf in tree_iter(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, dict):
-            yield from _leaves(list(dict.values(leaf)), seen)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
-            names = [field.name for field in dataclasses.fields(leaf)]
-            own = getattr(leaf, "__dict__", None)  # not its properties, which may compute or raise
-            values = [getattr(leaf, name, None) if own is None else own.get(name) for name in names]
-            yield from _leaves(values, seen | {id(leaf)})
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
@@ -209,7 +194,7 @@ class ForeignReads:
         if not self._running or not reading.params:
             return
         there = {
-            _storage(one) for one in _leaves(output) if not (isinstance(one, torch.nn.Parameter) and one.dim() == 1)
+            _storage(one) for one in tensors_in(output) if not (isinstance(one, torch.nn.Parameter) and one.dim() == 1)
         }
         for param in reading.params:
             if storage_of(param) in there:
