@@ -143,7 +143,7 @@ MOVED = 2**12
 """Bytes from which on what a plan selects is to move, even where such copies are not worth it: what it does is shown
 at any size of the model."""
 EVERYTHING = {"swap_config": {"swap": True, "layer_swap": {"backward_prefetch": 2, "layers": True}}}
-CHEAP = [r".*norm", r"mlp\.(experts\.)?activation_func", r"self_attention\.rotary_pos_emb"]
+CHEAP = [r".*norm", r"mlp\.activation_func", r"self_attention\.rotary_pos_emb"]
 PLANS: dict[str, dict[str, Any]] = {
     "swap core attention": {"swap_config": {"swap": True}},
     "swap everything": EVERYTHING,
@@ -205,6 +205,11 @@ ITS_PLANS: dict[str, dict[str, Any]] = {  # its norms are part of linears
     },
     "recompute whole layers, inputs swapped": PLANS["recompute whole layers, inputs swapped"],
 }
+OF_EXPERTS = ITS_PLANS | {
+    "recompute activation and rotary": {
+        "recompute_config": {"select_recompute": [r"mlp\.experts\.activation_func", *CHEAP[2:]]}
+    }
+}
 
 
 def transformer_engine(backend: Backend, shape: dict[str, int], findings: Findings) -> None:
@@ -220,7 +225,7 @@ def transformer_engine(backend: Backend, shape: dict[str, int], findings: Findin
     for kind, config, plans in (
         ("", FUSED, ITS_PLANS),
         (", dropout", DROPOUT, some),
-        (", experts", FUSED | EXPERTS, ITS_PLANS),
+        (", experts", FUSED | EXPERTS, OF_EXPERTS),
         (", fp8", FUSED | FP8, SWAPS),
         (", fp8, delayed scaling", FUSED | DELAYED, SWAPS),
     ):
@@ -300,17 +305,28 @@ def chunks(backend: Backend, shape: dict[str, int], findings: Findings) -> None:
                 mine, _ = trained(job, STEPS, gradients=False, chunks=settings)
                 if "host" not in name:
                     mine.did.pop("host_bytes")
-                findings.compare(f"stage {stage}, {name}", mine, stock)
+                if placement.policy != "device" and _one_norm_of_all():
+                    _close(findings, f"stage {stage}, {name}", mine, None, stock)
+                else:
+                    findings.compare(f"stage {stage}, {name}", mine, stock)
         name = f"stage {stage}, host, stepped there"
         with findings.about(name):
             settings = ChunkSettings(stage=stage, placement=Placement("host"), step_on_host=True, **asked)
             mine, _ = trained(job, STEPS, gradients=False, chunks=settings)
-            _stepped_on_host(findings, name, mine, on_host, stock)
+            _close(findings, name, mine, on_host, stock)
             on_host = on_host or mine
 
 
-def _stepped_on_host(findings: Findings, name: str, mine: Numbers, before: Numbers | None, stock: Numbers) -> None:
-    """Equal among each other; as close to stock as Adam on another processor can be."""
+def _one_norm_of_all() -> bool:
+    """Whether Megatron takes the gradients' norm by a kernel that adds up over all of them at once (TransformerEngine
+    and Apex have one): what is on the host cannot be part of that, and the norm is one of norms."""
+    from megatron.core.optimizer import clip_grads
+
+    return "local" not in getattr(clip_grads.l2_norm_impl, "__name__", "")
+
+
+def _close(findings: Findings, name: str, mine: Numbers, before: Numbers | None, stock: Numbers) -> None:
+    """Equal among each other; as close to stock as another order of additions, or Adam on another processor, can be."""
     pairs = [(a, b) for x, y in zip(mine.losses, stock.losses, strict=True) for a, b in zip(x, y, strict=True)]
     off = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
     wrong = [] if before is None else mine.differences(before)
@@ -341,7 +357,7 @@ def gemini(backend: Backend, shape: dict[str, int], findings: Findings) -> None:
         with findings.about(name):
             mine = _in_chunks(backend, shape, batches, options, on_host)
             if on_host:
-                _stepped_on_host(findings, name, mine, None, stock)
+                _close(findings, name, mine, None, stock)
             else:
                 findings.compare(name, mine, stock)
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import worlds
+
 # The same examples on every run, and no limit on their time: the machine's load is not a property of the code.
 settings.register_profile("mindspeed_mem", derandomize=True, deadline=None)
 settings.load_profile("mindspeed_mem")
@@ -35,9 +37,13 @@ def pytest_addoption(parser):
     group.addoption("--fuzz", type=int, metavar="N", help="try N cases instead of a few fixed ones")
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="which N cases")
     parser.addoption("--sweep", action="store_true", help="also the cases that others stand for")
+    parser.addoption("--on", metavar="DEVICE", help="take this real device where tests take the CPU or a stand-in")
 
 
 def pytest_configure(config):
+    if device := config.getoption("--on"):
+        worlds.take(device)
+        torch.set_default_device(device)
     if hasattr(config.option, "loadscopereorder"):  # pytest-xdist: by default, files with few tests come last
         config.option.loadscopereorder = False
 
@@ -46,6 +52,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("sweep") and not config.getoption("sweep"):
             item.add_marker(pytest.mark.skip(reason="only with --sweep"))
+        if item.get_closest_marker("host") and config.getoption("--on"):
+            item.add_marker(pytest.mark.skip(reason="of a CPU"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -51,6 +51,8 @@ megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer megatron.core.p
 SERVER = multiprocessing.get_context("forkserver")
 """Imports all that once, and forks each rank from there. Not those of the accelerator, which comes before torch."""
 SERVER.set_forkserver_preload(["tests.rank_imports"])
+REAL = os.environ.get("TESTS_ON")
+"""The real device that all ranks take (`--on`), else None."""
 _ranks: defaultdict[str | None, list[_Rank]] = defaultdict(list)  # by device
 _folder: Path | None = None
 _serial = itertools.count()
@@ -73,6 +75,8 @@ def on_ranks(
     gives up after `timeout` seconds. On the accelerator (`device`: "cuda", "npu") a fault that nobody has raised by the
     end of the case fails it.
     """
+    if REAL is not None:
+        device = _real(size)
     while len(_ranks[device]) < size:
         _ranks[device].append(_start(device))
     ranks = _ranks[device][:size]
@@ -97,6 +101,28 @@ def on_ranks(
     if errors or silent:
         raise RankError("\n".join([*errors, silent]))
     return [pickle.loads(answer[1]) for answer in answers]
+
+
+def _real(size: int) -> str:
+    """The device of these ranks, one each."""
+    import pytest
+    import torch
+
+    if size > (there := torch.get_device_module(REAL).device_count()):
+        pytest.skip(f"for {size} ranks with a device each, and there are {there}")
+    return REAL
+
+
+def take(device: str) -> None:
+    """Let ranks that start from now on take this real device, and this process use reproducible kernels on it."""
+    import torch
+
+    global REAL
+    REAL = device
+    os.environ["TESTS_ON"] = os.environ["ACCELERATOR_KIND"] = device
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # takes time
 
 
 @contextlib.contextmanager
@@ -221,7 +247,7 @@ def _start(device: str | None) -> _Rank:
     ours, theirs = context.Pipe()
     log = _folder / f"process{next(_serial)}.log"
     library = None
-    if device:
+    if device and REAL is None:
         from tests.accelerator import building
 
         library = building.library(device)
@@ -280,6 +306,8 @@ def _serve(pipe: connection.Connection, log: str, device: str | None, library: P
         stand_in.start(device, library)
     import torch
 
+    if REAL is not None:
+        take(REAL)
     prepare(device)
     with contextlib.suppress(EOFError):
         while True:
@@ -302,14 +330,15 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
     try:
         limit = datetime.timedelta(seconds=timeout)
         if device:
-            torch.get_device_module(device).set_device(number % 2)
+            torch.get_device_module(device).set_device(number % torch.get_device_module(device).device_count())
         backend = get_backend(device or "cpu").collectives
         dist.init_process_group(backend, init_method=f"file://{meeting}", rank=number, world_size=size, timeout=limit)
         function, args, kwargs = pickle.loads(case)
         result = _pickled(function(*args, **kwargs))
         if device:
             torch.get_device_module(device).synchronize()  # raises what happened on streams
-            sys.modules["tests.accelerator.stand_in"].check()
+            if REAL is None:
+                sys.modules["tests.accelerator.stand_in"].check()
         well = True
     except BaseException:
         well, result = False, f"rank {number} of {size}:\n{traceback.format_exc()}"

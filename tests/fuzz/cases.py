@@ -140,7 +140,7 @@ _HOOKED = ("linear_fc2", "mlp", "self_attention", "input_layernorm", "layers.0")
 
 
 def _scaled(value: Any, factor: float) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and value:
         return (_scaled(value[0], factor), *value[1:])
     return value * factor if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
@@ -239,7 +239,7 @@ def _build(case: Case) -> list[torch.nn.Module]:
 # ---- training
 def _forward(chunks: list[torch.nn.Module], number: int) -> torch.Tensor:
     (text,) = models._texts(range(number, number + 1), 2)
-    positions = torch.arange(models.SEQUENCE).unsqueeze(0).expand(2, -1)
+    positions = torch.arange(models.SEQUENCE, device=models.DEVICE).unsqueeze(0).expand(2, -1)
     return chunks[0](text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous()).float().mean()
 
 
@@ -293,6 +293,8 @@ def _state(chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
     from tests.models import expert_losses
 
     found = {"torch's generator": torch.get_rng_state(), "users' own": user_code.own()}
+    if models.DEVICE != "cpu":
+        found["the device's generator"] = torch.get_device_module(models.DEVICE).get_rng_state()
     found |= {f"generator {name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     found |= {name: (one if isinstance(one, dict) else vars(one))["values"] for name, one in expert_losses().items()}
     for index, chunk in enumerate(chunks):

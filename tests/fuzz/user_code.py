@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from tests.models import DEVICE
+
 PIECES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
 
 
@@ -60,7 +62,7 @@ def dropout_in_place(x):
 @piece
 def writes_by_index(x):
     y = x.clone()
-    rows = torch.tensor([0, 1])
+    rows = torch.tensor([0, 1], device=x.device)
     y[rows] = y[rows] * 2
     y.index_add_(0, rows, x[:2])
     return y * y
@@ -165,7 +167,7 @@ class _WritesItsInput(torch.autograd.Function):
 class _SeveralOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        a, b, count = x.tanh(), x.cos(), torch.ones(3, dtype=torch.long)
+        a, b, count = x.tanh(), x.cos(), torch.ones(3, dtype=torch.long, device=x.device)
         ctx.save_for_backward(a, x)
         ctx.mark_non_differentiable(count)
         return a, b, count
@@ -279,7 +281,7 @@ def draws(x):
 
 @piece
 def permutes(x):
-    return x[..., torch.randperm(x.size(-1))] * x
+    return x[..., torch.randperm(x.size(-1), device=x.device)] * x
 
 
 @piece
@@ -290,8 +292,8 @@ def sorts(x):
 
 @piece
 def mixes_types(x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = x.float() @ torch.eye(x.size(-1))
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        y = x.float() @ torch.eye(x.size(-1), device=x.device)
     return (y.float() + F.layer_norm(x.float(), x.shape[-1:])).to(x.dtype) + x.double().sin().to(x.dtype)
 
 
@@ -320,8 +322,8 @@ def fourier(x):
 
 @piece
 def sparse(x):
-    places = torch.tensor([[0, 1], [1, 0]])
-    matrix = torch.sparse_coo_tensor(places, torch.tensor([1.0, 2.0]), (x.size(0), x.size(0)))
+    places, values = torch.tensor([[0, 1], [1, 0]]), torch.tensor([1.0, 2.0])
+    matrix = torch.sparse_coo_tensor(places, values, (x.size(0), x.size(0))).to(x.device)
     return x + torch.sparse.mm(matrix, x.float().reshape(x.size(0), -1)).view_as(x).to(x.dtype)
 
 
@@ -332,9 +334,9 @@ def attends(x):
 
 
 # ---- what does not repeat itself
-_GENERATOR = torch.Generator()
+_GENERATOR = torch.Generator(DEVICE)
 _COUNTS = {"runs": 0}
-_AVERAGE = torch.zeros(())
+_AVERAGE = torch.zeros((), device=DEVICE)
 
 
 def start_again() -> None:
@@ -348,11 +350,11 @@ def start_again() -> None:
 
 def own() -> torch.Tensor:
     """Users' own states, as numbers: float64 [4]."""
-    drawn = (random.Random(), numpy.random.RandomState(), torch.Generator())
+    drawn = (random.Random(), numpy.random.RandomState(), torch.Generator(DEVICE))
     drawn[0].setstate(random.getstate())
     drawn[1].set_state(numpy.random.get_state())
     drawn[2].set_state(_GENERATOR.get_state())
-    next_ones = drawn[0].random(), drawn[1].rand(), torch.rand((), generator=drawn[2]).item()
+    next_ones = drawn[0].random(), drawn[1].rand(), torch.rand((), generator=drawn[2], device=DEVICE).item()
     return torch.tensor([*next_ones, _COUNTS["runs"] + _AVERAGE.item()], dtype=torch.float64)
 
 
@@ -368,7 +370,7 @@ def draws_from_numpy(x):
 
 @piece
 def draws_from_a_generator_of_its_own(x):
-    return x * torch.rand(x.shape, generator=_GENERATOR).to(x.dtype) + x * x
+    return x * torch.rand(x.shape, generator=_GENERATOR, device=DEVICE).to(x.dtype) + x * x
 
 
 @piece

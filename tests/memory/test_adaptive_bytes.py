@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests import worlds
 from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
 
@@ -45,7 +46,7 @@ def shape_of(case: str) -> Any:
         bias=not gated,
         flash=flash,
         fused=fused,
-        cpu=True,
+        cpu=worlds.REAL is None,
         attention_dropout=kind == "dropout",
         hidden_dropout=kind == "dropout",
     )

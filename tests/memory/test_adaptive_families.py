@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_mem.patching import upstream
+from tests import worlds
 from tests.memory.test_adaptive_bytes import plan_of
 from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
@@ -111,7 +112,7 @@ def shape_of(fields: dict[str, Any]) -> Any:
 
     sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 16}
     sizes |= {"seq_length": 32, "micro_batch_size": 1, "ffn_hidden_size": 256, "vocab_size": 256}
-    return Shape(**{**sizes, "cpu": True, "rope": True, **fields})
+    return Shape(**{**sizes, "cpu": worlds.REAL is None, "rope": True, **fields})
 
 
 @pytest.mark.distributed

@@ -59,6 +59,7 @@ def settled_within(attached, training, expected):
     return number
 
 
+@pytest.mark.host
 def test_a_plan_is_found_and_kept(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     torch.manual_seed(0)
@@ -94,7 +95,7 @@ def test_larger_inputs_are_planned_for_again(caplog):
 @pytest.mark.parametrize(
     ("make", "arguments", "expected"),
     [
-        (Net, {}, "device_memory_gib: got None"),
+        pytest.param(Net, {}, "device_memory_gib: got None", marks=pytest.mark.host),
         (lambda: nn.ModuleList([Net(), Net()]), {"device_memory_gib": 0.5}, "whose models run one by one"),
         (Net, {"plan": None, "adaptive_plan_file": "plan.yaml"}, "allowed with plan='auto' only"),
     ],

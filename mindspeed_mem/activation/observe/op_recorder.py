@@ -7,6 +7,7 @@ in recompute_cost.py. Kernels that are no torch operations count no FLOPs; what 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,11 +22,18 @@ from mindspeed_mem.activation.rerun.tape import COLLECTIVES
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.device.op_rules import written_arguments
 
-_FORMULAS = dict(flop_registry)
-_FORMULAS.setdefault(
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
-)
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Of both products, masked or not. Torch's own formulas refuse fewer heads of keys than of queries."""
+    *batch, length, channels = query.shape
+    return 2 * math.prod(batch) * length * key.size(-2) * (channels + value.size(-1))
+
+
+_ATTENTION = """_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
+_scaled_dot_product_fused_attention_overrideable""".split()
+"""The last: accelerators that are none of torch's own."""
+_FORMULAS = {getattr(torch.ops.aten, name): _attention_flops for name in _ATTENTION if hasattr(torch.ops.aten, name)}
 
 
 class Watch(TorchDispatchMode):
@@ -88,8 +96,7 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = {key for key in self._keys(tree_leaves(result)) if key >= known}
         written = self._keys(tree_leaves(written_arguments(func, args, kwargs)))
-        formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
-        flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        flops = _flops_of(func, args, kwargs, result)
         collective = getattr(func, "namespace", "") in COLLECTIVES
         self.forward.steps.append(Step(self._running(), flops, frozenset(reads), frozenset(made | written), collective))
         return result
@@ -126,3 +133,14 @@ class Watch(TorchDispatchMode):
         if found.managed:
             seen.managed.add(mine[1])
         return mine[1]
+
+
+def _flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
+    packet = getattr(func, "_overloadpacket", None)
+    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+    if formula is None:
+        return 0
+    try:
+        return formula(*args, **kwargs, out_val=result)
+    except Exception:  # anybody may have registered it; what it does not know counts nothing, and trains on
+        return 0
