@@ -193,7 +193,11 @@ def main() -> None:
             with setting(name) as inside:
                 same = bench.result() == expected
                 bench.step()
-                rows[name] = {"peak_bytes": bench.peak(), "equal": same}
+                rows[name] = {
+                    "peak_bytes": bench.peak(),
+                    "same": same,
+                    **({"cap_bytes": caps[name]} if name in caps else {}),
+                }
                 if isinstance(inside, mindspeed_mem.attachment.Attached):
                     figures = inside.engine.report()
                     rows[name] |= {"swapped": figures.bytes_out, "recomputed": figures.recomputed_bytes}
@@ -207,7 +211,7 @@ def main() -> None:
     print(f"{'variant':44s} {'ms':>8s} {'ratio':>7s} {'GiB':>7s}  bits")
     for name, row in rows.items():
         figures = f"{row['median_ms']:8.1f} {row['median_of_ratios']:7.3f} {row['peak_bytes'] / GiB:7.2f}"
-        print(f"{name:44s} {figures}  {'equal' if row['equal'] else 'DIFFER'}")
+        print(f"{name:44s} {figures}  {'equal' if row['same'] else 'DIFFER'}")
     if args.json:
         about = {"machine": machine(backend.type), "shape": shape, "dtype": args.dtype, "static_bytes": static}
         args.json.write_text(json.dumps({**about, "searches": searches, "variants": rows}, indent=1) + "\n")

@@ -136,6 +136,14 @@ def host_cost(job: Job) -> list[str]:
     return job.words("host_cost.py", "--minutes", job.minutes, *tiny if job.tiny else ())
 
 
+def attach(job: Job) -> list[str]:
+    return job.words("attach.py", "--minutes", job.minutes, *["--tiny", "--dtype", "fp32", "--rounds", 1] * job.tiny)
+
+
+def no_transformers(device: dict[str, Any]) -> str | None:
+    return None if importlib.util.find_spec("transformers") else "transformers is not installed"
+
+
 def adaptive(job: Job) -> list[str]:
     """The model of the goals; on a smaller device a smaller one, of which a step without recompute fits."""
     how: tuple[object, ...] = ("--finalists", 3, "--losses", 2, "--minutes", job.minutes)
@@ -175,6 +183,7 @@ PIECES = (  # in order of value
     Piece(name="swap", minutes=4, command=swap, timed=True),
     Piece(name="recompute", minutes=6, command=recompute, timed=True),
     Piece(name="host_cost", minutes=4, command=host_cost, timed=True),
+    Piece(name="attach", minutes=4, command=attach, absent=no_transformers, timed=True),
     Piece(name="adaptive", minutes=8.9, command=adaptive, timed=True),
     Piece(name="chunk_zero", minutes=7, command=chunk_zero, timed=True),
 )

@@ -95,6 +95,19 @@ def _adaptive(figures: dict[str, Any]) -> list[Goal]:
     return found
 
 
+def _attach(figures: dict[str, Any]) -> list[Goal]:
+    rows = figures["variants"]
+    text, plans = "found under a cap: below it, and faster than gradient checkpointing", []
+    for name, row in rows.items():
+        if "cap_bytes" in row:
+            ahead = rows["gradient checkpointing"]["median_of_ratios"] / row["median_of_ratios"]
+            plans.append((row["peak_bytes"] <= row["cap_bytes"] and ahead > 1, f"{name}: {100 * (ahead - 1):+.1f} %"))
+    return [
+        _same(rows),
+        Goal(text, all(met for met, _ in plans) if plans else None, "; ".join(said for _, said in plans)),
+    ]
+
+
 def _chunk_zero(figures: dict[str, Any]) -> list[Goal]:
     return chunk_goals(figures["variants"], figures["failed"])
 
@@ -104,6 +117,7 @@ _GOALS = {
     "gpu-tests": _tests,
     "swap": _swap,
     "recompute": _recompute,
+    "attach": _attach,
     "adaptive": _adaptive,
     "chunk_zero": _chunk_zero,
 }

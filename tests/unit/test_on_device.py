@@ -132,6 +132,36 @@ def test_the_goals_of_the_adaptive_plan(script, rows, lines):
     assert tuple(words[:3]) == lines
 
 
+def test_the_page_tells_what_plans_of_attach_reach(script):
+    import on_device_page
+
+    rows = {
+        "no pack": {"same": True, "median_of_ratios": 1.0, "peak_bytes": 9},
+        "gradient checkpointing": {"same": True, "median_of_ratios": 1.3, "peak_bytes": 2},
+        "found under a cap of 50%": {"same": True, "median_of_ratios": 1.04, "peak_bytes": 5, "cap_bytes": 5},
+    }
+    lines = on_device_page.goal_lines(on_device_page.goals("attach", {"variants": rows}))
+    assert [line.partition(":")[0] for line in lines] == ["met", "met"] and "+25.0 %" in lines[1]
+    for other in ({"peak_bytes": 6}, {"median_of_ratios": 1.31}, {"same": False}):
+        changed = rows | {"found under a cap of 50%": rows["found under a cap of 50%"] | other}
+        lines = on_device_page.goal_lines(on_device_page.goals("attach", {"variants": changed}))
+        assert any(line.startswith("MISSED") for line in lines), other
+
+
+def test_every_plan_that_is_compared_bit_for_bit_is_one():
+    """The compared models need a device for some of them."""
+    code = """
+import bits
+from mindspeed_mem.plan import load_memory_config
+for plan in (*bits.PLANS.values(), *bits.ITS_PLANS.values(), *bits.OF_EXPERTS.values()):
+    load_memory_config(plan)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_piece_that_is_not_there_is_refused():
     done = subprocess.run([sys.executable, str(SCRIPT), "--only", "swop"], capture_output=True, text=True)
     assert done.returncode == 1 and "--only swop: allowed are doctor, gpu-tests, " in done.stderr
