@@ -53,6 +53,8 @@ _OWN = "_mindspeed_mem_forward"
 """On a module that had a forward of its own: that."""
 _OURS = "mindspeed_mem_ours"
 """On a forward that we have put on a module. Copies of models have them, and modules that are added to one."""
+_REPLICATE = "_replicate_for_data_parallel"
+"""By which torch copies a module to another device. Our forward on the copy would be that of the original."""
 _PATCHES = ("mindspeed_mem.patches.activation_saved_tensors", "mindspeed_mem.patches.activation_transforms")
 """Under saved-tensor hooks custom functions read what they saved through the first; the second lets torch.func run."""
 _GIB = 2**30
@@ -239,6 +241,7 @@ class Attached:
             _with_self(forward, module.__dict__[_OWN], module)
         # a method, so that copies have theirs
         self._ours[module] = module.__dict__["forward"] = types.MethodType(forward, module)
+        module.__dict__[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, module)
 
 
 def _is_below(module: nn.Module, forward: types.MethodType) -> bool:
@@ -256,6 +259,7 @@ def _take_off(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(_MODEL, None)
         module.__dict__.pop(regions.SHARED, None)
+        module.__dict__.pop(_REPLICATE, None)
         if hasattr(module.__dict__.get("forward"), _OURS):
             del module.__dict__["forward"]
             if _OWN in module.__dict__:
@@ -263,6 +267,13 @@ def _take_off(model: nn.Module) -> None:
         module.__dict__.pop(_OWN, None)  # also of one that somebody has unwrapped meanwhile
     for tensor in (*model.parameters(), *model.buffers()):
         marks.forget(local_of(tensor))
+
+
+def _replicate_for_data_parallel(module: nn.Module) -> nn.Module:  # its name is what pickles look for
+    raise RuntimeError(
+        f"a {type(module).__name__} of an attached model is to be copied to several devices, as DataParallel does; "
+        f"{_DATA_PARALLEL}, or detach the model first"
+    )
 
 
 def _with_self(forward: Any, own: Callable, of: nn.Module) -> None:
@@ -298,6 +309,10 @@ def pass_forward(original: Callable) -> Callable:
             return original(module, *args, **kwargs)
         if not engine.in_force.partners and ranks.is_initialized():
             engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
+        # On an NPU asking would wait for all that the host has queued.
+        if engine.backend.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if not engine.in_force.idle and regions.may_save():
+                raise RuntimeError(_CAPTURED)
         if engine.passes.given is not None and torch.is_grad_enabled():
             engine.passes.given(args, kwargs)
         given = _nodes_of((args, kwargs))  # before it changes them in place; they may be given to it again
@@ -317,6 +332,11 @@ _UNSEEN = (
     "no forward of the model with gradients was seen: none has run, or it is compiled as a whole, and the plan has no "
     "effect"
 )
+_CAPTURED = (
+    "a CUDA graph is being captured of a forward of the attached model, which cannot be: what a plan moves and makes "
+    "again is no part of a graph; make graphs of parts of its layers, before attach (each is one operator), or detach "
+    "the model first"
+)
 _DATA_PARALLEL = "use torch's DistributedDataParallel, a process for each device, in place of DataParallel"
 
 
@@ -332,8 +352,8 @@ def attach(
 ) -> Attached:
     """Swap and recompute activations of any torch model by a plan. Losses and gradients stay bit-identical.
 
-    Call it when the model is on its device, before or after wrapping it (DistributedDataParallel, `fully_shard`); with
-    ranks, on all of them. One model at a time: for several, attach an `nn.ModuleList` of them.
+    Call it when the model is on the current device, before or after wrapping it (DistributedDataParallel,
+    `fully_shard`); with ranks, on all of them. One model at a time: for several, attach an `nn.ModuleList` of them.
 
     Args:
         model: its forward is a micro-batch of the plan.
@@ -440,7 +460,8 @@ def _gone(model: weakref.ref[nn.Module]) -> bool:
 
 
 def _backend_of(model: nn.Module, problems: list[str]) -> Backend | None:
-    kinds = sorted({one.device.type for one in (*model.parameters(), *model.buffers())} or {"cpu"})
+    devices = {one.device for one in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
+    kinds = sorted({one.type for one in devices})
     if "meta" in kinds:
         problems.append("model: it is on meta; allowed: a model on its device (model.to_empty, then its weights)")
         return None
@@ -449,10 +470,28 @@ def _backend_of(model: nn.Module, problems: list[str]) -> Backend | None:
         return None
     try:
         usual = get_backend()
-        return usual if usual.tensor_type == kinds[0] else get_backend(kinds[0])
+        backend = usual if usual.tensor_type == kinds[0] else get_backend(kinds[0])
     except DeviceError as error:
         problems.append(f"model: {error}")
         return None
+    _check_numbers(kinds[0], {one.index for one in devices if one.index is not None}, backend.index(), problems)
+    return backend
+
+
+def _check_numbers(kind: str, numbers: set[int], current: int | None, problems: list[str]) -> None:
+    """The model has to be on the one device of its kind that is current: there streams are made and memory counted."""
+    found = " and ".join(f"{kind}:{number}" for number in sorted(numbers))
+    if len(numbers) > 1:
+        problems.append(
+            f"model: it is on {found}; allowed: one device for each process; use FSDP2 (fully_shard) or "
+            "DistributedDataParallel, a process for each device, or put the whole model on one device (Hugging Face: "
+            "without device_map)"
+        )
+    elif current is not None and numbers and current not in numbers:
+        problems.append(
+            f"model: it is on {found}, and the current device is {kind}:{current}; call "
+            f"torch.{kind}.set_device({min(numbers)}) before attach, each process for a device of its own"
+        )
 
 
 def _checked(

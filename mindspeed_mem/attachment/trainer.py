@@ -10,9 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_mem.attachment.attached import Attached, Plan, attach
-from mindspeed_mem.plan import MemoryConfig, load_memory_config
+from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 
 logger = logging.getLogger(__name__)
+
+_DATA_PARALLEL = (
+    "args.n_gpu: got {0}, with which the Trainer wraps the model in DataParallel; allowed: 1; start a process for each "
+    "device (torchrun --nproc-per-node {0}), or let it see one device only (CUDA_VISIBLE_DEVICES=0)"
+)
 
 
 def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) -> Any:
@@ -31,7 +36,8 @@ def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) 
     Raises:
         ModuleNotFoundError: transformers is not installed.
         TypeError: `attach` has no such argument.
-        MemoryConfigError: the plan is none by itself; on the model it is checked when training begins.
+        MemoryConfigError: the plan is none by itself; on the model it is checked when training begins, and so is
+            that the Trainer does not train by DataParallel.
     """
     from transformers import TrainerCallback
 
@@ -43,8 +49,11 @@ def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) 
         attached: Attached | None = None
         _step: contextlib.ExitStack | None = None
 
-        def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        def on_train_begin(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
             self._stop()  # of a training that failed
+            quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+            if args.n_gpu > 1 and not quantized:  # as the Trainer asks
+                raise MemoryConfigError([_DATA_PARALLEL.format(args.n_gpu)], "trainer_callback")
             self.attached = attach(model, plan, **arguments)
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:

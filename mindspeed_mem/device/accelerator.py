@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_mem import reserve
 from mindspeed_mem.device import numa
@@ -181,7 +182,8 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         if not self._is_near:
             self._is_near = True
             logger.info(numa.bind(self.index(), self.pci_address()))
-        return self._pinned(nbytes)
+        with _disable_current_modes():  # the guard's would take a full host for a full device
+            return self._pinned(nbytes)
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
         try:

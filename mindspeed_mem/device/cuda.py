@@ -27,6 +27,9 @@ def why_absent() -> str | None:
 
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this process
+# Of a convolution, also where torch's allocator has refused all of cuDNN's plans their workspaces: torch swallows that
+# (Conv_v8.cpp, Conv_v7.cpp).
+_NO_PLAN = r"unable to find an engine to execute|unable to find a valid cuDNN algorithm"
 
 
 class CudaBackend(AcceleratorBackend):
@@ -38,13 +41,29 @@ class CudaBackend(AcceleratorBackend):
     driver_full = re.compile(
         r"_STATUS_ALLOC(?:ATION)?_FAILED|DEVICE_ALLOCATION_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"
         r"|rocblas_status_memory_error|(?:cuda|hip)ErrorMemoryAllocation|hipErrorOutOfMemory"
-        r"|\b(?:CUDA|HIP)\b[^\n]{0,40}\bout of memory|CUDA_ERROR_OUT_OF_MEMORY|Failed to CUDA [cm]alloc",
+        r"|\b(?:CUDA|HIP)\b[^\n]{0,40}\bout of memory|CUDA_ERROR_OUT_OF_MEMORY|Failed to CUDA [cm]alloc"
+        r"|resource allocation failed when calling `?cusparse|MAGMA[^\n]*cannot allocate memory on GPU device",
         re.IGNORECASE,
     )
-    perhaps_full = re.compile("_STATUS_NOT_INITIALIZED")  # of a handle that could not be made
+    # The first, and cuSPARSE's initialization error, of a handle that could not be made.
+    perhaps_full = re.compile(
+        r"_STATUS_NOT_INITIALIZED|_STATUS_INSUFFICIENT_RESOURCES"
+        rf"|(?:initialization error|insufficient resources) when calling `?cusparse|{_NO_PLAN}",
+        re.IGNORECASE,
+    )
+
+    _refused = 0  # requests to torch's allocator, when that was looked at last
 
     def __init__(self) -> None:
         super().__init__(torch.cuda)
+
+    def is_out_of_memory(self, exc: BaseException) -> bool:
+        # Under a limit the driver has memory left when torch's allocator refuses some: its own count tells.
+        refused = torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0)
+        lately, self._refused = refused not in (0, self._refused), refused
+        if lately and isinstance(exc, RuntimeError) and re.search(_NO_PLAN, str(exc), re.IGNORECASE):
+            return True
+        return super().is_out_of_memory(exc)
 
     def stream_key(self) -> Hashable:
         return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())  # without making a stream object of it

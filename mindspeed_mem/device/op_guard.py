@@ -24,7 +24,7 @@ from mindspeed_mem.device.base import Backend
 from mindspeed_mem.device.formulas import FormulaKeepingMode
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.device.op_needs import OpNeeds
-from mindspeed_mem.device.op_rules import Rule, rule_of, storages, why_begun, why_computed, why_not
+from mindspeed_mem.device.op_rules import Rule, pins, rule_of, storages, why_begun, why_computed, why_not
 
 _MOST_DOUBLINGS = 6
 _SCRATCH = 4  # times what an operator was given: about what a backward that the guard does not see takes besides
@@ -62,6 +62,8 @@ class OpGuard(FormulaKeepingMode):
 
     def operator(self, op: Any, args: tuple, kwargs: dict) -> Any:
         if os.getpid() != self._process:  # a data loader's, forked meanwhile: it has the mode, but not the device
+            return op(*args, **kwargs)
+        if pins(op, kwargs):
             return op(*args, **kwargs)
         rule = rule_of(op)
         if rule is Rule.APART:
@@ -121,7 +123,7 @@ class OpGuard(FormulaKeepingMode):
 
     def _again(self, op: Any, args: tuple, kwargs: dict, random: Any, error: Exception) -> Any:
         wanted = self._backend.bytes_wanted(error)
-        why = why_not(op, args, kwargs) or self._why_changed(op, error)
+        why = why_not(op, args, kwargs) or self._why_changed(op, args, kwargs, error)
         pinned = storages(args, kwargs)
         doublings = 0
         self.lacks += 1
@@ -147,11 +149,11 @@ class OpGuard(FormulaKeepingMode):
                     raise
                 self.failures += 1
                 error, wanted = again, max(wanted, self._backend.bytes_wanted(again))
-                why = self._why_changed(op, error)
+                why = self._why_changed(op, args, kwargs, error)
         raise self._give_up(str(op), wanted, why) from error.with_traceback(None)
 
-    def _why_changed(self, op: Any, error: Exception) -> str:
-        return why_computed(op, error) or (why_begun(op) if self._backend.is_from_driver(error) else "")
+    def _why_changed(self, op: Any, args: tuple, kwargs: dict, error: Exception) -> str:
+        return why_computed(op, error) or (why_begun(op, args, kwargs) if self._backend.is_from_driver(error) else "")
 
     def _one_by_one(self, op: Any, args: tuple, kwargs: dict) -> Any:
         count = max((len(a) for a in (*args, *kwargs.values()) if _is_list(a)), default=0)

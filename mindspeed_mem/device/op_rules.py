@@ -6,7 +6,9 @@
 | writes its arguments, each element from what was there (add_, index_add_, addmm_) | runs again: these allocate first |
 | overwrites its arguments (out=) | runs again, unless it reads them, too, or has to resize them |
 | works through lists of tensors (_foreach_add_, _fused_adam_) | is run tensor by tensor, so that each runs once |
+| writes arguments that its schema does not call mutable (running statistics, what a cuDNN cell keeps) | fails |
 | collective, on distributed tensors, of an unknown library, or writes its arguments in another way | fails |
+| asks for pinned host memory | is none of the device's concern, see `pins` |
 """
 
 from __future__ import annotations
@@ -31,8 +33,30 @@ _ALLOCATE_FIRST = frozenset(
     "put_ tril_ triu_ cumsum_ cumprod_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ "
     "log_normal_ cauchy_ as_strided_ squeeze_ unsqueeze_ transpose_ t_ detach_ requires_grad_".split()
 )
-# They update running statistics that their schemas do not call mutable.
-_HIDDEN = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())
+# They write what their schemas do not call mutable: the first argument named, where it and all others are given and
+# true. Some are seen whole in inference mode only. Read in torch's kernels; which backwards overwrite what forward
+# reserved for them shows in derivatives.yaml, which hands them a copy of it (retain_variables).
+_UNSEEN = {
+    "batch_norm": ("running_mean", "training"),
+    "_batch_norm_impl_index": ("running_mean", "training"),
+    "native_batch_norm": ("running_mean", "training"),
+    "cudnn_batch_norm": ("running_mean", "training"),
+    "miopen_batch_norm": ("running_mean", "training"),
+    "instance_norm": ("running_mean", "use_input_stats"),
+    "batch_norm_update_stats": ("running_mean",),
+    "batch_norm_gather_stats": ("running_mean",),
+    "batch_norm_gather_stats_with_counts": ("running_mean",),
+    "batch_norm_gather_stats_update": ("running_mean",),  # of torch_npu
+    "_cudnn_rnn_backward": ("reserve",),
+    "miopen_rnn_backward": ("reserve",),
+}
+# The same, but all is allocated before a library writes.
+_UNSEEN_BY_LIBRARY = {
+    "_cudnn_rnn": ("dropout_state", "train", "dropout"),
+    "miopen_rnn": ("dropout_state", "train", "dropout"),
+    "cudnn_batch_norm_backward": ("reserveSpace",),
+    "batch_norm_backward": ("reserve",),
+}
 
 
 class Rule(Enum):
@@ -40,6 +64,7 @@ class Rule(Enum):
     APART = "its tensors one by one"
     OVERWRITES = "runs again unless it reads what it writes, or resizes it"
     COLLECTIVE = "is a collective, which other ranks take part in"
+    UNSEEN = "runs again unless it has arguments that it changes unseen by its schema"
     UNSURE = "changes its arguments, perhaps in part already"
     UNKNOWN = "is none of torch's own: it may communicate with other ranks"
 
@@ -59,8 +84,10 @@ def rule_of(op: Any) -> Rule:
         return Rule.AGAIN
     if not _of(op, _COMPUTE):
         return Rule.UNKNOWN
+    if name in _UNSEEN:  # also where it has out=
+        return Rule.UNSEEN
     if not schema.is_mutable:
-        return Rule.UNSURE if name in _HIDDEN else Rule.AGAIN
+        return Rule.AGAIN
     if op.namespace != "aten":
         return Rule.UNSURE
     if name.startswith(_LISTS):
@@ -79,6 +106,9 @@ def _of(op: Any, namespaces: tuple[str, ...]) -> bool:
 def why_not(op: Any, args: tuple, kwargs: dict) -> str:
     """Why `op`, which has just failed, cannot run again; empty if it can."""
     rule = rule_of(op)
+    # With out= it would have to be looked at what the other rules look at, too, for calls that hardly anybody makes.
+    if rule is Rule.UNSEEN and (op._schema.is_mutable or _writes_unseen(_UNSEEN, op, args, kwargs)):
+        return Rule.UNSURE.value
     if rule is Rule.OVERWRITES:
         written = [leaf for leaf in tree_iter([kwargs.get(a.name) for a in op._schema.arguments if a.is_out])]
         others = (args, [value for key, value in kwargs.items() if not any(value is w for w in written)])
@@ -98,13 +128,35 @@ def why_computed(op: Any, error: Exception) -> str:
     return "has changed its arguments already"
 
 
-def why_begun(op: Any) -> str:
+def why_begun(op: Any, args: tuple, kwargs: dict) -> str:
     """Why `op` cannot run again after a library in it has found no memory; empty if it can.
 
     Operators that allocate first have asked torch's allocator first: a library may be called later, between kernels.
     """
     again = rule_of(op) is Rule.OVERWRITES or torch.Tag.pointwise in op.tags
-    return Rule.UNSURE.value if op._schema.is_mutable and not again else ""
+    changes = op._schema.is_mutable or _writes_unseen(_UNSEEN_BY_LIBRARY, op, args, kwargs)
+    return Rule.UNSURE.value if changes and not again else ""
+
+
+def _writes_unseen(table: dict[str, tuple[str, ...]], op: Any, args: tuple, kwargs: dict) -> bool:
+    conditions = table.get(op._schema.name.partition("::")[2])
+    if conditions is None:
+        return False
+    given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs
+    values = [given.get(name) for name in conditions]
+    return all(bool(value.numel()) if isinstance(value, torch.Tensor) else bool(value) for value in values)
+
+
+def pins(op: Any, kwargs: dict) -> bool:
+    """Whether `op` asks for pinned host memory. Where that has run out, the driver's words are those for its device,
+    but room on the device is of no use: making it would fill the host further."""
+    return bool(kwargs.get("pin_memory")) or _pins(op)
+
+
+@functools.cache
+def _pins(op: Any) -> bool:
+    schema = getattr(op, "_schema", None)
+    return schema is not None and schema.name in ("aten::_pin_memory", "aten::pin_memory")
 
 
 def _has_its_memory(leaf: Any) -> bool:

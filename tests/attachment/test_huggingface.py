@@ -122,6 +122,17 @@ def test_wrong_arguments_of_the_callback_are_refused_where_it_is_made():
         mindspeed_mem.trainer_callback("nofile.yaml")
 
 
+def test_a_trainer_that_takes_data_parallel_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    import transformers
+
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+    callback = mindspeed_mem.trainer_callback(SWAP)
+    with pytest.raises(ValueError, match=r"n_gpu: got 2, .* DataParallel; .* \(torchrun .* \(CUDA_VISIBLE_DEVICES=0\)"):
+        trained(tmp_path, [callback], use_cpu=True, disable_tqdm=True)
+    assert callback.attached is None
+
+
 def test_trainer_after_a_training_that_failed(tmp_path, caplog):
     pytest.importorskip("accelerate")
     caplog.set_level(logging.INFO, "mindspeed_mem")

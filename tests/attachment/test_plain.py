@@ -301,6 +301,22 @@ def test_two_threads_at_once_are_refused(attach):
     assert same(results(model, accumulated), plain)
 
 
+@pytest.mark.parametrize("plan", ["swap", None])
+def test_replicas_of_an_attached_model_are_refused(plan, attach):
+    """`nn.DataParallel` asks each module for one, as many as there are devices."""
+    model = Net()
+    attached = attach(model, PLANS.get(plan))
+    for part in (model, model.blocks[1], model.blocks[1].fc1, copy.deepcopy(model)):
+        with pytest.raises(
+            RuntimeError, match="as DataParallel does; use torch's DistributedDataParallel, .* or detach"
+        ):
+            part._replicate_for_data_parallel()
+    attached.detach()
+    for part in model.modules():
+        assert "_replicate_for_data_parallel" not in vars(part)
+        assert part._replicate_for_data_parallel()._is_replica
+
+
 def test_two_models_in_a_list(attach):
     models = nn.ModuleList([Net(), Net(2)])
 

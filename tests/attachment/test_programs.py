@@ -126,6 +126,14 @@ def encoder():
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, activation="gelu", batch_first=True, norm_first=True)
 
 
+def one_graph(device):
+    """Parts that are compiled, and must not fall back."""
+    model = Net().to(device)
+    for block in model.blocks:
+        block.mlp.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
 def compiled_parts(device):
     model = Net().to(device)
     for block in model.blocks:
@@ -151,6 +159,7 @@ MODELS = {
     "bf16 by autocast": lambda device: Net().to(device),
     "fp16 by autocast, scaled": lambda device: Net().to(device),
     "fused optimizer": lambda device: Net().to(device),
+    "parts in one graph": one_graph,
 }
 ON_GPU = {
     "compiled parts": compiled_parts,
@@ -158,7 +167,12 @@ ON_GPU = {
     "flexible attention": lambda device: Net(Flexible).to(device, torch.bfloat16),
     "CUDA graph": graphed,
 }
-QUICK = {("grouped queries", "auto"), ("fp16 by autocast, scaled", "swap"), ("recurrent", "whole")}
+QUICK = {
+    ("grouped queries", "auto"),
+    ("parts in one graph", "auto"),
+    ("fp16 by autocast, scaled", "swap"),
+    ("recurrent", "whole"),
+}
 CASES = [
     pytest.param(name, plan, device, marks=marks)
     for device in ("cpu", "cuda")
@@ -227,3 +241,25 @@ def test_a_program_trains_as_without_a_plan(name, plan, device, monkeypatch, cap
     del mine
     gc.collect()
     assert LEDGER.held.now == 0
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("plan", ["auto", "whole"])
+def test_flexible_attention_as_it_is_on_a_gpu(plan, monkeypatch, caplog):
+    """A higher-order operation; torch refuses only its backward on a CPU, for a reason that is not ours."""
+    module = pytest.importorskip("torch.nn.attention.flex_attention")
+    if not hasattr(module, "_validate_device"):
+        pytest.skip("this torch refuses it elsewhere")
+    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
+
+    def causal(score, batch, head, to, of):
+        return torch.where(to >= of, score, -torch.inf)
+
+    class Plain(Block):
+        def attend(self, query, key, value):
+            return attend(query, key, value, score_mod=causal)
+
+    attend = torch.compile(module.flex_attention, backend="aot_eager")  # CPUs have no kernel for its backward
+
+    monkeypatch.setitem(MODELS, "flexible", lambda device: Net(Plain).to(device))
+    test_a_program_trains_as_without_a_plan("flexible", plan, "cpu", monkeypatch, caplog)

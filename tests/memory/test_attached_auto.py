@@ -117,6 +117,32 @@ def test_a_layer_that_cannot_be_seen_between_others_ends_the_search(caplog):
     assert "layer 1 did not run in a step, or nothing inside could be seen" in caplog.text
 
 
+class Mixer(nn.Module):
+    """A layer of another kind, none of whose operators has a name of the blocks'."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale, self.into, self.out = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.out(self.into(self.scale(x)).cumsum(1).tanh())
+
+
+@pytest.mark.host
+def test_kinds_of_layers_that_alternate(caplog):
+    """The first layer is of a class whose others come after a layer of another kind, with what that made as input."""
+    caplog.set_level(logging.INFO)
+    torch.manual_seed(0)
+    model = Net(4, 24)
+    model.blocks[1], model.blocks[3] = Mixer(24), Mixer(24)
+    model.blocks.insert(0, Mixer(24))
+    with counted() as memory:
+        expected, peak = expected_of(model, memory, 18)
+        with mindspeed_mem.attach(model, "auto", device_memory_gib=0.85 * peak / 2**30) as attached:
+            assert settled_within(attached, Training(model), expected)
+    assert "planning failed" not in caplog.text
+
+
 class Skipping(Net):
     """A layer that not every step has."""
 

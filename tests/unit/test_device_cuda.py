@@ -7,8 +7,10 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mem.device import get_backend, numa
+from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.slabs import HostSlabs
 
 MB = 1 << 20
@@ -103,6 +105,97 @@ def test_a_refused_registration_falls_back_and_the_error_is_not_left_behind(unpl
     with pytest.warns(RuntimeWarning, match="cuda: host memory cannot be pinned"):
         buffer = backend.host_empty(5000)
     assert buffer.numel() == 5000 and runtime.calls == len(forgotten) == 1 and runtime.registered == {}
+
+
+NO_PLAN = [
+    "GET was unable to find an engine to execute this computation",
+    "FIND was unable to find an engine to execute this computation",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+]
+NO_HANDLE = [
+    "CUDA error: initialization error when calling `cusparseCreate(handle)`",
+    "CUDA error: insufficient resources when calling `cusparseSpGEMM_compute( handle, opA)`",
+    "CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+]
+FULL = [
+    "CUDA error: resource allocation failed when calling `cusparseCreate(handle)`",
+    "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED",
+    "MAGMA error: cannot allocate memory on GPU device, info = -113, when calling dsyevd",
+]
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A CudaBackend, and the figures of its device."""
+    from mindspeed_mem.device.cuda import CudaBackend
+
+    figures = types.SimpleNamespace(free=20 << 30, ooms=0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (figures.free, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda *_: {"num_ooms": figures.ooms})
+    monkeypatch.setattr(CudaBackend, "_total", lambda self: 80 << 30)
+    return CudaBackend(), figures
+
+
+def test_what_more_libraries_say_when_the_driver_has_no_memory(full):
+    backend, figures = full
+    assert [text for text in FULL if not backend.is_out_of_memory(RuntimeError(text))] == []
+    perhaps = NO_PLAN + NO_HANDLE
+    assert [text for text in perhaps if backend.is_out_of_memory(RuntimeError(text))] == []
+    figures.free = 1 << 20
+    assert [text for text in perhaps if not backend.is_out_of_memory(RuntimeError(text))] == []
+    assert not backend.is_out_of_memory(ValueError(NO_PLAN[0]))
+
+
+@pytest.mark.parametrize("text", NO_PLAN)
+def test_a_convolution_without_a_plan_has_lacked_memory_where_the_allocator_has_refused_some(full, text):
+    """Under a limit, the driver has more."""
+    backend, figures = full
+    assert not backend.is_out_of_memory(RuntimeError(text))  # there is none for its types, say
+    figures.ooms = 7
+    assert not backend.is_out_of_memory(ValueError(text)) and not backend.is_out_of_memory(RuntimeError(text))
+    figures.ooms = 9
+    assert backend.is_out_of_memory(RuntimeError(text))
+    assert not backend.is_out_of_memory(RuntimeError(text))
+    figures.ooms = 10
+    assert backend.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not backend.is_out_of_memory(RuntimeError(text))  # the refusal was that one's
+    figures.ooms = 0  # the statistics have been reset
+    assert not backend.is_out_of_memory(RuntimeError(text))
+
+
+def test_a_convolution_without_a_plan_runs_again_in_the_guard(full):
+    backend, figures = full
+    failures, asked = [RuntimeError(NO_PLAN[0])] * 2, []
+
+    class Full(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op is torch.ops.aten.convolution.default and failures:
+                figures.ooms += 5
+                raise failures.pop()
+            return op(*args, **kwargs or {})
+
+    backend.give_back = lambda: 0
+    image, kernel = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3)
+    with Full(), OpGuard(backend, lambda nbytes, _: asked.append(nbytes) or 1, None):
+        result = torch.conv2d(image, kernel)
+    assert torch.equal(result, torch.conv2d(image, kernel)) and len(asked) == 2
+
+
+def test_host_buffers_are_out_of_the_guards_sight(unplugged, monkeypatch):
+    """The driver's refusal to pin, which the next kernel is blamed for, is no lack of device memory."""
+    backend, runtime = unplugged
+    runtime.refuse, seen = True, []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(op)
+            return op(*args, **kwargs or {})
+
+    monkeypatch.setattr("mindspeed_mem.device.cuda._forget_error", lambda: torch.empty(1).fill_(0))
+    monkeypatch.setattr(backend, "_told_unpinned", True)
+    with Seeing():
+        assert backend.host_empty(5000).numel() == 5000
+    assert seen == []
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The guard around single operators: memory runs out inside, room is made, and nothing is done twice."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.cuda import CudaBackend
 from mindspeed_mem.device.op_guard import OpGuard
-from mindspeed_mem.device.op_rules import Rule, rule_of
+from mindspeed_mem.device.op_rules import Rule, rule_of, why_not
 from tests.guarding import GaveUp, N, Sandbag, guarded, limited_memory, numbers
 
 aten = torch.ops.aten
@@ -244,6 +246,15 @@ class OnDriver(CudaBackend):
         super().__init__()
         self._driver = driver
 
+    def room(self):
+        return None
+
+    def rng_state(self, index=None):
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state, index=None):
+        torch.set_rng_state(state)
+
     def give_back(self):
         given, self._driver.kept = self._driver.kept, 0
         self._driver.free += given
@@ -271,6 +282,155 @@ def test_where_a_library_finds_no_memory_at_the_driver_the_allocator_gives_back_
 def test_what_may_add_twice_does_not_run_again():
     for op in (aten.scatter_reduce_.two, aten.index_reduce_.default, aten.addbmm_.default):
         assert rule_of(op) is Rule.UNSURE, op
+
+
+class Kernel:
+    """Imitates an operator of a GPU's: what it lacks is refused once, after it has run."""
+
+    def __init__(self, name, function, error):
+        self.calls, self._name, self._function, self._errors = 0, name, function, [error]
+
+    def __enter__(self):
+        self._scope = torch.library._scoped_library("aten", "IMPL")
+        self._scope.__enter__().impl(self._name, self._call, "CPU")
+        return self
+
+    def __exit__(self, *error):
+        self._scope.__exit__(*error)
+
+    def _call(self, *args, **kwargs):
+        self.calls += 1
+        result = self._function(*args, **kwargs)
+        if self._errors:
+            raise self._errors.pop()
+        return result
+
+
+REFUSED = "CUDA out of memory. Tried to allocate 2.00 MiB."
+X = torch.ones(2)
+CELLS = ["_cudnn_rnn", "miopen_rnn"]
+
+
+def of_cell(op, **values):
+    """Arguments for it."""
+    given = {"weight": [X], "weight_stride0": 4, "cx": None, "grad_hy": None, "grad_cy": None, "mode": 2}
+    given |= dict.fromkeys(("hidden_size", "num_layers"), 2) | {"proj_size": 0, "batch_sizes": []}
+    given |= dict.fromkeys(("batch_first", "bidirectional"), False) | {"train": True, "dropout": 0.0}
+    given |= {"dropout_state": None, "output_mask": [True] * 4} | values
+    return tuple(given.get(argument.name, X) for argument in op._schema.arguments)
+
+
+def on_gpu(asked=None):
+    """Room is made three times at most."""
+    asked = [] if asked is None else asked
+    return OpGuard(
+        OnDriver(FullDriver()),
+        lambda nbytes, _: asked.append(nbytes) or int(len(asked) <= 3),
+        lambda op, nbytes, why: GaveUp(f"{op}: {nbytes}: {why}"),
+    )
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cells_backward_overwrites_what_forward_kept_for_it_and_does_not_run_again(name):
+    reserve, asked = torch.ones(2), []
+    op = getattr(aten, name + "_backward").default
+
+    def overwrite(*args):
+        return reserve.mul_(2).clone(), torch.ones(2), torch.ones(2), [torch.ones(2)]
+
+    with Kernel(name + "_backward", overwrite, torch.OutOfMemoryError(REFUSED)), torch.no_grad():
+        with pytest.raises(GaveUp, match="changes its arguments"), on_gpu(asked):
+            op(*of_cell(op, reserve=reserve))
+    assert reserve.tolist() == [2, 2] and not asked
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_cell_that_has_drawn_does_not_run_again_after_a_library_found_no_memory(name, dropout):
+    """It draws from a state that is an argument; torch's own allocations come before that."""
+    op = getattr(aten, name).default
+    for error, again in (
+        (torch.OutOfMemoryError(REFUSED), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), not dropout),
+    ):
+        fails = contextlib.nullcontext() if again else pytest.raises(GaveUp, match="changes its arguments")
+        with Kernel(name, lambda *_: (torch.ones(2),) * 5, error) as kernel, torch.no_grad(), fails, on_gpu():
+            op(*of_cell(op, dropout=dropout, dropout_state=torch.zeros(2)))
+        assert kernel.calls == 1 + again, error
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_statistics_are_not_updated_twice():
+    mean, var, counts = torch.zeros(3), torch.ones(3), torch.ones(1, 3)
+
+    def updated(*args):
+        mean.add_(1)
+        return torch.zeros(3), torch.ones(3)
+
+    images = numbers(4, 3)
+    for name, args in {
+        "batch_norm_gather_stats": (images, mean, var, mean, var, 0.1, 1e-5, 4),
+        "batch_norm_gather_stats_with_counts": (images, counts, counts, mean, var, 0.1, 1e-5, counts),
+        "batch_norm_update_stats": (images, mean, var, 0.1),
+    }.items():
+        mean.zero_()
+        op = getattr(aten, name).default
+        with Kernel(name, updated, torch.OutOfMemoryError(REFUSED)), pytest.raises(GaveUp), on_gpu():
+            op(*args)
+        assert mean.tolist() == [1] * 3, name
+        place = [argument.name for argument in op._schema.arguments].index("running_mean")
+        without = (*args[:place], None, None, *args[place + 2 :])
+        with Kernel(name, updated, torch.OutOfMemoryError(REFUSED)) as kernel, on_gpu():
+            op(*without)
+        assert kernel.calls == 2, name
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_batch_norm_runs_again_where_it_updates_nothing(memory, inference):
+    """In inference mode it is seen as one operator."""
+    layer, images, sandbag = torch.nn.BatchNorm1d(512), numbers(8, 512), Sandbag(memory)
+    with torch.inference_mode(inference), torch.set_grad_enabled(False):
+        expected = layer.eval()(images)
+        memory.limit = memory.allocated + 100
+        with guarded(sandbag):
+            result = layer(images)
+        memory.limit = memory.allocated + 100
+        with pytest.raises(GaveUp, match="changes its arguments"), guarded(Sandbag(memory, pieces=0)):
+            torch.nn.functional.batch_norm(images, layer.running_mean, layer.running_var, training=True)
+        memory.limit = None
+    assert sandbag.asked and torch.equal(result, expected)
+    out = {"out": torch.empty(8, 512), "save_mean": torch.empty(512), "save_invstd": torch.empty(512)}
+    assert why_not(aten.native_batch_norm.out, (images, None, None, X, X, True, 0.1, 1e-5), out)
+
+
+class FullHost(TorchDispatchMode):
+    """No page of host memory can be pinned any more: what cudaHostAlloc says of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.refused = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if (kwargs or {}).get("pin_memory") or op is aten._pin_memory.default:
+            self.refused += 1
+            raise RuntimeError("CUDA error: out of memory")
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        lambda: torch.empty(1000, pin_memory=True),
+        lambda: torch.zeros(1000, pin_memory=True),
+        lambda: aten._to_copy(X, device=torch.device("cpu"), pin_memory=True),
+        lambda: aten._pin_memory(X),
+    ],
+)
+def test_a_full_host_is_no_full_device(pin):
+    host, asked = FullHost(), []
+    with host, on_gpu(asked), pytest.raises(RuntimeError, match="^CUDA error: out of memory$"):
+        pin()
+    assert host.refused == 1 and not asked
 
 
 def test_higher_order_operators_and_tensors_of_scalars_pass(memory):

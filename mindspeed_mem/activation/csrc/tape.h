@@ -105,8 +105,8 @@ class TapeNote {
   // False: Python is to look at it.
   bool note(PyObject* function, PyObject* args, PyObject* kwargs, PyObject* result, PyObject* random) {
     Own facts = call(facts_of, function);
-    PyObject* places = PyTuple_GET_ITEM(facts.get(), 2);
-    if (PyTuple_GET_ITEM(facts.get(), 0) != Py_True || (PyDict_GET_SIZE(kwargs) > 0 && has_generator(kwargs))) {
+    PyObject *refused = PyTuple_GET_ITEM(facts.get(), 0), *places = PyTuple_GET_ITEM(facts.get(), 2);
+    if (PyUnicode_GET_LENGTH(refused) > 0 || (PyDict_GET_SIZE(kwargs) > 0 && has_generator(kwargs))) {
       return false;
     }
     Own outputs = own(PyList_New(0)), given = own(PyTuple_Pack(2, args, kwargs));

@@ -1,7 +1,7 @@
 """One forward watched below autograd: every torch operation in layers, and the operators that run.
 
 Each operation is noted with the storages it reads and makes, its FLOPs, and the operator running; what comes of it is
-in recompute_cost.py. Kernels that are no torch operations count no FLOPs; what is compiled runs uncompiled here.
+in recompute_cost.py. Kernels that are no torch operations, and what is compiled, count no FLOPs.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _FORMULAS = {getattr(torch.ops.aten, name): _attention_flops for name in _ATTENT
 class Watch(TorchDispatchMode):
     """Watches one forward. ``running()`` tells the operator (layer, path) that runs."""
 
+    supports_higher_order_operators = True  # one step, as flex_attention is
+
     def __init__(self, running: Callable[[], tuple[int, str] | None], device_type: str):
         super().__init__()
         self._running, self._device_type = running, device_type
@@ -50,6 +52,11 @@ class Watch(TorchDispatchMode):
         self._open: list[tuple[int, str]] = []
         self.forward = Forward()
         """What has been seen so far."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled, or other bits would come of them; what they do is out of its sight."""
+        return True
 
     # ---- the forward
     def run(self, node: tuple[int, str], state: Any, call: Callable, /, *args, **kwargs) -> Any:
@@ -136,7 +143,7 @@ class Watch(TorchDispatchMode):
 
 
 def _flops_of(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
-    packet = getattr(func, "_overloadpacket", None)
+    packet = getattr(func, "_overloadpacket", func)
     formula = _FORMULAS.get(packet) or flop_registry.get(packet)
     if formula is None:
         return 0

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mem.activation.rerun import rng
@@ -35,8 +36,8 @@ COLLECTIVES = {"c10d", "_c10d_functional"}
 class Facts(NamedTuple):
     """Of an operation, whatever it works on; tape.h takes them by their places."""
 
-    ordinary: bool
-    """No collective."""
+    refused: str
+    """Why nothing it takes part in can run again; empty if that can."""
     blank: bool
     """What it makes has no content yet."""
     written: tuple[tuple[int, str], ...]
@@ -48,11 +49,17 @@ class Facts(NamedTuple):
 @functools.cache
 def facts_of(function: Any) -> Facts:
     return Facts(
-        ordinary=function.namespace not in COLLECTIVES,
+        refused=_why_not(function),
         blank=function.__name__.startswith(("empty", "new_empty")),
         written=written_places(function),
-        draws=_RANDOM in function.tags,
+        draws=_RANDOM in getattr(function, "tags", ()),
     )
+
+
+def _why_not(function: Any) -> str:
+    if isinstance(function, HigherOrderOperator):
+        return f"it contains {function.__name__}, which takes functions"
+    return "it contains a collective" if function.namespace in COLLECTIVES else ""
 
 
 class Ref(NamedTuple):
@@ -77,6 +84,8 @@ class Step(NamedTuple):
 
 class Tape(Rerun, TorchDispatchMode):
     """One run of an inline operator: a mode while it runs, afterwards what can make its storages again."""
+
+    supports_higher_order_operators = True  # it sees that there are any
 
     def __init__(self, layer: int, op: str, number: int, mover: Mover):
         TorchDispatchMode.__init__(self)
@@ -110,8 +119,8 @@ class Tape(Rerun, TorchDispatchMode):
 
     def _note(self, func: Any, args: tuple, kwargs: dict, result: Any, random: Any) -> None:
         facts = facts_of(func)
-        if not facts.ordinary:
-            self.why_not = "it contains a collective"
+        if facts.refused:
+            self.why_not = facts.refused
             return
         if isinstance(kwargs.get("generator"), torch.Generator):
             self.why_not = "it draws from a torch.Generator of its own"

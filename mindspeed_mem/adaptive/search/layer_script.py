@@ -229,7 +229,8 @@ def produced(group: Group, kind: LayerClass, previous: LayerClass | None) -> int
     maker, first = kind, 1
     if previous is not None and group.from_previous:
         maker, first = previous, 1 - len(previous.operators)
-    return first + max(maker.index[name] for name in group.operators if name in maker.index)
+    # Nothing: a first layer, of a class whose others come after a layer of another kind, which makes it.
+    return first + max((maker.index[name] for name in group.operators if name in maker.index), default=-1)
 
 
 def leaving(group: Group, kind: LayerClass, splits: bool) -> list[tuple[str, int]]:
