@@ -309,10 +309,8 @@ def pass_forward(original: Callable) -> Callable:
             return original(module, *args, **kwargs)
         if not engine.in_force.partners and ranks.is_initialized():
             engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
-        # On an NPU asking would wait for all that the host has queued.
-        if engine.backend.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if not engine.in_force.idle and regions.may_save():
-                raise RuntimeError(_CAPTURED)
+        if engine.backend.is_capturing() and not engine.in_force.idle and regions.may_save():
+            raise RuntimeError(_CAPTURED)
         if engine.passes.given is not None and torch.is_grad_enabled():
             engine.passes.given(args, kwargs)
         given = _nodes_of((args, kwargs))  # before it changes them in place; they may be given to it again

@@ -97,6 +97,10 @@ class Backend(abc.ABC, Generic[AnyStream, AnyEvent]):
         """Tells the current stream from others, cheaper than `current_stream`: equal as long as the stream is."""
         return self.current_stream()
 
+    def is_capturing(self) -> bool:
+        """Whether what runs on the current stream is noted as a graph, to run later; False where asking would wait."""
+        return False
+
     @abc.abstractmethod
     def new_stream(self, name: str) -> AnyStream:
         """A side stream; `name` is for messages and traces."""

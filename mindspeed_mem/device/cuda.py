@@ -68,6 +68,9 @@ class CudaBackend(AcceleratorBackend):
     def stream_key(self) -> Hashable:
         return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())  # without making a stream object of it
 
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def begin_range(self, name: str) -> Any:
         with contextlib.suppress(RuntimeError):  # this torch is built without NVTX
             return torch.cuda.nvtx.range_start(name)

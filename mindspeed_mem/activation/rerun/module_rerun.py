@@ -27,6 +27,7 @@ from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
+from mindspeed_mem.activation.rerun.settings import Setting, put_back_settings
 from mindspeed_mem.activation.rerun.state import GENERATORS, Changeable, nearly_same, put_back, same_bits
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
@@ -88,7 +89,7 @@ class ModuleRerun(Rerun):
         "noted",
         "call",
         "state",
-        "training",
+        "settings",
         "untried",
         "saved",
         "_given",
@@ -112,7 +113,7 @@ class ModuleRerun(Rerun):
         kwargs: dict[str, Any],
         hold: Callable[[torch.Tensor], Handle],
         state: Any = None,
-        training: Sequence[tuple[torch.nn.Module, bool]] = (),
+        settings: Sequence[Setting] = (),
         places: Mapping[Changeable, bool] | None = MappingProxyType({}),
     ):
         """``call(*args, **kwargs)`` is about to run.
@@ -120,14 +121,14 @@ class ModuleRerun(Rerun):
         Args:
             hold: keeps an input for the second run.
             state: an object whose attributes it reads, which may be others by the time of the second run.
-            training: the modules that run, and whether they are in training mode.
+            settings: of the modules that run.
             places: what a second run changes besides, and whether that makes another value of it. None: nobody knows
                 yet whether it repeats itself, see `repeats`.
         """
         super().__init__(layer, op, 0, mover)
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
-        self.training = training
+        self.settings = settings
         self._places: list[Changeable] = []
         self._then: list[tuple[Changeable, Any]] = []
         if places:
@@ -328,10 +329,7 @@ class ModuleRerun(Rerun):
         for then in () if now == self._autocast else self._autocast:
             if then not in now:
                 stack.enter_context(torch.autocast(*then))
-        for module, training in self.training:
-            if module.training != training:
-                stack.callback(setattr, module, "training", module.training)
-                module.training = training
+        put_back_settings(self.settings, stack)
         if self.state is not None:
             stack.enter_context(_with_attributes(self.state, attributes))
 
