@@ -50,8 +50,7 @@ endif
 
 NATIVE_TESTS := tests/memory/test_life_cycle.py tests/memory/test_peak.py tests/memory/test_native_operators.py \
     tests/memory/test_tape_native.py tests/memory/test_custom_functions.py tests/memory/test_held_elsewhere.py \
-    tests/memory/test_recompute.py tests/memory/test_recompute_draws.py tests/memory/test_recompute_settings.py \
-    tests/memory/test_parts_of_a_storage.py \
+    tests/memory/test_recompute.py tests/memory/test_recompute_draws.py tests/memory/test_parts_of_a_storage.py \
     tests/memory/test_unusual_tensors.py tests/attachment/test_transforms.py tests/memory/test_survive_oom.py \
     tests/asynchrony/test_swap_waits.py \
     tests/numerics/test_swap.py tests/numerics/test_recompute.py tests/accelerator/test_activations.py

@@ -11,42 +11,19 @@
 namespace hot {
 
 inline struct TriedSlots {
-  Slot modules{"_modules"}, names{"_names"}, verdicts{"_verdicts"}, programs{"_programs"};
+  Slot modules{"_modules"}, verdicts{"_verdicts"}, programs{"_programs"};
 } tried;
 
 inline Name at_capture{"capture"};
 
 // `trial.Known`, and of whom; without a verdict nothing else is there.
 struct Known {
-  Own of, settings, flags, verdict, program;
+  Own of, training, flags, verdict, program;
 
   bool is_refused() const { return must(PyObject_IsTrue(PyTuple_GET_ITEM(verdict.get(), 0))) != 0; }
   bool draws() const { return PyTuple_GET_ITEM(verdict.get(), 2) == Py_True; }
   bool changes_something() const { return PyDict_GET_SIZE(PyTuple_GET_ITEM(verdict.get(), 1)) > 0; }
 };
-
-inline void add_setting(PyObject* settings, PyObject* owner, PyObject* name, PyObject* value) {
-  must(PyList_Append(settings, own(PyTuple_Pack(3, owner, name, value)).get()));
-}
-
-// Of one module, as `settings.settings_of` has them
-inline void add_settings(PyObject* settings, PyObject* module, PyObject* names, PyObject* training) {
-  static Name flag("training"), wants_grad("requires_grad"), held("_parameters");
-  if (names == Py_None) return add_setting(settings, module, flag.object(), training);
-  Own attributes = own(PyObject_GenericGetDict(module, nullptr));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
-    PyObject* name = PyTuple_GET_ITEM(names, i);
-    if (Own value = found_in(attributes.get(), name)) add_setting(settings, attributes.get(), name, value.get());
-  }
-  Own parameters = found_in(attributes.get(), held.object());
-  if (!parameters) return;
-  PyObject *name = nullptr, *one = nullptr;
-  for (Py_ssize_t at = 0; PyDict_Next(parameters.get(), &at, &name, &one);) {
-    add_setting(settings, parameters.get(), name, one);
-    if (!THPVariable_Check(one)) continue;
-    add_setting(settings, one, wants_grad.object(), THPVariable_Unpack(one).requires_grad() ? Py_True : Py_False);
-  }
-}
 
 // `Trials.operator` and `TriedOperator.as_it_is`
 inline Known known_of(PyObject* second_runs, PyObject* layer, PyObject* path, PyObject* module) {
@@ -59,15 +36,14 @@ inline Known known_of(PyObject* second_runs, PyObject* layer, PyObject* path, Py
   if (!known.of) return known;
   PyObject* modules = tried.modules.get(known.of.get());
   if (is_empty(modules) || target_of(PyList_GET_ITEM(modules, 0)).get() != module) return known;  // another model's
-  known.settings = own(PyList_New(0));
+  known.training = own(PyList_New(0));
   Own flags = own(PyList_New(0));
-  PyObject* names = tried.names.get(known.of.get());
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); ++i) {
     Own one = target_of(PyList_GET_ITEM(modules, i));
     if (!one) continue;
     Own now = flag.of(one.get());
+    must(PyList_Append(known.training.get(), own(PyTuple_Pack(2, one.get(), now.get())).get()));
     must(PyList_Append(flags.get(), now.get()));
-    add_settings(known.settings.get(), one.get(), PyList_GET_ITEM(names, i), now.get());
   }
   known.flags = own(PyList_AsTuple(flags.get()));
   known.verdict = found_in(tried.verdicts.get(known.of.get()), known.flags.get());
@@ -127,7 +103,7 @@ inline Own new_rerun(PyObject* owner, PyObject* mover, PyObject* batch, PyObject
   module_rerun.inputs.set_borrowed(self, inputs);
   second_run.why_not.set(self, own(PyUnicode_FromString("")));
   second_run.call.set_borrowed(self, call_again);
-  second_run.settings.set_borrowed(self, known.settings.get());
+  second_run.training.set_borrowed(self, known.training.get());
   second_run.given.set_borrowed(self, given);
   second_run.random.set(self, call(of_module(engine.random, at_capture), aliases.get()));
   second_run.autocast.set(self, autocast_of_now());

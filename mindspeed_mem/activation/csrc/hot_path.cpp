@@ -99,10 +99,10 @@ void find_slots(PyObject* classes) {
   in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
                      &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number,
                      &module_rerun.untried, &module_rerun.entered_again, &filled, &second_run.call, &second_run.state,
-                     &second_run.settings, &second_run.given, &second_run.random, &second_run.autocast,
+                     &second_run.training, &second_run.given, &second_run.random, &second_run.autocast,
                      &second_run.places, &second_run.then, &module_rerun.outputs, &second_run.noted_again,
                      &second_run.noted, &second_run.why_not});
-  in("TriedOperator", {&tried.modules, &tried.names, &tried.verdicts, &tried.programs});
+  in("TriedOperator", {&tried.modules, &tried.verdicts, &tried.programs});
   in("Observation", {&observation.stopwatch, &observation.counting});
 }
 

@@ -12,7 +12,7 @@
 namespace hot {
 
 inline struct SecondRunSlots {
-  Slot call{"call"}, state{"state"}, settings{"settings"}, given{"_given"}, random{"_random"}, autocast{"_autocast"},
+  Slot call{"call"}, state{"state"}, training{"training"}, given{"_given"}, random{"_random"}, autocast{"_autocast"},
       places{"_places"}, then{"_then"}, noted{"noted"}, noted_again{"_noted_again"}, why_not{"why_not"};
 } second_run;
 
@@ -38,18 +38,17 @@ inline bool is_autocast_as_in(PyObject* then) {
 }
 
 inline bool is_as_then(PyObject* self) {
-  static Name readers("READERS");
+  static Name readers("READERS"), training("training");
   if (!second_run.random.is_none(self) || !second_run.state.is_none(self) || !module_rerun.untried.is_none(self) ||
       !is_empty(second_run.places.get(self)) || !is_empty(second_run.then.get(self)) || !is_empty(listed(readers)) ||
       has_several_streams(rerun.mover.get(self)) || !is_autocast_as_in(second_run.autocast.get(self))) {
     return false;
   }
-  PyObject* settings = second_run.settings.get(self);
-  if (!PyList_CheckExact(settings)) return false;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(settings); ++i) {
-    PyObject *one = PyList_GET_ITEM(settings, i), *owner = PyTuple_GET_ITEM(one, 0), *name = PyTuple_GET_ITEM(one, 1);
-    Own now = PyDict_Check(owner) ? found_in(owner, name) : own(PyObject_GetAttr(owner, name));
-    if (now.get() != PyTuple_GET_ITEM(one, 2)) return false;
+  PyObject* modules = second_run.training.get(self);
+  if (!PyList_CheckExact(modules)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); ++i) {
+    PyObject* one = PyList_GET_ITEM(modules, i);
+    if (training.of(PyTuple_GET_ITEM(one, 0)).get() != PyTuple_GET_ITEM(one, 1)) return false;
   }
   return true;
 }

@@ -27,7 +27,6 @@ from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
-from mindspeed_mem.activation.rerun.settings import Setting, put_back_settings
 from mindspeed_mem.activation.rerun.state import GENERATORS, Changeable, nearly_same, put_back, same_bits
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
@@ -89,7 +88,7 @@ class ModuleRerun(Rerun):
         "noted",
         "call",
         "state",
-        "settings",
+        "training",
         "untried",
         "saved",
         "_given",
@@ -113,7 +112,7 @@ class ModuleRerun(Rerun):
         kwargs: dict[str, Any],
         hold: Callable[[torch.Tensor], Handle],
         state: Any = None,
-        settings: Sequence[Setting] = (),
+        training: Sequence[tuple[torch.nn.Module, bool]] = (),
         places: Mapping[Changeable, bool] | None = MappingProxyType({}),
     ):
         """``call(*args, **kwargs)`` is about to run.
@@ -121,14 +120,14 @@ class ModuleRerun(Rerun):
         Args:
             hold: keeps an input for the second run.
             state: an object whose attributes it reads, which may be others by the time of the second run.
-            settings: of the modules that run.
+            training: the modules that run, and whether they are in training mode.
             places: what a second run changes besides, and whether that makes another value of it. None: nobody knows
                 yet whether it repeats itself, see `repeats`.
         """
         super().__init__(layer, op, 0, mover)
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
-        self.settings = settings
+        self.training = training
         self._places: list[Changeable] = []
         self._then: list[tuple[Changeable, Any]] = []
         if places:
@@ -329,7 +328,10 @@ class ModuleRerun(Rerun):
         for then in () if now == self._autocast else self._autocast:
             if then not in now:
                 stack.enter_context(torch.autocast(*then))
-        put_back_settings(self.settings, stack)
+        for module, training in self.training:
+            if module.training != training:
+                stack.callback(setattr, module, "training", module.training)
+                module.training = training
         if self.state is not None:
             stack.enter_context(_with_attributes(self.state, attributes))
 

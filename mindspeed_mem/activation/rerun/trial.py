@@ -9,7 +9,7 @@ collectives, the ranks that take part in them try it at the same call, and agree
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from mindspeed_mem.activation.agreement import collectives_begun, highest
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
-from mindspeed_mem.activation.rerun.settings import Setting, names_of_settings, settings_of
 from mindspeed_mem.activation.rerun.state import Called, Changeable, places_of
 from mindspeed_mem.activation.storage import marks
 
@@ -41,8 +40,8 @@ class Verdict(NamedTuple):
 class Known(NamedTuple):
     """What is known of an operator whose modules are in certain modes."""
 
-    settings: list[Setting]
-    """What its modules are set to."""
+    training: list[tuple[torch.nn.Module, bool]]
+    """Its modules, and whether they are in training mode."""
     flags: tuple[bool, ...]
     """By which it is told apart from what it is in another mode."""
     verdict: Verdict | None
@@ -54,12 +53,10 @@ class Known(NamedTuple):
 class TriedOperator:
     """What has been found of an operator, by the training flags of its modules: it may do more in training."""
 
-    __slots__ = ("_modules", "_names", "_verdicts", "_refused", "_programs", "_seen", "__weakref__")
+    __slots__ = ("_modules", "_verdicts", "_refused", "_programs", "_seen", "__weakref__")
 
     def __init__(self, call: Callable):
-        modules = [module for root in modules_of(call) for module in root.modules()]
-        self._modules = [weakref.ref(module) for module in modules]
-        self._names = [names_of_settings(module) for module in modules]
+        self._modules = [weakref.ref(module) for root in modules_of(call) for module in root.modules()]
         self._verdicts: dict[tuple[bool, ...], Verdict] = {}
         self._refused = False  # with any flags
         self._programs: dict[tuple[bool, ...], Program] = {}
@@ -67,14 +64,9 @@ class TriedOperator:
 
     def as_it_is(self) -> Known:
         """What is known of it with its flags as they are now."""
-        modules = [ref() for ref in self._modules]
-        names: Sequence[tuple[str, ...] | None] = self._names
-        if None in modules:  # of a model that has been taken apart
-            names = [one for one, module in zip(names, modules, strict=True) if module is not None]
-        there = [module for module in modules if module is not None]
-        flags = tuple([module.training for module in there])
-        settings = settings_of(there, names)
-        return Known(settings, flags, self._verdicts.get(flags), self._programs.get(flags))
+        training = [(module, module.training) for ref in self._modules if (module := ref()) is not None]
+        flags = tuple([flag for _, flag in training])
+        return Known(training, flags, self._verdicts.get(flags), self._programs.get(flags))
 
     def ran(self, flags: tuple[bool, ...], saved: Saves) -> None:
         """It has run: two runs alike show what it saves, a later one may show that it varies."""
