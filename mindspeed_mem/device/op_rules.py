@@ -57,6 +57,7 @@ _UNSEEN_BY_LIBRARY = {
     "cudnn_batch_norm_backward": ("reserveSpace",),
     "batch_norm_backward": ("reserve",),
 }
+_PINS = frozenset((torch.ops.aten._pin_memory.default, torch.ops.aten.pin_memory.default))
 
 
 class Rule(Enum):
@@ -150,13 +151,7 @@ def _writes_unseen(table: dict[str, tuple[str, ...]], op: Any, args: tuple, kwar
 def pins(op: Any, kwargs: dict) -> bool:
     """Whether `op` asks for pinned host memory. Where that has run out, the driver's words are those for its device,
     but room on the device is of no use: making it would fill the host further."""
-    return bool(kwargs.get("pin_memory")) or _pins(op)
-
-
-@functools.cache
-def _pins(op: Any) -> bool:
-    schema = getattr(op, "_schema", None)
-    return schema is not None and schema.name in ("aten::_pin_memory", "aten::pin_memory")
+    return op in _PINS or bool(kwargs and kwargs.get("pin_memory"))
 
 
 def _has_its_memory(leaf: Any) -> bool:

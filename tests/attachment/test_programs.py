@@ -204,21 +204,19 @@ def train(model, name, device, attached=None):
     return found + [one.detach().clone() for one in model.parameters()] + [torch.tensor(scaler.get_scale())]
 
 
-@contextlib.contextmanager
-def reproducible():
-    before, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+@pytest.fixture(autouse=True)
+def reproducible(monkeypatch):
+    """Kernels of a GPU, where there are such."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    yield
+    torch.set_deterministic_debug_mode(before)
 
 
 @pytest.mark.parametrize(("name", "plan", "device"), CASES)
-def test_a_program_trains_as_without_a_plan(name, plan, device, monkeypatch, caplog):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def test_a_program_trains_as_without_a_plan(name, plan, device, caplog):
     caplog.set_level(logging.INFO, "mindspeed_mem")
 
     def model():
@@ -226,14 +224,13 @@ def test_a_program_trains_as_without_a_plan(name, plan, device, monkeypatch, cap
         torch.compiler.reset()
         return (MODELS | ON_GPU)[name](device)
 
-    with reproducible():
-        expected = train(model(), name, device)
-        assert same(train(model(), name, device), expected), "not reproducible without a plan"
-        mine = model()
-        limit = {"device_memory_gib": 2} if plan == "auto" else {}
-        with mindspeed_mem.attach(mine, copy.deepcopy(PLANS[plan]), **limit) as attached:
-            assert same(train(mine, name, device, attached), expected)
-            figures = attached.engine.report()
+    expected = train(model(), name, device)
+    assert same(train(model(), name, device), expected), "not reproducible without a plan"
+    mine = model()
+    limit = {"device_memory_gib": 2} if plan == "auto" else {}
+    with mindspeed_mem.attach(mine, copy.deepcopy(PLANS[plan]), **limit) as attached:
+        assert same(train(mine, name, device, attached), expected)
+        figures = attached.engine.report()
     if plan == "auto":
         assert "settled on plan" in caplog.text
     elif name not in ("checkpointed", "recurrent"):  # the first makes itself again, the second may not be made again
@@ -262,4 +259,4 @@ def test_flexible_attention_as_it_is_on_a_gpu(plan, monkeypatch, caplog):
     attend = torch.compile(module.flex_attention, backend="aot_eager")  # CPUs have no kernel for its backward
 
     monkeypatch.setitem(MODELS, "flexible", lambda device: Net(Plain).to(device))
-    test_a_program_trains_as_without_a_plan("flexible", plan, "cpu", monkeypatch, caplog)
+    test_a_program_trains_as_without_a_plan("flexible", plan, "cpu", caplog)
