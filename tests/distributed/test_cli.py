@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_mem.activation import hot_path
+from tests import warm
 from tests.sweeping import but
 
 ROOT = Path(__file__).parents[2]
@@ -58,18 +59,19 @@ def call(*command, status=0, cwd=ROOT, environment=(), path=()):
     """Run a command; returns (output, errors)."""
     clean = {k: v for k, v in os.environ.items() if k not in ("MINDSPEED_MEM_DEVICE", "RANK", "LOCAL_RANK")}
     search = os.pathsep.join(map(str, [*path, ROOT]))
-    clean |= {"PYTHONPATH": search, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", **dict(environment)}
+    clean |= {"PYTHONPATH": search, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    clean |= {"PYTHON_EXEC": warm.python(), **dict(environment)}
     done = subprocess.run([*map(str, command)], env=clean, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout, done.stderr
 
 
 def mem(*arguments, **kwargs):
-    return call(sys.executable, "-m", "mindspeed_mem", *arguments, **kwargs)
+    return call(warm.python(), "-m", "mindspeed_mem", *arguments, **kwargs)
 
 
 def torchrun(ranks, *arguments, **kwargs):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", "0"]
+    launcher = [warm.python(), "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", "0"]
     return call(*launcher, "--standalone", "-m", "mindspeed_mem", *arguments, **kwargs)
 
 

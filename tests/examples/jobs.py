@@ -1,14 +1,15 @@
-"""Runs the examples as a user would: in a process of their own, with this interpreter."""
+"""Runs the examples as a user would: in a process of their own, with this interpreter, warm."""
 
 import json
 import os
 import re
 import socket
 import subprocess
-import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -58,7 +59,7 @@ def train(*arguments, ranks=1, **environment):
 def train_by(program, *arguments, ranks=1, **environment):
     """The same with another program in the place of pretrain_gpt.py."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, str(program), *SMALL, *arguments]
+    command = [warm.python(), *launch, str(program), *SMALL, *arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return start(command, {"PYTHONPATH": path, **environment})
 
@@ -67,7 +68,7 @@ def start(command, environment):
     """Run `command` to its end, in any folder but the checkout."""
     mark = uuid.uuid4().hex
     inherited = {key: value for key, value in os.environ.items() if key not in FORGOTTEN}
-    own = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "TEST_JOB": mark}
+    own = {"PYTHON": warm.python(), "PYTHON_EXEC": warm.python(), "OMP_NUM_THREADS": "1", "TEST_JOB": mark}
     done = subprocess.run(
         list(map(str, command)),
         env=inherited | own | {key: str(value) for key, value in environment.items()},

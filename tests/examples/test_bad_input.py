@@ -1,11 +1,11 @@
 """Bad input ends the job at once: an error status, one message with every problem, no process left."""
 
 import importlib.util
-import sys
 
 import numpy
 import pytest
 
+from tests import warm
 from tests.examples.jobs import EXAMPLES, script, start, train
 
 
@@ -94,7 +94,7 @@ def test_text_that_cannot_be_used(tmp_path):
 def test_a_failing_rank_takes_the_job_down(tmp_path):
     """Tokens that the vocabulary does not have: the first pipeline stage fails, the second would wait for ever."""
     (tmp_path / "text").write_bytes(bytes(range(256)) * 100)
-    command = [sys.executable, EXAMPLES / "gpt_corpus.py", "--data-path", tmp_path / "text"]
+    command = [warm.python(), EXAMPLES / "gpt_corpus.py", "--data-path", tmp_path / "text"]
     prefix = start(command, {}).succeeded().output.split()[-1]
     job = train("--data-path", prefix, "--vocab-size", 100, "--pipeline-model-parallel-size", 2, ranks=2)
     assert job.status != 0

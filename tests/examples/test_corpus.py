@@ -1,12 +1,12 @@
 """From text to tokens on disk, by examples/gpt_corpus.py as a program."""
 
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
 
+from tests import warm
 from tests.examples.jobs import EXAMPLES, numbers, start, train
 
 END = 256
@@ -15,7 +15,7 @@ END = 256
 def build(cache, *paths):
     """The prefix of the indexed dataset made of these texts."""
     where = ["--data-path", *paths] if paths else []
-    job = start([sys.executable, EXAMPLES / "gpt_corpus.py", *where, "--data-cache-path", cache], {}).succeeded()
+    job = start([warm.python(), EXAMPLES / "gpt_corpus.py", *where, "--data-cache-path", cache], {}).succeeded()
     return job.output.strip().splitlines()[-1]
 
 

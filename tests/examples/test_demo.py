@@ -1,13 +1,13 @@
 """``python -m mindspeed_mem demo``, in an empty folder."""
 
 import re
-import sys
 
 import pytest
 
+from tests import warm
 from tests.examples.jobs import ROOT, rows, start
 
-DEMO = [sys.executable, "-m", "mindspeed_mem", "demo"]
+DEMO = ["-m", "mindspeed_mem", "demo"]
 BESIDE = {"PYTHONPATH": ROOT}
 
 
@@ -15,7 +15,8 @@ BESIDE = {"PYTHONPATH": ROOT}
 def test_it_shows_what_is_saved_and_that_no_bit_changes(tmp_path):
     pytest.importorskip("scipy")
     pytest.importorskip("plotly")
-    job = start([*DEMO, "--device", "cpu", "--steps", 12, "--folder", tmp_path / "demo"], BESIDE).succeeded()
+    command = [warm.python(), *DEMO, "--device", "cpu", "--steps", 12, "--folder", tmp_path / "demo"]
+    job = start(command, BESIDE).succeeded()
     found = re.findall(r"^(\S.*?)  +([\d.]+)  +([\d.]+)  +(\d+)  +([\d.]+)  ?(yes|NO|)$", job.output, re.MULTILINE)
     assert [(row[0], row[5]) for row in found] == [
         ("without the package", ""),
@@ -37,6 +38,6 @@ def test_it_shows_what_is_saved_and_that_no_bit_changes(tmp_path):
 
 
 def test_wrong_usage_is_refused_before_anything_runs(tmp_path):
-    job = start([*DEMO, "--device", "gpu", "--steps", "3", "--folder", tmp_path / "demo"], BESIDE)
+    job = start([warm.python(), *DEMO, "--device", "gpu", "--steps", "3", "--folder", tmp_path / "demo"], BESIDE)
     job.refused("--steps: got 3, must be at least 12", "--device: ")
     assert job.status == 2 and not (tmp_path / "demo").exists()

@@ -2,10 +2,10 @@
 
 import os
 import re
-import sys
 
 import pytest
 
+from tests import warm
 from tests.examples.jobs import EXAMPLES, ROOT, start
 
 SMALL = """--model_type gpt2_tiny --vocab_size 257 --batch_size 2 --sequence_length 128 --device cpu --num_steps 5
@@ -14,7 +14,7 @@ SMALL = """--model_type gpt2_tiny --vocab_size 257 --batch_size 2 --sequence_len
 
 def run(*arguments, ranks=1, before=()):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, EXAMPLES / "train_gpt_gemini.py", *SMALL, *arguments]
+    command = [warm.python(), *launch, EXAMPLES / "train_gpt_gemini.py", *SMALL, *arguments]
     path = os.pathsep.join(filter(None, [*before, str(ROOT), os.environ.get("PYTHONPATH")]))
     return start(command, {"PYTHONPATH": path})
 

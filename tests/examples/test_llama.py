@@ -2,10 +2,10 @@
 
 import os
 import re
-import sys
 
 import pytest
 
+from tests import warm
 from tests.examples.jobs import EXAMPLES, ROOT, start
 
 SMALL = "--hidden-size 32 --num-layers 2 --seq-length 32 --steps 3 --cpu".split()
@@ -15,7 +15,7 @@ PLAN = ("--plan", str(EXAMPLES / "configs" / "llama_plan.yaml"))
 def run(name, *arguments, ranks=1):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return start([sys.executable, *launch, str(EXAMPLES / name), *SMALL, *arguments], {"PYTHONPATH": path})
+    return start([warm.python(), *launch, str(EXAMPLES / name), *SMALL, *arguments], {"PYTHONPATH": path})
 
 
 def losses(job):

@@ -2,10 +2,10 @@
 
 import os
 import re
-import sys
 
 import pytest
 
+from tests import warm
 from tests.examples.jobs import EXAMPLES, ROOT, start
 
 SMALL = "--blocks 1 1 --width 4 --batch-size 16 --steps 5 --device cpu".split()
@@ -15,7 +15,7 @@ def run(*words, ranks=2):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     program = EXAMPLES / "train_resnet_parallel.py"
-    job = start([sys.executable, *launch, str(program), *SMALL, *words], {"PYTHONPATH": path})
+    job = start([warm.python(), *launch, str(program), *SMALL, *words], {"PYTHONPATH": path})
     return job, [float(loss) for loss in re.findall(r": loss ([\d.]+)", job.output)]
 
 

@@ -4,7 +4,6 @@ import itertools
 import logging
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -36,6 +35,7 @@ from mindspeed_mem.gemini import (
     get_dist_logger,
     options,
 )
+from tests import warm
 from tests.worlds import on_ranks
 
 VOCABULARY, LENGTH, HIDDEN, STEPS = 40, 12, 32, 4
@@ -411,7 +411,7 @@ colossalai.launch_from_torch(config={})
 """
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     environment = {**os.environ, **launched, "MINDSPEED_MEM_DEVICE": "cpu"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([warm.python(), "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["left"]
 
 

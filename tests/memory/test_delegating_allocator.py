@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.experimental import delegating
+from tests import warm
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -68,6 +68,6 @@ def test_every_bit_is_the_same_with_half_the_memory(folder, kind):
 def test_the_flag_takes_it_where_it_is_built(folder, tmp_path, built):
     code = "import mindspeed_mem.megatron_adaptor as mem; mem.configure({})"
     environment = {**os.environ, "MINDSPEED_MEM_ALLOCATOR": folder if built else str(tmp_path)}
-    command = [sys.executable, "-c", code, "--survive-oom", "--device", "cpu"]
+    command = [warm.python(), "-c", code, "--survive-oom", "--device", "cpu"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert ("device memory is asked for by the delegating allocator" in done.stdout + done.stderr) == built

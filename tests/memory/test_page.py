@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mindspeed_mem.report import page_data
 from mindspeed_mem.report.page import page as page_of
-from tests import browser
+from tests import browser, warm
 from tests.memory.test_trace import traced
 from tests.worlds import on_ranks, parallel
 
@@ -57,7 +56,7 @@ def run(tmp_path_factory):
 
 def command(*arguments) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-m", "mindspeed_mem", "report", *map(str, arguments)]
+    line = [warm.python(), "-m", "mindspeed_mem", "report", *map(str, arguments)]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
 
 

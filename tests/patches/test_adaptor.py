@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.sweeping import but
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def python(code, *arguments, status=0, environment=(), path=()):
     clean = {k: v for k, v in os.environ.items() if k not in ("MINDSPEED_MEM_DEVICE", "RANK", "LOCAL_RANK")}
     search = os.pathsep.join([str(ROOT), *map(str, path)])
     clean |= {"PYTHONPATH": search, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", **dict(environment)}
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    command = [warm.python(), "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stderr
     return done.stdout, done.stderr

@@ -15,6 +15,7 @@ import megatron.core.utils as megatron_utils
 import pytest
 
 from mindspeed_mem.patching import Patch, PatchError, Registry, upstream
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 PUSH = "megatron.core.utils:nvtx_range_push"
@@ -45,7 +46,7 @@ def declare(registry, target, function=None, by="a", **kwargs):
 def fresh(code, *arguments, cwd=None):
     """What a fresh interpreter prints, as lines; it must end well."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{cwd or ''}", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    command = [warm.python(), "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from mindspeed_mem.adaptive.problem import profile_file
+from tests import warm
 from tests.planning import small_problem
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def test_two_benchmarks_run_at_once():
     environment = {**os.environ, "PYTHONPATH": search, "MINDSPEED_MEM_DEVICE": "cpu"}
     environment.pop("MASTER_PORT", None)
     code = "import mindspeed_mem.megatron_adaptor as mem; mem.configure({'device': 'cpu'}); " + code
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    subprocess.run([warm.python(), "-c", code], env=environment, check=True, timeout=120)
 
 
 def test_plans_of_small_problems_are_compared_with_all_there_are(tmp_path):

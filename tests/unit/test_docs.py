@@ -21,6 +21,7 @@ from mindspeed_mem import features
 from mindspeed_mem.__main__ import main
 from mindspeed_mem.plan import load_memory_config, resolve
 from mindspeed_mem.tools.main import parser
+from tests import warm
 from tests.documented import DOCS, FENCED, README, ROOT, TASKS, blocks, blocks_of, commands, prints, program, why_not
 from tests.operators import DENSE
 
@@ -167,7 +168,7 @@ def test_programs_train(tmp_path):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MINDSPEED_MEM")}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     alone = {**clean, **rank, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", driver.format(calls)]
+    command = [warm.python(), "-c", driver.format(calls)]
     done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ +0( +\d+\.\d+){5}", done.stdout + done.stderr, re.MULTILINE), done.stdout + done.stderr

@@ -3,8 +3,9 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 FILE = """
@@ -51,7 +52,7 @@ def test_a_row_and_a_file_are_enough(tmp_path):
     (tmp_path / "plan.yaml").write_text(json.dumps({"swap_config": {"swap": True}}))
     words = [str(tmp_path), "--device", "toy", "--memory-config", str(tmp_path / "plan.yaml")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, *words]
+    command = [warm.python(), "-c", SCRIPT, *words]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "toy True"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "on_device.py"
 DEVICE = {"type": "cpu", "name": "made up", "memory": None, "count": 1, "host": {"processor": "one", "memory": 10**9}}
@@ -182,8 +184,8 @@ def test_a_piece_that_is_not_there_is_refused():
 )
 def test_the_benchmarks_run_from_end_to_end(only, tmp_path):
     """With tiny sizes; without the pieces of which other tests run the like."""
-    words = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--only", ",".join(only)]
-    environment = {**os.environ, "PYTHONPATH": ""}  # it finds the package by itself
+    words = [warm.python(), str(SCRIPT), "--device", "cpu", "--tiny", "--only", ",".join(only)]
+    environment = {**os.environ, "PYTHONPATH": "", "PYTHON_EXEC": warm.python()}  # it finds the package by itself
     done = subprocess.run(
         [*words, "--results", str(tmp_path / "results")], capture_output=True, text=True, env=environment
     )
