@@ -76,7 +76,9 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
     zeroed = [vars(model).pop("_mindspeed_mem_zeroed", not hasattr(model, "zero_grad_buffer")) for model in models]
     before = BeforeStep(models, zeroed)
     iterator, call = _recorded(call)
-    started, collectives, timers, losses = survival.forwards, ranks.collectives(), _timers(models[0]), _expert_losses()
+    started, collectives, timers = survival.forwards, ranks.collectives(), _timers(models[0])
+    sums = {id(values): (values, values.clone()) for values in _sums_for_the_log()}
+    validated = _validated()
     with contextlib.ExitStack() as stack:
         for guard in second_run.GUARDS:
             stack.enter_context(guard())
@@ -100,8 +102,11 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
     survival.backend.give_back()  # what it kept in pieces, or a library lacked
     for timer in _timers(models[0]) - timers:
         timer.stop()
-    for values, earlier in losses:
-        values.copy_(earlier)
+    for values in _sums_for_the_log():
+        values.copy_(sums[id(values)][1]) if id(values) in sums else values.zero_()  # made by the first attempt
+    for counts, earlier in validated:
+        counts.clear()
+        counts.update(earlier)
     with survival.moving_everything():
         return _once(survival, call, run)
 
@@ -138,8 +143,8 @@ def _timers(model: nn.Module) -> set[Any]:
     return {timer for timer in getattr(timers, "_timers", {}).values() if getattr(timer, "_started", False)}
 
 
-def _expert_losses() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What Megatron has summed up of the experts' losses for its log, with a copy."""
+def _sums_for_the_log() -> list[torch.Tensor]:
+    """What Megatron adds up over micro-batches for its log: losses of experts, of further tokens, of indexers."""
     tracker = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     if tracker is not None:  # from 0.18 on
         found = [entry.values for entry in tracker.get_moe_metrics_tracker().metrics.values()]
@@ -149,7 +154,22 @@ def _expert_losses() -> list[tuple[torch.Tensor, torch.Tensor]]:
         getter = next((getattr(sys.modules[one], name) for one in homes if hasattr(sys.modules.get(one), name)), dict)
         entries: Iterable[Any] = getter().values()
         found = [values for entry in entries if (values := dict(entry).get("values")) is not None]
-    return [(values, values.clone()) for values in found]
+    others = (getattr(sys.modules.get(f"{_TRANSFORMER}.{one}"), name, None) for one, name in _HELPERS)
+    return found + [one.tracker["values"] for one in others if one is not None and "values" in one.tracker]
+
+
+_TRANSFORMER = "megatron.core.transformer"
+_HELPERS = (
+    ("multi_token_prediction", "MTPLossLoggingHelper"),
+    ("experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
+)
+
+
+def _validated() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """What Megatron's rerun state machine counts of results that it is shown, with copies."""
+    rerun = getattr(sys.modules.get("megatron.core.rerun_state_machine"), "_GLOBAL_RERUN_STATE_MACHINE", None)
+    found = (getattr(rerun, name, None) for name in ("validation_counts", "large_value_counts", "max_values"))
+    return [(counts, dict(counts)) for counts in found if isinstance(counts, dict)]
 
 
 def _tell(error: Exception) -> None:

@@ -317,6 +317,54 @@ def test_a_second_attempt_after_shared_experts_that_were_left_half_way():
     assert sum("tried again with all activations swapped" in message for message in messages) == 2
 
 
+def logged(fails: bool) -> tuple[list, list[str]]:
+    """After each of two steps, in each of which the second micro-batch ``fails`` once: what Megatron has added up for
+    its log and to judge results by. And what was said."""
+    import functools
+
+    import torch
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine, get_rerun_state_machine
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from tests.limited_runs import Training, counted, surviving
+    from tests.models import expert_losses
+    from tests.swap_runs import listening
+
+    judge = get_rerun_state_machine()
+
+    class Judged(Training):
+        def forward(self, batches, model):
+            output, loss = super().forward(batches, model)
+            large = functools.partial(judge.is_unexpectedly_large, threshold=10, context="loss")
+            judge.validate_result(output.mean(), large, "a loss", fatal=False)
+            return output, loss
+
+    calls, found = itertools.count(), []
+
+    def fail(*unused):
+        if fails and next(calls) in (1, 5):
+            raise torch.OutOfMemoryError("out of memory")
+
+    with counted() as memory, listening() as messages, surviving(), parallel():
+        MTPLossLoggingHelper.tracker.clear()
+        training = Judged(memory, "moe", layers=2, mtp_num_layers=1)
+        training.chunks[0].module.mtp.layers[0].register_forward_hook(fail)
+        for _ in range(2):
+            training.step()
+            sums = [one["values"] if isinstance(one, dict) else one.values for one in expert_losses().values()]
+            found.append([values.tolist() for values in (*sums, MTPLossLoggingHelper.tracker["values"])])
+            found.append([dict(judge.large_value_counts), dict(judge.max_values)])
+        MTPLossLoggingHelper.tracker.clear()
+        destroy_rerun_state_machine()
+    return found, messages
+
+
+def test_a_second_attempt_adds_nothing_up_twice():
+    [(found, messages)], [(expected, _)] = (on_ranks(1, logged, fails) for fails in (True, False))
+    assert sum("tried again with all activations swapped" in message for message in messages) == 2
+    assert found == expected and expected[-1][0] == {"loss": 4}
+
+
 def test_no_second_attempt_on_top_of_earlier_gradients():
     [(_, messages, error)] = on_ranks(1, unseen, None, True)
     assert error.startswith("NoRoomError") and "gradients of an earlier call were in the buffers" in error
