@@ -23,7 +23,7 @@ from tests.models import DEVICE
 from tests.worlds import applied
 
 _ACTIVATION = ("checkpoint", "graphs", "markers", "moe", "passes", "saved_tensors", "stacks", "unfinished")
-_RECOMPUTE = ("fused", "moe", "random")
+_RECOMPUTE = ("distributed", "fused", "moe", "random")
 SWAP = [
     *(f"mindspeed_mem.patches.activation_{name}" for name in _ACTIVATION),
     *(f"mindspeed_mem.patches.recompute_{name}" for name in _RECOMPUTE),

@@ -200,7 +200,7 @@ FEATURES = (
         default=False,
         help="when device memory runs out in the middle of a step, move activations to the host and go on, whatever "
         "the memory plan says",
-        patches=(*MEMORY_PATCHES, "recompute_fused", "recompute_random", "survive_*"),
+        patches=(*MEMORY_PATCHES, "recompute_distributed", "recompute_fused", "recompute_random", "survive_*"),
         bars=incompatible.SURVIVE,
         same_plan="whoever finds a plan survives in any case",
     ),

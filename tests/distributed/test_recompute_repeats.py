@@ -52,3 +52,52 @@ def test_what_does_not_repeat_itself_on_one_rank_is_kept_on_all_that_share_its_c
         assert [line for line in said if "recompute has no effect on mlp in layer 1" in line and why in line]
         assert not any("layer 0" in line for line in said)
         assert runs == 2 * 2 + 2, "each micro-batch once, and the trial, with torch's generators elsewhere and as then"
+
+
+def peak_of_the_first_step(overlap: bool) -> int:
+    """Bytes that the step takes in which an operator is run twice to compare its runs; ``overlap``: its modules' hooks
+    wait for their parameters, and ask for others."""
+    from tests.limited_runs import counted
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import swap
+
+    ddp = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": overlap}
+    with counted() as memory, parallel(), swap(again(["input_layernorm"])):
+        chunks = build_gpt("dense", layers=2, hidden=256, ddp=ddp)
+        before = memory.allocated
+        memory.reset_peak()
+        train_step(chunks, micro_batches=2, micro_batch_size=1)
+        return memory.peak - before
+
+
+def test_runs_are_compared_without_a_copy_of_what_gathers_parameters():
+    plain, overlapped = (on_ranks(2, peak_of_the_first_step, overlap) for overlap in (False, True))
+    assert max(overlapped) < 1.1 * max(plain)
+
+
+def prints_of_parameters() -> int:
+    """In a step whose operators work on a table by parameter."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import swap
+
+    class Table:
+        def __init__(self, parameters):
+            self.by_parameter = dict.fromkeys(parameters, 1.0)
+
+        def use(self, module):
+            return self.by_parameter[module.weight]
+
+    prints = []
+    native = torch.Tensor.__repr__
+    with parallel(), swap(again(["mlp"])), pytest.MonkeyPatch.context() as patch:
+        [chunk] = build_gpt("dense", layers=2)
+        table = Table(chunk.parameters())
+        for layer in chunk.module.decoder.layers:
+            layer.mlp.linear_fc1.register_forward_pre_hook(lambda module, _: table.use(module) and None)
+        patch.setattr(torch.Tensor, "__repr__", lambda self, **more: prints.append(1) or native(self, **more))
+        train_step([chunk], micro_batches=1)
+    return len(prints)
+
+
+def test_runs_are_compared_without_a_look_at_the_values_of_parameters():
+    assert on_ranks(1, prints_of_parameters) == [0]

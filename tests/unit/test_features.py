@@ -141,7 +141,8 @@ def test_surviving_needs_no_plan_and_takes_the_host_budget():
     assert settings.on == ("--device", "--swap-host-memory-gib", "--survive-oom")
     assert settings.survive_oom and settings.memory is None and settings.host_limit_bytes == 2 * 2**30
     assert (
-        settings.patches == ("cpu_*", "activation_*", "recompute_fused", "recompute_random", "survive_*")
+        settings.patches
+        == ("cpu_*", "activation_*", "recompute_distributed", "recompute_fused", "recompute_random", "survive_*")
         and settings.notices == ()
     )
     off = check({"memory_config": {"swap_config": {"swap": False}}, "survive_oom": True, "device": "cpu"})

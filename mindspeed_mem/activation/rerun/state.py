@@ -26,6 +26,8 @@ from mindspeed_mem.activation.storage import marks
 
 _DEPTH, _MANY = 3, 256  # how deep in containers and objects; larger containers are taken as they are
 _FOREIGN = {"torch", "torch_npu", "numpy", "mindspeed_mem", *sys.stdlib_module_names}
+FOREIGN: list[str] = []
+"""Beginnings of the names of more modules whose functions and objects belong to no operator."""
 _OF_A_MODULE = set(vars(torch.nn.Module())) - {"training", "_buffers"}
 _CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -177,7 +179,8 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
         if len(value) <= _MANY:
             for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 inner = _reference(item) if kind is set else partial(_item, get, key)
-                _visit(inner, f"{name}[{key!r}]", found, seen, depth + 1)
+                at = repr(key) if isinstance(key, _PLAIN) else f"a {type(key).__name__}"  # never a tensor's values
+                _visit(inner, f"{name}[{at}]", found, seen, depth + 1)
     elif isinstance(value, tuple):
         for index in range(len(value)):
             _visit(partial(_item, get, index), f"{name}[{index}]", found, seen, depth + 1)
@@ -282,7 +285,8 @@ def _set_bits(generator: Any, earlier: Any) -> None:
 
 
 def _foreign(name: str | None) -> bool:
-    return (name or "builtins").partition(".")[0] in _FOREIGN
+    name = name or "builtins"
+    return name.partition(".")[0] in _FOREIGN or name.startswith(tuple(FOREIGN))
 
 
 def _is(one: Any, other: Any) -> bool:
