@@ -47,6 +47,18 @@ class Means:
         return found
 
 
+class Class:
+    """Counts and collects in itself."""
+
+    runs, seen, sums = 0, [], {"values": torch.zeros(1)}
+
+    @staticmethod
+    def count(x):
+        Class.runs += 1
+        Class.seen.append(float(x.detach().mean()))
+        Class.sums["values"][0] += x.detach().mean()
+
+
 class NotReady:
     __slots__ = ()
 
@@ -63,6 +75,11 @@ def global_counter(mlp, x):
     count += 1
     GLOBAL["runs"] += 1
     return x * (1 + 0.01 * count) * (1 + 0.001 * GLOBAL["runs"])
+
+
+def class_counter(mlp, x):
+    Class.runs += 1
+    return x * (1 + 0.01 * Class.runs)
 
 
 def counter(mlp, x):
@@ -94,6 +111,7 @@ BREAKS: dict[str, tuple[Callable, str]] = {
     "global counter": (global_counter, "GLOBAL"),
     "statistics": (statistics_used, "mean"),
     "replaced": (statistics_replaced, "MLP"),
+    "class counter": (class_counter, "Class"),
 }
 
 
@@ -109,6 +127,8 @@ def statistics_kept(mlp, x):
     mlp.seen.append(float(x.detach().mean()))
     mlp.last = x.detach().mean()
     mlp.load += mlp.runs
+    type(mlp).runs_of_all += 1
+    Class.count(x)
     random.random()
     return x * 1.5
 
@@ -117,6 +137,11 @@ def late(mlp, x):
     """The trial sees nothing of it."""
     mlp.runs += 1
     return x * (1 + 0.1 * max(0, mlp.runs - 2))
+
+
+def late_by_its_class(mlp, x):
+    Class.runs += 1
+    return x * (1 + 0.1 * max(0, Class.runs - 2))
 
 
 def two_steps(plan: dict[str, Any], change: Callable, depth: int = 2) -> tuple[list, dict, list[str]]:
@@ -133,6 +158,7 @@ def two_steps(plan: dict[str, Any], change: Callable, depth: int = 2) -> tuple[l
     with parallel(), listening() as said, swap(plan):
         chunks = build_gpt("dropout", layers=2)
         mlp = chunks[0].module.decoder.layers[1].mlp
+        Class.runs, Class.seen, Class.sums, type(mlp).runs_of_all = 0, [], {"values": torch.zeros(1)}, 0
         mlp.runs, mlp.noise, mlp.numpys, mlp.seen = 0, Noise(), numpy.random.default_rng(1), []
         mlp.last, mlp.load = torch.zeros(()), numpy.zeros(2)
         mlp.means, mlp.others, mlp.lazy = Means(), [[], []], NotReady()
@@ -163,11 +189,13 @@ def two_steps(plan: dict[str, Any], change: Callable, depth: int = 2) -> tuple[l
             "seen": mlp.seen,
             "last": float(mlp.last),
             "globals": (count, dict(GLOBAL)),
+            "classes": (Class.runs, Class.seen, float(Class.sums["values"]), type(mlp).runs_of_all),
             "python": random.getstate(),
             "numpy": str(numpy.random.get_state()),
             "torch": torch.get_rng_state().tolist(),
         }
         assert mlp.activation_func is function
+        del type(mlp).runs_of_all
         return results, state, said
 
 
@@ -203,7 +231,9 @@ def test_what_draws_by_itself_counts_or_reads_what_it_changes_is_kept_and_named(
 
 def of_statistics() -> dict[str, Any]:
     plans = {"whole": WHOLE, "mlp": MLP, "each": again(EACH)}
-    return compared({"kept": statistics_kept}, plans) | compared({"late": late}, {"mlp": MLP})
+    return compared({"kept": statistics_kept}, plans) | compared(
+        {"late": late, "late by its class": late_by_its_class}, {"mlp": MLP}
+    )
 
 
 def test_what_a_second_run_changes_besides_is_put_back():

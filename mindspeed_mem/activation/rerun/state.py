@@ -1,7 +1,8 @@
 """What an operator changes besides its result: found after its first run, and put back whenever it runs again.
 
 Its modules' attributes and buffers, generators, and what the Python functions that ran name: globals, closures, and
-whatever these contain, a few levels deep. Tensors count if anybody has written to them in place since they were made.
+whatever these contain, a few levels deep, with what classes have besides methods. Tensors count if anybody has written
+to them in place since they were made.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import EnumMeta
 from functools import partial
 from operator import is_
 from types import CodeType, FrameType
@@ -102,6 +104,7 @@ def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) ->
     for root in modules:
         for path, module in root.named_modules():
             _attributes(weakref.ref(module), path or type(root).__name__, found, seen, 0)
+            _class(type(module), found, seen, 0)
     if state is not None:
         _visit(_reference(state), type(state).__name__, found, seen, 0)
     for code, names, held in called.found.values():
@@ -149,7 +152,10 @@ def _differs(now: Any, earlier: Any) -> bool:
 def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
     value = get()
     kind = type(value)
-    if isinstance(value, (*_PLAIN, torch.nn.Module, type)) or id(value) in seen or depth > _DEPTH:
+    if isinstance(value, (*_PLAIN, torch.nn.Module)) or id(value) in seen or depth > _DEPTH:
+        return
+    if isinstance(value, type):
+        _class(value, found, seen, depth)
         return
     if isinstance(value, torch.Tensor):
         plain = kind is torch.Tensor and value.layout is torch.strided and not value.requires_grad
@@ -186,6 +192,22 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
             _visit(partial(_item, get, index), f"{name}[{index}]", found, seen, depth + 1)
     elif not _foreign(kind.__module__) and not hasattr(kind, "set_states"):  # Megatron's random states: see rng.py
         _attributes(get, name, found, seen, depth)
+        _class(kind, found, seen, depth)
+
+
+def _class(kind: type, found: list[Changeable], seen: set[int], depth: int) -> None:
+    """What a class, and those that it derives from, count and collect in themselves."""
+    for one in kind.__mro__:
+        if id(one) in seen or _foreign(one.__module__) or isinstance(one, EnumMeta):
+            continue
+        seen.add(id(one))
+        name, get = one.__qualname__, weakref.ref(one)
+        known = {key: value for key, value in vars(one).items() if not key.startswith("__")}
+        plain = [key for key, value in known.items() if isinstance(value, _PLAIN)]
+        if plain:
+            found.append(_of_class(get, name, plain))
+        for key in known.keys() - set(plain):
+            _visit(partial(_class_item, get, key), f"{name}.{key}", found, seen, depth + 1)
 
 
 def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
@@ -213,6 +235,10 @@ def _item(get: Callable[[], Any], key: Any) -> Any:
         return get()[key]
     except (LookupError, TypeError):  # it is no longer there
         return None
+
+
+def _class_item(get: Callable[[], Any], key: str) -> Any:
+    return vars(get() or object).get(key)
 
 
 def _vars(get: Callable[[], Any]) -> dict[str, Any] | None:
@@ -263,6 +289,18 @@ def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
     return Changeable(
         f"{names.get('__name__')}.{keys[0]}", lambda: {key: names.get(key) for key in keys}, names.update, same
     )
+
+
+def _of_class(get: Callable[[], Any], name: str, keys: list[str]) -> Changeable:
+    def same(now: dict, earlier: dict) -> bool:
+        return all(_is(now[key], earlier[key]) for key in keys)
+
+    def write(earlier: dict) -> None:
+        for key, value in earlier.items():
+            if not _is(_class_item(get, key), value):
+                setattr(get(), key, value)
+
+    return Changeable(name, lambda: {key: _class_item(get, key) for key in keys}, write, same)
 
 
 def _content(tensor: torch.Tensor) -> _Content:
