@@ -70,5 +70,6 @@ def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
         for value in list(vars(module).values()):
             held = None if isinstance(value, (nn.Module, type)) else attributes_of(value)
             for one in (value, *(held or {}).values()):
-                if type(one) is torch.Tensor and one.grad_fn is None:
+                # torch may raise at the grad_fn of a view of gathered weights (FullyShardedDataParallel)
+                if type(one) is torch.Tensor and not (one.requires_grad and (one._is_view() or one.grad_fn)):
                     yield one

@@ -11,7 +11,8 @@ from torch import nn
 from mindspeed_mem.plan.checks import suggestion
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_FSDP = "_fsdp_wrapped_module"
+_WRAPPERS = {"_orig_mod", _FSDP, "_checkpoint_wrapped_module"}
 
 
 def lists_of_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
@@ -19,7 +20,7 @@ def lists_of_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
     layer of a list without a name."""
     several = isinstance(model, (nn.ModuleList, nn.ModuleDict))  # models, that is: a list has no forward
     parts = model.named_children() if several else [("", model)]
-    return {name: found for path, part in parts for name, found in _lists_in(part, path)} or {"": [model]}
+    return {name: found for path, part in parts for name, found in _lists_in(part, path)} or {"": [_in_fsdp(model)]}
 
 
 def _lists_in(module: nn.Module, path: str) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -43,7 +44,7 @@ def named_layers(model: nn.Module, names: Sequence[str], problems: list[str]) ->
             hint = f"did you mean {near!r}? " if near else ""
             problems.append(f"layers: got {name!r}; {hint}allowed: names of modules of this model")
         else:
-            found[name] = _members(module) if isinstance(module, _LISTS) else [module]
+            found[name] = _members(module) if isinstance(module, _LISTS) else [_in_fsdp(module)]
     above = [
         (one, other) for one in found for other in found if one != other and (not one or other.startswith(one + "."))
     ]
@@ -77,4 +78,11 @@ def in_layer(path: str) -> str:
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    return list(dict.fromkeys(module.children()))
+    return [_in_fsdp(one) for one in dict.fromkeys(module.children())]
+
+
+def _in_fsdp(module: nn.Module) -> nn.Module:
+    """What FullyShardedDataParallel is around: its own forward gathers and frees weights, and cannot run by halves."""
+    while (inner := module._modules.get(_FSDP)) is not None:
+        module = inner
+    return module

@@ -1,4 +1,4 @@
-"""What ranks run: plain models under DistributedDataParallel and FSDP2, with a plan and without."""
+"""What ranks run: plain models under DistributedDataParallel and both FSDPs, with a plan and without."""
 
 import copy
 import gc
@@ -6,7 +6,8 @@ import gc
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import mindspeed_mem
@@ -37,7 +38,17 @@ def nested(model):
     return fully_shard(model, mesh=mesh)
 
 
-WRAPPERS = {one.__name__: one for one in (ddp, fsdp, nested)}
+def fsdp1(model, by_their_names=False):
+    """The older one, which wraps modules."""
+    policy, device = ModuleWrapPolicy({type(model.blocks[0])}), torch.device(DEVICE)
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=by_their_names)
+
+
+def fsdp1_by_names(model):
+    return fsdp1(model, by_their_names=True)
+
+
+WRAPPERS = {one.__name__: one for one in (ddp, fsdp, nested, fsdp1, fsdp1_by_names)}
 
 
 def step(model):
