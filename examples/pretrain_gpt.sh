@@ -15,6 +15,14 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
+for name in NPROC TP PP VPP NNODES NODE_RANK TRAIN_ITERS; do
+    value=${!name:-1}
+    if [[ ! $value =~ ^(0|[1-9][0-9]{0,8})$ || ($value = 0 && $name != NODE_RANK && $name != TRAIN_ITERS) ]]; then
+        echo "${0##*/}: $name: got '$value'; allowed: a whole number$([[ $name = NODE_RANK || $name = TRAIN_ITERS ]] || echo ' above 0')" >&2
+        exit 2
+    fi
+done
+
 PYTHON=${PYTHON:-python3}
 DEVICE=${DEVICE:-cpu}
 NPROC=${NPROC:-2}

@@ -26,6 +26,13 @@ def test_all_problems_at_once_and_once_only():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("NPROC", "abc"), ("NPROC", 0), ("TP", 0), ("TP", "08"), ("PP", -1), ("NNODES", "2 3")]
+)
+def test_numbers_of_ranks_are_looked_at_first(name, value):
+    script("pretrain_gpt.sh", **{name: value}).refused(f"{name}: got '{value}'; allowed: a whole number above 0")
+
+
 @pytest.mark.distributed
 def test_pipeline_stages_that_do_not_fit():
     script(
