@@ -15,13 +15,16 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
+wrong=
 for name in NPROC TP PP VPP NNODES NODE_RANK TRAIN_ITERS; do
-    value=${!name:-1}
-    if [[ ! $value =~ ^(0|[1-9][0-9]{0,8})$ || ($value = 0 && $name != NODE_RANK && $name != TRAIN_ITERS) ]]; then
-        echo "${0##*/}: $name: got '$value'; allowed: a whole number$([[ $name = NODE_RANK || $name = TRAIN_ITERS ]] || echo ' above 0')" >&2
-        exit 2
+    value=${!name:-1} least=1
+    [[ $name != NODE_RANK && $name != TRAIN_ITERS ]] || least=0
+    if [[ ! $value =~ ^(0|[1-9][0-9]{0,8})$ || $value -lt $least ]]; then
+        echo "${0##*/}: $name: got '$value'; allowed: a whole number from $least" >&2
+        wrong=yes
     fi
 done
+[ -z "$wrong" ] || exit 2
 
 PYTHON=${PYTHON:-python3}
 DEVICE=${DEVICE:-cpu}

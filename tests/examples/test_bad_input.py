@@ -26,11 +26,11 @@ def test_all_problems_at_once_and_once_only():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("NPROC", "abc"), ("NPROC", 0), ("TP", 0), ("TP", "08"), ("PP", -1), ("NNODES", "2 3")]
-)
-def test_numbers_of_ranks_are_looked_at_first(name, value):
-    script("pretrain_gpt.sh", **{name: value}).refused(f"{name}: got '{value}'; allowed: a whole number above 0")
+def test_numbers_of_ranks_are_looked_at_first():
+    given = {"NPROC": "abc", "TP": "08", "PP": -1, "VPP": 0, "NNODES": "2 3"}
+    words = [f"{name}: got '{value}'; allowed: a whole number from 1\n" for name, value in given.items()]
+    script("pretrain_gpt.sh", **given, TRAIN_ITERS=0, NODE_RANK=0).refused(*words)
+    script("pretrain_gpt.sh", NPROC=0, NODE_RANK="first").refused("NPROC: got '0'", "NODE_RANK: got 'first'", "from 0")
 
 
 @pytest.mark.distributed
