@@ -35,6 +35,7 @@ from policy_table import predictions, table  # noqa: E402
 
 from mindspeed_mem.adaptive import InfeasibleError, Problem  # noqa: E402
 from mindspeed_mem.adaptive.problem import profile_file  # noqa: E402
+from mindspeed_mem.adaptive.search.plan_table import engine  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 1024, 16, 2752, 1024, 1, 1, 512),
@@ -149,6 +150,7 @@ def measure(given: argparse.Namespace) -> None:
     absent *= sum(parameter.numel() for parameter in model.parameters())
     problem = problem_of(bench.profile(), shape["micro_batches"], bench.whole)
     progress("its profile is taken")
+    print(*engine(problem), sep="\n")
     if given.trace:
         facts = {"machine": machine(backend.type), "model": shape}
         profile_file.write(profile_file.Profile(problem=problem, **facts), given.trace)
@@ -164,7 +166,7 @@ def measure(given: argparse.Namespace) -> None:
         "rounds": given.rounds,
         "shape": shape | {"dtype": given.dtype},
     }
-    record |= {"static_bytes": bench.static, "margin": margin, "caps": {}}
+    record |= {"static_bytes": bench.static, "margin": margin, "host": dataclasses.asdict(problem.host), "caps": {}}
     for name, cap in caps_of(given.caps or CAPS[kind], low, high, round(absent)).items():
         rows = under_cap(bench, problem, policies, cap, margin, given, clock)
         print(f"cap {name}: {(cap - bench.static) / 2**20:.1f} MiB above the step's start", table(rows), "", sep="\n")

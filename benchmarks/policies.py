@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_mem.activation.observe.rank_profile import HostCost
 from mindspeed_mem.adaptive import InfeasibleError, Plan, Problem, Search, Simulated, StagePlan, simulate
 from mindspeed_mem.adaptive.problem.definition import LayerClass
 from mindspeed_mem.adaptive.search.baselines import full_recompute, keep_all
@@ -70,7 +71,7 @@ def selective(problem: Problem, modules: tuple[str, ...]) -> Simulated:
     """Megatron's recompute of these modules in all layers."""
     paths = [path for module in modules for path in _PATHS[module]]
     classes = tuple(_as_megatron(kind, modules) for kind in problem.classes)
-    problem = dataclasses.replace(problem, classes=classes)
+    problem = dataclasses.replace(problem, classes=classes, host=HostCost())  # its own is not known
     stages = []
     for stage in problem.stages:
         parts = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.activation.observe.rank_profile import HostCost, Outside
 from mindspeed_mem.adaptive.problem.definition import (
     Group,
     LayerClass,
@@ -105,8 +105,10 @@ def small_problem(
     schedule: str = "1f1b",
     cap: int | None = None,
     split_backward: bool = False,
+    engine: float = 0.0,
 ) -> Problem:
-    """`layers` in each part; head and loss on the last stage. Link in GB/s."""
+    """`layers` in each part; head and loss on the last stage. Link in GB/s. engine: seconds of its own for each tensor
+    that moves; each second run takes twice that."""
     made = []
     placement = Placement(stages, virtual, schedule == "v")
     for number in range(stages):
@@ -136,6 +138,7 @@ def small_problem(
         link=Link(out=link, back=link, blocking=blocking),
         device_limit=limit,
         host_limit=host,
+        host=HostCost(moved_seconds=engine, rerun_seconds=2 * engine),
     )
 
 

@@ -74,8 +74,12 @@ def cycle_seconds(problem: Problem, counts: Counts, stage: int) -> float:
             forward += block.kind.forward_seconds * len(block.layers)
             backward += block.kind.backward_seconds * len(block.layers)
             for group, count in zip(block.kind.groups, counts[key(block)], strict=True):
+                reruns = len(group.recompute_operators or group.operators)
                 backward += count.recompute * (group.recompute_seconds or 0.0)
+                backward += count.recompute * reruns * problem.host.rerun_seconds
                 moved += count.swap * group.bytes / GB
+                forward += count.swap * group.tensors * problem.host.moved_seconds / 2
+                backward += count.swap * group.tensors * problem.host.moved_seconds / 2
         out, back = moved / problem.link.out, moved / problem.link.back
         total += forward + out + backward + back if problem.link.blocking else max(forward, out) + max(backward, back)
     return total

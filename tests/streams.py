@@ -245,7 +245,9 @@ class Machine:
                     )
                 ran = ("ran", number, key, position)
                 taken = sum(item["group"].bytes for item in items if item["made"] == position)
-                compute.put(seconds=operator.forward_seconds, take=taken, sets=[ran])
+                moves = [i["group"] for i in items if i["act"] == "S" and max(i["made"], i["first"]) == position]
+                host = sum(group.tensors for group in moves) * self.problem.host.moved_seconds / 2
+                compute.put(seconds=operator.forward_seconds + host, take=taken, sets=[ran])
                 for index, item in enumerate(items):
                     size = item["group"].bytes
                     if item["act"] == "S" and max(item["made"], item["first"]) == position:
@@ -291,8 +293,12 @@ class Machine:
                 for item in items:
                     if item["act"] == "R" and item["due"] == position:
                         size = item["group"].bytes - item["group"].recompute_keeps
-                        compute.put(seconds=item["group"].recompute_seconds, take=size)
+                        reruns = len(item["group"].recompute_operators or item["group"].operators)
+                        host = reruns * self.problem.host.rerun_seconds
+                        compute.put(seconds=item["group"].recompute_seconds + host, take=size)
+                moved = sum(i["group"].tensors for i in items if i["act"] == "S" and i["due"] == position)
                 seconds = operator.backward_seconds - operator.weight_seconds * self.splits
+                seconds += moved * self.problem.host.moved_seconds / 2
                 ran = ("ran back", number, key, position)
                 compute.put(seconds=seconds, take=operator.weight_bytes * self.splits, sets=[ran])
                 done = [item["group"] for item in items if item["first"] == position]

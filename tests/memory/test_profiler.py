@@ -77,6 +77,7 @@ def times(layout: dict, kind: str, micro_batches: int) -> tuple[list[str], list[
         wrong = wrong_times(found, passes, seconds, micro_batches)
         wrong += [] if found.stage == stage and found.step_seconds > 0 else ["stage or step"]
         wrong += [f"{one.copies} s of copies" for one in passes if one.copies]
+        wrong += [] if 0 < found.host.moved_seconds < found.host.rerun_seconds else ["the engine's own time"]
     return wrong, [(chunk.layers, chunk.before.bytes, chunk.after.bytes) for chunk in found.chunks]
 
 

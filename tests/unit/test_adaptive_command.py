@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from mindspeed_mem.__main__ import main
+from mindspeed_mem.activation.observe.rank_profile import HostCost
 from mindspeed_mem.adaptive.problem import devices, profile_file
 from mindspeed_mem.adaptive.problem.definition import GIB
 from mindspeed_mem.command_line import NO_MATPLOTLIB
@@ -81,6 +82,22 @@ def test_a_plan_over_a_link_that_blocks_says_so_and_is_slower(plan, tmp_path):
     text = "Computation stands still while anything is copied"
     assert status == 0 and text in out and text not in hidden
     assert float(row(hidden, "this plan")[0]) < float(row(out, "this plan")[0])
+
+
+def test_what_the_engine_takes_of_the_host_is_in_the_seconds_and_said(plan, tmp_path):
+    target = tmp_path / "profile.json"
+    _, estimated, _ = plan(f"{SHAPE} {LLAMA} --device-memory-gib 24 --write-trace {target}")
+    assert "what the engine itself takes of its time is not counted" in estimated
+    free = dataclasses.replace(profile_file.read(target), origin="measured")
+    host = HostCost(moved_seconds=2e-2, rerun_seconds=5e-2)
+    found = []
+    for one in (free, dataclasses.replace(free, problem=dataclasses.replace(free.problem, host=host))):
+        profile_file.write(one, target)
+        found.append(plan(f"--trace {target} --device-memory-gib 20 --reserve-gib 0")[1])
+    text = "20000 us for each tensor that is swapped, 50000 us for each operator that runs again"
+    assert text in found[1] and text not in found[0]
+    keep, mine = ([float(row(out, name)[0]) for out in found] for name in ("keep all", "this plan"))
+    assert keep[0] == keep[1] and mine[0] < mine[1]
 
 
 def test_what_does_not_fit_ends_with_status_1_and_says_what_is_needed(plan, tmp_path):

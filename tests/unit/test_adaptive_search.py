@@ -39,6 +39,7 @@ problems = st.builds(
     link=st.sampled_from([0.3, 1.0, 3.0, 30.0]),
     blocking=st.booleans(),
     host=st.sampled_from([None, 300 * MB]),
+    engine=st.sampled_from([0.0, 0.02]),
 )
 shares = st.floats(0.0, 1.0)
 
@@ -108,7 +109,7 @@ def _host_has_room(problem, number, stage):
     return problem.host_limit is None or host_bytes(problem, number, stage) <= problem.host_limit
 
 
-def one_stage(chance, blocking):
+def one_stage(chance, blocking, engine=0.0):
     sizes = [chance.randint(20, 400) for _ in range(3)]
     seconds = [chance.choice([0.0, 0.005, 0.02, 0.1, 0.3]) for _ in range(3)]
     return small_problem(
@@ -118,6 +119,7 @@ def one_stage(chance, blocking):
         link=chance.choice([0.3, 1.0, 3.0, 30.0]),
         host=chance.choice([None, 300 * MB]),
         blocking=blocking,
+        engine=engine,
     )
 
 
@@ -141,6 +143,10 @@ def two_stages_of_two_parts(chance, blocking):
     return two_stages(chance, blocking, virtual=2)
 
 
+def where_the_engine_takes_its_time(chance, blocking):
+    return one_stage(chance, blocking, engine=chance.choice([0.005, 0.03]))
+
+
 def searched(problem, chance):
     """How many times as long as the best of all plans the one takes that is found."""
     searching = Search(problem)
@@ -159,7 +165,10 @@ def searched(problem, chance):
 
 # The search is no proof: of 390 random instances like these two were off, by 1.7 and 13 %, on the slowest link.
 @pytest.mark.parametrize("blocking", [False, True], ids=["copies beside computation", "copies that block"])
-@pytest.mark.parametrize(("make", "count"), [(one_stage, 6), (two_stages, 5), (two_stages_of_two_parts, 3)])
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [(one_stage, 6), (two_stages, 5), (two_stages_of_two_parts, 3), (where_the_engine_takes_its_time, 6)],
+)
 def test_the_search_finds_the_fastest_of_all_plans(make, count, blocking):
     chance = random.Random(7)
     assert max(searched(make(chance, blocking), chance) for _ in range(count)) <= 1.0005

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.activation.observe.rank_profile import HostCost, Outside
 from mindspeed_mem.adaptive import Plan, Search, StagePlan, simulate
 from mindspeed_mem.adaptive.problem.definition import GB
 from mindspeed_mem.adaptive.search import many
+from mindspeed_mem.adaptive.search.baselines import full_recompute
 from mindspeed_mem.adaptive.search.decisions import is_valid, under
 from mindspeed_mem.adaptive.search.simulation import StageTrack, fewer, fits, most_played
 from tests.planning import LAYER, MB, SPLIT_LAYER, small_problem, tiny_class
 from tests.streams import Machine
 
+ENGINE = HostCost(moved_seconds=0.01, rerun_seconds=0.02)
 CLOSE = 1e-6  # the goal is 2 %; where the rules are the same, nothing but rounding is left
 
 
@@ -63,9 +65,10 @@ def cases(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases())
-def test_time_and_peaks_are_those_of_the_machine(case):
+@given(cases(), st.sampled_from([HostCost(), ENGINE]))
+def test_time_and_peaks_are_those_of_the_machine(case, host):
     problem, plan = case
+    problem = dataclasses.replace(problem, host=host)
     seconds, peaks = Machine(problem, plan).run()
     found = simulate(problem, plan)
     assert found.seconds == pytest.approx(seconds, rel=CLOSE)
@@ -122,6 +125,7 @@ def with_temporaries(problem, chance):
 def test_plans_played_at_once_take_to_the_bit_what_each_takes_by_itself(case, chance):
     problem, plan = case
     problem = dataclasses.replace(problem, link=dataclasses.replace(problem.link, slows=chance.choice([0.0, 0.1])))
+    problem = dataclasses.replace(problem, host=chance.choice([HostCost(), ENGINE]))
     if chance.random() < 0.5:
         problem = with_temporaries(problem, chance)
     number, moving = chance.randrange(len(plan.stages)), under(problem, plan)
@@ -323,6 +327,21 @@ def test_recomputation_frees_what_it_makes_again_and_takes_its_time():
     without, found = (simulate(problem, Plan(stages=(stage,))) for stage in (kept, again))
     assert found.seconds - without.seconds == pytest.approx(2 * 4 * group.recompute_seconds)
     assert 3 * group.bytes <= without.peaks[0] - found.peaks[0] <= 4 * group.bytes  # one is there while it is needed
+
+
+def test_what_the_engine_takes_for_many_small_tensors_is_in_the_time_of_each_plan():
+    tensors = {"norm": 16, "core": 3}
+    groups = [dataclasses.replace(one, bytes=8, tensors=tensors.get(one.name, 1)) for one in LAYER.groups]
+    kind = dataclasses.replace(LAYER, groups=tuple(dataclasses.replace(one, recompute_keeps=0) for one in groups))
+    problem = small_problem(stages=1, layers=4, micro_batches=2, link=1000.0, kind=kind, blocking=True, engine=0.001)
+    free = dataclasses.replace(problem, host=HostCost())
+    letters = {"-KKKKK": 0, "-SKKKK": 16 * 0.001, "-RKKKK": 0.002, "-SKSKR": (16 + 3) * 0.001 + 0.002}
+    for text, each in letters.items():  # with the copies of 8 bytes themselves
+        plan = Plan(stages=(StagePlan(parts=((text, *["K" + text[1:]] * 3),)),))
+        with_it, without = (simulate(one, plan).seconds for one in (problem, free))
+        assert with_it - without == pytest.approx(2 * 4 * each, abs=1e-9)
+    whole = full_recompute(problem)  # Megatron's, without the engine
+    assert whole.seconds == full_recompute(free).seconds
 
 
 def test_copies_that_slow_computation_cost_a_share_of_their_time():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_mem.activation.observe.rank_profile import HostCost
 from mindspeed_mem.adaptive import Search
 from mindspeed_mem.adaptive.problem import from_profile, profile_file
 from mindspeed_mem.adaptive.problem.checks import problems_of
@@ -23,8 +24,9 @@ ADD = Seen(reads=["in", "d"], makes={"out": 64}, saved={"out": ["+norm"]})
 DENSE: Layer = {"norm": NORM, "up": UP, "act": ACT, "down": DOWN, "add": ADD}
 
 
-def problem_of(*layers: Layer, **more: Any) -> Problem:
-    problem = from_profile.problem([rank(chunk(layers, **more))], Pipeline(micro_batches=2), 10**6, 10**5)
+def problem_of(*layers: Layer, host: HostCost | None = None, **more: Any) -> Problem:
+    one = rank(chunk(layers, **more), host=host or HostCost())
+    problem = from_profile.problem([one], Pipeline(micro_batches=2), 10**6, 10**5)
     assert problems_of(problem) == []
     return problem
 
@@ -245,8 +247,18 @@ def test_of_ranks_of_one_stage_the_worst_counts():
     slow = {(0, "up"): 0.1}
     link = LinkSpeed(out=1.0, back=9.0, out_alone=9.0, back_alone=9.0, blocking=True)
     ranks = [
-        rank(chunk([changed("up", makes={"u": 300})], seconds={(0, "act"): 0.2}), temporary_bytes=5),
-        rank(chunk([DENSE], seconds=slow), static_bytes=5, link=link, step_seconds=0.7),
+        rank(
+            chunk([changed("up", makes={"u": 300})], seconds={(0, "act"): 0.2}),
+            temporary_bytes=5,
+            host=HostCost(moved_seconds=2e-4, rerun_seconds=4e-4),
+        ),
+        rank(
+            chunk([DENSE], seconds=slow),
+            static_bytes=5,
+            link=link,
+            step_seconds=0.7,
+            host=HostCost(moved_seconds=1e-4, rerun_seconds=5e-4),
+        ),
     ]
     problem = from_profile.problem(ranks, Pipeline(micro_batches=1), 10**6)
     [kind], [stage] = problem.classes, problem.stages
@@ -254,6 +266,20 @@ def test_of_ranks_of_one_stage_the_worst_counts():
     assert [kind.operators[kind.index[op]].forward_seconds for op in ("up", "act")] == [0.1, 0.2]
     assert (stage.static_bytes, stage.temporary_bytes, stage.step_seconds) == (1000, 100, 0.7)
     assert (problem.link.out, problem.link.back, problem.link.blocking) == (1.0, 3.0, True)
+    assert problem.host == HostCost(moved_seconds=2e-4, rerun_seconds=5e-4)
+
+
+def test_what_the_engine_takes_is_counted_by_tensor_and_by_operator(tmp_path):
+    several = changed("up", makes={"u": 200, "v": 56}, saved={"u": ["act"], "v": ["act"]})
+    problem = problem_of(several, several, host=HostCost(moved_seconds=2e-4, rerun_seconds=5e-4))
+    [kind] = problem.classes
+    assert [one.tensors for one in kind.groups] == [1, 1, 2, 1]
+    up = group_of(kind, "up")
+    assert up.moved_seconds(problem.host) == 2 * 2e-4
+    assert up.again_seconds(problem.host) == SECONDS + 5e-4
+    profile_file.write(profile_file.Profile(problem=problem), tmp_path / "profile.json")
+    again = profile_file.read(tmp_path / "profile.json").problem
+    assert again == problem and Search(again).best().plan == Search(problem).best().plan
 
 
 def test_a_stage_without_a_profile_is_named():

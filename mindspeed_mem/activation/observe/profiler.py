@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_mem.activation.observe.census import Census
+from mindspeed_mem.activation.observe.engine_cost import measure_host_cost
 from mindspeed_mem.activation.observe.observed_ops import OUTSIDE, Node
 from mindspeed_mem.activation.observe.outside_layers import OutsideBytes
 from mindspeed_mem.activation.observe.put_off import PutOff
@@ -209,6 +210,7 @@ class Profiler:
             temporary_bytes=self._memory.most,
             step_seconds=min(self._between, default=0.0),
             link=link,
+            host=measure_host_cost(self._backend),
         )
 
     @property

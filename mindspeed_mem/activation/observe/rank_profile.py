@@ -50,6 +50,17 @@ class Outside:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """What the engine itself takes of computation's time, beyond what it takes while everything is kept: that is in the
+    times of a profile, whose tensors are all watched. 0 where a device computes meanwhile."""
+
+    moved_seconds: float = 0.0
+    """For each tensor that is swapped, half of it in the forward."""
+    rerun_seconds: float = 0.0
+    """For each operator that runs again, besides running."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChunkProfile:
     """One model chunk: a stage without virtual stages has one."""
 
@@ -79,3 +90,4 @@ class RankProfile:
     step_seconds: float
     """From the end of one training call of the schedule to the start of the next: optimizer, data."""
     link: LinkSpeed
+    host: HostCost = field(default_factory=HostCost)

@@ -122,7 +122,8 @@ class Measured:
             )
         share = shape.tokens / split.tensor
         classes = [_scaled(kind, alone.class_of[kind.name], self._layers[kind.name], share) for kind in whole.classes]
-        return dataclasses.replace(whole, classes=tuple(classes), stages=tuple(stages), link=self._there.link)
+        whole = dataclasses.replace(whole, classes=tuple(classes), stages=tuple(stages))
+        return dataclasses.replace(whole, link=self._there.link, host=self._there.host)
 
     def said(self) -> list[str]:
         """What was measured beside what the formula says of it, for readers."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.activation.observe.rank_profile import HostCost, Outside
 from mindspeed_mem.adaptive.problem.orders import Held, Order, largest, shared
 from mindspeed_mem.passes import Pass
 from mindspeed_mem.schedule import Placement, order
@@ -68,6 +68,8 @@ class Group:
     needs: tuple[str, ...] = ()
     """The groups that the second run reads; one of them that is recomputed as well runs again before it."""
     swappable: bool = True
+    tensors: int = 1
+    """How many there are: `HostCost` is for each."""
     weight_bytes: int = 0
     """Of `bytes`, what gradients of weights are made from: a split backward holds it until then, whatever it plans."""
     weights_only: bool = False
@@ -75,6 +77,15 @@ class Group:
     from_previous: bool = False
     """`operators` are those of the layer before. The first layer of a part gets them from outside (`Outside.bytes`),
     where nothing can be done about them."""
+
+    def moved_seconds(self, host: HostCost) -> float:
+        """What the engine takes of computation's time for it where it is swapped: half forward, half backward."""
+        return self.tensors * host.moved_seconds
+
+    def again_seconds(self, host: HostCost) -> float:
+        """What a backward takes longer where it is recomputed."""
+        reruns = len(self.recompute_operators or self.operators)
+        return (self.recompute_seconds or 0.0) + reruns * host.rerun_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +222,7 @@ class Problem:
     link: Link
     device_limit: int
     host_limit: int | None = None
+    host: HostCost = field(default_factory=HostCost)
     output_gradients: bool = False
     """Whether every plan moves those that wait for gradients of weights, see `Plan.output_gradients`."""
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import TypeVar
 
-from mindspeed_mem.activation.observe.rank_profile import ChunkProfile, OperatorProfile, Outside, RankProfile
+from mindspeed_mem.activation.observe.rank_profile import (
+    ChunkProfile,
+    HostCost,
+    OperatorProfile,
+    Outside,
+    RankProfile,
+)
 from mindspeed_mem.adaptive.problem.definition import Link, Part, Pipeline, Problem, Stage
 from mindspeed_mem.adaptive.problem.layer_classes import LayerClasses
 from mindspeed_mem.adaptive.problem.part_view import PartView
 from mindspeed_mem.plan.layers import in_words
 
+_Figures = TypeVar("_Figures", Outside, HostCost)
 _SECONDS = ("forward_seconds", "backward_seconds", "weight_seconds")
 _EACH = (*_SECONDS, "forward_temporary_bytes", "backward_temporary_bytes", "weight_bytes")
 _MOST = ("static_bytes", "temporary_bytes", "step_seconds")
@@ -50,6 +58,7 @@ def problem(
         link=_link(ranks),
         device_limit=device_limit,
         host_limit=host_limit,
+        host=_most([rank.host for rank in ranks]),
     )
 
 
@@ -108,5 +117,6 @@ def _slowest(chunk: ChunkProfile, others: Sequence[ChunkProfile]) -> ChunkProfil
     return replace(chunk, operators=tuple(operators), before=before, after=after)
 
 
-def _most(parts: Sequence[Outside]) -> Outside:
-    return Outside(**{field.name: max(getattr(part, field.name) for part in parts) for field in fields(Outside)})
+def _most(parts: Sequence[_Figures]) -> _Figures:
+    [kind] = {type(part) for part in parts}
+    return kind(**{field.name: max(getattr(part, field.name) for part in parts) for field in fields(kind)})

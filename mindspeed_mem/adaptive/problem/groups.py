@@ -32,6 +32,7 @@ class Draft:
     keeps: int = 0
     needs: tuple[str, ...] = ()
     swappable: bool = True
+    tensors: int = 1
     from_previous: bool = False
     leaves: tuple[tuple[str, int], ...] = ()
     weight_bytes: int = 0
@@ -101,6 +102,7 @@ class Grouping:
                     leaves=self._leaves(storages),
                     **_waiting(storages),
                     swappable=op is None or self._leaves_alone(op),
+                    tensors=len(storages),
                     from_previous=True,
                 )
             )
@@ -156,6 +158,7 @@ class Grouping:
             keeps=keeps,
             needs=needs,
             swappable=not self._is_fixed(name),
+            tensors=len(storages),
         )
 
     def _received(self) -> list[tuple[str, str | None, list[KeptStorage]]]:

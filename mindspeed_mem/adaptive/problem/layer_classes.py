@@ -144,6 +144,7 @@ def _group(
         needs=first.needs if seconds is not None else (),
         leaves=_leaves(some, names),
         swappable=first.swappable,
+        tensors=max(one.tensors for one in some),
         weight_bytes=max(one.weight_bytes for one in some),
         weights_only=any(one.weight_bytes for one in some)
         and all(one.weights_only or not one.weight_bytes for one in some),

@@ -130,7 +130,9 @@ def _with_passes(problem: Problem, ratio: float) -> Problem:
         )
         for stage in problem.stages
     )
-    return dataclasses.replace(problem, classes=tuple(_class(kind, ratio) for kind in problem.classes), stages=stages)
+    classes = tuple(_class(kind, ratio) for kind in problem.classes)
+    host = _scaled(problem.host, ratio, "moved_seconds", "rerun_seconds")
+    return dataclasses.replace(problem, classes=classes, stages=stages, host=host)
 
 
 def lacked(measured: Sequence[Measured]) -> set[int]:

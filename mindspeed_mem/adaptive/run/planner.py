@@ -13,7 +13,7 @@ from mindspeed_mem.adaptive.run.correction import Measured, corrected, lacked, p
 from mindspeed_mem.adaptive.search.decisions import Plan
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
-from mindspeed_mem.adaptive.search.plan_table import grid, otherwise
+from mindspeed_mem.adaptive.search.plan_table import engine, grid, otherwise
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.adaptive.search.simulation import Simulated
 from mindspeed_mem.plan import MemoryConfig
@@ -120,7 +120,12 @@ class Planner:
         now = self.kept or self.tries[-1]
         kind = "settled" if self.kept else "not settled yet"
         of_each = [*_otherwise(now), *worth.lines(now.found)] if self.kept else []
-        return [f"adaptive memory plan ({kind}): " + now.line(), *grid(now.problem, now.found.plan, width), *of_each]
+        return [
+            f"adaptive memory plan ({kind}): " + now.line(),
+            *engine(now.problem),
+            *grid(now.problem, now.found.plan, width),
+            *of_each,
+        ]
 
     def _corrected(self, problem: Problem, plan: Plan, simulated: Simulated, measured: Sequence[Measured]) -> Problem:
         """A plan that fits after one that did not shows no more than that: the next is not to lack memory again."""

@@ -89,8 +89,8 @@ def _each(problem: Problem, plan: Plan) -> Iterator[tuple[int, int, Group, str]]
 
 def _seconds(problem: Problem, group: Group, letter: str) -> float:
     if letter == RECOMPUTE:
-        return group.recompute_seconds or 0.0
-    return _copied(problem, group.bytes)
+        return group.again_seconds(problem.host)
+    return _copied(problem, group.bytes) + group.moved_seconds(problem.host)
 
 
 def _copied(problem: Problem, nbytes: int) -> float:

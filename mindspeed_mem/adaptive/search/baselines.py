@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Collection
 from functools import lru_cache
 
+from mindspeed_mem.activation.observe.rank_profile import HostCost
 from mindspeed_mem.adaptive.problem.definition import Group, LayerClass, Part, Problem
 from mindspeed_mem.adaptive.search.decisions import NOTHING, RECOMPUTE, Plan, StagePlan, all_kept, lay_out
 from mindspeed_mem.adaptive.search.layer_script import leaving
@@ -41,7 +42,7 @@ def _fully(problem: Problem, layers: int | None) -> tuple[Problem, Plan]:
         dataclasses.replace(stage, parts=tuple(_of_part(part, layers) for part in stage.parts))
         for stage in problem.stages
     )
-    changed = dataclasses.replace(problem, classes=(*problem.classes, *again), stages=stages)
+    changed = dataclasses.replace(problem, classes=(*problem.classes, *again), stages=stages, host=HostCost())
     plan = _kept(changed)
     of_stages = []
     for stage, of_stage in zip(stages, plan.stages, strict=True):
@@ -64,7 +65,7 @@ def same_operators(problem: Problem) -> tuple[tuple[str, ...], Plan] | None:
     for kind in problem.classes:
         for group in kind.groups:
             if group.recompute_seconds is not None:
-                seconds[group.name] = seconds.get(group.name, 0.0) + group.recompute_seconds
+                seconds[group.name] = seconds.get(group.name, 0.0) + group.again_seconds(problem.host)
     names = sorted(seconds)
     sets = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(1, len(names) + 1))
     cheap = sorted(itertools.islice(sets, _SETS), key=lambda chosen: (sum(map(seconds.__getitem__, chosen)), chosen))

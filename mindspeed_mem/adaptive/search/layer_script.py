@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from mindspeed_mem.activation.observe.rank_profile import Outside
+from mindspeed_mem.activation.observe.rank_profile import HostCost, Outside
 from mindspeed_mem.adaptive.problem.definition import (
     GB,
     Group,
@@ -54,6 +54,7 @@ class Setting(NamedTuple):
     """Those of outputs, while those of weights wait for them."""
     temporary: int
     """`Stage.operator_temporary_bytes`."""
+    host: HostCost
 
     @property
     def slows(self) -> float:
@@ -67,7 +68,9 @@ class Setting(NamedTuple):
 
 def setting(problem: Problem, temporary: int) -> Setting:
     line = problem.pipeline
-    return Setting(problem.link, line.splits, line.apart, problem.output_gradients and line.apart, temporary)
+    return Setting(
+        problem.link, line.splits, line.apart, problem.output_gradients and line.apart, temporary, problem.host
+    )
 
 
 class Move(NamedTuple):
@@ -154,7 +157,7 @@ class LayerScript:
             less, needed = group.bytes - group.recompute_keeps, life.needed - 1
             forward.give[max(life.last_use, life.produced) - 1] += less
             backward.take[needed] += less
-            backward.seconds[needed] += group.recompute_seconds or 0.0
+            backward.seconds[needed] += group.again_seconds(given.host)
             backward.spare[needed] = min(backward.spare[needed], given.spare(group.recompute_temporary_bytes))
         elif life.letter == SWAP:
             self._move(life, later)
@@ -165,6 +168,9 @@ class LayerScript:
         saved = max(life.produced, life.first_use)
         copy = Copy(nbytes, exact(seconds / link.out), exact(back / GB / link.back), back, 0)
         self.moves.append(Move(copy, life.produced, saved, life.last_use, life.needed, later))
+        host = life.group.moved_seconds(self._given.host) / 2
+        self.forward.seconds[saved - 1] += host
+        self.backward.seconds[life.needed - 1] += host
         if slows:
             self.forward.seconds[saved - 1] += slows * seconds / link.out
             self.backward.seconds[life.needed - 1] += slows * back / GB / link.back

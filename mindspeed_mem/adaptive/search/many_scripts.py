@@ -122,7 +122,7 @@ class ManyScripts:
             column = numpy.array(of_row)[:, None]
             return numpy.repeat(column, self.lanes, axis=1) if each else column
 
-        self._forward_seconds = by_lane(row.forward.seconds, bool(problem.link.slows))
+        self._forward_seconds = by_lane(row.forward.seconds, bool(problem.link.slows or problem.host.moved_seconds))
         self._backward_seconds = by_lane(row.backward.seconds)
         self._take, self._regive = by_lane(row.forward.take, False), by_lane(row.backward.give, False)
         self._forward_spare = by_lane(row.forward.spare, False)
@@ -169,7 +169,7 @@ class ManyScripts:
         for one, there in _cases(needed, again):
             rows = bases + 1 + one
             self._retake[rows] += there * less
-            self._backward_seconds[rows] += there * (group.recompute_seconds or 0.0)
+            self._backward_seconds[rows] += there * group.again_seconds(self._given.host)
             if self._temporary:
                 before = self._backward_spare[rows]
                 spare = self._given.spare(group.recompute_temporary_bytes)
@@ -190,9 +190,14 @@ class ManyScripts:
             self._weights[last] += swapped * (slows * later / GB / self._link.back)
         seconds, seconds_back = group.bytes / GB, back_bytes / GB
         out, back = exact(seconds / self._link.out), exact(seconds_back / self._link.back)
+        host = group.moved_seconds(self._given.host) / 2
+        cases = _cases(needed, swapped)
+        if host:
+            self._forward_seconds[saved] += swapped * host
+            for one, there in cases:
+                self._backward_seconds[bases + 1 + one] += there * host
         if slows:
             self._forward_seconds[saved] += swapped * (slows * seconds / self._link.out)
-        cases = _cases(needed, swapped)
         for one, there in cases if slows else ():
             self._backward_seconds[bases + 1 + one] += there * (slows * seconds_back / self._link.back)
         has = swapped.astype(float)

@@ -6,7 +6,8 @@ For a stage p with w micro-batches in flight, groups i of a bytes each, n layers
              (and what waits for gradients of weights, where these are passes of their own)
     forward  F + wait,  wait >= sum a s / out - F      (a forward ends when its copies out have)
     backward B + sum r again + wait,  wait >= sum a s / back - B - sum r again
-             (over a link that blocks both waits are all of the copies, without - F or - B - sum r again)
+             (over a link that blocks both waits are all of the copies, without - F or - B - sum r again; what the
+             engine itself takes is in again for each of r, and in F and B, half in each, for each of s)
 
 The last terms of memory stand for the layer at work and the copies under way. Simulation is the judge: these figures
 leave out when in a pass the link is busy, and what is under way when the most is held.
@@ -205,8 +206,9 @@ def _block(program: Program, problem: Problem, block: Block, rules: Rules) -> No
         most = layers[group.name]
         swap = most_swapped(problem, block, group.name, rules)
         again = most if group.recompute_seconds is not None and rules.recompute else 0
-        s = program.variable(("s", *name, group.name), swap, True, _PER_GB * group.bytes / GB)
-        r = program.variable(("r", *name, group.name), again, True, group.recompute_seconds or 0.0)
+        moves = _PER_GB * group.bytes / GB + group.moved_seconds(problem.host)
+        s = program.variable(("s", *name, group.name), swap, True, moves)
+        r = program.variable(("r", *name, group.name), again, True, group.again_seconds(problem.host))
         program.at_most({s: 1, r: 1}, most)
         share = group.bytes / GB / max(1, most)
         transient |= {s: (1 + rules.ahead) * share, r: share}
@@ -249,6 +251,7 @@ def _stage(
         terms: dict[tuple, float] = {}
         swapped: dict[tuple, float] = {}
         waits_on_host: dict[tuple, float] = {}
+        engine: dict[tuple, float] = {}
         again: dict[tuple, float] = {}
         for block in (one for one in mine if one.part == place):
             forward += block.kind.forward_seconds * len(block.layers)
@@ -258,19 +261,22 @@ def _stage(
                 held += size * len(block.movable(group))
                 terms |= {s: -size, r: group.recompute_keeps / GB - size}
                 swapped[s] = size
+                engine[s] = group.moved_seconds(problem.host) / 2
                 if on_host := problem.on_host(group):
                     waits_on_host[s] = on_host / GB
-                again[r] = -link.back * (group.recompute_seconds or 0.0)
+                again[r] = -link.back * group.again_seconds(problem.host)
         # What every plan takes, so that the gap is one of the cycle and not of what is added to it.
         alone = gradients[place] / GB  # waited for, without a window
         copies = alone * (1 / link.out + (1 / link.back if link.blocking else 0.0)) if alone else 0.0
         program.variable(("compute", place), forward + backward + copies, price=1.0, low=forward + backward + copies)
         if link.blocking:  # nothing hides behind compute
-            forward, backward, again = 0.0, 0.0, {}
+            forward, backward, again, engine = 0.0, 0.0, {}, {}
         else:
             forward, backward = max(0.0, forward - idle), max(0.0, backward - idle)
-        program.at_most(swapped | {("out", place): -link.out}, link.out * forward)
-        program.at_most(swapped | again | {("back", place): -link.back}, link.back * backward)
+        speeds = (link.out, link.back)
+        out, back = ({s: size - speed * engine.get(s, 0.0) for s, size in swapped.items()} for speed in speeds)
+        program.at_most(out | {("out", place): -link.out}, link.out * forward)
+        program.at_most(back | again | {("back", place): -link.back}, link.back * backward)
         kept.append((held, terms))
         moved.append(swapped)
         later.append(waits_on_host)

@@ -20,6 +20,7 @@ _ESTIMATED = (
     "ranks.",
     "Bytes of activations follow Megatron's layers, and TransformerEngine's; in fp8 they are assumed, and nobody has "
     "counted them. Static memory and temporaries are estimates.",
+    "The host is taken to keep up with the device: what the engine itself takes of its time is not counted.",
 )
 
 LEGEND = "K keep, S swap, R recompute, - given from outside, . no such group"
@@ -60,6 +61,18 @@ def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
         first,
         f"Times, bytes and link speeds were measured ({facts or 'machine unknown'}); the plan is a prediction.",
         *blocking,
+        *engine(problem),
+    ]
+
+
+def engine(problem: Problem) -> list[str]:
+    """What is counted of the engine's own time."""
+    moved, rerun = 1e6 * problem.host.moved_seconds, 1e6 * problem.host.rerun_seconds
+    if not (moved or rerun):
+        return []
+    return [
+        f"The engine's own time is counted: {moved:.0f} us for each tensor that is swapped, {rerun:.0f} us for each "
+        "operator that runs again, as fast as this host was when it was profiled."
     ]
 
 
