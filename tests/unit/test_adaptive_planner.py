@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from mindspeed_mem.activation.observe.rank_profile import HostCost
 from mindspeed_mem.adaptive import simulate
 from mindspeed_mem.adaptive.problem.checks import problems_of
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
@@ -184,6 +185,16 @@ def test_gradients_of_weights_are_corrected_with_the_rest_of_the_backward(proble
     assert problems_of(faster) == []
     shares = [(one.weight_seconds, one.backward_seconds / 2) for one in faster.classes[0].operators]
     assert all(weight == pytest.approx(half) for weight, half in shares) and any(weight for weight, _ in shares)
+
+
+def test_what_the_engine_takes_is_corrected_with_the_rest(problem):
+    problem = dataclasses.replace(problem, host=HostCost(moved_seconds=0.01, rerun_seconds=0.02))
+    found = Search(problem).best()
+    faster = corrected(problem, found.plan, found.simulated, measured(problem, found, seconds=0.4))
+    before, after = (one.classes[0].forward_seconds for one in (problem, faster))
+    assert after < before
+    assert faster.host.moved_seconds == pytest.approx(0.01 * after / before)
+    assert faster.host.rerun_seconds == pytest.approx(0.02 * after / before)
 
 
 def test_where_copies_block_a_plan_that_swaps_and_took_longer_makes_swapping_dear(problem):
