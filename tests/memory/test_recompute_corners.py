@@ -190,3 +190,24 @@ def test_what_is_swapped_beside_inline_code_is_no_part_of_it(inputs_too):
     assert found == []
     assert not any("recompute" in line and "activation_func" in line and "in place" in line for line in said), said
     assert moved == (4 * output if inputs_too else 0)
+
+
+def held_after_a_forward_without_backward(frozen: bool) -> dict[str, int]:
+    """Before any schedule has run, so that nothing is known of the model's weights yet."""
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    with swap_runs.swap(again(["mlp"])) as engine, parallel():
+        chunks = models.build_gpt("dense", layers=1)
+        for name, module in chunks[0].named_modules():
+            if name.endswith("mlp.linear_fc2"):
+                module.register_full_backward_hook(lambda module, of_input, of_output: None)
+                module.bias.requires_grad_(not frozen)
+        swap_runs.one_forward(engine, chunks)
+        return swap_runs.left_over(engine)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_view_of_a_weight_that_an_operator_returns_keeps_nothing_of_its_run(frozen):
+    [left] = on_ranks(1, held_after_a_forward_without_backward, frozen)
+    assert left == {"host bytes": 0, "device bytes": 0}

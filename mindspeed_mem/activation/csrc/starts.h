@@ -135,6 +135,11 @@ inline void returns_one(PyObject* self, PyObject* index, PyObject* tensor, PyObj
   if (leaf.layout() != c10::kStrided || leaf.is_nested() || leaf.is_inference()) return;
   const at::Tensor base = base_of(leaf);
   if (base.grad_fn() && !is_made_in(self, owner_in(batch, leaf).get())) return;
+  Own python_base = own(THPVariable_Wrap(base));
+  if (!fast_tensors::is_tensor(python_base.get())) {
+    slowly.call(self, index, tensor, batch);
+    return;
+  }
   Own storage = storage_of(leaf), attributes = attributes_of(storage.get());
   Own marks = Own::of(marks_in(attributes.get()));
   if (marks) {
@@ -145,7 +150,7 @@ inline void returns_one(PyObject* self, PyObject* index, PyObject* tensor, PyObj
   } else {
     marks = new_marks(attributes.get());
   }
-  Own by = make(engine.MadeBy), python_base = own(THPVariable_Wrap(base));
+  Own by = make(engine.MadeBy);
   made_by.rerun.set_borrowed(by.get(), self);
   made_by.slot.set_borrowed(by.get(), index);
   made_by.version.set_number(by.get(), leaf._version());

@@ -200,8 +200,10 @@ class ModuleRerun(Rerun):
         part = local_of(leaf)
         if type(part) is torch.Tensor and part.layout is torch.strided and not (part.is_nested or part.is_inference()):
             storage = part.untyped_storage()
-            node = leaf.grad_fn if leaf._base is None else leaf._base.grad_fn
-            made_here = node is None or self.made(storage, micro_batch.owner_of(leaf))
+            base = leaf if leaf._base is None else leaf._base
+            if isinstance(base, torch.nn.Parameter):  # it would keep this run, and what that holds, as long as it lives
+                return
+            made_here = base.grad_fn is None or self.made(storage, micro_batch.owner_of(leaf))
             if made_here and not _known(storage, part):
                 marks.of(storage).made_by = MadeBy(self, index, part)
 
