@@ -338,7 +338,10 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
         return self._module.get_rng_state(self._module.current_device() if index is None else index)
 
     def set_rng_state(self, state: torch.Tensor, index: int | None = None) -> None:
-        self._module.set_rng_state(state, self._module.current_device() if index is None else index)
+        number = self._module.current_device() if index is None else index
+        generator = self.generator(number)
+        if generator is None or not _set_unseen(generator, state):
+            self._module.set_rng_state(state, number)
 
     def generator(self, index: int | None = None) -> torch.Generator | None:
         generators = getattr(self._module, "default_generators", ())  # empty until the device is used
@@ -350,3 +353,17 @@ class AcceleratorBackend(Backend[Stream, NativeEvent]):
             "device": self._module.get_device_name(self._module.current_device()),
             "count": self._module.device_count(),
         }
+
+
+def _set_unseen(generator: torch.Generator, state: torch.Tensor) -> bool:
+    """Whether ``generator`` could be given ``state`` through another one of the same state.
+
+    Set by itself it also tells torch's cuDNN cells (LSTM, GRU, RNN) to draw a new seed for their dropout, which a
+    program that only goes on does not (CUDAGeneratorImpl::reset_rnn_state; that flag is each generator's own).
+    """
+    try:
+        generator.graphsafe_get_state().set_state(state)
+    except (AttributeError, NotImplementedError, RuntimeError):  # torch before 2.5, devices without it
+        return False
+    with _disable_current_modes():
+        return torch.equal(generator.get_state(), state)

@@ -3,7 +3,9 @@ allocation in a steady state."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -245,6 +247,61 @@ def states_of_generators() -> tuple[bool, bool, bool]:
 def test_who_draws_on_the_device_is_noticed():
     test_host_calls.build()
     assert on_ranks(1, states_of_generators, device="cuda") == [(True, False, True)]
+
+
+class Recurrent(torch.nn.Module):
+    """A layer of a recurrent module, what the stand-in has as one, and dropout elsewhere."""
+
+    class LSTM(torch.nn.LSTM):
+        def forward(self, x):
+            return torch.tanh(x @ self.weight_hh_l0[:16])
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.drop = Recurrent.LSTM(16, 16, 2, dropout=0.1), torch.nn.Dropout(0.2)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), self.drop)
+
+    def forward(self, x):
+        return x + self.mlp(self.cell(x))
+
+
+def beside_recurrent(select: dict[str, Any]) -> tuple[bool, bool, set[tuple[int, str]], list[str]]:
+    """Whether bits are as without recompute, whether cells are told to draw a new seed, what was recomputed, what was
+    said."""
+    import mindspeed_mem
+    from tests.swap_runs import listening
+
+    own, found = torch.ops.accelerator, []
+    for plan in ({}, {"recompute_config": {"select_recompute": select}}):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[Recurrent() for _ in range(2)]).cuda()
+        attached = mindspeed_mem.attach(model, plan) if plan else contextlib.nullcontext()
+        with listening() as said, attached:
+            torch.cuda.manual_seed(1)
+            own.reset_rnn_state(0)
+            for _ in range(2):
+                model(torch.ones(4, 16, device="cuda")).sum().backward()
+            found.append(
+                [p.grad.cpu() for p in model.parameters() if p.grad is not None] + [torch.rand(2, device="cuda").cpu()]
+            )
+            reset = own.reset_rnn_state(0)
+            if plan:
+                report = attached.engine.report()
+    again = {(one.layer, one.op) for one in report.recomputed_by_operator if one.runs}
+    return all(map(torch.equal, *found)), reset, again, said
+
+
+def test_recompute_leaves_the_dropout_of_recurrent_cells_alone():
+    """torch's cells on cuDNN keep its state: they draw a new seed where a generator was set."""
+    [(same, reset, again, _)] = on_ranks(1, beside_recurrent, {"mlp": True}, device="cuda")
+    assert same and not reset and again == {(0, "mlp"), (1, "mlp")}
+
+
+def test_recurrent_cells_with_dropout_do_not_run_again_on_a_device():
+    [(same, _, again, said)] = on_ranks(1, beside_recurrent, {"cell": True, "mlp": True}, device="cuda")
+    assert same and again == {(0, "mlp"), (1, "mlp")}
+    [line] = [line for line in said if "cell" in line and "no effect" in line]
+    assert "the dropout of its LSTM goes on from a state" in line
 
 
 MOST = {

@@ -79,6 +79,20 @@ def restore(states: Any) -> None:
             backend.set_rng_state(state, index)
 
 
+def out_of_reach(modules: Iterable[torch.nn.Module]) -> str:
+    """Which of ``modules`` draws from a state that nobody can put back; empty if none does.
+
+    On devices a library keeps the state of the dropout between layers of recurrent ones (cuDNN, MIOpen), and each run
+    moves it on, a second one too.
+    """
+    if _Source.backend is None or _Source.backend.is_host:
+        return ""
+    for one in modules:
+        if isinstance(one, torch.nn.RNNBase) and one.training and one.dropout:
+            return f"the dropout of its {type(one).__name__} goes on from a state that a library keeps and runs change"
+    return ""
+
+
 def move_on(states: Any) -> None:
     """Let the generators that ``states`` are of be elsewhere than in these."""
     torch.rand(1, device="cpu")  # whatever the default device is

@@ -17,6 +17,7 @@ import torch
 
 from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.agreement import collectives_begun, highest
+from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
@@ -139,11 +140,12 @@ class Trial(AbstractContextManager):
         now = collectives_begun(self._partners)
         shared = [group for group, number in now.items() if number is None or number != self._begun.get(group)]
         why_not = rerun.why_not or ("it changes its input in place" if rerun.input_changed() else "")
+        roots = list(modules_of(rerun.call))
+        why_not = why_not or rng.out_of_reach(module for root in roots for module in root.modules())
         places: dict[Changeable, bool] = {}
         why_not = self._agreed(why_not, shared)
         if not why_not and not in_managed_memory(result):
-            modules = list(modules_of(rerun.call))
-            found = places_of(modules, rerun.state, self._called)
+            found = places_of(roots, rerun.state, self._called)
             why_not, places = rerun.repeats(result, found)
             [once_more] = highest([int(bool(why_not) and rerun.may_put_back())], shared, self._device_type)
             if once_more:

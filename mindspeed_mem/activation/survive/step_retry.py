@@ -86,7 +86,7 @@ class BeforeStep:
             return "a buffer of the model was changed"
         if started and (iterator is None or not iterator.used):
             return "its micro-batches did not come from the data iterator"
-        return ""
+        return rng.out_of_reach(module for model in self.models for module in model.modules())
 
     def put_back(self, iterator: RecordedIterator | None) -> None:
         """Make everything as it was before the call."""

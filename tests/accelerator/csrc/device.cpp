@@ -609,6 +609,9 @@ struct Registration {
     own.def("check_freed() -> ()", [] { allocator()->check_freed(); });
     own.def("empty_cache() -> ()", [] { allocator()->emptyCache(); });
     own.def("default_generator(int device) -> Generator?", [](int64_t d) { return default_generator(static_cast<DeviceIndex>(d)); });
+    own.def("reset_rnn_state(int device) -> bool", [](int64_t d) {
+      return default_generator(static_cast<DeviceIndex>(d)).get<Generator>()->reset_rnn_state();
+    });
     own.def("host_register(int address, int bytes) -> int", TORCH_FN(host_register));
     own.def("host_unregister(int address) -> ()", [](int64_t p) { pinned_memory().unpin(reinterpret_cast<void*>(p)); });
     own.def("limit_pinned(int bytes) -> ()", [](int64_t n) { pinned_memory().limit = n; });

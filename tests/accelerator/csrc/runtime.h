@@ -21,46 +21,57 @@ inline c10::DispatchKeySet keys() {
 // ---- random numbers: a seed and how far it has been used, 16 bytes, as CUDA's
 
 class Generator final : public c10::GeneratorImpl {
+  struct State {
+    uint64_t seed = c10::default_rng_seed_val, offset = 0;
+  };
+
  public:
-  explicit Generator(DeviceIndex device) : GeneratorImpl(Device(device_type(), device), keys()) {}
+  explicit Generator(DeviceIndex device, std::shared_ptr<State> state = std::make_shared<State>())
+      : GeneratorImpl(Device(device_type(), device), keys()), state_(std::move(state)) {}
   void set_current_seed(uint64_t seed) override {
-    seed_ = seed;
-    offset_ = 0;
+    *state_ = {seed, 0};
+    seeded_ = true;
   }
-  uint64_t current_seed() const override { return seed_; }
-  void set_offset(uint64_t offset) override { offset_ = offset; }
-  uint64_t get_offset() const override { return offset_; }
+  uint64_t current_seed() const override { return state_->seed; }
+  void set_offset(uint64_t offset) override {
+    state_->offset = offset;
+    seeded_ = true;
+  }
+  uint64_t get_offset() const override { return state_->offset; }
   uint64_t seed() override {
     set_current_seed(c10::detail::getNonDeterministicRandom(true));
-    return seed_;
+    return state_->seed;
   }
   void set_state(const c10::TensorImpl& state) override {
     TORCH_CHECK(state.numel() == 16 && state.device().is_cpu(), "accelerator: a generator's state is uint8[16] on the host");
     const auto* words = static_cast<const uint64_t*>(state.data());
-    seed_ = words[0];
-    offset_ = words[1];
+    *state_ = {words[0], words[1]};
+    seeded_ = true;
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     auto state = at::detail::empty_cpu({16}, at::kByte, std::nullopt, at::kCPU, std::nullopt, std::nullopt);
     auto* words = static_cast<uint64_t*>(state.mutable_data_ptr());
-    words[0] = seed_;
-    words[1] = offset_;
+    words[0] = state_->seed;
+    words[1] = state_->offset;
     return state.getIntrusivePtr();
   }
+  // Another one of the same state, as CUDA's: what is set there is set here, but for `reset_rnn_state`.
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
+    return c10::make_intrusive<Generator>(device_.index(), state_);
+  }
+  // Whether it was set since it was asked last: torch's cuDNN cells draw a new seed for their dropout then.
+  bool reset_rnn_state() { return std::exchange(seeded_, false); }
   // For one operator: a generator of its own, so that it does not matter when the operator runs.
   at::Generator draw() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return at::make_generator<at::CPUGeneratorImpl>((seed_ * 0x9E3779B97F4A7C15ull) ^ (++offset_ * 0xBF58476D1CE4E5B9ull));
+    return at::make_generator<at::CPUGeneratorImpl>(
+        (state_->seed * 0x9E3779B97F4A7C15ull) ^ (++state_->offset * 0xBF58476D1CE4E5B9ull));
   }
 
  private:
-  Generator* clone_impl() const override {
-    auto* copy = new Generator(device_.index());
-    copy->seed_ = seed_;
-    copy->offset_ = offset_;
-    return copy;
-  }
-  uint64_t seed_ = c10::default_rng_seed_val, offset_ = 0;
+  Generator* clone_impl() const override { return new Generator(device_.index(), std::make_shared<State>(*state_)); }
+  std::shared_ptr<State> state_;
+  bool seeded_ = true;
 };
 inline const at::Generator& default_generator(DeviceIndex device) {
   static const at::Generator the[kDevices] = {at::make_generator<Generator>(0), at::make_generator<Generator>(1)};
