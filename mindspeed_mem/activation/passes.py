@@ -32,6 +32,8 @@ from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 
 logger = logging.getLogger(__name__)
 
+_FORWARDS = 10  # without a schedule, until what has not run counts as never running
+
 
 class Passes:
     """Told by a schedule when passes begin and end; without one, each run through the layers is a pass."""
@@ -64,7 +66,7 @@ class Passes:
         """Whoever wants to know what forwards without a schedule are given."""
         self._alone = 0  # forwards without a schedule so far
         self._thread: int | None = None  # in which one of them runs
-        self._entered: set[int] | None = None  # the layers that run in the first of them
+        self._entered: set[int] | None = None  # the layers that ran in the first of them
 
     def enter_layer(self, layer: int) -> None:
         """A layer is about to run."""
@@ -154,12 +156,17 @@ class Passes:
         self._idle_time.say_without()
         if self._entered is None:
             return
-        entered, self._entered = self._entered, None
-        for layer in self._in_force.the_plan.layers_touched() - entered:
-            why = "it did not run, or runs under another checkpoint, or is compiled as a whole"
+        unseen, at_once = self._in_force.the_plan.layers_touched() - self._entered, self._alone >= _FORWARDS
+        if unseen and not at_once:
+            return  # it may be another model's turn, or a layer's that does not always run
+        self._second_runs.say_what_never_ran(at_once)
+        if not at_once and self._second_runs.looks:
+            return
+        self._entered = None
+        for layer in unseen:
+            why = f"it did not run in {_FORWARDS} forwards, or runs under another checkpoint, or is compiled as a whole"
             self._no_effect.add("the plan has no effect", layer, why)
         self._no_effect.flush()
-        self._second_runs.say_what_never_ran()
 
     # ---- calls of a schedule
     def begin_schedule(

@@ -337,9 +337,38 @@ def test_what_has_no_effect_is_said_once(attach, caplog):
         block.compile(backend="eager")
     attach(model, SWAP)
     with caplog.at_level(logging.WARNING):
-        results(model, accumulated)
+        results(model, accumulated, times=6)
     said = [line for line in caplog.messages if "the plan has no effect in layers 0-1" in line]
     assert len(said) == 1 and "compiled" in said[0]
+
+
+class Skips(Block):
+    """Runs in every other forward, and a part of it later only."""
+
+    def __init__(self):
+        super().__init__(16)
+        self.late, self.forwards = nn.Linear(16, 16), 0
+
+    def forward(self, x):
+        self.forwards += 1
+        if self.forwards % 2:
+            return x
+        return super().forward(x) + (self.late(x).exp() if self.forwards > 2 else 0)
+
+
+def test_what_runs_later_than_at_first_is_not_said_to_have_no_effect(attach, caplog):
+    models = nn.ModuleList([Net(), Net(2)])
+    models[1].blocks = nn.ModuleList([Skips(), Skips()])
+
+    def step(models):
+        losses = [loss_of(model) for model in models]
+        sum(losses).backward()
+        return losses
+
+    attach(models, {"recompute_config": {"select_recompute": {"late": True, "act": True}}})
+    with caplog.at_level(logging.WARNING):
+        results(models, step, times=8)
+    assert "has no effect" not in caplog.text
 
 
 @pytest.mark.parametrize("early", [True, False])
