@@ -116,6 +116,23 @@ def test_a_step_that_cannot_be_tried_again_says_why():
         assert model.fails == 0
 
 
+def test_what_is_in_use_does_not_contradict_what_was_needed(limited_memory):
+    """The operation that failed let go of what it had, or asked for what was free in pieces."""
+
+    def step():
+        loss_of(model).backward()
+        optimizer.step()
+        raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
+
+    model = Net(2, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with mindspeed_mem.attach(model, None, survive=True, device_memory_gib=0.5) as attached:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            attached.run_step(step)
+    [line] = [line for line in str(caught.value).splitlines() if "in use: " in line]
+    assert "bytes, so the rest was in pieces, in use elsewhere, or has been freed since; " in line
+
+
 class Greedy(torch.nn.LayerNorm):
     def forward(self, x):
         return super().forward(x) + torch.empty(2**29)[0]
@@ -127,7 +144,7 @@ def test_what_follows_the_layers_is_not_called_a_layer(limited_memory):
     with mindspeed_mem.attach(model, None, survive=True, device_memory_gib=0.5) as attached:
         with pytest.raises(torch.OutOfMemoryError) as caught, attached.step():
             loss_of(model)
-    assert "(outside the layers)" in str(caught.value)
+    assert "(outside the layers)" in str(caught.value) and "so the rest was" not in str(caught.value)
 
 
 def test_a_step_whose_optimizer_has_begun_is_not_tried_again():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mindspeed_mem
+from mindspeed_mem.adaptive.run.planner import Planner
 from tests.attachment.plain_models import TEXT, Net, loss_of, same
 from tests.limited_runs import counted
 from tests.worlds import on_ranks
@@ -115,6 +116,19 @@ def test_a_layer_that_cannot_be_seen_between_others_ends_the_search(caplog):
             mine.step(attached)
         assert attached.engine.adaptation.state == "off"
     assert "layer 1 did not run in a step, or nothing inside could be seen" in caplog.text
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_fault_of_the_planner_shows_where_it_is(caplog, monkeypatch):
+    model = Net(2, 16)
+    monkeypatch.setattr(Planner, "start", lambda self: max([]))
+    with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
+        mine = Training(model)
+        for _ in range(6):
+            mine.step(attached)
+        assert attached.engine.adaptation.state == "off"
+    [record] = [one for one in caplog.records if "planning failed: max()" in one.getMessage() and one.exc_info]
+    assert record.exc_info[0] is ValueError
 
 
 class Mixer(nn.Module):

@@ -153,14 +153,14 @@ class Survival:
         """What to raise when ``nbytes`` (0: unknown) are needed in ``op``; ``why`` nothing more was tried, if that is
         not for lack of what could leave."""
         holders = self.mover.on_device()
-        allocated, limit, slabs = self.backend.allocated(), self.backend.limit(), self.mover.slabs
+        slabs = self.mover.slabs
         where = self._position.running()
         lines = [  # it begins as torch's errors do: training loops look for these words, to go on with a smaller batch
             f"{self.backend.tensor_type.upper()} out of memory. "
             f"{nbytes or 'An unknown number of'} bytes of device memory are needed in {op}"
             + (f" ({self._name(*where)})" if where is not None else "")
             + (f", which {why}" if why else ", and no activation that could leave is left"),
-            f"in use: {allocated} of {limit} bytes; {holders.total()} of them are activations that backward needs",
+            self._in_use(nbytes) + f"; {holders.total()} bytes are held by activations that backward needs",
             f"on the host: {slabs.bytes_in_use} bytes of activations"
             + (f", budget {slabs.limit_bytes} bytes" if slabs.limit_bytes is not None else "")
             + (": it is full" if self.mover.host_full else ""),
@@ -172,6 +172,16 @@ class Survival:
         again = f"{words.recompute_all}; " if self.advises_recompute else ""
         lines.append(f"try: {more}{words.smaller}; {again}{words.more_ranks}")
         return NoRoomError("\n  ".join(lines))
+
+    def _in_use(self, nbytes: int) -> str:
+        """What is in use now: not always when ``nbytes`` were asked for."""
+        allocated, limit = self.backend.allocated(), self.backend.limit()
+        if allocated is None or limit is None:
+            return f"in use: {'an unknown number of' if allocated is None else allocated} bytes"
+        text = f"in use: {allocated} of {limit} bytes"
+        if 0 < nbytes <= limit - allocated:
+            text += ", so the rest was in pieces, in use elsewhere, or has been freed since"
+        return text
 
     def _name(self, layer: int, op: str) -> str:
         inside = 0 <= layer < self._in_force.num_layers  # what follows the last layer has a number as well

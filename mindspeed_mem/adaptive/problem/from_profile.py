@@ -24,6 +24,10 @@ _EACH = (*_SECONDS, "forward_temporary_bytes", "backward_temporary_bytes", "weig
 _MOST = ("static_bytes", "temporary_bytes", "step_seconds")
 
 
+class UnplannableError(ValueError):
+    """What was measured is nothing to plan from; the message says why."""
+
+
 def problem(
     ranks: Sequence[RankProfile], pipeline: Pipeline, device_limit: int, host_limit: int | None = None
 ) -> Problem:
@@ -33,15 +37,17 @@ def problem(
     taken from the one that keeps most. The link is the slowest that any rank measured.
 
     Raises:
-        ValueError: a stage is missing, or has a part without layers, or a layer did not always run.
+        UnplannableError: a stage is missing, or has a part without layers, or a layer did not always run.
     """
     numbers = sorted({rank.stage for rank in ranks})
     if not ranks or numbers != list(range(len(numbers))):
-        raise ValueError(f"profiles of stages {numbers} were given; at least one of each stage from 0 on is needed")
+        raise UnplannableError(
+            f"profiles of stages {numbers} were given; at least one of each stage from 0 on is needed"
+        )
     of_stages = [_worst([rank for rank in ranks if rank.stage == number]) for number in numbers]
     views = [[PartView(chunk) for chunk in rank.chunks] for rank in of_stages]
     if unseen := sorted({layer for of_stage in views for view in of_stage for layer in view.unseen}):
-        raise ValueError(f"{in_words(unseen)} did not run in each step, and only what always runs can be planned")
+        raise UnplannableError(f"{in_words(unseen)} did not run in each step, and only what always runs can be planned")
     classes = LayerClasses(view for of_stage in views for view in of_stage)
     stages = [
         Stage(
@@ -78,10 +84,10 @@ def _link(ranks: Sequence[RankProfile]) -> Link:
 def _part(view: PartView, classes: LayerClasses) -> Part:
     after = view.profile.after
     if not view.layers:
-        raise ValueError("a pipeline stage has a part without layers, which cannot be planned: give each at least one")
+        raise UnplannableError("a pipeline stage has a part without layers, which cannot be planned: give each a layer")
     first, last = view.layers[0], view.layers[-1]
     if skipped := set(range(first, last)) - set(view.layers):
-        raise ValueError(f"{in_words(sorted(skipped))} did not run in a step, or nothing inside could be seen")
+        raise UnplannableError(f"{in_words(sorted(skipped))} did not run in a step, or nothing inside could be seen")
     before = view.profile.before
     return Part(
         layers=tuple(classes.name_of[layer] for layer in view.layers),

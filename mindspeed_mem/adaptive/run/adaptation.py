@@ -30,6 +30,7 @@ from mindspeed_mem.adaptive.run import kept_plan
 from mindspeed_mem.adaptive.run.call_meter import CallMeter
 from mindspeed_mem.adaptive.run.planner import Decision, Planner
 from mindspeed_mem.adaptive.search import plan_file
+from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.device.link_speed import measure_link
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError
 
@@ -47,6 +48,7 @@ _NO_BACKWARD = (
     "backward and only then the optimizer's step, the loss has to come from what the model returns, and the model may "
     "not run as a whole under a checkpoint"
 )
+_EXPLAINED = (from_profile.UnplannableError, InfeasibleError, MemoryConfigError)  # by what they say; others are faults
 _AGAIN = 3  # times to plan again after evictions, or to profile other shapes, before it is left to eviction
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -294,7 +296,7 @@ class Adaptation:
                 with self._telling("searching for a memory plan", "seconds to a minute"):
                     decision = decide()
             except Exception as error:  # whatever it is, the others wait for a decision
-                logger.error("planning failed: %s", error, exc_info=not isinstance(error, ValueError))
+                logger.error("planning failed: %s", error, exc_info=not isinstance(error, _EXPLAINED))
             for line in decision.lines if decision is not None else ():
                 logger.info(line)
         decision = self._ranks.gather(decision)[0]
