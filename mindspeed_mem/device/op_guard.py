@@ -52,7 +52,7 @@ class OpGuard(FormulaKeepingMode):
         super().__init__()
         self._backend, self._make_room, self._give_up = backend, make_room, give_up
         self._process = os.getpid()
-        self.needs = OpNeeds()
+        self.needs = OpNeeds(backend.owns)
         self.retries = 0
         """How often an operator ran again."""
         self.failures = 0

@@ -8,6 +8,7 @@ operator has not been given before (experts get other tokens each time) it is ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ _MOST = 1 << 16
 
 
 class OpNeeds:
-    """Bytes by operator and sizes of its arguments."""
+    """Bytes by operator and sizes of its arguments; ``owns`` says of a tensor whether it lies in device memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, owns: Callable[[torch.Tensor], bool]) -> None:
+        self._owns = owns
         self._known: dict[tuple, int] = {}
         self._beyond: dict[tuple, int] = {}  # what calls that were known lacked all the same
         # At most: parts of what an operator is given, and bytes; of what it returns, and of what it lacked beyond that.
@@ -59,7 +61,7 @@ class OpNeeds:
             self._beyond.clear()
         before, new = storages(args, kwargs), {}
         for leaf in tree_iter(result):
-            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+            if type(leaf) is torch.Tensor and leaf.layout is torch.strided and self._owns(leaf):
                 storage = leaf.untyped_storage()
                 new[storage._cdata] = storage.nbytes()
         self._learn(key, sum(nbytes for storage, nbytes in new.items() if storage not in before), args, kwargs)
@@ -94,10 +96,10 @@ def _resembles(table: dict[Any, tuple[float, int]], op: Any, nbytes: int, args: 
 
 def _kind(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
-        return None if argument.is_nested else (argument.dtype, argument.shape)
+        return None if argument.is_nested else (argument.dtype, argument.shape, argument.is_cpu)
     if isinstance(argument, (list, tuple)):
         return tuple(map(_kind, argument))
-    return argument if isinstance(argument, (int, float)) else None
+    return argument if isinstance(argument, (int, float, torch.dtype, torch.device)) else None
 
 
 def _given(args: tuple, kwargs: dict) -> int:

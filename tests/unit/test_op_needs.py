@@ -7,6 +7,7 @@ import torch
 
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.device.cpu import CpuBackend
+from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.plan import load_memory_config
 from tests.guarding import N, Sandbag, guarded, limited_memory, numbers
 
@@ -44,6 +45,31 @@ def test_a_failure_is_learnt_from(memory):
         memory.limit = None
         failures.append(memory.refused - before)
     assert failures[0] > 0 and failures[-1] == 0
+
+
+class Beside(CpuBackend):
+    """A device beside the host, which is full."""
+
+    def owns(self, tensor):
+        return tensor.device.type == "meta"
+
+    def room(self):
+        return 0
+
+
+def test_what_an_operator_returns_on_the_host_needs_no_room_on_the_device():
+    asked = []
+    guard = OpGuard(Beside(), lambda nbytes, _: asked.append(nbytes) or 0, lambda *_: RuntimeError())
+    host, device = torch.ones(64), torch.ones(64, device="meta")
+    with guard:
+        for _ in range(2):
+            host * 2
+            torch.ops.aten._to_copy(host, device="cpu")
+        assert asked == []
+        for _ in range(2):
+            device * 2
+            torch.ops.aten._to_copy(host, device="meta")
+    assert asked == [256, 256]
 
 
 class InPieces(CpuBackend):
