@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -139,6 +139,32 @@ class Pipeline:
         """Those of all stages, on the host: what the model itself loads. Collective along the stages."""
         mine = {name: one.to("cpu", copy=True) for name, one in self.state_dict().items()}
         return {name: one for part in ranks.gather(mine, self._group) for name, one in part.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take parameters and buffers over, by their names in the model.
+
+        Args:
+            state: of the whole model, as from `whole_state_dict` or the model itself, from which each rank takes what
+                it has; or of this rank's stages, as from `state_dict` with stages cut alike. The same for all replicas.
+            strict: what this rank has is all there, and nothing that the model has not.
+
+        Raises StrategyError with all that does not fit, before anything is taken over.
+        """
+        wrong = []
+        if strict:
+            wrong = [f"{name}: it is missing, and this rank has it" for name in self._state if name not in state]
+            wrong += [f"{name}: the model has no such tensor" for name in state if name not in self._stages.of]
+        for name, mine in self._state.items():
+            given = state.get(name, mine)
+            if not isinstance(given, torch.Tensor):
+                wrong.append(f"{name}: got {type(given).__name__}; a tensor")
+            elif given.shape != mine.shape:
+                wrong.append(f"{name}: got shape {tuple(given.shape)}; the model's is {tuple(mine.shape)}")
+        if wrong:
+            raise StrategyError(wrong)
+        for name, mine in self._state.items():
+            mine.copy_(state.get(name, mine))
 
     # ---- training and evaluation
     def step(self, *inputs: Any, target: torch.Tensor) -> torch.Tensor:

@@ -534,3 +534,50 @@ def _refused_twice():
 def test_a_refused_step_says_so_again():
     for (first, again), recomputed in on_ranks(2, _refused_twice):
         assert "cannot trace" in first and "cannot trace" in again and recomputed
+
+
+def loaded():
+    """Goes on from a whole state, and from a rank's own, as if it had not stopped; what is wrong changes nothing."""
+    mesh = parallel.mesh("cpu", pp=2)
+
+    def fresh(seed):
+        torch.manual_seed(seed)
+        model = sequential(linear(), nn.BatchNorm1d(6), linear(), cut=(2,)).double()
+        return parallel.pipeline(model, mesh, 2, loss=F.mse_loss)
+
+    def trained(pipe):
+        x, target = torch.arange(48.0, dtype=torch.float64).view(8, 6).sin(), torch.ones(8, 6, dtype=torch.float64)
+        loss = pipe.step(x, target=target)
+        for one in pipe.parameters():
+            one.data.sub_(one.grad, alpha=0.1)
+            one.grad = None
+        return float(loss)
+
+    first = fresh(0)
+    trained(first)
+    whole, own = first.whole_state_dict(), {name: one.clone() for name, one in first.state_dict().items()}
+    wanted, found, problems = trained(first), [], []
+    pipe = fresh(1)
+    trained(pipe)  # exported already
+    for state in (whole, own):
+        pipe.load_state_dict(state)
+        found.append(trained(pipe))
+        found.append(
+            all(torch.equal(one, first.whole_state_dict()[name]) for name, one in pipe.whole_state_dict().items())
+        )
+    before = pipe.whole_state_dict()
+    name = next(iter(own))
+    for wrong in (dict(list(own.items())[1:]), own | {"no.such": own[name]}, whole | {name: torch.ones(7)}):
+        with pytest.raises(parallel.StrategyError) as caught:
+            pipe.load_state_dict(wrong)
+        problems.append(str(caught.value))
+    pipe.load_state_dict({"no.such": own[name]}, strict=False)
+    same = all(torch.equal(one, before[name]) for name, one in pipe.whole_state_dict().items())
+    return found == [wanted, True] * 2, same, name, problems
+
+
+def test_a_state_is_loaded_by_the_names_of_the_model():
+    for fits, same, name, (missing, unknown, shape) in on_ranks(2, loaded, timeout=120):
+        assert fits and same
+        assert f"{name}: it is missing" in missing and "no.such: the model has no such tensor" in unknown
+        assert f"{name}: got shape (7,); the model's is " in shape
