@@ -99,7 +99,14 @@ def bits(group: str, minutes: float, absent: Callable[[dict[str, Any]], str | No
 def no_transformer_engine(device: dict[str, Any]) -> str | None:
     if device["type"] != "cuda":
         return f"it is for CUDA, and this is {device['type']}"
-    return None if importlib.util.find_spec("transformer_engine") else "transformer_engine is not installed"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed"
+    # What is installed may be for another torch or CUDA; in a process of its own, as it takes memory of the device.
+    tried = subprocess.run(
+        [sys.executable, "-c", "import transformer_engine.pytorch"], capture_output=True, text=True, check=False
+    )
+    said = tried.stderr.strip().splitlines()[-1:] or [f"exit status {tried.returncode}"]
+    return f"transformer_engine cannot be imported: {said[0]}" if tried.returncode else None
 
 
 def gpu_tests(job: Job) -> list[str]:

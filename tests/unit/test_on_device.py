@@ -197,3 +197,17 @@ def test_the_benchmarks_run_from_end_to_end(only, tmp_path):
         {"swap", "recompute", "adaptive"}.intersection(only)
     )
     assert "- met: the bits are stock Megatron's (5 comparisons)" in page
+
+
+def test_a_library_that_is_installed_and_cannot_be_imported_is_absent(script, monkeypatch, tmp_path):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    cuda = {"type": "cuda"}
+    (package / "pytorch.py").write_text("raise OSError('libcudnn.so.9: cannot open shared object file')\n")
+    why = script.no_transformer_engine(cuda)
+    assert why == "transformer_engine cannot be imported: OSError: libcudnn.so.9: cannot open shared object file"
+    (package / "pytorch.py").write_text("")
+    assert script.no_transformer_engine(cuda) is None
