@@ -112,7 +112,7 @@ def test_a_layer_that_cannot_be_seen_between_others_ends_the_search(caplog):
     model.blocks[1].compile(backend="eager")
     with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
         mine = Training(model)
-        for _ in range(6):
+        for _ in range(12):
             mine.step(attached)
         assert attached.engine.adaptation.state == "off"
     assert "layer 1 did not run in a step, or nothing inside could be seen" in caplog.text
@@ -174,14 +174,14 @@ def test_a_layer_that_does_not_always_run(caplog, step):
     model = Skipping(3, 16)
     with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for number in range(9):
+        for number in range(18):
             model.skipped = 1 if number == step else None
             with attached.step():
                 model(TEXT.clone()).square().mean().backward()
                 optimizer.step()
             optimizer.zero_grad()
         state = attached.engine.adaptation.state
-    assert state == "settled" or (state == "off" and "planning failed: layer 1 did not run in" in caplog.text)
+    assert state == "settled" and "planning failed" not in caplog.text
 
 
 def test_what_cannot_be_seen_is_left_as_it_is(caplog):

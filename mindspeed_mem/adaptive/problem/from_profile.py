@@ -28,6 +28,10 @@ class UnplannableError(ValueError):
     """What was measured is nothing to plan from; the message says why."""
 
 
+class IncompleteError(UnplannableError):
+    """A layer did not run in each of the steps that were measured; in others it may."""
+
+
 def problem(
     ranks: Sequence[RankProfile], pipeline: Pipeline, device_limit: int, host_limit: int | None = None
 ) -> Problem:
@@ -37,7 +41,8 @@ def problem(
     taken from the one that keeps most. The link is the slowest that any rank measured.
 
     Raises:
-        UnplannableError: a stage is missing, or has a part without layers, or a layer did not always run.
+        UnplannableError: a stage is missing, or has a part without layers.
+        IncompleteError: a layer did not always run.
     """
     numbers = sorted({rank.stage for rank in ranks})
     if not ranks or numbers != list(range(len(numbers))):
@@ -47,7 +52,7 @@ def problem(
     of_stages = [_worst([rank for rank in ranks if rank.stage == number]) for number in numbers]
     views = [[PartView(chunk) for chunk in rank.chunks] for rank in of_stages]
     if unseen := sorted({layer for of_stage in views for view in of_stage for layer in view.unseen}):
-        raise UnplannableError(f"{in_words(unseen)} did not run in each step, and only what always runs can be planned")
+        raise IncompleteError(f"{in_words(unseen)} did not run in each step, and only what always runs can be planned")
     classes = LayerClasses(view for of_stage in views for view in of_stage)
     stages = [
         Stage(
@@ -87,7 +92,7 @@ def _part(view: PartView, classes: LayerClasses) -> Part:
         raise UnplannableError("a pipeline stage has a part without layers, which cannot be planned: give each a layer")
     first, last = view.layers[0], view.layers[-1]
     if skipped := set(range(first, last)) - set(view.layers):
-        raise UnplannableError(f"{in_words(sorted(skipped))} did not run in a step, or nothing inside could be seen")
+        raise IncompleteError(f"{in_words(sorted(skipped))} did not run in a step, or nothing inside could be seen")
     before = view.profile.before
     return Part(
         layers=tuple(classes.name_of[layer] for layer in view.layers),

@@ -50,6 +50,7 @@ _NO_BACKWARD = (
 )
 _EXPLAINED = (from_profile.UnplannableError, InfeasibleError, MemoryConfigError)  # by what they say; others are faults
 _AGAIN = 3  # times to plan again after evictions, or to profile other shapes, before it is left to eviction
+_MORE = 2  # times to profile again where a layer did not run in each step
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "context": "context_parallel_size",
@@ -112,7 +113,7 @@ class Adaptation:
         self._profiler: Profiler | None = None
         self._shown = contextlib.ExitStack()  # on a terminal, while a call is profiled
         self._meter = CallMeter(engine)
-        self._evicted = self._overruns = self._reshaped = 0
+        self._evicted = self._overruns = self._reshaped = self._incomplete = 0
         self._retries = self._retried = 0  # of the allocator when a call began; calls of a settled plan that had any
         self.has_settled = False
         """On any plan so far."""
@@ -290,18 +291,25 @@ class Adaptation:
     # ---- deciding together
     def _follow(self, decide: Callable[[], Decision]) -> None:
         """Let rank 0 decide, and do it."""
-        decision = None
+        decision, incomplete = None, ""
         if self._ranks.rank == 0:
             try:
                 with self._telling("searching for a memory plan", "seconds to a minute"):
                     decision = decide()
+            except from_profile.IncompleteError as error:
+                incomplete = str(error)
             except Exception as error:  # whatever it is, the others wait for a decision
                 logger.error("planning failed: %s", error, exc_info=not isinstance(error, _EXPLAINED))
             for line in decision.lines if decision is not None else ():
                 logger.info(line)
-        decision = self._ranks.gather(decision)[0]
+        decision, incomplete = self._ranks.gather((decision, incomplete))[0]
+        if incomplete and self._incomplete < _MORE:
+            self._incomplete += 1
+            self._say(f"{incomplete}: profiling again")
+            self._profile_again()
+            return
         if decision is None:
-            self._stop("planning failed")
+            self._stop(f"planning failed{': ' * bool(incomplete)}{incomplete}")
             return
         if decision.config is not None and not self._adopt(decision.config):
             return
