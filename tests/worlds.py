@@ -349,8 +349,7 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
         sys.modules["tests.models"].forget_routing()
     apply_cpu_patches(device)  # a case that configures the pack has undone them at its end
     gc.collect()
-    if not gc.get_freeze_count():  # the case has undone it
-        gc.freeze()
+    gc.freeze()  # what is left by now stays
     return well, result, _model_is_alive()
 
 

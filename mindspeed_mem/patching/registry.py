@@ -451,7 +451,10 @@ def _rebind_copies(moves: list[_Move]) -> None:
     for module in list(sys.modules.values()) if moves else ():
         if type(module) is not ModuleType:  # lazy modules import on attribute access
             continue
-        for key, value in list(vars(module).items()):
+        names = vars(module)
+        if by_old.keys().isdisjoint(map(id, list(names.values()))):  # nearly all: in C, there are a million names
+            continue
+        for key, value in list(names.items()):
             if id(value) not in by_old or key.startswith("__"):
                 continue
             new = value
