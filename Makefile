@@ -53,7 +53,9 @@ NATIVE_TESTS := tests/memory/test_life_cycle.py tests/memory/test_peak.py tests/
     tests/memory/test_recompute.py tests/memory/test_recompute_draws.py tests/memory/test_parts_of_a_storage.py \
     tests/memory/test_unusual_tensors.py tests/attachment/test_transforms.py tests/memory/test_survive_oom.py \
     tests/asynchrony/test_swap_waits.py \
-    tests/numerics/test_swap.py tests/numerics/test_recompute.py tests/accelerator/test_activations.py
+    tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model tests/numerics/test_swap.py::test_every_layout \
+    tests/numerics/test_recompute.py::test_every_policy tests/numerics/test_recompute.py::test_other_kinds_of_model \
+    tests/numerics/test_recompute.py::test_expert_layers tests/accelerator/test_activations.py
 
 .PHONY: help pretrain native test test-oldest test-native test-newest compat megatron-lm peer-suite check lint types doctor device \
     hashes docs wheel-check clean environment

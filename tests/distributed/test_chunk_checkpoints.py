@@ -182,6 +182,7 @@ def test_masters_are_exact_in_every_stage_placement_and_number_of_ranks(tmp_path
     same_masters(from_two, saved["tight"])
 
 
+@pytest.mark.sweep
 def test_tensor_and_expert_parallel_models_resume(tmp_path):
     tensor = SHARDED | {"layout": {"tp": 2}, "kind": "swiglu_gqa_rope", "tied": False, "sequence_parallel": True}
     experts = TIGHT | {"layout": {"ep": 2}, "kind": "moe"}

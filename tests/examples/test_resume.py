@@ -14,6 +14,7 @@ STEADY = "--attention-dropout 0 --hidden-dropout 0".split()
 PIPELINE = ["--pipeline-model-parallel-size", "2", *DROPOUT]
 SHARDED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16", *STEADY]
 ITERATIONS = ["--train-iters", "6"]
+SHARDS = "sharded", "sharded, virtual stages"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def run(tmp_path_factory, everything):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", but(["pipeline, dropout and swap", "sharded", "sharded, virtual stages"], "sharded"))
+@pytest.mark.parametrize("name", but(["pipeline, dropout and swap", *SHARDS], *SHARDS))
 def test_a_resumed_run_is_bit_identical(run, tmp_path, name):
     arguments, folder = run(name)
     # The file as a killed run leaves it: iteration 4 was done, but after the checkpoint; its lines must be replaced.

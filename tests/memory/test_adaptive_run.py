@@ -59,7 +59,7 @@ def test_training_is_bit_identical_and_settles(kind, model):
 
 @pytest.mark.parametrize(
     "layout",
-    but([{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}, {"dp": 2}], {"pp": 2}, {"tp": 2}),
+    but([{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2}, {"dp": 2}], {"pp": 2}, {"tp": 2}, {"dp": 2}),
     ids=lambda layout: "-".join(f"{key}{value}" for key, value in layout.items()),
 )
 def test_ranks_settle_together(layout):

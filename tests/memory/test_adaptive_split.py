@@ -213,8 +213,8 @@ def life(name: str, layout: dict[str, int], share: float, cap: int | None, model
 @pytest.mark.parametrize(
     ("name", "share", "cap"),
     [
-        ("split", 0.95, None),
-        ("zb", 0.93, None),
+        pytest.param("split", 0.95, None, marks=pytest.mark.sweep),
+        pytest.param("zb", 0.93, None, marks=pytest.mark.sweep),
         pytest.param("zb", 0.85, 1, marks=pytest.mark.sweep),
         ("v", 0.9, None),
     ],

@@ -204,7 +204,7 @@ def ours(kind, plan, *around, **more):
     [
         pytest.param(KINDS, id="kinds"),
         pytest.param(OPTIONS, id="options"),
-        pytest.param(RECOMPUTED, id="recomputed"),
+        pytest.param(RECOMPUTED, id="recomputed", marks=pytest.mark.sweep),
         pytest.param(MORE, id="more", marks=pytest.mark.sweep),
     ],
 )

@@ -58,7 +58,7 @@ MORE_OF_FOUR = {
     [
         pytest.param(2, TWO, id="2"),
         pytest.param(2, MORE_OF_TWO, id="more of 2", marks=pytest.mark.sweep),
-        pytest.param(4, FOUR, id="4"),
+        pytest.param(4, FOUR, id="4", marks=pytest.mark.sweep),
         pytest.param(4, MORE_OF_FOUR, id="more of 4", marks=pytest.mark.sweep),
     ],
 )

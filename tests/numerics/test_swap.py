@@ -97,7 +97,7 @@ def test_beside_megatrons_selective_recompute(recompute):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", but(LAYOUTS, "TP2", "PP2", "DP2", "PP2 x DP2, distributed optimizer"))
+@pytest.mark.parametrize("layout", but(LAYOUTS, "TP2", "PP2", "DP2", "TP2 x PP2", "PP2 x DP2, distributed optimizer"))
 def test_every_layout(layout):
     ranks, sizes, model = LAYOUTS[layout]
     kind = "moe" if "EP" in layout else "swiglu_gqa_rope"

