@@ -33,6 +33,7 @@ FOREIGN: list[str] = []
 _OF_A_MODULE = set(vars(torch.nn.Module())) - {"training", "_buffers"}
 _CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_ABSENT = object()
 _NOT_LOOKED_INTO = (*_PLAIN, type, torch.Tensor, torch.nn.Module, torch.autograd.function.FunctionCtx)
 
 
@@ -169,7 +170,7 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
     elif isinstance(value, random.Random):
         seen.add(id(value))
         found.append(_place(name, get, kind.getstate, kind.setstate, _equal))
-    elif kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+    elif str(kind.__module__).startswith("numpy.random") and hasattr(value, "bit_generator"):
         seen.add(id(value))
         found.append(_place(name, get, lambda it: it.bit_generator.state, _set_bits, _equal))
     elif (
@@ -206,8 +207,9 @@ def _class(kind: type, found: list[Changeable], seen: set[int], depth: int) -> N
         plain = [key for key, value in known.items() if isinstance(value, _PLAIN)]
         if plain:
             found.append(_of_class(get, name, plain))
-        for key in known.keys() - set(plain):
-            _visit(partial(_class_item, get, key), f"{name}.{key}", found, seen, depth + 1)
+        for key in known:
+            if key not in plain:
+                _visit(partial(_class_item, get, key), f"{name}.{key}", found, seen, depth + 1)
 
 
 def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
@@ -237,8 +239,8 @@ def _item(get: Callable[[], Any], key: Any) -> Any:
         return None
 
 
-def _class_item(get: Callable[[], Any], key: str) -> Any:
-    return vars(get() or object).get(key)
+def _class_item(get: Callable[[], Any], key: str, otherwise: Any = None) -> Any:
+    return otherwise if (one := get()) is None else vars(one).get(key, otherwise)
 
 
 def _vars(get: Callable[[], Any]) -> dict[str, Any] | None:
@@ -297,10 +299,21 @@ def _of_class(get: Callable[[], Any], name: str, keys: list[str]) -> Changeable:
 
     def write(earlier: dict) -> None:
         for key, value in earlier.items():
-            if not _is(_class_item(get, key), value):
-                setattr(get(), key, value)
+            now = _class_item(get, key, _ABSENT)
+            if value is _ABSENT and now is not _ABSENT:
+                _past_metaclass("__delattr__", get(), key)
+            elif not _is(now, value) and (one := get()) is not None:
+                _past_metaclass("__setattr__", one, key, value)
 
-    return Changeable(name, lambda: {key: _class_item(get, key) for key in keys}, write, same)
+    return Changeable(name, lambda: {key: _class_item(get, key, _ABSENT) for key in keys}, write, same)
+
+
+def _past_metaclass(method: str, *args: Any) -> None:
+    """What a metaclass refuses to be set, or counts, is none of it here."""
+    try:
+        getattr(type, method)(*args)
+    except TypeError:  # of a metaclass that is written in C
+        getattr(type(args[0]), method)(*args)
 
 
 def _content(tensor: torch.Tensor) -> _Content:
@@ -322,8 +335,8 @@ def _set_bits(generator: Any, earlier: Any) -> None:
     generator.bit_generator.state = earlier
 
 
-def _foreign(name: str | None) -> bool:
-    name = name or "builtins"
+def _foreign(name: Any) -> bool:
+    name = str(name or "builtins")  # of a class it may be a property of its objects
     return name.partition(".")[0] in _FOREIGN or name.startswith(tuple(FOREIGN))
 
 
