@@ -70,6 +70,12 @@ def _tables(model: nn.Module) -> Iterator[torch.Tensor]:
         for value in list(vars(module).values()):
             held = None if isinstance(value, (nn.Module, type)) else attributes_of(value)
             for one in (value, *(held or {}).values()):
-                # torch may raise at the grad_fn of a view of gathered weights (FullyShardedDataParallel)
-                if type(one) is torch.Tensor and not (one.requires_grad and (one._is_view() or one.grad_fn)):
+                if type(one) is torch.Tensor and _is_leaf(one):
                     yield one
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # so torch does for a view of weights that FullyShardedDataParallel has gathered and freed
+        return False

@@ -342,6 +342,26 @@ def test_what_has_no_effect_is_said_once(attach, caplog):
     assert len(said) == 1 and "compiled" in said[0]
 
 
+class Tabled(Block):
+    """A weight that is no parameter but a part of a tensor, and saved as a view of it."""
+
+    def __init__(self):
+        super().__init__(16)
+        self.table = torch.randn(32, 16)[:16].requires_grad_()
+
+    def forward(self, x):
+        return super().forward(x) @ self.table.t()
+
+
+def test_a_table_that_learns_is_no_activation(attach, caplog):
+    model = Net(2)
+    model.blocks = nn.ModuleList([Tabled(), Tabled()])
+    attach(model, SWAP)
+    with caplog.at_level(logging.WARNING):
+        loss_of(model).backward()
+    assert "table" not in caplog.text
+
+
 class Skips(Block):
     """Runs in every other forward, and a part of it later only."""
 
