@@ -52,6 +52,12 @@ def test_it_has_imported_torch_already_and_nothing_of_this_package_nor_megatron(
     assert ended(warm.python(), ["-c", code], tmp_path, OMP_NUM_THREADS="2")[1] == "False []\n"  # read at the start
 
 
+def test_none_draws_what_another_does(tmp_path):
+    draw = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item(), sep='\\n')"
+    runs = [ended(warm.python(), ["-c", draw], tmp_path)[1].split() for _ in range(2)]
+    assert all(one != other for one, other in zip(*runs, strict=True))
+
+
 def test_signals_reach_it_and_it_goes_with_its_client(tmp_path):
     wait = "import os, signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'caught\\n'))\n"
     wait += "os.write(1, b'%d\\n' % os.getpid())\nwhile True: time.sleep(0.01)\n"

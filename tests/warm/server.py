@@ -99,6 +99,8 @@ def _take(wanted: dict, streams: list[int]) -> None:
     os.chdir(wanted["folder"])
     os.umask(wanted["mask"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules["numpy"].random.seed()  # as this process has seeded it; Python's own a fork seeds again
+    sys.modules["torch"].default_generator.seed()
     unbuffered = "-u" in wanted["arguments"][:3]
     sys.stdin = sys.__stdin__ = open(0, closefd=False)
     for name, number in (("stdout", 1), ("stderr", 2)):
