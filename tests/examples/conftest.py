@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from tests.examples import jobs
 from tests.examples.jobs import SHORT, numbers, rows, script
 
 
@@ -18,9 +19,7 @@ def shared(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def cache(shared):
     """The folder of built data sets for all jobs of this test run, so that the text is built once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
-        yield shared / "cache"
+    jobs.ALSO["XDG_CACHE_HOME"] = str(shared / "cache")  # not for tests of other folders: what is built is in theirs
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from tests import warm
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TIMEOUT = 240
+ALSO: dict[str, str] = {}
+"""Variables of all jobs."""
 SMALL = """--hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 8
 --log-interval 2 --split 95,5,0 --device cpu""".split()
 """Arguments of a model that takes tens of milliseconds per iteration."""
@@ -71,7 +73,7 @@ def start(command, environment):
     own = {"PYTHON": warm.python(), "PYTHON_EXEC": warm.python(), "OMP_NUM_THREADS": "1", "TEST_JOB": mark}
     done = subprocess.run(
         list(map(str, command)),
-        env=inherited | own | {key: str(value) for key, value in environment.items()},
+        env=inherited | ALSO | own | {key: str(value) for key, value in environment.items()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.documented import DOCS, ROOT, Command, blocks_of, commands, prints, why_not
-from tests.examples.jobs import FORGOTTEN
+from tests.examples.jobs import ALSO, FORGOTTEN
 
 LIMIT = 1200
 RUN = re.compile(r"torchrun --nproc-per-node \d+ -m mindspeed_mem run pretrain_gpt.py")
@@ -54,7 +54,7 @@ def test_commands_of_a_page(page, tmp_path):
         done = subprocess.run(
             call,
             cwd=tmp_path,
-            env=inherited | own,
+            env=inherited | ALSO | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -18,6 +18,9 @@ CASES = {
     "warnings": ["-W", "ignore", "-c", "import warnings; warnings.warn('no'); print(1)"],
     "an option that a fork has not": ["-X", "utf8", "-c", "import sys; print(sys.flags.utf8_mode)"],
     "an error": ["script.py", "fail"],
+    "no script": ["absent.py"],
+    "no module": ["-m", "absent"],
+    "no code": ["-c"],
     "a status": ["-c", "import sys; sys.exit(7)"],
     "a message as status": ["-c", "import sys; sys.exit('reason')"],
     "at exit": [

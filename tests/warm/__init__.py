@@ -1,14 +1,15 @@
-"""An interpreter for tests that start programs, which has already imported torch: five of six seconds of a short run.
+"""An interpreter for tests that start programs, which has already imported torch: that is most of a short run.
 
     subprocess.run([warm.python(), "-m", "mindspeed_mem", "plan"])  # instead of sys.executable
 
 The first call starts a server (`tests.warm.server`), which imports what programs need of others, nothing of this
 package nor of Megatron, and forks once per program. What it returns is a small program (`tests/warm/client.py`) that
 takes arguments, environment, folder and standard streams there, passes signals on, and ends as the forked process does.
-It becomes the plain interpreter where a fork would differ: for other options than -u, -m, -c and -W ignore, and for
+It becomes the plain interpreter for other options than -u, -m, -c and -W ignore, where there is nothing to run, and for
 variables that are read before the first line runs. With PYTHON_EXEC in its environment, programs start others with
-that, as torchrun does by itself. Terminals and process groups are those of the client: tests of them,
-and of importing, take sys.executable. So does everything with TESTS_COLD=1, and where there is no Linux.
+that, as torchrun does by itself. Limits, priority, and the seed of strings' hashes are the server's; terminals and
+process groups are the client's: tests of them, and of importing, take sys.executable. So does everything with
+TESTS_COLD=1, and where there is no Linux.
 """
 
 import atexit

@@ -22,9 +22,11 @@ def understood(arguments):
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if os.path.exists(os.path.join(folder, "sitecustomize.py")):
             return False
-    for argument in arguments:
-        if argument in ("-m", "-c") or not argument.startswith("-"):
-            return "from multiprocessing" not in " ".join(arguments)  # its processes inherit more than three streams
+    for number, argument in enumerate(arguments):
+        if argument in ("-m", "-c"):  # processes of multiprocessing inherit more than three streams
+            return number + 1 < len(arguments) and "from multiprocessing" not in arguments[number + 1]
+        if not argument.startswith("-"):
+            return os.path.isfile(argument)
         if argument not in ("-u", "-W", "ignore"):
             return False
     return False
