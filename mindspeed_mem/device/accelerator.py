@@ -361,9 +361,20 @@ def _set_unseen(generator: torch.Generator, state: torch.Tensor) -> bool:
     Set by itself it also tells torch's cuDNN cells (LSTM, GRU, RNN) to draw a new seed for their dropout, which a
     program that only goes on does not (CUDAGeneratorImpl::reset_rnn_state; that flag is each generator's own).
     """
-    try:
-        generator.graphsafe_get_state().set_state(state)
-    except (AttributeError, NotImplementedError, RuntimeError):  # torch before 2.5, devices without it
-        return False
+    kind = generator.device.type
     with _disable_current_modes():
-        return torch.equal(generator.get_state(), state)
+        before = None if kind in _SHARED else generator.get_state()
+        try:
+            generator.graphsafe_get_state().set_state(state)
+        except (AttributeError, NotImplementedError, RuntimeError):  # torch before 2.5, devices without it
+            return False
+        if before is not None:
+            if not torch.equal(generator.get_state(), state):
+                return False
+            if not torch.equal(before, state):
+                _SHARED.add(kind)
+    return True
+
+
+_SHARED: set[str] = set()
+"""Types of devices whose generators have been seen to share their state so: looking takes several times as long."""

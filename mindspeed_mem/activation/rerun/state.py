@@ -288,8 +288,15 @@ def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
     def same(now: dict, earlier: dict) -> bool:
         return all(_is(now[key], earlier[key]) for key in keys)
 
+    def write(earlier: dict) -> None:
+        for key, value in earlier.items():
+            if value is _ABSENT:
+                names.pop(key, None)
+            else:
+                names[key] = value
+
     return Changeable(
-        f"{names.get('__name__')}.{keys[0]}", lambda: {key: names.get(key) for key in keys}, names.update, same
+        f"{names.get('__name__')}.{keys[0]}", lambda: {key: names.get(key, _ABSENT) for key in keys}, write, same
     )
 
 
