@@ -73,6 +73,17 @@ def test_a_file_that_is_no_plan_is_not_used(tmp_path, text, expected):
     assert config is None and expected in why and str(target) in why
 
 
+def test_nothing_else_is_written_over(tmp_path):
+    for name, content in {"weights": bytes(range(256)), "own.yaml": b"swap_config: {swap: true}\n"}.items():
+        (tmp_path / name).write_bytes(content)
+        assert kept_plan.why_not(tmp_path / name) == "there is another file"
+    assert "directory" in kept_plan.why_not(tmp_path)
+    (tmp_path / "empty").touch()
+    kept_plan.write(tmp_path / "another job's", CONFIG, FACTS)
+    for name in ("empty", "another job's", "new/folder/plan.yaml"):
+        assert kept_plan.why_not(tmp_path / name) == ""
+
+
 def test_no_file_is_no_news(tmp_path):
     assert kept_plan.read(tmp_path / "plan.yaml", FACTS) == (None, "")
     config, why = kept_plan.read(tmp_path, FACTS)

@@ -171,6 +171,9 @@ class Adaptation:
             found, why = kept_plan.read(self.target, self._facts)
             if why:
                 self._say(why, logging.INFO)
+            if found is None and (reason := kept_plan.why_not(self.target)):
+                self._say(f"no plan will be kept in {self.target}: {reason}; name another file")
+                self.target = None
         config = self._ranks.gather(found)[0]
         if config is not None and self._adopt(config):
             self._go(SETTLED)

@@ -52,13 +52,28 @@ def write(
     output.write(path, as_yaml(config, [title, *remarks, made_for]))
 
 
+def why_not(target: str | os.PathLike[str]) -> str:
+    """Why no plan may be kept there, or "": there is something else, or nothing can be written."""
+    path = Path(target)
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except UnicodeDecodeError:
+        return "there is another file"
+    except (OSError, ValueError) as error:  # a folder, a name with a null byte
+        return getattr(error, "strerror", None) or str(error)
+    if text.strip() and not any(line.startswith("# " + _MARK) for line in text.splitlines()):
+        return "there is another file"
+    place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return "" if os.access(place, os.W_OK) else f"{place} cannot be written"
+
+
 def read(source: str | os.PathLike[str], facts: Facts) -> tuple[MemoryConfig | None, str]:
     """The plan of the file if it was made for these facts, otherwise None; and what to tell, "" if there is no file."""
     try:
         text = Path(source).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None, ""
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # or what it is called has a null byte
         return None, f"the plan in {source} is not used: it cannot be read ({error})"
     made_for = next((line.partition(_MARK)[2] for line in text.splitlines() if line.startswith("# " + _MARK)), None)
     layers = facts.get("layers")
