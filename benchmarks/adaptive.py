@@ -35,7 +35,7 @@ from policy_table import predictions, table  # noqa: E402
 
 from mindspeed_mem.adaptive import InfeasibleError, Problem  # noqa: E402
 from mindspeed_mem.adaptive.problem import profile_file  # noqa: E402
-from mindspeed_mem.adaptive.search.plan_table import engine  # noqa: E402
+from mindspeed_mem.adaptive.search.plan_table import engine_time  # noqa: E402
 
 SHAPES = {  # layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary
     "cpu": (4, 1024, 16, 2752, 1024, 1, 1, 512),
@@ -150,7 +150,8 @@ def measure(given: argparse.Namespace) -> None:
     absent *= sum(parameter.numel() for parameter in model.parameters())
     problem = problem_of(bench.profile(), shape["micro_batches"], bench.whole)
     progress("its profile is taken")
-    print(*engine(problem), sep="\n")
+    for line in engine_time(problem):
+        print(line)
     if given.trace:
         facts = {"machine": machine(backend.type), "model": shape}
         profile_file.write(profile_file.Profile(problem=problem, **facts), given.trace)

@@ -285,9 +285,6 @@ def _container(get: Callable[[], Any], name: str) -> Changeable:
 
 
 def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
-    def same(now: dict, earlier: dict) -> bool:
-        return all(_is(now[key], earlier[key]) for key in keys)
-
     def write(earlier: dict) -> None:
         for key, value in earlier.items():
             if value is _ABSENT:
@@ -295,15 +292,13 @@ def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
             else:
                 names[key] = value
 
-    return Changeable(
-        f"{names.get('__name__')}.{keys[0]}", lambda: {key: names.get(key, _ABSENT) for key in keys}, write, same
-    )
+    def read() -> dict:
+        return {key: names.get(key, _ABSENT) for key in keys}
+
+    return Changeable(f"{names.get('__name__')}.{keys[0]}", read, write, _same_values)
 
 
 def _of_class(get: Callable[[], Any], name: str, keys: list[str]) -> Changeable:
-    def same(now: dict, earlier: dict) -> bool:
-        return all(_is(now[key], earlier[key]) for key in keys)
-
     def write(earlier: dict) -> None:
         for key, value in earlier.items():
             now = _class_item(get, key, _ABSENT)
@@ -312,7 +307,11 @@ def _of_class(get: Callable[[], Any], name: str, keys: list[str]) -> Changeable:
             elif not _is(now, value) and (one := get()) is not None:
                 _past_metaclass("__setattr__", one, key, value)
 
-    return Changeable(name, lambda: {key: _class_item(get, key, _ABSENT) for key in keys}, write, same)
+    return Changeable(name, lambda: {key: _class_item(get, key, _ABSENT) for key in keys}, write, _same_values)
+
+
+def _same_values(now: dict, earlier: dict) -> bool:
+    return all(_is(now[key], value) for key, value in earlier.items())
 
 
 def _past_metaclass(method: str, *args: Any) -> None:

@@ -61,7 +61,7 @@ def why_not(target: str | os.PathLike[str]) -> str:
         return "there is another file"
     except (OSError, ValueError) as error:  # a folder, a name with a null byte
         return getattr(error, "strerror", None) or str(error)
-    if text.strip() and not any(line.startswith("# " + _MARK) for line in text.splitlines()):
+    if text.strip() and _made_for(text) is None:
         return "there is another file"
     place = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     return "" if os.access(place, os.W_OK) else f"{place} cannot be written"
@@ -75,7 +75,7 @@ def read(source: str | os.PathLike[str], facts: Facts) -> tuple[MemoryConfig | N
         return None, ""
     except (OSError, ValueError) as error:  # or what it is called has a null byte
         return None, f"the plan in {source} is not used: it cannot be read ({error})"
-    made_for = next((line.partition(_MARK)[2] for line in text.splitlines() if line.startswith("# " + _MARK)), None)
+    made_for = _made_for(text)
     layers = facts.get("layers")
     try:
         earlier = None if made_for is None else json.loads(made_for)
@@ -100,3 +100,8 @@ def read(source: str | os.PathLike[str], facts: Facts) -> tuple[MemoryConfig | N
     named = ", ".join(f"{name} was {earlier.get(name)} and is {now.get(name)}" for name in differing[:_MOST])
     more = f" and {len(differing) - _MOST} more" if len(differing) > _MOST else ""
     return None, f"the plan in {source} is not used: {named}{more}"
+
+
+def _made_for(text: str) -> str | None:
+    """The facts as written in a file of ours."""
+    return next((line.partition(_MARK)[2] for line in text.splitlines() if line.startswith("# " + _MARK)), None)

@@ -13,7 +13,7 @@ from mindspeed_mem.adaptive.run.correction import Measured, corrected, lacked, p
 from mindspeed_mem.adaptive.search.decisions import Plan
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
-from mindspeed_mem.adaptive.search.plan_table import engine, grid, otherwise
+from mindspeed_mem.adaptive.search.plan_table import engine_time, grid, otherwise
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.adaptive.search.simulation import Simulated
 from mindspeed_mem.plan import MemoryConfig
@@ -122,7 +122,7 @@ class Planner:
         of_each = [*_otherwise(now), *worth.lines(now.found)] if self.kept else []
         return [
             f"adaptive memory plan ({kind}): " + now.line(),
-            *engine(now.problem),
+            *engine_time(now.problem),
             *grid(now.problem, now.found.plan, width),
             *of_each,
         ]

@@ -61,11 +61,11 @@ def head(profile: Profile, reserve: Reserve | None = None) -> list[str]:
         first,
         f"Times, bytes and link speeds were measured ({facts or 'machine unknown'}); the plan is a prediction.",
         *blocking,
-        *engine(problem),
+        *engine_time(problem),
     ]
 
 
-def engine(problem: Problem) -> list[str]:
+def engine_time(problem: Problem) -> list[str]:
     """What is counted of the engine's own time."""
     moved, rerun = 1e6 * problem.host.moved_seconds, 1e6 * problem.host.rerun_seconds
     if not (moved or rerun):
