@@ -55,6 +55,7 @@ REAL = os.environ.get("TESTS_ON")
 """The real device that all ranks take (`--on`), else None."""
 _ranks: defaultdict[str | None, list[_Rank]] = defaultdict(list)  # by device
 _folder: Path | None = None
+_store: Any = None  # where ranks find each other: faster than files, which they would ask again and again
 _serial = itertools.count()
 
 
@@ -81,7 +82,7 @@ def on_ranks(
         _ranks[device].append(_start(device))
     ranks = _ranks[device][:size]
     case = pickle.dumps((function, args, kwargs))
-    meeting = str(_folder / f"group{next(_serial)}")
+    meeting = f"group{next(_serial)}", _store.port
     for number, rank in enumerate(ranks):
         with contextlib.suppress(OSError):  # dead already: found below
             rank.pipe.send_bytes(pickle.dumps((number, size, meeting, timeout, case)))
@@ -135,6 +136,7 @@ def parallel(
     import torch
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from torch.distributed import distributed_c10d
 
     parallel_state.initialize_model_parallel(tp, pp, vpp, expert_model_parallel_size=ep, **more)
     try:
@@ -142,13 +144,20 @@ def parallel(
         seed_tracker(seed)
         yield
     finally:
+        groups = [one for one in distributed_c10d._world.pg_map if one is not torch.distributed.group.WORLD]
         unset_num_microbatches_calculator()
         parallel_state.destroy_global_memory_buffer()
         parallel_state.destroy_model_parallel()
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # before 0.13 that leaves them, for the next layout
-        for group in list(torch.distributed.distributed_c10d._world.pg_map):
-            if group is not torch.distributed.group.WORLD:  # their threads cost time, and a case may make hundreds
+        for group in list(distributed_c10d._world.pg_map):  # their threads cost time, and a case may make hundreds
+            if group is not torch.distributed.group.WORLD:
                 torch.distributed.destroy_process_group(group)
+        group = None
+        ends = [threading.Thread(target=groups.pop) for _ in groups]  # each waits for its threads, up to 10 ms
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join()
 
 
 def known(function: Callable, **given: Any) -> dict[str, Any]:
@@ -239,9 +248,11 @@ class _Rank:
 
 
 def _start(device: str | None) -> _Rank:
-    global _folder
+    global _folder, _store
     if _folder is None:
-        _folder = Path(tempfile.mkdtemp(prefix="ranks"))
+        from torch.distributed import TCPStore
+
+        _folder, _store = Path(tempfile.mkdtemp(prefix="ranks")), TCPStore("127.0.0.1", 0, is_master=True)
         atexit.register(_finish)
     context = multiprocessing.get_context("spawn") if device else SERVER
     ours, theirs = context.Pipe()
@@ -319,7 +330,9 @@ def _serve(pipe: connection.Connection, log: str, device: str | None, library: P
                 torch.distributed.destroy_process_group()
 
 
-def _answer(device: str | None, number: int, size: int, meeting: str, timeout: float, case: bytes) -> Answer:
+def _answer(
+    device: str | None, number: int, size: int, meeting: tuple[str, int], timeout: float, case: bytes
+) -> Answer:
     import torch
     import torch.distributed as dist
 
@@ -332,7 +345,9 @@ def _answer(device: str | None, number: int, size: int, meeting: str, timeout: f
         if device:
             torch.get_device_module(device).set_device(number % torch.get_device_module(device).device_count())
         backend = get_backend(device or "cpu").collectives
-        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=number, world_size=size, timeout=limit)
+        name, port = meeting
+        store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, timeout=limit))
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=limit)
         function, args, kwargs = pickle.loads(case)
         result = _pickled(function(*args, **kwargs))
         if device:

@@ -12,7 +12,7 @@ import torch
 from mindspeed_mem.activation import course, hot_path, operator_runs, regions, saved_tensors, second_runs
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
-from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, rng, second_run, tape, trial
+from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, rng, second_run, settings, tape, trial
 from mindspeed_mem.activation.storage import ledger, marks, micro_batch, mover, own_tensors, records
 from mindspeed_mem.activation.survive import eviction
 from mindspeed_mem.device import accelerator, base, cpu, fast_tensors, slabs
@@ -115,6 +115,9 @@ def use(module: ModuleType | None) -> None:
         "random": rng,
         "torch": torch,
         "autocast_kinds": module_rerun._autocast_kinds,
+        "PLAIN": settings.PLAIN,
+        "UNKNOWN_SETTING": settings.UNKNOWN,
+        "settings_as_of": settings.as_of,
     }
     replaced = module.connect(classes, others)
     replaced |= {

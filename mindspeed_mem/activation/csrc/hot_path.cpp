@@ -99,7 +99,7 @@ void find_slots(PyObject* classes) {
   in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
                      &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number,
                      &module_rerun.untried, &module_rerun.entered_again, &filled, &second_run.call, &second_run.state,
-                     &second_run.training, &second_run.given, &second_run.random, &second_run.autocast,
+                     &second_run.settings, &second_run.given, &second_run.random, &second_run.autocast,
                      &second_run.places, &second_run.then, &module_rerun.outputs, &second_run.noted_again,
                      &second_run.noted, &second_run.why_not});
   in("TriedOperator", {&tried.modules, &tried.verdicts, &tried.programs});
@@ -182,6 +182,9 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"IN_AFTER_COMPUTE", &engine.IN_AFTER_COMPUTE},
         {"COMPUTE_AFTER_IN", &engine.COMPUTE_AFTER_IN},
         {"RETIRE_AFTER_COPIES", &engine.RETIRE_AFTER_COPIES},
+        {"PLAIN", &engine.PLAIN},
+        {"UNKNOWN_SETTING", &engine.UNKNOWN_SETTING},
+        {"settings_as_of", &engine.settings_as_of},
         {"enough", &enough},
         {"facts_of", &facts_of},
         {"as_it_drew", &as_it_drew},
@@ -233,6 +236,7 @@ PyMethodDef functions[] = {
     {"tape_runs", fast(tape_runs), METH_FASTCALL, nullptr},
     {"tensors_in", tensors_in, METH_O, nullptr},
     {"split", fast(split), METH_FASTCALL, nullptr},
+    {"note_settings", note_settings, METH_O, nullptr},
     {"join", fast(join), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -6,13 +6,14 @@
 #include "hooks.h"
 #include "refill.h"
 #include "runs.h"
+#include "settings.h"
 
 #include <vector>
 
 namespace hot {
 
 inline struct SecondRunSlots {
-  Slot call{"call"}, state{"state"}, training{"training"}, given{"_given"}, random{"_random"}, autocast{"_autocast"},
+  Slot call{"call"}, state{"state"}, settings{"settings"}, given{"_given"}, random{"_random"}, autocast{"_autocast"},
       places{"_places"}, then{"_then"}, noted{"noted"}, noted_again{"_noted_again"}, why_not{"why_not"};
 } second_run;
 
@@ -38,19 +39,13 @@ inline bool is_autocast_as_in(PyObject* then) {
 }
 
 inline bool is_as_then(PyObject* self) {
-  static Name readers("READERS"), training("training");
+  static Name readers("READERS");
   if (!second_run.random.is_none(self) || !second_run.state.is_none(self) || !module_rerun.untried.is_none(self) ||
       !is_empty(second_run.places.get(self)) || !is_empty(second_run.then.get(self)) || !is_empty(listed(readers)) ||
       has_several_streams(rerun.mover.get(self)) || !is_autocast_as_in(second_run.autocast.get(self))) {
     return false;
   }
-  PyObject* modules = second_run.training.get(self);
-  if (!PyList_CheckExact(modules)) return false;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); ++i) {
-    PyObject* one = PyList_GET_ITEM(modules, i);
-    if (training.of(PyTuple_GET_ITEM(one, 0)).get() != PyTuple_GET_ITEM(one, 1)) return false;
-  }
-  return true;
+  return PyList_CheckExact(second_run.settings.get(self));
 }
 
 // How many of these references are to something that is wanted.
@@ -143,13 +138,14 @@ class Guarded {
   }
   Guarded(const Guarded&) = delete;
   void enter() {
-    static Name name("GUARDS"), begin("__enter__");
+    static Name name("GUARDS");
     Own guards = Own::of(listed(name));
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(guards.get()); ++i) {
-      Own guard = call(PyList_GET_ITEM(guards.get(), i));
-      begin.call(guard.get());
-      entered_.push_back(std::move(guard));
-    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(guards.get()); ++i) enter(call(PyList_GET_ITEM(guards.get(), i)));
+  }
+  void enter(Own guard) {
+    static Name begin("__enter__");
+    begin.call(guard.get());
+    entered_.push_back(std::move(guard));
   }
   void leave() {
     while (!entered_.empty()) leave_one();
@@ -175,6 +171,9 @@ inline void run_as_then(PyObject* self, PyObject* leaves) {
   });
   Guarded guarded;
   guarded.enter();
+  if (PyObject* noted = second_run.settings.get(self); !are_as_noted(noted)) {
+    guarded.enter(call(engine.settings_as_of, noted));
+  }
   const auto end = [&] {
     if (has_several_streams(rerun.mover.get(self))) end_again.call(rerun.mover.get(self));  // since it began
   };
@@ -203,6 +202,7 @@ inline void remake(PyObject* self, PyObject* leaves) {
   }
   if (remaining.number(self) != 0) differs.call(self, Py_None, Py_None);
   module_rerun.inputs.set_borrowed(self, Py_None);
+  second_run.settings.set(self, own(PyTuple_New(0)));
 }
 
 inline PyObject* module_rerun_remakes(PyObject* self, PyObject*) {

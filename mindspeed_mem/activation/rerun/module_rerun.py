@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import hot_path
-from mindspeed_mem.activation.rerun import rng
+from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
@@ -88,7 +88,7 @@ class ModuleRerun(Rerun):
         "noted",
         "call",
         "state",
-        "training",
+        "settings",
         "untried",
         "saved",
         "_given",
@@ -112,7 +112,7 @@ class ModuleRerun(Rerun):
         kwargs: dict[str, Any],
         hold: Callable[[torch.Tensor], Handle],
         state: Any = None,
-        training: Sequence[tuple[torch.nn.Module, bool]] = (),
+        noted: Sequence[settings.Noted] = (),
         places: Mapping[Changeable, bool] | None = MappingProxyType({}),
     ):
         """``call(*args, **kwargs)`` is about to run.
@@ -120,14 +120,14 @@ class ModuleRerun(Rerun):
         Args:
             hold: keeps an input for the second run.
             state: an object whose attributes it reads, which may be others by the time of the second run.
-            training: the modules that run, and whether they are in training mode.
+            noted: what the modules that run are set to.
             places: what a second run changes besides, and whether that makes another value of it. None: nobody knows
                 yet whether it repeats itself, see `repeats`.
         """
         super().__init__(layer, op, 0, mover)
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
-        self.training = training
+        self.settings = noted
         self._places: list[Changeable] = []
         self._then: list[tuple[Changeable, Any]] = []
         if places:
@@ -248,7 +248,7 @@ class ModuleRerun(Rerun):
             self._filled.clear()
         if self._remaining:
             self._differs(None, None)
-        self.inputs = None
+        self.inputs, self.settings = None, ()
         self._then.clear()
 
     remake_slowly = remake  # where the other is in C++
@@ -330,10 +330,8 @@ class ModuleRerun(Rerun):
         for then in () if now == self._autocast else self._autocast:
             if then not in now:
                 stack.enter_context(torch.autocast(*then))
-        for module, training in self.training:
-            if module.training != training:
-                stack.callback(setattr, module, "training", module.training)
-                module.training = training
+        if not settings.are(self.settings):
+            stack.enter_context(settings.as_of(self.settings))
         if self.state is not None:
             stack.enter_context(_with_attributes(self.state, attributes))
 

@@ -17,7 +17,7 @@ import torch
 
 from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.agreement import collectives_begun, highest
-from mindspeed_mem.activation.rerun import rng
+from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
@@ -41,8 +41,8 @@ class Verdict(NamedTuple):
 class Known(NamedTuple):
     """What is known of an operator whose modules are in certain modes."""
 
-    training: list[tuple[torch.nn.Module, bool]]
-    """Its modules, and whether they are in training mode."""
+    noted: list[settings.Noted]
+    """What its modules are set to."""
     flags: tuple[bool, ...]
     """By which it is told apart from what it is in another mode."""
     verdict: Verdict | None
@@ -57,7 +57,7 @@ class TriedOperator:
     __slots__ = ("_modules", "_verdicts", "_refused", "_programs", "_seen", "__weakref__")
 
     def __init__(self, call: Callable):
-        self._modules = [weakref.ref(module) for root in modules_of(call) for module in root.modules()]
+        self._modules = settings.kinds_of(module for root in modules_of(call) for module in root.modules())
         self._verdicts: dict[tuple[bool, ...], Verdict] = {}
         self._refused = False  # with any flags
         self._programs: dict[tuple[bool, ...], Program] = {}
@@ -65,9 +65,9 @@ class TriedOperator:
 
     def as_it_is(self) -> Known:
         """What is known of it with its flags as they are now."""
-        training = [(module, module.training) for ref in self._modules if (module := ref()) is not None]
-        flags = tuple([flag for _, flag in training])
-        return Known(training, flags, self._verdicts.get(flags), self._programs.get(flags))
+        noted = settings.note(self._modules)
+        flags = tuple([training for _, training, *_ in noted])
+        return Known(noted, flags, self._verdicts.get(flags), self._programs.get(flags))
 
     def ran(self, flags: tuple[bool, ...], saved: Saves) -> None:
         """It has run: two runs alike show what it saves, a later one may show that it varies."""

@@ -1,0 +1,118 @@
+// rerun/settings.py: what modules are set to, and whether they still are.
+
+#pragma once
+
+#include "runs.h"
+
+namespace hot {
+
+inline bool is_plain(PyObject* value) {
+  PyTypeObject* type = Py_TYPE(value);
+  return value == Py_None || type == &PyBool_Type || type == &PyLong_Type || type == &PyUnicode_Type ||
+         must(PySet_Contains(engine.PLAIN, reinterpret_cast<PyObject*>(type))) != 0;
+}
+
+inline Own noted_value(PyObject* value) {
+  if (is_plain(value)) return Own::of(value);
+  if (!PyList_CheckExact(value)) return Own::of(engine.UNKNOWN_SETTING);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
+    if (!is_plain(PyList_GET_ITEM(value, i))) return Own::of(engine.UNKNOWN_SETTING);
+  }
+  return Own::of(value);
+}
+
+// A module's parameters and buffers; none where these are no dictionaries.
+struct TensorPlaces {
+  explicit TensorPlaces(PyObject* attributes) {
+    static Name parameters("_parameters"), buffers("_buffers");
+    places[0] = found_in(attributes, parameters.object());
+    places[1] = found_in(attributes, buffers.object());
+    if (!places[0] || !places[1] || !PyDict_Check(places[0].get()) || !PyDict_Check(places[1].get())) return;
+    size = PyDict_GET_SIZE(places[0].get()) + PyDict_GET_SIZE(places[1].get());
+  }
+  template <class Body>
+  void each(Body&& body) const {
+    if (size == 0) return;
+    Py_ssize_t index = 0;
+    for (const Own& place : places) {
+      PyObject *name = nullptr, *tensor = nullptr;
+      for (Py_ssize_t at = 0; PyDict_Next(place.get(), &at, &name, &tensor);) body(index++, tensor);
+    }
+  }
+  Own places[2];
+  Py_ssize_t size = 0;
+};
+
+inline Own attributes_of_module(PyObject* module) { return own(PyObject_GenericGetDict(module, nullptr)); }
+
+inline PyObject* wants_gradient(PyObject* tensor) {
+  return tensor != Py_None && THPVariable_Unpack(tensor).requires_grad() ? Py_True : Py_False;
+}
+
+// `settings.note`
+inline Own note(PyObject* kinds) {
+  static Name training("training");
+  Own noted = own(PyList_New(0));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kinds); ++i) {
+    PyObject *kind = PyList_GET_ITEM(kinds, i), *names = PyTuple_GET_ITEM(kind, 1);
+    Own module = target_of(PyTuple_GET_ITEM(kind, 0));
+    if (!module) continue;
+    Own attributes = attributes_of_module(module.get()), values = own(PyTuple_New(PyTuple_GET_SIZE(names)));
+    for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(names); ++j) {
+      Own value = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
+      PyTuple_SET_ITEM(values.get(), j, noted_value(value ? value.get() : Py_None).release());
+    }
+    const TensorPlaces present(attributes.get());
+    Own tensors = own(PyTuple_New(present.size)), wanted = own(PyTuple_New(present.size));
+    present.each([&](Py_ssize_t index, PyObject* tensor) {
+      PyTuple_SET_ITEM(tensors.get(), index, new_reference(tensor));
+      PyTuple_SET_ITEM(wanted.get(), index, new_reference(wants_gradient(tensor)));
+    });
+    Own in_training = training.of(module.get());
+    Own one = own(PyTuple_Pack(7, module.get(), in_training.get(), names, values.get(), tensors.get(), wanted.get(),
+                               PyTuple_GET_ITEM(kind, 2)));
+    must(PyList_Append(noted.get(), one.get()));
+  }
+  return noted;
+}
+
+inline bool is_set_to(PyObject* now, PyObject* then) {
+  if (now == then || then == engine.UNKNOWN_SETTING) return true;
+  return Py_TYPE(now) == Py_TYPE(then) && must(PyObject_RichCompareBool(now, then, Py_EQ)) != 0;
+}
+
+// `settings.are`, and whether there is nothing to do for `settings.as_of`.
+inline bool are_as_noted(PyObject* noted) {
+  static Name training("training");
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(noted); ++i) {
+    PyObject *one = PyList_GET_ITEM(noted, i), *module = PyTuple_GET_ITEM(one, 0), *names = PyTuple_GET_ITEM(one, 2);
+    PyObject *values = PyTuple_GET_ITEM(one, 3), *tensors = PyTuple_GET_ITEM(one, 4);
+    if (training.of(module).get() != PyTuple_GET_ITEM(one, 1)) return false;
+    Own attributes = attributes_of_module(module);
+    for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(names); ++j) {
+      Own now = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
+      if (!is_set_to(now ? now.get() : Py_None, PyTuple_GET_ITEM(values, j))) return false;
+    }
+    const TensorPlaces present(attributes.get());
+    if (present.size != PyTuple_GET_SIZE(tensors)) continue;
+    bool same = true;
+    present.each([&](Py_ssize_t index, PyObject* tensor) {
+      same = same && tensor == PyTuple_GET_ITEM(tensors, index) &&
+             wants_gradient(tensor) == PyTuple_GET_ITEM(PyTuple_GET_ITEM(one, 5), index);
+    });
+    if (!same) return false;
+  }
+  return true;
+}
+
+inline PyObject* note_settings(PyObject*, PyObject* kinds) {
+  return guarded([&]() -> PyObject* {
+    if (!PyList_CheckExact(kinds)) {
+      PyErr_SetString(PyExc_TypeError, "note_settings takes what kinds_of returns");
+      return nullptr;
+    }
+    return note(kinds).release();
+  });
+}
+
+}  // namespace hot

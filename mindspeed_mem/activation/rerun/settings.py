@@ -1,0 +1,135 @@
+"""What modules are set to, noted when an operator runs first: a second run finds them as they were then.
+
+Whether they are in training mode, plain values among their attributes (the number of the use of a shared block), lists
+of such (names of adapters), and which tensors are their parameters and buffers: `torch.func.functional_call` exchanges
+these for the time of a forward. What else modules refer to is as it is then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from operator import is_
+from typing import Any
+
+import torch
+
+from mindspeed_mem.activation import hot_path
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+UNKNOWN = object()
+"""In the place of a value that is not plain: it might hold memory, so it is not noted."""
+_OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
+
+Kind = tuple["weakref.ref[torch.nn.Module]", tuple[str, ...], bool]
+"""A module, the names of its attributes that are settings, and whether it holds its tensors as most do."""
+Tensors = tuple[torch.Tensor | None, ...]
+Noted = tuple[torch.nn.Module, bool, tuple[str, ...], tuple[Any, ...], Tensors, tuple[bool, ...], bool]
+"""A module, whether it was in training mode, names of attributes with their values, its parameters and buffers, which
+of these were to get gradients, and whether it holds them as most modules do."""
+
+
+def kinds_of(modules: Iterable[torch.nn.Module]) -> list[Kind]:
+    """What to note of each of these modules."""
+    return [_kind_of(module, vars(module)) for module in modules]
+
+
+def _kind_of(module: torch.nn.Module, attributes: dict[str, Any]) -> Kind:
+    names = tuple(
+        name
+        for name, value in attributes.items()
+        if name not in _OF_ANY_MODULE and (type(value) in PLAIN or (type(value) is list and _all_plain(value)))
+    )
+    places = attributes.get("_parameters"), attributes.get("_buffers")  # TorchScript's are no dictionaries
+    return weakref.ref(module), names, all(isinstance(place, dict) for place in places)
+
+
+def note(kinds: Iterable[Kind]) -> list[Noted]:
+    """What they are set to now."""
+    if hot_path.native is not None:
+        return hot_path.native.note_settings(kinds)
+    noted: list[Noted] = []
+    for reference, names, usual in kinds:
+        if (module := reference()) is not None:
+            attributes = module.__dict__
+            values = tuple(map(attributes.get, names))
+            if not PLAIN.issuperset(map(type, values)):
+                values = tuple(map(_noted, values))
+            tensors = (*attributes["_parameters"].values(), *attributes["_buffers"].values()) if usual else ()
+            wanted = tuple(map(getattr, tensors, repeat("requires_grad"), repeat(False)))
+            noted.append((module, module.training, names, values, tensors, wanted, usual))
+    return noted
+
+
+def _noted(value: Any) -> Any:
+    return value if type(value) in PLAIN or (type(value) is list and _all_plain(value)) else UNKNOWN
+
+
+def _all_plain(values: list) -> bool:
+    return PLAIN.issuperset(map(type, values))
+
+
+def are(noted: Iterable[Noted]) -> bool:
+    """Whether modules are set as they were, for all that one can see at once."""
+    for module, training, names, values, tensors, wanted, usual in noted:
+        attributes = module.__dict__
+        if module.training != training or not all(map(is_, map(attributes.get, names), values)):
+            return False
+        if usual and (
+            not all(map(is_, (*attributes["_parameters"].values(), *attributes["_buffers"].values()), tensors))
+            or tuple(map(getattr, tensors, repeat("requires_grad"), repeat(False))) != wanted
+        ):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def as_of(noted: Iterable[Noted]) -> Iterator[None]:
+    """Within, modules are set as they were; afterwards as they are now."""
+    with contextlib.ExitStack() as stack:
+        for module, training, names, values, tensors, wanted, usual in noted:
+            if module.training != training:
+                stack.callback(setattr, module, "training", module.training)
+                module.training = training
+            attributes = vars(module)
+            for name, then in zip(names, values, strict=True):
+                value = attributes.get(name)
+                if then is not UNKNOWN and value is not then and not (type(value) is type(then) and value == then):
+                    _write(stack, attributes, name, then)
+            if usual:
+                _exchange(stack, attributes["_parameters"], attributes["_buffers"], tensors)
+                for tensor, want in zip(tensors, wanted, strict=True):
+                    if tensor is not None and tensor.is_leaf and tensor.requires_grad != want:
+                        stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                        tensor.requires_grad_(want)
+        yield
+
+
+def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, value: Any) -> None:
+    if name in attributes:
+        stack.callback(attributes.__setitem__, name, attributes[name])
+    else:
+        stack.callback(attributes.pop, name, None)
+    attributes[name] = value
+
+
+def _exchange(stack: contextlib.ExitStack, parameters: dict, buffers: dict, tensors: Tensors) -> None:
+    if len(parameters) + len(buffers) == len(tensors):  # nobody has added one, or taken one away
+        then = iter(tensors)
+        for place in (parameters, buffers):
+            for name, tensor in zip(list(place), then, strict=False):
+                if _is_another(place[name], tensor):
+                    _write(stack, place, name, tensor)
+
+
+def _is_another(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
+    """Whether somebody has exchanged one for the other, neither gathered nor sharded it (FSDP)."""
+    if now is then or now is None or then is None:
+        return False
+    plain = {type(now), type(then)} <= {torch.Tensor, torch.nn.Parameter}
+    if not plain or (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+        return False
+    storage = then.untyped_storage()
+    return storage.nbytes() > 0 and storage._cdata != now.untyped_storage()._cdata

@@ -1,0 +1,169 @@
+"""What a program sets on modules between a forward and its backward: a second run finds what the first one found."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import mindspeed_mem
+from tests.attachment.plain_models import TEXT, Block, Net, same
+
+WHOLE = {"recompute_config": {"recompute": True}}
+PARTS = {"recompute_config": {"select_recompute": {"scaled": True, "fc1": True, "drop": True}}}
+
+
+class Scaled(nn.Linear):
+    """By the number of its use, by who is active, by a number and a running mean that others set."""
+
+    def __init__(self, width):
+        super().__init__(width, width)
+        self.number, self.active, self.by = 0, ["a"], {"a": 1.5, "b": 0.5}
+        self.note = None
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x):
+        for name in self.active:
+            x = x * self.by[name]
+        return torch.sin(super().forward(x) * (1 + self.number) + self.mean)
+
+
+class ScaledBlock(Block):
+    def __init__(self):
+        super().__init__(16)
+        self.scaled = Scaled(16)
+
+    def forward(self, x):
+        return self.scaled(x) + self.drop(self.fc1(x)).sum(-1, keepdim=True)
+
+
+class Model(Net):
+    def __init__(self):
+        super().__init__(blocks=0)
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(2))
+
+    @property
+    def all_scaled(self):
+        return [block.scaled for block in self.blocks]
+
+
+def plainly(model):
+    return model(TEXT).square().mean()
+
+
+def numbers(model):
+    """One model, used twice with another number, as shared blocks are."""
+    total = 0
+    for number in (3, 1):
+        for one in model.all_scaled:
+            one.number = number
+        total = total + plainly(model)
+    for one in model.all_scaled:
+        one.number = 7
+    return total
+
+
+def names(model):
+    total = 0
+    for active in (["a"], ["a", "b"], ["b"]):
+        for one in model.all_scaled:
+            one.active = active
+        total = total + plainly(model)
+    return total
+
+
+def modules_of_torch(model):
+    loss = plainly(model)
+    for block in model.blocks:
+        block.drop.p = 0.7
+    return loss
+
+
+def training(model):
+    loss = plainly(model.eval())
+    model.train()
+    return loss
+
+
+def other_weights(model):
+    """As in meta learning: the weights of this forward are made of the model's."""
+    weights = {name: 0.5 * one + 0.1 for name, one in model.named_parameters()}
+    return functional_call(model, weights, (TEXT,)).square().mean() + plainly(model)
+
+
+def other_buffers(model):
+    buffers = {name: one + 1 for name, one in model.named_buffers()}
+    return functional_call(model, buffers, (TEXT,)).square().mean()
+
+
+def frozen(model):
+    loss = plainly(model)
+    for block in model.blocks:
+        block.fc1.requires_grad_(False)
+        block.scaled.bias.requires_grad_(False)
+    return loss
+
+
+def gone_and_new(model):
+    loss = plainly(model)
+    for one in model.all_scaled:
+        del one.number
+        one.other = 5
+    return loss
+
+
+CHANGES = [numbers, names, modules_of_torch, training, other_weights, other_buffers, frozen, gone_and_new]
+
+
+def settings(model):
+    return [dict(vars(module)) for module in model.modules()]
+
+
+def stepped(model, change):
+    torch.manual_seed(5)
+    model.zero_grad(set_to_none=True)
+    loss = change(model)
+    before = settings(model)
+    loss.backward()
+    after = settings(model)
+    for one, other in zip(before, after, strict=True):
+        assert one.keys() == other.keys() and all(other[name] is one[name] for name in one)
+    return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+@pytest.mark.parametrize("plan", [WHOLE, PARTS], ids=["whole", "parts"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_bits(change, plan, caplog):
+    model = Model()
+    other = copy.deepcopy(model)
+    plain = [stepped(other, plainly), stepped(other, change)]
+    with mindspeed_mem.attach(model, plan) as attached:
+        assert same(stepped(model, plainly), plain[0])  # what is tried is tried here
+        assert same(stepped(model, change), plain[1])
+        assert attached.engine.report().recomputed_by_operator
+    assert "no effect" not in caplog.text
+
+
+def test_nothing_is_held_of_what_modules_keep_themselves():
+    model = Model()
+    with mindspeed_mem.attach(model, WHOLE):
+        plainly(model).backward()
+        for one in model.all_scaled:
+            one.note = torch.ones(16)  # was plain when it was looked at
+        loss = plainly(model)
+        held = [weakref.ref(one.note) for one in model.all_scaled]
+        for one in model.all_scaled:
+            one.note = None
+        assert all(reference() is None for reference in held)
+        loss.backward()
+        with torch.no_grad():
+            other = {name: (one + 1).requires_grad_() for name, one in model.named_parameters()}
+        loss = functional_call(model, other, (TEXT,)).square().mean()
+        held = [weakref.ref(one) for one in other.values()]
+        loss.backward()
+        del other, loss
+        gc.collect()
+        assert all(reference() is None for reference in held)
