@@ -18,6 +18,9 @@ Distance = int | Literal["Auto"]
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxtuple = _short.maxdict = 8
+_short.maxlevel = 3
+_LARGEST = 2**63 - 1
+"""Whole numbers: what is larger is a mistake, and Python may refuse to print it."""
 
 
 class MemoryConfigError(ValueError):
@@ -31,8 +34,16 @@ class MemoryConfigError(ValueError):
 
 def given(value: Any) -> str:
     """A value as an error message shows it: on one line, shortened, with its type where that is in doubt."""
-    text = _short.repr(value)
+    try:
+        text = _short.repr(value)
+    except ValueError:
+        return "a number with thousands of digits"
     return text if isinstance(value, bool | list | tuple | dict | None) else f"{text} ({type(value).__name__})"
+
+
+def is_whole(value: Any, least: int = 0) -> bool:
+    """Whether it is a whole number of at least so much."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
 def suggestion(name: Any, known: Collection[str], cutoff: float = 0.6) -> str | None:
@@ -79,14 +90,14 @@ class Checker:
 
     def distance(self, value: Any, path: str) -> Distance | None:
         """How many operators ahead."""
-        if value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        if value == AUTO or is_whole(value, 1):
             return value
         self.wrong(path, value, f"an integer of at least 1, or {AUTO}")
         return None
 
     def size(self, value: Any, path: str) -> int | None:
         """Bytes; None leaves it to us."""
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        if value is not None and not is_whole(value):
             self.wrong(path, value, "bytes, an integer of at least 0, or None")
             return None
         return value
@@ -137,7 +148,7 @@ class Checker:
             for inner, number in enumerate(item if nested else [item]):
                 where = f"{path}[{index}][{inner}]" if nested else f"{path}[{index}]"
                 with_name = spelled_out(number) if isinstance(number, str) and ":" in number.split(",")[0] else None
-                if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+                if is_whole(number):
                     found.append(number)
                 elif with_name is not None:
                     found += with_name
@@ -156,9 +167,7 @@ class Checker:
         if value is True:
             return True
         numbers = value if isinstance(value, list | tuple) else [value]
-        if numbers and all(
-            isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers
-        ):
+        if numbers and all(map(is_whole, numbers)):
             return tuple(dict.fromkeys(numbers))
         self.wrong(path, value, "True (all pipeline stages), or a list of stages counted from 0")
         return None

@@ -24,30 +24,33 @@ def read_yaml(name: str, sections: Collection[str]) -> tuple[Any, list[str]]:
             finally:
                 loader.dispose()
     except OSError as error:
-        return None, [f"{name}: cannot be read ({error.strerror}); allowed: the name of a YAML file"]
+        return None, [f"{name}: cannot be read ({error.strerror or error}); allowed: the name of a YAML file"]
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that is none
         return None, [f"{name}: is not YAML ({' '.join(str(error).split())})"]
+    except RecursionError:
+        return None, [f"{name}: nested too deeply to be read; look for a bracket that is not closed"]
     return content, problems
 
 
 def _repeated_keys(root: yaml.Node | None, sections: Collection[str]) -> Iterator[str]:
     entries = root.value if isinstance(root, yaml.MappingNode) else []
     seen: set[str] = set()
+    looked_at: set[int] = set()
     for key, value in entries:
         if key.value in sections:
             if key.value in seen:
                 yield f"{key.value}: given twice (again in line {key.start_mark.line + 1}); allowed: once"
             seen.add(key.value)
-            yield from _repeated_below(value, key.value, frozenset())
+            yield from _repeated_below(value, key.value, looked_at)
 
 
-def _repeated_below(node: yaml.Node, path: str, above: frozenset[int]) -> Iterator[str]:
-    if id(node) in above:  # an alias to a node that contains it
+def _repeated_below(node: yaml.Node, path: str, looked_at: set[int]) -> Iterator[str]:
+    if id(node) in looked_at:  # aliases: of what contains them, or over and over
         return
-    above |= {id(node)}
+    looked_at.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _repeated_below(item, f"{path}[{index}]", above)
+            yield from _repeated_below(item, f"{path}[{index}]", looked_at)
     elif isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -55,4 +58,4 @@ def _repeated_below(node: yaml.Node, path: str, above: frozenset[int]) -> Iterat
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 yield f"{where}: given twice (again in line {key.start_mark.line + 1}); allowed: once"
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else str(id(key)))
-            yield from _repeated_below(value, where, above)
+            yield from _repeated_below(value, where, looked_at)

@@ -7,8 +7,8 @@ A stack is called what its module is called below the model: T5's ``encoder`` an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping, Set
+from typing import Any, Literal, Protocol, TypeVar
 
 Layers = Literal[True] | tuple[int | str, ...]
 """True for all; numbers; ``encoder:0`` or ``encoder:all``. `numbered` leaves numbers only."""
@@ -16,6 +16,18 @@ Stages = Literal[True] | tuple[int, ...]
 """True for all pipeline stages, or their numbers."""
 
 _SPAN = range(100_000)
+_DIGITS = 9
+"""Of the longest number that is one of a layer."""
+
+
+class OfLayers(Protocol):
+    """A rule that is about some layers."""
+
+    @property
+    def layers(self) -> Any: ...
+
+
+Rule = TypeVar("Rule", bound=OfLayers)
 
 
 def spelled_out(text: str) -> tuple[int | str, ...] | None:
@@ -32,6 +44,8 @@ def spelled_out(text: str) -> tuple[int | str, ...] | None:
         if colon and name and numbers == "all":
             found.append(f"{name}:all")
         elif (colon and not name) or not (low.isdecimal() and (high.isdecimal() if dash else True)):
+            return None
+        elif max(len(low), len(high)) > _DIGITS:
             return None
         elif int(high or low) - int(low) not in _SPAN:
             return None
@@ -73,6 +87,20 @@ def numbered(layers: Layers, stacks: Mapping[str, range | None]) -> tuple[Layers
 def numbers_in(layers: Layers | Iterable[int | str]) -> set[int]:
     """Those that are numbers: all of a list, once stacks' names are replaced."""
     return set() if layers is True else {layer for layer in layers if isinstance(layer, int)}
+
+
+def by_layer(rules: Iterable[Rule], layers: Iterable[int]) -> dict[int, list[Rule]]:
+    """For each of these layers the rules that are about it, in their order; stacks' names are replaced by then."""
+    found: dict[int, list[Rule]] = {layer: [] for layer in layers}
+    for rule in rules:
+        for layer in among(found, rule.layers):
+            found[layer].append(rule)
+    return found
+
+
+def among(layers: Set[int] | Mapping[int, object], chosen: Layers) -> Collection[int]:
+    """Those of the first that are chosen; takes as long as the second, since there may be an entry for each layer."""
+    return layers if chosen is True else {layer for layer in numbers_in(chosen) if layer in layers}
 
 
 def named(layers: Collection[int], stacks: Mapping[str, range | None]) -> list[int | str]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from mindspeed_mem.plan.checks import Distance
 from mindspeed_mem.plan.config import OpSwap, SwapConfig, SwapEntry
-from mindspeed_mem.plan.layers import Layers, Stages, in_words
+from mindspeed_mem.plan.layers import Layers, Stages, by_layer, in_words
 from mindspeed_mem.plan.operators import Match, match, selects, within
 from mindspeed_mem.plan.recomputation import Recomputation, Recompute, outermost
 
@@ -42,9 +42,6 @@ class SwapRule:
     stages: Stages = True
     """As in the entry; `resolve` has put it into `layers`."""
 
-    def covers(self, layer: int) -> bool:
-        return self.layers is True or layer in self.layers
-
 
 class MemoryPlan:
     """Every (layer, operator)'s decision. Made by `resolve`; the same on all ranks if its arguments are."""
@@ -60,22 +57,25 @@ class MemoryPlan:
         decisive: Sequence[object] = (),
         notices: Sequence[str] = (),
     ):
-        self._op_rules = [rule for rule in rules if rule.pattern is not None]
-        self._layer_rules = [rule for rule in rules if rule.pattern is None]
         self._layers = layers
         self._all_layers = sorted({*range(num_layers), *layers})
+        self._op_rules = by_layer((rule for rule in rules if rule.pattern is not None), self._all_layers)
+        self._layer_rules = by_layer((rule for rule in rules if rule.pattern is None), self._all_layers)
         self._recomputation = recomputation
         self._decisions: dict[int, dict[str, Swap | None]] = {layer: {} for layer in self._all_layers}
         self._log: list[str] = []
         self._idle: dict[tuple[str, str, str], set[int]] = {}
         self.swap_recompute_inputs = swap_recompute_inputs
         """Whether a swap takes effect, too, where its activation is what a recomputed region starts from."""
+        self.selects_by_saver = any(rule.swap.activations != "produced" for rule in rules)
+        """Whether any entry moves what an operator saves, whoever produced it (``activations: saved`` or ``both``)."""
         self.recomputes = any(recomputation.anywhere_in(layer) for layer in self._all_layers)
         """Whether any forward runs again."""
         matches = lru_cache(maxsize=None)(match)  # layers of one kind have equal operators
+        order = {pattern: place for place, pattern in enumerate(dict.fromkeys(rule.pattern for rule in rules))}
         for layer in self._all_layers:
             self._log += recomputation.log_lines(layer)
-            self._fill(layer, matches)
+            self._fill(layer, matches, order)
         swaps_idle = (
             f"{path} has no effect{on} in {in_words(found)}: {why}" for (path, on, why), found in self._idle.items()
         )
@@ -134,13 +134,8 @@ class MemoryPlan:
             if any(self._decisions[layer].values())
             or self._recomputation.anywhere_in(layer)
             or self._layer_swap(layer) is not None
-            or (layer not in self._layers and any(r.covers(layer) for r in (*self._op_rules, *self._layer_rules)))
+            or (layer not in self._layers and self._op_rules[layer])
         }
-
-    @property
-    def selects_by_saver(self) -> bool:
-        """Whether any entry moves what an operator saves, whoever produced it (``activations: saved`` or ``both``)."""
-        return any(rule.swap.activations != "produced" for rule in (*self._op_rules, *self._layer_rules))
 
     def log_lines(self) -> list[str]:
         """The decisions as MindFormers logs them, layer by layer."""
@@ -148,24 +143,23 @@ class MemoryPlan:
 
     def _late_decision(self, layer: int, op: str) -> Swap | None:
         """For an operator met only while running: as if it had been known."""
-        rules = (rule for rule in self._op_rules if rule.covers(layer) and selects(rule.pattern or "", op))
+        rules = (rule for rule in self._op_rules[layer] if selects(rule.pattern or "", op))
         first = next(rules, None)
         return self._layer_swap(layer) if first is None else first.swap
 
     def _layer_swap(self, layer: int) -> Swap | None:
-        return next((rule.swap for rule in self._layer_rules if rule.covers(layer)), None)
+        return next((rule.swap for rule in self._layer_rules[layer]), None)
 
-    def _fill(self, layer: int, matches: Callable[..., list[Match]]) -> None:
+    def _fill(self, layer: int, matches: Callable[..., list[Match]], order: Mapping[str | None, int]) -> None:
         """Decide one layer's known operators: first entries win, and `op_swap` over `layer_swap`."""
         operators, decided = self._layers.get(layer), self._decisions[layer]
         listed: list[tuple[SwapRule, Match]] = []
-        for rule in self._op_rules if operators is not None else ():
-            if rule.covers(layer):
-                found = matches(rule.pattern, operators)
-                listed += self._apply(rule, layer, found, decided)
+        for rule in self._op_rules[layer] if operators is not None else ():
+            found = matches(rule.pattern, operators)
+            listed += self._apply(rule, layer, found, decided)
         winner = self._layer_swap(layer)
-        for rule in self._layer_rules:
-            if rule.covers(layer) and winner is not None and _kind(rule.swap) != _kind(winner):
+        for rule in self._layer_rules[layer]:
+            if winner is not None and _kind(rule.swap) != _kind(winner):
                 self._note(rule.path, f"{winner.entry} names the layer first", layer)
         for operator in operators or ():
             decided.setdefault(operator, winner)
@@ -174,7 +168,7 @@ class MemoryPlan:
         if winner is not None and self.recompute(layer, "") is None:
             self._log.append(f"Set layer swap at layer {layer} and value is: {winner.distance}")
         if listed:
-            self._log.append(f"Set op_swap at layer {layer}: {_listing(listed, self._op_rules)}")
+            self._log.append(f"Set op_swap at layer {layer}: {_listing(listed, order)}")
 
     def _apply(
         self, rule: SwapRule, layer: int, found: list[Match], decided: dict[str, Swap | None]
@@ -222,11 +216,10 @@ def _kind(swap: Swap) -> tuple[Distance, str]:
     return swap.distance, swap.activations
 
 
-def _listing(listed: list[tuple[SwapRule, Match]], rules: list[SwapRule]) -> str:
+def _listing(listed: list[tuple[SwapRule, Match]], order: Mapping[str | None, int]) -> str:
     """The matches of one layer, patterns in the order of their first entry, nothing twice at one value."""
-    order = list(dict.fromkeys(rule.pattern for rule in rules))
     parts = []
-    for rule, hit in sorted(listed, key=lambda item: order.index(item[0].pattern)):
+    for rule, hit in sorted(listed, key=lambda item: order[item[0].pattern]):
         inside = any(
             _kind(other.swap) == _kind(rule.swap) and within(hit.node, container.node) for other, container in listed
         )

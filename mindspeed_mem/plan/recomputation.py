@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_mem.plan.layers import in_words
+from mindspeed_mem.plan.layers import among, by_layer, in_words
 from mindspeed_mem.plan.operators import Match, match, selects, within
-from mindspeed_mem.plan.recompute_config import RecomputeRule
+from mindspeed_mem.plan.recompute_config import RecomputeRule, StageCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +47,12 @@ class Recomputation:
         all_layers: Collection[int],
     ):
         self._layers = layers
-        self._rules = {layer: [rule for rule in rules if rule.covers(layer)] for layer in all_layers}
+        self._rules = by_layer(rules, all_layers)
         self._matches: Callable[[str, tuple[str, ...]], list[Match]] = lru_cache(maxsize=None)(match)
         self._selects = lru_cache(maxsize=None)(selects)
         self._decisions: dict[int, dict[str, Recompute | None]] = {layer: {} for layer in all_layers}
-        self._excludes = {
-            layer: [exclude for exclude in excludes if exclude.covers(layer)] if self._rules[layer] else []
-            for layer in all_layers
-        }
+        self._excludes = by_layer(excludes, all_layers)
+        self._excludes |= {layer: [] for layer in all_layers if not self._rules[layer]}
         self._excluded = {
             layer: [op for op in layers.get(layer, ()) if self._selected(found, op)]
             for layer, found in self._excludes.items()
@@ -144,24 +142,27 @@ class Recomputation:
         for rule in (*rules, *excludes):
             if rule.pattern is None or rule.default:
                 continue
-            places = [layer for layer in self._layers if rule.covers(layer)]
-            absent = [layer for layer in places if not self._found(rule, layer)]
+            absent = [layer for layer in self._places(rule) if not self._found(rule, layer)]
             if absent and rule.layers is not True:
                 yield f"{rule.entry} has no effect in {in_words(absent)}: {rule.pattern!r} matches no operator there"
         for rule in (rule for rule in rules if rule.pattern is not None):
             hidden = [
                 layer
-                for layer in self._layers
-                if rule.covers(layer)
-                and self._found(rule, layer)
+                for layer in self._places(rule)
+                if self._found(rule, layer)
                 and not any(self.decision(layer, op) for hit in self._found(rule, layer) for op in hit.operators)
             ]
             if hidden:
                 yield f"{rule.entry} has no effect in {in_words(hidden)}: it is excluded there"
         for exclude in excludes:
-            places = [layer for layer in self._layers if exclude.covers(layer)]
+            places = self._places(exclude)
             if places and not any(self._takes_out(exclude, layer) for layer in places):
                 yield f"{exclude.entry} has no effect: nothing that it names would be recomputed"
+
+    def _places(self, rule: RecomputeRule) -> Collection[int]:
+        """The layers that it is about, of those that are known."""
+        assert not isinstance(rule.layers, StageCounts)  # `resolve` has made layers of them
+        return among(self._layers, rule.layers)
 
     def _takes_out(self, exclude: RecomputeRule, layer: int) -> bool:
         operators = {op for hit in self._found(exclude, layer) for op in hit.operators}

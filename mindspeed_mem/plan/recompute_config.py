@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mindspeed_mem.plan.checks import Checker, given
+from mindspeed_mem.plan.checks import Checker, given, is_whole
 from mindspeed_mem.plan.layers import Layers
 from mindspeed_mem.plan.operators import pattern_error
 
@@ -63,12 +63,6 @@ class RecomputeRule:
     r"""Where it stands, such as ``recompute_config.select_recompute.feed_forward\.mul`` or ``--recompute-layers``."""
     default: bool = False
     """Stands for `True`, so it need not match anything."""
-
-    def covers(self, layer: int) -> bool:
-        """Whether it is about this layer; counts per stage have to be made layers first."""
-        if isinstance(self.layers, StageCounts):
-            raise TypeError(f"{self.entry}: counts per stage name no layers yet")
-        return self.layers is True or layer in self.layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +221,7 @@ def _read_counts(value: Any, path: str, check: Checker) -> StageCounts | None:
             continue
         for inner, number in enumerate(row):
             where = f"{path}[{outer}][{inner}]" if nested else f"{path}[{inner}]"
-            if not (isinstance(number, int) and number >= 0):
+            if not (isinstance(number, bool) or is_whole(number)):
                 check.wrong(where, number, "a number of layers, an integer of at least 0, or True for all of the stage")
         rows.append(tuple(0 if number is False else number for number in row))
     return StageCounts(tuple(rows), nested) if len(check.problems) == before else None

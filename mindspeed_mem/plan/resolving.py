@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from functools import lru_cache
 from typing import NamedTuple
 
 from mindspeed_mem.plan.checks import MemoryConfigError, given
 from mindspeed_mem.plan.config import MemoryConfig, SwapConfig, SwapEntry
-from mindspeed_mem.plan.layers import Layers, as_ranges, in_words, numbered, numbers_in, out_of_range
+from mindspeed_mem.plan.layers import Layers, among, as_ranges, in_words, numbered, numbers_in, out_of_range
 from mindspeed_mem.plan.memory_plan import DEFAULT_ENTRY, MemoryPlan, SwapRule, swap_rules
 from mindspeed_mem.plan.operators import fused, match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
@@ -52,12 +53,15 @@ def resolve(
         for found in (config.recompute.rules, config.recompute.excludes)
     )
     swaps = [_on_stages(rule, stages, problems) for rule in swap_rules(config.swap)]
-    names = [_Name(rule.path, rule.pattern, rule.covers) for rule in swaps]
-    names += [_Name(rule.entry, rule.pattern, rule.covers) for rule in (*rules, *excludes) if not rule.default]
-    absent = [name for name in names if _matches_nothing(name, known)]
-    part_of = {name.path: where for name in absent if (where := _fused(name, known))}
+    names = [_Name(rule.path, rule.pattern, rule.layers) for rule in swaps]
+    for rule in (*rules, *excludes):
+        assert not isinstance(rule.layers, StageCounts)  # there are layers in its place
+        names += [] if rule.default else [_Name(rule.entry, rule.pattern, rule.layers)]
+    trees = _Trees(known)
+    absent = [name for name in names if trees.matches_nothing(name)]
+    part_of = {name.path: where for name in absent if (where := trees.fused(name))}
     unknown = [name for name in absent if name.path not in part_of]
-    problems += [_name_problem(name, known) for name in unknown if not names_a_primitive(name.pattern or "")]
+    problems += [trees.problem(name) for name in unknown if not names_a_primitive(name.pattern or "")]
     if problems:
         raise MemoryConfigError(problems, config.source)
     decisive = [
@@ -146,8 +150,8 @@ def _on_stages(rule: SwapRule, stages: _Stages, problems: list[str]) -> SwapRule
     """The rule with those of its layers that are on its stages; of no layer if there is a problem."""
     if rule.stages is True:
         return rule
-    there = {layer for stage in rule.stages for layer in stages.layers_of(stage)}
-    layers = tuple(sorted(there if rule.layers is True else there & numbers_in(rule.layers)))
+    there = stages.layers_of(rule.stages)
+    layers = tuple(sorted(among(there, rule.layers)))
     if outside := {stage for stage in rule.stages if stage >= stages.pipeline} if stages.complete else ():
         last = f"0 to {stages.pipeline - 1}" if stages.pipeline > 1 else "0"
         plural = "s" if len(outside) > 1 else ""
@@ -173,14 +177,17 @@ class _Stages:
         self.pipeline = 1 + max((stage for stage, _ in inside.values()), default=0)
         self.virtual = 1 + max((chunk for _, chunk in inside.values()), default=0)
         self._of: dict[tuple[int, int | None], list[int]] = {}
+        self._layers: dict[tuple[int, ...], frozenset[int]] = {}
         for layer, (stage, chunk) in inside.items():
             self._of.setdefault((stage, chunk), []).append(layer)
             self._of.setdefault((stage, None), []).append(layer)
         self.complete = len(inside) == num_layers
         """Whether the place of every layer is known."""
 
-    def layers_of(self, stage: int) -> list[int]:
-        return self._of.get((stage, None), [])
+    def layers_of(self, stages: tuple[int, ...]) -> Set[int]:
+        if stages not in self._layers:  # entries for one layer each ask for the same
+            self._layers[stages] = frozenset(layer for stage in stages for layer in self._of.get((stage, None), ()))
+        return self._layers[stages]
 
     def _rows(self, counts: StageCounts) -> list[tuple[Count, ...]]:
         """A count for each stage, one row for each virtual stage, or one for all if they are not nested.
@@ -246,34 +253,41 @@ class _Name(NamedTuple):
 
     path: str
     pattern: str | None
-    covers: Callable[[int], bool]
+    layers: Layers
 
 
-def _trees(name: _Name, known: Mapping[int, tuple[str, ...]]) -> set[tuple[str, ...]]:
-    return {operators for layer, operators in known.items() if name.covers(layer)}
+class _Trees:
+    """The operators of the layers that are known; layers of one kind have equal ones, which are looked at once."""
 
+    def __init__(self, known: Mapping[int, tuple[str, ...]]):
+        self._known = known
+        self._everywhere = set(known.values())
+        self._matches = lru_cache(maxsize=None)(match)
+        self._near = lru_cache(maxsize=None)(near_patterns)
 
-def _matches_nothing(name: _Name, known: Mapping[int, tuple[str, ...]]) -> bool:
-    """Whether its layers are known and have no such operator."""
-    trees = _trees(name, known)
-    return name.pattern is not None and bool(trees) and not any(match(name.pattern, tree) for tree in trees)
+    def matches_nothing(self, name: _Name) -> bool:
+        """Whether its layers are known and have no such operator."""
+        trees = self._of(name)
+        return name.pattern is not None and bool(trees) and not any(self._matches(name.pattern, one) for one in trees)
 
+    def fused(self, name: _Name) -> list[str]:
+        """The operators that contain what it names."""
+        found = (node for tree in sorted(self._of(name)) for node in fused(name.pattern or "", tree))
+        return list(dict.fromkeys(found))
 
-def _fused(name: _Name, known: Mapping[int, tuple[str, ...]]) -> list[str]:
-    """The operators that contain what it names."""
-    found = (node for tree in sorted(_trees(name, known)) for node in fused(name.pattern or "", tree))
-    return list(dict.fromkeys(found))
+    def problem(self, name: _Name) -> str:
+        """What to say of a name that matches nothing."""
+        operators = dict.fromkeys(op for tree in sorted(self._of(name)) for op in tree)
+        near = self._near(name.pattern or "", tuple(operators))
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        if name.path == DEFAULT_ENTRY:
+            hint = "say what is to be swapped by layer_swap or op_swap; "
+        return (
+            f"{name.path}: got {name.pattern!r}, which matches no operator in "
+            f"{in_words(among(self._known, name.layers))}; {hint}allowed: what `python -m mindspeed_mem ops` prints"
+        )
 
-
-def _name_problem(name: _Name, known: Mapping[int, tuple[str, ...]]) -> str:
-    places = [layer for layer in known if name.covers(layer)]
-    near = near_patterns(
-        name.pattern or "", list(dict.fromkeys(op for tree in sorted(_trees(name, known)) for op in tree))
-    )
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    if name.path == DEFAULT_ENTRY:
-        hint = "say what is to be swapped by layer_swap or op_swap; "
-    return (
-        f"{name.path}: got {name.pattern!r}, which matches no operator in "
-        f"{in_words(places)}; {hint}allowed: what `python -m mindspeed_mem ops` prints"
-    )
+    def _of(self, name: _Name) -> set[tuple[str, ...]]:
+        if name.layers is True:
+            return self._everywhere
+        return {self._known[layer] for layer in among(self._known, name.layers)}

@@ -309,6 +309,37 @@ def test_file_that_contains_itself(tmp_path):
 numbers = st.integers(min_value=0, max_value=99)
 
 
+@pytest.mark.parametrize("content", ["swap_config: " + "[" * 1500 + "]" * 1500, "{a: " * 1500])
+def test_file_nested_too_deeply(tmp_path, content):
+    file = tmp_path / "plan.yaml"
+    file.write_text(content)
+    (problem,) = problems_of(file)
+    assert problem.startswith(f"{file}: nested too deeply to be read; ")
+
+
+def test_aliases_are_looked_at_once(tmp_path):
+    """Forty levels of two aliases each are a million million nodes to whoever follows all of them."""
+    levels = "".join(f"  - &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40))
+    file = tmp_path / "plan.yaml"
+    file.write_text(f"swap_config:\n  layer_swap:\n  - &a0 [x]\n{levels}")
+    assert len(problems_of(file)) == 41
+
+
+@pytest.mark.parametrize(
+    ("entry", "where"),
+    [
+        ("backward_prefetch: 0x" + "f" * 5000 + ", layers: True", "backward_prefetch"),
+        ("backward_prefetch: 1, layers: [0x" + "f" * 5000 + "]", "layers[0]"),
+        ("backward_prefetch: 1, layers: ['encoder:" + "9" * 5000 + "']", "layers[0]"),
+    ],
+)
+def test_numbers_that_python_does_not_print(tmp_path, entry, where):
+    file = tmp_path / "plan.yaml"
+    file.write_text(f"swap_config: {{swap: True, layer_swap: [{{{entry}}}]}}")
+    (problem,) = problems_of(file)
+    assert problem.startswith(f"swap_config.layer_swap[0].{where}: got ")
+
+
 @given(st.lists(st.lists(numbers)))
 def test_lists_of_layers_are_flattened(nested):
     flat = [number for part in nested for number in part]

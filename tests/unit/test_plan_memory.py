@@ -1,5 +1,6 @@
 """The plan: a configuration joined with a model's operators."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -311,3 +312,35 @@ def test_stages_that_do_not_fit():
 def test_pp_aware_is_on_unless_it_is_switched_off():
     assert load_memory_config({"swap_config": {"swap": True}}).swap.pp_aware
     assert not load_memory_config({"swap_config": {"swap": True, "pp_aware": False}}).swap.pp_aware
+
+
+def calls_to_resolve(config, count):
+    """How many functions Python calls to join it with a model of so many layers."""
+    loaded = load_memory_config(config, num_layers=count)
+    calls = 0
+
+    def see(_, event, __):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(see)
+    try:
+        resolve(loaded, {layer: LAYER for layer in range(count)}, count)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("key", ["layer_swap", "op_swap"])
+@pytest.mark.parametrize("more", [{}, {"stages": [0]}])
+def test_an_entry_for_each_layer_costs_what_it_is(key, more):
+    """The third hundred of layers with an entry each costs what the second one did."""
+
+    def of_each_layer(count):
+        name = {"op_name": r"mlp\.linear_fc1"} if key == "op_swap" else {}
+        entries = [{"backward_prefetch": 1, "layers": [layer]} | name | more for layer in range(count)]
+        return {"swap_config": {"swap": True, key: entries}}
+
+    calls_to_resolve(of_each_layer(1), 1)  # what is looked up once
+    first, second, third = (calls_to_resolve(of_each_layer(count), count) for count in (100, 200, 300))
+    assert abs((third - second) - (second - first)) < 100
