@@ -34,7 +34,7 @@ def main():
     try:
         with in_one_line("pretrain_gpt.py"):  # Ctrl-C
             train(parse())
-    except (UsageError, MemoryConfigError) as error:  # the latter: a pattern that fits no operator of this model
+    except (UsageError, mem.FeatureError, MemoryConfigError) as error:  # the last: a pattern that fits no operator
         fail(error)
 
 

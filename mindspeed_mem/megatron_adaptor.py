@@ -163,6 +163,7 @@ def refuse(error: Exception) -> NoReturn:
         print(f"mindspeed_mem: {error}", file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(20)  # torchrun ends all ranks as soon as one has ended: the one that speaks goes first
+        print(f"mindspeed_mem, on rank {os.environ.get('RANK')} alone: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
@@ -268,6 +269,7 @@ def _connect(settings: Settings) -> None:
     pipeline_stages.when_refused = refuse
     megatron_pretrain.when_finished = _finished
     if settings.patches:
+        first_step.before(_compare)
         first_step.after(_verify)
     else:
         first_step.forget()
@@ -280,6 +282,14 @@ def _validated(args: Namespace) -> None:
         configure(args)
     except (FeatureError, PatchError) as error:
         refuse(error)
+
+
+def _compare() -> None:
+    """All ranks have asked for the same, or none goes on. Only where ranks speak to each other in any case."""
+    if _State.engine:
+        problems = features.differing(ranks.gather(features.for_all_ranks(_State.settings)))
+        if problems:
+            raise FeatureError(problems)
 
 
 def _verify() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +15,14 @@ import torch.distributed as dist
 
 from mindspeed_mem.device import get_backend
 
+logger = logging.getLogger(__name__)
 Number = TypeVar("Number", int, float)
+PATIENCE = 60
+"""Seconds after which ranks that wait for others say so."""
+_WAITING = (
+    "rank %s has waited %s s for what the other ranks say. If it does not go on, some rank was started without the "
+    "flags of this package that this one has, or hangs elsewhere: give all ranks the same"
+)
 
 
 class Alone:
@@ -49,8 +58,21 @@ def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if not is_initialized() or dist.get_world_size(group) == 1:
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    with _told_while_waiting():
+        dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+@contextlib.contextmanager
+def _told_while_waiting() -> Iterator[None]:
+    """A rank that was started without our flags never comes: it knows nothing of us, so whoever waits says so."""
+    told = threading.Timer(PATIENCE, logger.error, (_WAITING, number(), PATIENCE))
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
 
 
 def to_first(mine: Any) -> list[Any]:

@@ -1,4 +1,5 @@
-"""Says once when the first training step's forward and backward are done.
+"""Says once when the first call of a schedule begins, and once when the first training step's forward and backward are
+done.
 
 By then all packs have patched, so that it can be verified whose patches are still reached.
 """
@@ -11,6 +12,7 @@ from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patching import join
 
 _waiting: list[Callable[[], None]] = []
+_before: list[Callable[[], None]] = []
 
 
 def after(callback: Callable[[], None]) -> None:
@@ -19,13 +21,25 @@ def after(callback: Callable[[], None]) -> None:
         _waiting.append(callback)
 
 
+def before(callback: Callable[[], None]) -> None:
+    """Have `callback` called once, on every rank, before anything of ours follows the next call of a schedule. Takes
+    the place of an earlier one."""
+    _before[:] = [callback]
+
+
 def forget() -> None:
     """Whoever waits is not called any more."""
     _waiting.clear()
+    _before.clear()
 
 
 class FirstStep(Listener):
     precedence = Precedence.FIRST_STEP
+
+    def begin_call(self, call: ScheduleCall) -> None:
+        callbacks, _before[:] = _before[:], []
+        for callback in callbacks:
+            callback()
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
         if _waiting and completed and not call.forward_only:

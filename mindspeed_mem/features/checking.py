@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mindspeed_mem.features.rows import Feature, Option, dest_of
 from mindspeed_mem.features.table import FEATURES, MEMORY_PATCHES, ON_HOST, RECOMPUTE_PATCHES, V_PATCHES
 from mindspeed_mem.patching import upstream
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
+from mindspeed_mem.plan.layers import as_ranges
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
 GROUP = "mindspeed_mem"
@@ -92,6 +93,35 @@ def plan_facts(settings: Settings) -> dict[str, Any]:
     """What the plan of --adaptive-memory-optimization is found for, of all our flags: plain values by name."""
     named = {f.dest: settings.values.get(f.flag, f.default) for f in FEATURES if not f.same_plan}
     return {name: value if isinstance(value, _PLAIN) else str(value) for name, value in named.items()}
+
+
+def differing(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ranks that train together have asked for differently, of what `for_all_ranks` says on each."""
+    found = []
+    for name in everyone[0]:
+        by_value: dict[Any, list[int]] = {}
+        for rank, theirs in enumerate(everyone):
+            by_value.setdefault(theirs[name], []).append(rank)
+        if len(by_value) > 1:
+            told = "; ".join(f"{value} on {_ranks(those)}" for value, those in by_value.items())
+            found.append(f"{name} differs between ranks: {told}; allowed: the same on all. Give them the same options")
+    return found
+
+
+def for_all_ranks(settings: Settings) -> dict[str, str]:
+    """What has to be the same on all ranks of a job, by name, in words."""
+    plan = "given" if settings.memory is not None else "absent"
+    device = settings.backend.type if settings.backend is not None else "none"
+    flags = (f for f in FEATURES if not f.each_rank)
+    return {
+        "a memory plan (--memory-config, --recompute-layers and the like)": plan,
+        "the device": device,
+        **{f.flag: str(settings.values.get(f.flag, f.default)) for f in flags},
+    }
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {as_ranges(numbers)}"
 
 
 V_SINCE = "0.16"

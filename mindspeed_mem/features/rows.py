@@ -79,6 +79,9 @@ class Feature:
     """Why --adaptive-memory-optimization finds the same plan whatever it says; empty: a plan is kept with its value,
     and used again for that only."""
 
+    each_rank: bool = False
+    """Ranks of one job may have other values of it."""
+
     @property
     def dest(self) -> str:
         return dest_of(self.flag)

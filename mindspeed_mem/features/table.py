@@ -33,6 +33,7 @@ FEATURES = (
         help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of "
         f"{', '.join(device_names())}. On cpu, megatron-core is made to train on host memory with gloo",
         same_plan="the device that was chosen is compared by itself",
+        each_rank=True,
     ),
     Feature(
         flag="--max-inflight-microbatches",
@@ -81,6 +82,7 @@ FEATURES = (
         patches=MEMORY_PATCHES,
         bars=incompatible.MEMORY,
         recompute_bars=incompatible.RECOMPUTE,
+        each_rank=True,
     ),
     Feature(
         flag="--recompute-layers",
@@ -91,6 +93,7 @@ FEATURES = (
         section="recompute",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
         bars=incompatible.RECOMPUTING,
+        each_rank=True,
     ),
     Feature(
         flag="--select-recompute",
@@ -102,6 +105,7 @@ FEATURES = (
         section="select_recompute",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
         bars=incompatible.RECOMPUTING,
+        each_rank=True,
     ),
     Feature(
         flag="--select-comm-recompute",
@@ -112,6 +116,7 @@ FEATURES = (
         section="select_comm_recompute",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
         bars=incompatible.RECOMPUTING,
+        each_rank=True,
     ),
     Feature(
         flag="--swap-host-memory-gib",
@@ -121,6 +126,7 @@ FEATURES = (
         "device (default: no limit)",
         needs_features=("--memory-config", "--survive-oom", "--adaptive-memory-optimization"),
         same_plan="the limit is compared by itself",
+        each_rank=True,
     ),
     Feature(
         flag="--device-memory-gib",
@@ -129,6 +135,7 @@ FEATURES = (
         help="device memory that each rank may use (default: all there is; on cpu, where that is the host's, no limit)",
         needs_features=("--survive-oom", "--adaptive-memory-optimization", "--placement-policy"),
         same_plan="the limit that the device has in the end is compared by itself",
+        each_rank=True,
     ),
     Feature(
         flag="--chunk-zero-stage",
@@ -171,6 +178,7 @@ FEATURES = (
         metavar="GIB",
         help="host memory that the chunks of each rank may take (default: what the host has free)",
         needs_features=("--chunk-zero-stage",),
+        each_rank=True,
     ),
     Feature(
         flag="--min-chunk-size-mib",
@@ -222,6 +230,7 @@ FEATURES = (
         "and edited as a --memory-config (default: it is not kept)",
         needs_features=("--adaptive-memory-optimization",),
         same_plan="where a plan is kept changes nothing about it",
+        each_rank=True,
     ),
     Feature(
         flag="--memory-trace",
@@ -233,6 +242,7 @@ FEATURES = (
         patches=MEMORY_PATCHES,
         bars=incompatible.MEMORY,
         same_plan="looking on changes nothing",
+        each_rank=True,
     ),
     Feature(
         flag="--memory-trace-steps",
@@ -242,6 +252,7 @@ FEATURES = (
         "an adaptive plan is settled on)",
         needs_features=("--memory-trace", "--memory-report"),
         same_plan="looking on changes nothing",
+        each_rank=True,
     ),
     Feature(
         flag="--memory-report",
@@ -252,6 +263,7 @@ FEATURES = (
         patches=MEMORY_PATCHES,
         bars=incompatible.MEMORY,
         same_plan="looking on changes nothing",
+        each_rank=True,
     ),
     Feature(
         flag="--optimizer-parallel",
