@@ -36,6 +36,29 @@ def routing(original, self, *args, **kwargs):
         self.local_tokens_per_expert = counted
 
 
+@around(_MOE + "router_replay:RouterReplay.get_replay_topk", since="0.16")
+def get_replay_topk(original, self, *args, **kwargs):
+    """Experts that the caller has chosen: those of the micro-batch that runs again, whatever it has chosen since; and
+    what is recorded is of first runs. Where it says that a backward replays, as for Megatron's recompute, its own list
+    has them."""
+    engine = engines.current()
+    if engine is None:
+        return original(self, *args, **kwargs)
+    now = self.router_replay_action, self.target_topk_idx
+    action, target = engine.second_runs.once(lambda: now)
+    if not module_rerun.running() or _named(now[0]) == "REPLAY_BACKWARD":
+        return original(self, *args, **kwargs)
+    self.router_replay_action, self.target_topk_idx = None if _named(action) == "RECORD" else action, target
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.router_replay_action, self.target_topk_idx = now
+
+
+def _named(action) -> str:
+    return "" if action is None else action.name
+
+
 _over_all_ranks = [False]
 """Whether the loss that is being computed is that over all data-parallel ranks."""
 
