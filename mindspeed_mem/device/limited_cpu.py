@@ -17,7 +17,14 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from mindspeed_mem.device.native_build import SOURCES, CompilerError, cache_folder, compile_library, library_name
+from mindspeed_mem.device.native_build import (
+    SOURCES,
+    CompilerError,
+    cache_folder,
+    compile_library,
+    is_whole,
+    library_name,
+)
 
 __all__ = ["CompilerError", "LimitedMemory", "on_host"]
 
@@ -98,7 +105,7 @@ def on_host() -> AbstractContextManager[None]:
 @functools.cache
 def _library() -> ctypes.CDLL:
     target = cache_folder() / library_name(_SOURCE)
-    if not target.exists():
+    if not is_whole(target):
         compile_library(_SOURCE, target, purpose="limited CPU memory")
     library = ctypes.CDLL(str(target))
     for name in ("allocated", "peak", "refused"):

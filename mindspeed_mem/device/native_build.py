@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -87,12 +88,29 @@ def compile_library(
     return target
 
 
+def is_whole(library: Path) -> bool:
+    """Whether a library is there and as long as its header says: loading part of one may end the process."""
+    try:
+        size = library.stat().st_size
+        with open(library, "rb") as file:
+            header = file.read(64)
+    except OSError:
+        return False
+    if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # for 64 bits
+        return False
+    sections, entry, count = int.from_bytes(header[40:48], sys.byteorder), header[58:60], header[60:62]
+    return size >= sections + int.from_bytes(entry, sys.byteorder) * int.from_bytes(count, sys.byteorder)
+
+
 def cache_folder(create: bool = True) -> Path:
     """A folder of this user that can be written to; where there is none, one that is new each time.
 
     With `create=False` nothing is made: the folder may be missing.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed_mem"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed_mem"
+    except RuntimeError:  # a container's user without a name, and no HOME
+        folder = Path(os.devnull, "mindspeed_mem")  # where nothing can be
     if not create:
         return folder
     try:

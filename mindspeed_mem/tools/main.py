@@ -65,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     with interruption.in_one_line(f"mindspeed_mem {given.command}"):
         try:
             status = given.main(given)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by whoever started this
+                sys.stdout.flush()
         except OSError as error:
             if "script" in given:  # what it makes of that is its own affair
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any, NamedTuple
 
 import pytest
@@ -221,3 +222,27 @@ def test_the_command_builds_it(built, capsys, monkeypatch):
     monkeypatch.setattr(extensions, "cache_folder", lambda create=True: native_build.SOURCES)
     monkeypatch.setenv("PATH", "")
     assert main(["build-native"]) == 2 and "compiler" in capsys.readouterr().err
+
+
+def test_part_of_a_library_is_left_aside(built, tmp_path, monkeypatch):
+    """As after a crash, or a copy onto a full disk: loading it would end the process."""
+    whole = hot_path.EXTENSION.build()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    copy = tmp_path / "mindspeed_mem" / whole.name
+    copy.parent.mkdir()
+    copy.write_bytes(whole.read_bytes())
+    assert hot_path.EXTENSION.built() == copy
+    for length in (0, 100, 5000, copy.stat().st_size // 2):
+        copy.write_bytes(whole.read_bytes()[:length])
+        assert hot_path.EXTENSION.built() is None and hot_path.EXTENSION.load() is None
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    """A container's user that has no name, where HOME is not set."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    assert hot_path.EXTENSION.built() is None
+    folder = native_build.cache_folder()
+    assert folder.is_dir() and not list(folder.iterdir())
+    folder.rmdir()

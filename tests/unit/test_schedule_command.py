@@ -247,3 +247,9 @@ def test_a_deadlock_says_who_waits_for_what():
     assert str(error.value) == (
         "stage 0 cannot run B0.0: it waits for B0.0 of stage 1; stage 1 cannot run F1.0: it waits for F1.0 of stage 0"
     )
+
+
+def test_with_standard_output_closed(monkeypatch):
+    """As a service or ``>&-`` starts it: what would be printed goes nowhere."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["schedule", "--microbatches", "2"]) == 0
