@@ -66,7 +66,7 @@ def gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 @contextlib.contextmanager
 def _told_while_waiting() -> Iterator[None]:
     """A rank that was started without our flags never comes: it knows nothing of us, so whoever waits says so."""
-    told = threading.Timer(PATIENCE, logger.error, (_WAITING, number(), PATIENCE))
+    told = threading.Timer(PATIENCE, logger.warning, (_WAITING, number(), PATIENCE))
     told.daemon = True
     told.start()
     try:

@@ -39,21 +39,21 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, popen_forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 MOST_THREADS = 150  # what a trained model leaves behind costs time even when idle: then a new process is cheaper
 GRACE = 10  # seconds that the other ranks have after one has failed
 NEEDED = """torch._dynamo megatron.core.dist_checkpointing megatron.core.distributed megatron.core.models.gpt
 megatron.core.models.gpt.gpt_layer_specs megatron.core.optimizer megatron.core.pipeline_parallel""".split()
 """What nearly every case imports."""
-SERVER = multiprocessing.get_context("forkserver")
-"""Imports all that once, and forks each rank from there. Not those of the accelerator, which comes before torch."""
-SERVER.set_forkserver_preload(["tests.rank_imports"])
+FORKED = multiprocessing.get_context("forkserver")
 REAL = os.environ.get("TESTS_ON")
 """The real device that all ranks take (`--on`), else None."""
 _ranks: defaultdict[str | None, list[_Rank]] = defaultdict(list)  # by device
+_servers: dict[str | None, Server] = {}
 _folder: Path | None = None
 _store: Any = None  # where ranks find each other: faster than files, which they would ask again and again
 _serial = itertools.count()
@@ -247,6 +247,40 @@ class _Rank:
         return "\n".join([f"rank {number} {state}; the end of its output:", *tail])
 
 
+class Server(forkserver.ForkServer):
+    """Imports what ranks need once, after it has loaded the accelerator if they are to have it, and forks each of them.
+
+    Python's own is one for all that a process starts.
+    """
+
+    read_signed = staticmethod(forkserver.read_signed)
+
+    def __init__(self, device: str | None):
+        super().__init__()
+        self.set_forkserver_preload(["tests.rank_imports"])
+        if device:
+            from tests.accelerator import building
+
+            os.environ.update(RANKS_DEVICE=device, RANKS_LIBRARY=str(building.library(device)))
+        self.ensure_running()
+        for name in ("RANKS_DEVICE", "RANKS_LIBRARY"):
+            os.environ.pop(name, None)
+
+
+def _process(device: str | None, *args: Any) -> multiprocessing.Process:
+    """Not a daemon: daemons may not start processes, as distributed checkpoints do."""
+    if REAL is not None and device:  # no process may be forked from one that has used it
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=args)
+        process.start()
+        return process
+    if device not in _servers:
+        _servers[device] = Server(device)
+    process = FORKED.Process(target=_serve, args=args)
+    with mock.patch.object(popen_forkserver, "forkserver", _servers[device]):
+        process.start()
+    return process
+
+
 def _start(device: str | None) -> _Rank:
     global _folder, _store
     if _folder is None:
@@ -254,17 +288,9 @@ def _start(device: str | None) -> _Rank:
 
         _folder, _store = Path(tempfile.mkdtemp(prefix="ranks")), TCPStore("127.0.0.1", 0, is_master=True)
         atexit.register(_finish)
-    context = multiprocessing.get_context("spawn") if device else SERVER
-    ours, theirs = context.Pipe()
+    ours, theirs = FORKED.Pipe()
     log = _folder / f"process{next(_serial)}.log"
-    library = None
-    if device and REAL is None:
-        from tests.accelerator import building
-
-        library = building.library(device)
-    # Not a daemon: daemons may not start processes, as distributed checkpoints do.
-    process = context.Process(target=_serve, args=(theirs, str(log), device, library))
-    process.start()
+    process = _process(device, theirs, str(log), device)
     theirs.close()
     return _Rank(process, ours, log)
 
@@ -301,7 +327,7 @@ def _finish() -> None:
     shutil.rmtree(_folder, ignore_errors=True)
 
 
-def _serve(pipe: connection.Connection, log: str, device: str | None, library: Path | None) -> None:
+def _serve(pipe: connection.Connection, log: str, device: str | None) -> None:
     """A rank's life: answer cases until the pipe closes. Distributed checkpoints leave processes that outlive it."""
     os.setpgrp()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -311,10 +337,6 @@ def _serve(pipe: connection.Connection, log: str, device: str | None, library: P
     threading.Thread(target=_die_with_parent, daemon=True).start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if library is not None:
-        from tests.accelerator import stand_in
-
-        stand_in.start(device, library)
     import torch
 
     if REAL is not None:

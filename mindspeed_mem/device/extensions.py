@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from mindspeed_mem.device.native_build import CompilerError, cache_folder, compile_library, is_whole, library_name
+from mindspeed_mem.device.native_build import CompilerError, cache_folder, compile_library, is_complete, library_name
 
 VARIABLE = "MINDSPEED_MEM_NATIVE"
 """0: those that have been built are left aside."""
@@ -40,7 +40,7 @@ class Extension(NamedTuple):
         if not (python / "Python.h").exists():
             raise CompilerError(f"Python's headers are missing ({python}/Python.h): install python3-dev, or the like")
         target = cache_folder() / self._name()
-        if not is_whole(target):
+        if not is_complete(target):
             ours = dict.fromkeys(header.parent for header in self.headers)
             folders = (Path(torch.__file__).parent / "include/torch/csrc/api/include", python, *ours)
             compile_library(self.source, target, purpose=self.purpose, includes=folders, libraries=_LIBRARIES)
@@ -49,7 +49,7 @@ class Extension(NamedTuple):
     def built(self) -> Path | None:
         """Where it lies; None if it has not been built."""
         target = cache_folder(create=False) / self._name()
-        return target if is_whole(target) else None
+        return target if is_complete(target) else None
 
     def load(self) -> ModuleType | None:
         """What has been built; None if nothing has, or it cannot be loaded."""

@@ -22,7 +22,7 @@ from mindspeed_mem.device.native_build import (
     CompilerError,
     cache_folder,
     compile_library,
-    is_whole,
+    is_complete,
     library_name,
 )
 
@@ -105,7 +105,7 @@ def on_host() -> AbstractContextManager[None]:
 @functools.cache
 def _library() -> ctypes.CDLL:
     target = cache_folder() / library_name(_SOURCE)
-    if not is_whole(target):
+    if not is_complete(target):
         compile_library(_SOURCE, target, purpose="limited CPU memory")
     library = ctypes.CDLL(str(target))
     for name in ("allocated", "peak", "refused"):

@@ -88,7 +88,7 @@ def compile_library(
     return target
 
 
-def is_whole(library: Path) -> bool:
+def is_complete(library: Path) -> bool:
     """Whether a library is there and as long as its header says: loading part of one may end the process."""
     try:
         size = library.stat().st_size
@@ -96,7 +96,9 @@ def is_whole(library: Path) -> bool:
             header = file.read(64)
     except OSError:
         return False
-    if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # for 64 bits
+    if header[:5] != b"\x7fELF\x02":  # only Linux's of 64 bits say how long they are
+        return sys.platform != "linux" and size > 0
+    if len(header) < 64:
         return False
     sections, entry, count = int.from_bytes(header[40:48], sys.byteorder), header[58:60], header[60:62]
     return size >= sections + int.from_bytes(entry, sys.byteorder) * int.from_bytes(count, sys.byteorder)

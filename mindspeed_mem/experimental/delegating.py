@@ -23,7 +23,7 @@ import torch
 
 from mindspeed_mem.device import device_names
 from mindspeed_mem.device.base import Backend, DeviceError
-from mindspeed_mem.device.native_build import cache_folder, compile_library, is_whole, library_name
+from mindspeed_mem.device.native_build import cache_folder, compile_library, is_complete, library_name
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def available() -> Path | None:
     """
     folder = os.environ.get(FOLDER_VARIABLE, "").strip()
     library = (Path(folder) if folder else cache_folder(create=False)) / library_name(SOURCE)
-    return library if is_whole(library) else None
+    return library if is_complete(library) else None
 
 
 def install_if_built(backend: Backend, make_room: Callable[[int], int]) -> bool:

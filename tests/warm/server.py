@@ -16,9 +16,10 @@ import sys
 import types
 import warnings
 
-PRELOADED = """numpy yaml wrapt setuptools torch torch._dynamo torch.distributed.checkpoint
-torch.distributed.launcher.api torch.distributed.tensor torch.utils.cpp_extension""".split()
-READ_AT_START = ("LD_", "OMP_", "MKL_", "PYTHON", "TORCH_", "TORCHDYNAMO", "PYTORCH_", "TRITON_", "LANG", "LC_")
+PRELOADED = """numpy scipy.optimize yaml wrapt setuptools torch torch._dynamo torch._inductor.compile_fx
+torch.distributed.checkpoint torch.distributed.launcher.api torch.distributed.tensor.experimental
+torch.utils.cpp_extension""".split()
+READ_AT_START = """LD_ OMP_ MKL_ PYTHON TORCH_ TORCHDYNAMO TORCHINDUCTOR PYTORCH_ TRITON_ LANG LC_""".split()
 """Beginnings of variables that the interpreter and torch read once: with other values than here a fork would not do."""
 READ_LATER = {"PYTHON", "PYTHONPATH", "PYTHON_EXEC", "PYTHONWARNINGS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 MARK = "TEST_JOB"
@@ -149,7 +150,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _read_at_start(environment: dict) -> dict:
-    chosen = (name for name in environment if name.startswith(READ_AT_START) and name not in READ_LATER)
+    chosen = (name for name in environment if name.startswith(tuple(READ_AT_START)) and name not in READ_LATER)
     return {name: environment[name] for name in chosen if not name.startswith("TORCHELASTIC")}
 
 
@@ -166,7 +167,8 @@ if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in PRELOADED:
-            importlib.import_module(module)
+            with contextlib.suppress(ModuleNotFoundError):  # without the extras
+                importlib.import_module(module)
     gc.freeze()
     if program := serve(sys.argv[1]):
         run(program["arguments"])
