@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -167,3 +168,34 @@ def test_nothing_is_held_of_what_modules_keep_themselves():
         del other, loss
         gc.collect()
         assert all(reference() is None for reference in held)
+
+
+class Counting(Scaled):
+    """Counts its runs, and in the first makes what later ones use: a program's settings are put back, not these."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.runs, self.made, self.times = 0, False, itertools.count()  # whose number nobody can put back
+
+    def forward(self, x):
+        self.runs += 1
+        if not self.made:
+            self.made, self.kept, _ = True, torch.full((), 1.25), next(self.times)
+        return super().forward(x) * self.kept
+
+
+def test_what_modules_set_themselves_is_not_made_twice():
+    model = Model()
+    for block in model.blocks:
+        block.scaled = Counting(16)
+    other = copy.deepcopy(model)
+    plain = [stepped(other, change) for change in (numbers, numbers)]
+    with mindspeed_mem.attach(model, WHOLE) as attached:
+        kept = []
+        for _ in range(2):
+            kept.append((stepped(model, numbers), [one.kept for one in model.all_scaled]))
+        assert attached.engine.report().recomputed_by_operator
+    assert all(same(found, wanted) for (found, _), wanted in zip(kept, plain, strict=True))
+    assert all(one is two for one, two in zip(kept[0][1], kept[1][1], strict=True))
+    assert [next(one.times) for one in model.all_scaled] == [1, 1]
+    assert [one.runs for one in model.all_scaled] == [one.runs for one in other.all_scaled] == [4, 4]

@@ -85,6 +85,24 @@ def are(noted: Iterable[Noted]) -> bool:
     return True
 
 
+def of_others(noted: Iterable[Noted]) -> list[Noted]:
+    """Without what has become another since: what modules change in their own run is none of a program's settings."""
+    found: list[Noted] = []
+    for module, training, names, values, tensors, wanted, usual in noted:
+        attributes = vars(module)
+        left = [(name, then) for name, then in zip(names, values, strict=True) if _same(attributes.get(name), then)]
+        names, values = tuple(name for name, _ in left), tuple(then for _, then in left)
+        if usual and not are([(module, module.training, (), (), tensors, wanted, True)]):
+            tensors, wanted, usual = (), (), False
+        found.append((module, training, names, values, tensors, wanted, usual))
+    return found
+
+
+def kinds_in(noted: Iterable[Noted]) -> list[Kind]:
+    """What has been noted."""
+    return [(weakref.ref(module), names, usual) for module, _, names, _, _, _, usual in noted]
+
+
 @contextlib.contextmanager
 def as_of(noted: Iterable[Noted]) -> Iterator[None]:
     """Within, modules are set as they were; afterwards as they are now."""
@@ -95,8 +113,7 @@ def as_of(noted: Iterable[Noted]) -> Iterator[None]:
                 module.training = training
             attributes = vars(module)
             for name, then in zip(names, values, strict=True):
-                value = attributes.get(name)
-                if then is not UNKNOWN and value is not then and not (type(value) is type(then) and value == then):
+                if not _same(attributes.get(name), then):
                     _write(stack, attributes, name, then)
             if usual:
                 _exchange(stack, attributes["_parameters"], attributes["_buffers"], tensors)
@@ -105,6 +122,10 @@ def as_of(noted: Iterable[Noted]) -> Iterator[None]:
                         stack.callback(tensor.requires_grad_, tensor.requires_grad)
                         tensor.requires_grad_(want)
         yield
+
+
+def _same(value: Any, then: Any) -> bool:
+    return value is then or then is UNKNOWN or (type(value) is type(then) and value == then)
 
 
 def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, value: Any) -> None:

@@ -9,7 +9,7 @@ collectives, the ranks that take part in them try it at the same call, and agree
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -83,6 +83,12 @@ class TriedOperator:
             self._programs[flags] = seen
         self._seen[flags] = seen, departures + (seen != before)
 
+    def changes_itself(self, noted: Sequence[settings.Noted]) -> list[settings.Noted]:
+        """It has run from these: returns, and notes from here on, those that it has left as they were."""
+        noted = settings.of_others(noted)
+        self._modules = settings.kinds_in(noted)
+        return noted
+
     def refused(self) -> bool:
         """Whether it is known not to repeat itself as its flags are now."""
         if not self._refused:
@@ -137,6 +143,7 @@ class Trial(AbstractContextManager):
         """The first run has returned ``result`` (None: that is not made again): run again, and let what is made again
         go. ``shows``: it had something to work on; nothing shows nothing."""
         rerun = self._rerun
+        rerun.settings = self._of.changes_itself(rerun.settings)
         now = collectives_begun(self._partners)
         shared = [group for group, number in now.items() if number is None or number != self._begun.get(group)]
         why_not = rerun.why_not or ("it changes its input in place" if rerun.input_changed() else "")
