@@ -117,6 +117,7 @@ def use(module: ModuleType | None) -> None:
         "autocast_kinds": module_rerun._autocast_kinds,
         "PLAIN": settings.PLAIN,
         "UNKNOWN_SETTING": settings.UNKNOWN,
+        "ABSENT": settings.ABSENT,
         "settings_as_of": settings.as_of,
     }
     replaced = module.connect(classes, others)

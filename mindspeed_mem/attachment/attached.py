@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mindspeed_mem import ranks, requirements
 from mindspeed_mem.activation import asked, regions
@@ -373,6 +374,10 @@ def attach(
             [f"model: got a {type(model).__name__}; allowed: a torch.nn.Module in Python"], "attach"
         )
     log.set_up(ranks.number())
+    if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
+        several = f" and {len(lazy) - 1} more" if len(lazy) > 1 else ""
+        why = f"model: {lazy[0]}{several} has no shape yet; run the model once, as torch's lazy modules need it"
+        raise MemoryConfigError([why], "attach")
     problems = _why_not(model)
     backend = _backend_of(model, problems)
     host_bytes, device_bytes = (

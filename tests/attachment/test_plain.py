@@ -251,6 +251,7 @@ def test_all_that_is_wrong_is_said_at_once():
     [
         (lambda: Net().to("meta"), {}, "it is on meta"),
         (lambda: nn.DataParallel(Net()), {}, "DistributedDataParallel"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), {}, "0.weight and 1 more has no shape yet; run the model once"),
         (Net, {"layers": ["block"]}, "got 'block'; did you mean 'blocks'"),
         (Net, {"layers": ["blocks", "blocks.0"]}, "'blocks.0' is within 'blocks'"),
         (Net, {"layers": "blocks"}, "got 'blocks' (str); allowed: a list"),

@@ -23,13 +23,13 @@ class Scaled(nn.Linear):
     def __init__(self, width):
         super().__init__(width, width)
         self.number, self.active, self.by = 0, ["a"], {"a": 1.5, "b": 0.5}
-        self.note = None
+        self.note, self.extra = None, 2
         self.register_buffer("mean", torch.ones(()))
 
     def forward(self, x):
         for name in self.active:
             x = x * self.by[name]
-        return torch.sin(super().forward(x) * (1 + self.number) + self.mean)
+        return torch.sin(super().forward(x) * (getattr(self, "extra", 1) + self.number) + self.mean)
 
 
 class ScaledBlock(Block):
@@ -108,6 +108,20 @@ def frozen(model):
     return loss
 
 
+def came_and_went(model):
+    """A block that asks whether it has something."""
+    total = 0
+    for there in (True, False):
+        for one in model.all_scaled:
+            one.extra = 4
+            if not there:
+                del one.extra
+        total = total + plainly(model)
+    for one in model.all_scaled:
+        one.extra = 3
+    return total
+
+
 def gone_and_new(model):
     loss = plainly(model)
     for one in model.all_scaled:
@@ -116,7 +130,17 @@ def gone_and_new(model):
     return loss
 
 
-CHANGES = [numbers, names, modules_of_torch, training, other_weights, other_buffers, frozen, gone_and_new]
+CHANGES = [
+    numbers,
+    names,
+    modules_of_torch,
+    training,
+    other_weights,
+    other_buffers,
+    frozen,
+    came_and_went,
+    gone_and_new,
+]
 
 
 def settings(model):

@@ -184,6 +184,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"RETIRE_AFTER_COPIES", &engine.RETIRE_AFTER_COPIES},
         {"PLAIN", &engine.PLAIN},
         {"UNKNOWN_SETTING", &engine.UNKNOWN_SETTING},
+        {"ABSENT", &engine.ABSENT},
         {"settings_as_of", &engine.settings_as_of},
         {"enough", &enough},
         {"facts_of", &facts_of},

@@ -275,7 +275,7 @@ inline struct Engine {
            *transform = nullptr, *under_checkpoint = nullptr, *torch = nullptr;
   PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *as_saved = nullptr, *reading = nullptr,
            *partial = nullptr, *random = nullptr, *autocast_kinds = nullptr, *PLAIN = nullptr,
-           *UNKNOWN_SETTING = nullptr, *settings_as_of = nullptr, *heappush = nullptr,
+           *UNKNOWN_SETTING = nullptr, *ABSENT = nullptr, *settings_as_of = nullptr, *heappush = nullptr,
            *heappop = nullptr, *inline_path = nullptr, *MARKERS = nullptr, *set_by_others = nullptr, *empty = nullptr,
            *second_runs = nullptr, *nullcontext = nullptr;
   // why something waits

@@ -13,7 +13,7 @@ inline bool is_plain(PyObject* value) {
 }
 
 inline Own noted_value(PyObject* value) {
-  if (is_plain(value)) return Own::of(value);
+  if (is_plain(value) || value == engine.ABSENT) return Own::of(value);
   if (!PyList_CheckExact(value)) return Own::of(engine.UNKNOWN_SETTING);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
     if (!is_plain(PyList_GET_ITEM(value, i))) return Own::of(engine.UNKNOWN_SETTING);
@@ -60,7 +60,7 @@ inline Own note(PyObject* kinds) {
     Own attributes = attributes_of_module(module.get()), values = own(PyTuple_New(PyTuple_GET_SIZE(names)));
     for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(names); ++j) {
       Own value = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
-      PyTuple_SET_ITEM(values.get(), j, noted_value(value ? value.get() : Py_None).release());
+      PyTuple_SET_ITEM(values.get(), j, noted_value(value ? value.get() : engine.ABSENT).release());
     }
     const TensorPlaces present(attributes.get());
     Own tensors = own(PyTuple_New(present.size)), wanted = own(PyTuple_New(present.size));
@@ -91,7 +91,7 @@ inline bool are_as_noted(PyObject* noted) {
     Own attributes = attributes_of_module(module);
     for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(names); ++j) {
       Own now = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
-      if (!is_set_to(now ? now.get() : Py_None, PyTuple_GET_ITEM(values, j))) return false;
+      if (!is_set_to(now ? now.get() : engine.ABSENT, PyTuple_GET_ITEM(values, j))) return false;
     }
     const TensorPlaces present(attributes.get());
     if (present.size != PyTuple_GET_SIZE(tensors)) continue;

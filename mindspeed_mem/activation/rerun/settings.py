@@ -19,8 +19,8 @@ import torch
 from mindspeed_mem.activation import hot_path
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-UNKNOWN = object()
-"""In the place of a value that is not plain: it might hold memory, so it is not noted."""
+UNKNOWN, ABSENT = object(), object()
+"""In the place of a value that is not plain, which is not noted as it might hold memory; and where there was none."""
 _OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
 
 Kind = tuple["weakref.ref[torch.nn.Module]", tuple[str, ...], bool]
@@ -54,7 +54,7 @@ def note(kinds: Iterable[Kind]) -> list[Noted]:
     for reference, names, usual in kinds:
         if (module := reference()) is not None:
             attributes = module.__dict__
-            values = tuple(map(attributes.get, names))
+            values = tuple(map(attributes.get, names, repeat(ABSENT)))
             if not PLAIN.issuperset(map(type, values)):
                 values = tuple(map(_noted, values))
             tensors = (*attributes["_parameters"].values(), *attributes["_buffers"].values()) if usual else ()
@@ -64,7 +64,8 @@ def note(kinds: Iterable[Kind]) -> list[Noted]:
 
 
 def _noted(value: Any) -> Any:
-    return value if type(value) in PLAIN or (type(value) is list and _all_plain(value)) else UNKNOWN
+    kept = value is ABSENT or type(value) in PLAIN or (type(value) is list and _all_plain(value))
+    return value if kept else UNKNOWN
 
 
 def _all_plain(values: list) -> bool:
@@ -75,7 +76,7 @@ def are(noted: Iterable[Noted]) -> bool:
     """Whether modules are set as they were, for all that one can see at once."""
     for module, training, names, values, tensors, wanted, usual in noted:
         attributes = module.__dict__
-        if module.training != training or not all(map(is_, map(attributes.get, names), values)):
+        if module.training != training or not all(map(is_, map(attributes.get, names, repeat(ABSENT)), values)):
             return False
         if usual and (
             not all(map(is_, (*attributes["_parameters"].values(), *attributes["_buffers"].values()), tensors))
@@ -90,7 +91,9 @@ def of_others(noted: Iterable[Noted]) -> list[Noted]:
     found: list[Noted] = []
     for module, training, names, values, tensors, wanted, usual in noted:
         attributes = vars(module)
-        left = [(name, then) for name, then in zip(names, values, strict=True) if _same(attributes.get(name), then)]
+        left = [
+            (name, then) for name, then in zip(names, values, strict=True) if _same(attributes.get(name, ABSENT), then)
+        ]
         names, values = tuple(name for name, _ in left), tuple(then for _, then in left)
         if usual and not are([(module, module.training, (), (), tensors, wanted, True)]):
             tensors, wanted, usual = (), (), False
@@ -113,7 +116,7 @@ def as_of(noted: Iterable[Noted]) -> Iterator[None]:
                 module.training = training
             attributes = vars(module)
             for name, then in zip(names, values, strict=True):
-                if not _same(attributes.get(name), then):
+                if not _same(attributes.get(name, ABSENT), then):
                     _write(stack, attributes, name, then)
             if usual:
                 _exchange(stack, attributes["_parameters"], attributes["_buffers"], tensors)
@@ -133,7 +136,10 @@ def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, v
         stack.callback(attributes.__setitem__, name, attributes[name])
     else:
         stack.callback(attributes.pop, name, None)
-    attributes[name] = value
+    if value is ABSENT:
+        del attributes[name]
+    else:
+        attributes[name] = value
 
 
 def _exchange(stack: contextlib.ExitStack, parameters: dict, buffers: dict, tensors: Tensors) -> None:
