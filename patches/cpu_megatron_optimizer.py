@@ -1,6 +1,7 @@
 """The distributed optimizer's checkpoints with torch's AdamW, which stands in for TransformerEngine's and Apex'.
 
 Its state differs from theirs: it does not exist before the first step, and holds a step count for each parameter.
+And Megatron's offloaded optimizer is refused: it finds what it offloads by being CUDA's.
 """
 
 from __future__ import annotations
@@ -9,9 +10,23 @@ import sys
 
 import torch
 
+from mindspeed_mem import features
 from mindspeed_mem.patching import around
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
+
+
+@around("megatron.core.optimizer:get_megatron_optimizer")
+def _get_optimizer(original, config, *args, **kwargs):
+    """Upstream takes what is not CUDA's for its copies on the host, and finds at the first step that nothing is."""
+    if getattr(config, "optimizer_cpu_offload", False):
+        raise features.FeatureError(
+            [
+                "--optimizer-cpu-offload (optimizer_cpu_offload of OptimizerConfig) has nothing to move on a cpu: "
+                "optimizer states are on the host there. Leave it out, or train on an accelerator"
+            ]
+        )
+    return original(config, *args, **kwargs)
 
 
 @around(f"{_MODULE}:DistributedOptimizer.state_dict")

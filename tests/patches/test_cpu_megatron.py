@@ -135,6 +135,20 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, size, ddp, sharding, d
         assert resumed == onward
 
 
+def offloaded() -> None:
+    from mindspeed_mem.features import FeatureError
+    from tests.models import build_gpt, build_optimizer
+
+    with parallel():
+        chunks = build_gpt("dense", layers=1)
+        with pytest.raises(FeatureError, match="--optimizer-cpu-offload .*has nothing to move on a cpu.* Leave it out"):
+            build_optimizer(chunks, optimizer_cpu_offload=True)
+
+
+def test_an_offloaded_optimizer_says_that_everything_is_on_the_host():
+    on_ranks(1, offloaded)
+
+
 def stand_ins() -> None:
     from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels
 
