@@ -32,7 +32,7 @@ EXPERTS = [f"mlp.experts.local_experts.0{part}" for part in ("", ".linear_fc1", 
 SHELL = {"cut", "sed"}  # tests/examples/test_pages.py runs them, like the others
 OTHERS = {
     *("--nproc-per-node", "--shardinit"),
-    *("--dist-ckpt-optim-fully-reshardable", "--moe-shared-expert-overlap", "--mtp-num-layers"),
+    *("--decoupled-lr", "--dist-ckpt-optim-fully-reshardable", "--moe-shared-expert-overlap", "--mtp-num-layers"),
     *("--tensorboard-log-interval", "--wandb-project", "--moe-expert-capacity-factor", "--deterministic-mode"),
     *("--callbacks", "--external_plugins", "--gradient_checkpointing", "--recompute_granularity"),
 }
