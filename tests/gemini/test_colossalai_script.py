@@ -1,5 +1,6 @@
 """A script that uses the API as ColossalAI's GPT-2 example does, against plain torch: only its imports are ours."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -205,6 +206,18 @@ CASES = [  # shardinit, placement, variant
 ]
 
 
+@contextlib.contextmanager
+def levels_of_loggers():
+    """The rank's next case finds them as they are now."""
+    before = {name: logging.getLogger(name).level for name in list(logging.Logger.manager.loggerDict)}
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@levels_of_loggers()
 def all_cases():
     """What is far from plain torch, and all losses: ranks draw the same batches, as they do in the example."""
     environment = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
