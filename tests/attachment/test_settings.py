@@ -23,10 +23,11 @@ class Scaled(nn.Linear):
     def __init__(self, width):
         super().__init__(width, width)
         self.number, self.active, self.by = 0, ["a"], {"a": 1.5, "b": 0.5}
-        self.note, self.extra = None, 2
+        self.note, self.extra, self.seen = None, 2, []
         self.register_buffer("mean", torch.ones(()))
 
     def forward(self, x):
+        self.seen.append(float(x.detach().mean()))
         for name in self.active:
             x = x * self.by[name]
         return torch.sin(super().forward(x) * (getattr(self, "extra", 1) + self.number) + self.mean)
@@ -35,10 +36,12 @@ class Scaled(nn.Linear):
 class ScaledBlock(Block):
     def __init__(self):
         super().__init__(16)
+        torch.nn.init.normal_(self.norm.weight)
+        torch.nn.init.normal_(self.norm.bias)
         self.scaled = Scaled(16)
 
     def forward(self, x):
-        return self.scaled(x) + self.drop(self.fc1(x)).sum(-1, keepdim=True)
+        return self.scaled(self.norm(x)) + self.drop(self.fc1(x)).sum(-1, keepdim=True)
 
 
 class Model(Net):
@@ -100,6 +103,30 @@ def other_buffers(model):
     return functional_call(model, buffers, (TEXT,)).square().mean()
 
 
+def registered_anew(model):
+    """It comes last among the parameters then."""
+    loss = plainly(model)
+    for block in model.blocks:
+        weight = block.norm.weight
+        del block.norm.weight
+        block.norm.weight = weight
+    return loss
+
+
+def collectors(model):
+    """Whoever runs the model gives it a new list for each forward."""
+    total, lists = 0, []
+    for _ in range(3):
+        for one in model.all_scaled:
+            one.seen = []
+            lists.append(one.seen)
+        total = total + plainly(model)
+    for one in model.all_scaled:
+        one.seen = []
+    model.lists = lists
+    return total
+
+
 def frozen(model):
     loss = plainly(model)
     for block in model.blocks:
@@ -138,6 +165,8 @@ CHANGES = [
     other_weights,
     other_buffers,
     frozen,
+    registered_anew,
+    collectors,
     came_and_went,
     gone_and_new,
 ]
@@ -170,6 +199,8 @@ def test_bits(change, plan, caplog):
         assert same(stepped(model, change), plain[1])
         assert attached.engine.report().recomputed_by_operator
     assert "no effect" not in caplog.text
+    assert [one.seen for one in model.all_scaled] == [one.seen for one in other.all_scaled]
+    assert getattr(model, "lists", None) == getattr(other, "lists", None)
 
 
 def test_nothing_is_held_of_what_modules_keep_themselves():

@@ -18,13 +18,14 @@ inline Own noted_value(PyObject* value) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
     if (!is_plain(PyList_GET_ITEM(value, i))) return Own::of(engine.UNKNOWN_SETTING);
   }
-  return Own::of(value);
+  return own(PyList_GetSlice(value, 0, PyList_GET_SIZE(value)));  // what others append to it is none of this
 }
 
-// A module's parameters and buffers; none where these are no dictionaries.
+// A module's parameters and buffers; none where these are not to be looked at, or no dictionaries.
 struct TensorPlaces {
   explicit TensorPlaces(PyObject* attributes) {
     static Name parameters("_parameters"), buffers("_buffers");
+    if (attributes == nullptr) return;
     places[0] = found_in(attributes, parameters.object());
     places[1] = found_in(attributes, buffers.object());
     if (!places[0] || !places[1] || !PyDict_Check(places[0].get()) || !PyDict_Check(places[1].get())) return;
@@ -36,7 +37,7 @@ struct TensorPlaces {
     Py_ssize_t index = 0;
     for (const Own& place : places) {
       PyObject *name = nullptr, *tensor = nullptr;
-      for (Py_ssize_t at = 0; PyDict_Next(place.get(), &at, &name, &tensor);) body(index++, tensor);
+      for (Py_ssize_t at = 0; PyDict_Next(place.get(), &at, &name, &tensor);) body(index++, name, tensor);
     }
   }
   Own places[2];
@@ -62,15 +63,17 @@ inline Own note(PyObject* kinds) {
       Own value = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
       PyTuple_SET_ITEM(values.get(), j, noted_value(value ? value.get() : engine.ABSENT).release());
     }
-    const TensorPlaces present(attributes.get());
-    Own tensors = own(PyTuple_New(present.size)), wanted = own(PyTuple_New(present.size));
-    present.each([&](Py_ssize_t index, PyObject* tensor) {
+    const TensorPlaces present(PyTuple_GET_ITEM(kind, 2) == Py_True ? attributes.get() : nullptr);
+    Own of_tensors = own(PyTuple_New(present.size)), tensors = own(PyTuple_New(present.size)),
+        wanted = own(PyTuple_New(present.size));
+    present.each([&](Py_ssize_t index, PyObject* name, PyObject* tensor) {
+      PyTuple_SET_ITEM(of_tensors.get(), index, new_reference(name));
       PyTuple_SET_ITEM(tensors.get(), index, new_reference(tensor));
       PyTuple_SET_ITEM(wanted.get(), index, new_reference(wants_gradient(tensor)));
     });
     Own in_training = training.of(module.get());
-    Own one = own(PyTuple_Pack(7, module.get(), in_training.get(), names, values.get(), tensors.get(), wanted.get(),
-                               PyTuple_GET_ITEM(kind, 2)));
+    Own one = own(PyTuple_Pack(8, module.get(), in_training.get(), names, values.get(), of_tensors.get(), tensors.get(),
+                               wanted.get(), PyTuple_GET_ITEM(kind, 2)));
     must(PyList_Append(noted.get(), one.get()));
   }
   return noted;
@@ -78,7 +81,8 @@ inline Own note(PyObject* kinds) {
 
 inline bool is_set_to(PyObject* now, PyObject* then) {
   if (now == then || then == engine.UNKNOWN_SETTING) return true;
-  return Py_TYPE(now) == Py_TYPE(then) && must(PyObject_RichCompareBool(now, then, Py_EQ)) != 0;
+  if (Py_TYPE(now) != Py_TYPE(then) || noted_value(now).get() == engine.UNKNOWN_SETTING) return false;
+  return must(PyObject_RichCompareBool(now, then, Py_EQ)) != 0;
 }
 
 // `settings.are`, and whether there is nothing to do for `settings.as_of`.
@@ -86,19 +90,20 @@ inline bool are_as_noted(PyObject* noted) {
   static Name training("training");
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(noted); ++i) {
     PyObject *one = PyList_GET_ITEM(noted, i), *module = PyTuple_GET_ITEM(one, 0), *names = PyTuple_GET_ITEM(one, 2);
-    PyObject *values = PyTuple_GET_ITEM(one, 3), *tensors = PyTuple_GET_ITEM(one, 4);
+    PyObject *values = PyTuple_GET_ITEM(one, 3), *of_tensors = PyTuple_GET_ITEM(one, 4);
+    PyObject *tensors = PyTuple_GET_ITEM(one, 5), *wanted = PyTuple_GET_ITEM(one, 6);
     if (training.of(module).get() != PyTuple_GET_ITEM(one, 1)) return false;
     Own attributes = attributes_of_module(module);
     for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(names); ++j) {
       Own now = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
       if (!is_set_to(now ? now.get() : engine.ABSENT, PyTuple_GET_ITEM(values, j))) return false;
     }
-    const TensorPlaces present(attributes.get());
-    if (present.size != PyTuple_GET_SIZE(tensors)) continue;
+    const TensorPlaces present(PyTuple_GET_ITEM(one, 7) == Py_True ? attributes.get() : nullptr);
+    if (present.size != PyTuple_GET_SIZE(tensors)) return false;
     bool same = true;
-    present.each([&](Py_ssize_t index, PyObject* tensor) {
-      same = same && tensor == PyTuple_GET_ITEM(tensors, index) &&
-             wants_gradient(tensor) == PyTuple_GET_ITEM(PyTuple_GET_ITEM(one, 5), index);
+    present.each([&](Py_ssize_t index, PyObject* name, PyObject* tensor) {
+      same = same && name == PyTuple_GET_ITEM(of_tensors, index) && tensor == PyTuple_GET_ITEM(tensors, index) &&
+             wants_gradient(tensor) == PyTuple_GET_ITEM(wanted, index);
     });
     if (!same) return false;
   }

@@ -26,9 +26,9 @@ _OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
 Kind = tuple["weakref.ref[torch.nn.Module]", tuple[str, ...], bool]
 """A module, the names of its attributes that are settings, and whether it holds its tensors as most do."""
 Tensors = tuple[torch.Tensor | None, ...]
-Noted = tuple[torch.nn.Module, bool, tuple[str, ...], tuple[Any, ...], Tensors, tuple[bool, ...], bool]
-"""A module, whether it was in training mode, names of attributes with their values, its parameters and buffers, which
-of these were to get gradients, and whether it holds them as most modules do."""
+Noted = tuple[torch.nn.Module, bool, tuple[str, ...], tuple[Any, ...], tuple[str, ...], Tensors, tuple[bool, ...], bool]
+"""A module, whether it was in training mode, names of attributes with their values, names of its parameters and buffers
+with these, which of them were to get gradients, and whether it holds them as most modules do."""
 
 
 def kinds_of(modules: Iterable[torch.nn.Module]) -> list[Kind]:
@@ -57,15 +57,19 @@ def note(kinds: Iterable[Kind]) -> list[Noted]:
             values = tuple(map(attributes.get, names, repeat(ABSENT)))
             if not PLAIN.issuperset(map(type, values)):
                 values = tuple(map(_noted, values))
-            tensors = (*attributes["_parameters"].values(), *attributes["_buffers"].values()) if usual else ()
+            of_tensors, tensors = (), ()
+            if usual:
+                parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+                of_tensors, tensors = (*parameters, *buffers), (*parameters.values(), *buffers.values())
             wanted = tuple(map(getattr, tensors, repeat("requires_grad"), repeat(False)))
-            noted.append((module, module.training, names, values, tensors, wanted, usual))
+            noted.append((module, module.training, names, values, of_tensors, tensors, wanted, usual))
     return noted
 
 
 def _noted(value: Any) -> Any:
-    kept = value is ABSENT or type(value) in PLAIN or (type(value) is list and _all_plain(value))
-    return value if kept else UNKNOWN
+    if type(value) is list and _all_plain(value):
+        return list(value)  # what others append to it is none of this, and may be large
+    return value if value is ABSENT or type(value) in PLAIN else UNKNOWN
 
 
 def _all_plain(values: list) -> bool:
@@ -74,52 +78,57 @@ def _all_plain(values: list) -> bool:
 
 def are(noted: Iterable[Noted]) -> bool:
     """Whether modules are set as they were, for all that one can see at once."""
-    for module, training, names, values, tensors, wanted, usual in noted:
+    for module, training, names, values, of_tensors, tensors, wanted, usual in noted:
         attributes = module.__dict__
-        if module.training != training or not all(map(is_, map(attributes.get, names, repeat(ABSENT)), values)):
+        if module.training != training:
             return False
-        if usual and (
-            not all(map(is_, (*attributes["_parameters"].values(), *attributes["_buffers"].values()), tensors))
-            or tuple(map(getattr, tensors, repeat("requires_grad"), repeat(False))) != wanted
-        ):
+        found = tuple(map(attributes.get, names, repeat(ABSENT)))
+        if not all(map(is_, found, values)) and not all(map(_same, found, values)):
             return False
+        if usual:
+            parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+            now = (*parameters.values(), *buffers.values())
+            if (*parameters, *buffers) != of_tensors or not all(map(is_, now, tensors)):
+                return False
+            if tuple(map(getattr, now, repeat("requires_grad"), repeat(False))) != wanted:
+                return False
     return True
 
 
 def of_others(noted: Iterable[Noted]) -> list[Noted]:
     """Without what has become another since: what modules change in their own run is none of a program's settings."""
     found: list[Noted] = []
-    for module, training, names, values, tensors, wanted, usual in noted:
+    for module, training, names, values, of_tensors, tensors, wanted, usual in noted:
         attributes = vars(module)
         left = [
             (name, then) for name, then in zip(names, values, strict=True) if _same(attributes.get(name, ABSENT), then)
         ]
         names, values = tuple(name for name, _ in left), tuple(then for _, then in left)
-        if usual and not are([(module, module.training, (), (), tensors, wanted, True)]):
-            tensors, wanted, usual = (), (), False
-        found.append((module, training, names, values, tensors, wanted, usual))
+        if usual and not are([(module, module.training, (), (), of_tensors, tensors, wanted, True)]):
+            of_tensors, tensors, wanted, usual = (), (), (), False
+        found.append((module, training, names, values, of_tensors, tensors, wanted, usual))
     return found
 
 
 def kinds_in(noted: Iterable[Noted]) -> list[Kind]:
     """What has been noted."""
-    return [(weakref.ref(module), names, usual) for module, _, names, _, _, _, usual in noted]
+    return [(weakref.ref(module), names, usual) for module, _, names, _, _, _, _, usual in noted]
 
 
 @contextlib.contextmanager
 def as_of(noted: Iterable[Noted]) -> Iterator[None]:
     """Within, modules are set as they were; afterwards as they are now."""
     with contextlib.ExitStack() as stack:
-        for module, training, names, values, tensors, wanted, usual in noted:
+        for module, training, names, values, of_tensors, tensors, wanted, usual in noted:
             if module.training != training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
             attributes = vars(module)
             for name, then in zip(names, values, strict=True):
                 if not _same(attributes.get(name, ABSENT), then):
-                    _write(stack, attributes, name, then)
+                    _write(stack, attributes, name, list(then) if type(then) is list else then)
             if usual:
-                _exchange(stack, attributes["_parameters"], attributes["_buffers"], tensors)
+                _exchange(stack, attributes["_parameters"], attributes["_buffers"], of_tensors, tensors)
                 for tensor, want in zip(tensors, wanted, strict=True):
                     if tensor is not None and tensor.is_leaf and tensor.requires_grad != want:
                         stack.callback(tensor.requires_grad_, tensor.requires_grad)
@@ -128,7 +137,11 @@ def as_of(noted: Iterable[Noted]) -> Iterator[None]:
 
 
 def _same(value: Any, then: Any) -> bool:
-    return value is then or then is UNKNOWN or (type(value) is type(then) and value == then)
+    if value is then or then is UNKNOWN:
+        return True
+    if type(value) is not type(then) or (type(value) is list and not _all_plain(value)):
+        return False
+    return value == then
 
 
 def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, value: Any) -> None:
@@ -142,13 +155,13 @@ def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, v
         attributes[name] = value
 
 
-def _exchange(stack: contextlib.ExitStack, parameters: dict, buffers: dict, tensors: Tensors) -> None:
-    if len(parameters) + len(buffers) == len(tensors):  # nobody has added one, or taken one away
-        then = iter(tensors)
-        for place in (parameters, buffers):
-            for name, tensor in zip(list(place), then, strict=False):
-                if _is_another(place[name], tensor):
-                    _write(stack, place, name, tensor)
+def _exchange(
+    stack: contextlib.ExitStack, parameters: dict, buffers: dict, names: tuple[str, ...], then: Tensors
+) -> None:
+    for name, tensor in zip(names, then, strict=True):  # by their names: one that was set anew has moved to the end
+        place = parameters if name in parameters else buffers
+        if name in place and _is_another(place[name], tensor):
+            _write(stack, place, name, tensor)
 
 
 def _is_another(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
