@@ -47,7 +47,7 @@ struct TensorPlaces {
 inline Own attributes_of_module(PyObject* module) { return own(PyObject_GenericGetDict(module, nullptr)); }
 
 inline PyObject* wants_gradient(PyObject* tensor) {
-  return tensor != Py_None && THPVariable_Unpack(tensor).requires_grad() ? Py_True : Py_False;
+  return THPVariable_Check(tensor) && THPVariable_Unpack(tensor).requires_grad() ? Py_True : Py_False;
 }
 
 // `settings.note`

@@ -318,8 +318,9 @@ class ModuleRerun(Rerun):
             stack.enter_context(put_back(self._places))
         if self._then:
             for place, then in self._then:
+                stack.enter_context(put_back([place]))  # it may lie in an object of then
                 place.write(then)
-            stack.enter_context(put_back(self._places))  # those of then may lie in other objects
+            stack.enter_context(put_back(self._places))
         for guard in GUARDS:
             stack.enter_context(guard())
         for reader in READERS:

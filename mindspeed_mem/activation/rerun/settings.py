@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -128,7 +128,8 @@ def as_of(noted: Iterable[Noted]) -> Iterator[None]:
                 if not _same(attributes.get(name, ABSENT), then):
                     _write(stack, attributes, name, list(then) if type(then) is list else then)
             if usual:
-                _exchange(stack, attributes["_parameters"], attributes["_buffers"], of_tensors, tensors)
+                _exchange(stack, attributes["_parameters"], of_tensors, tensors, _is_lent)
+                _exchange(stack, attributes["_buffers"], of_tensors, tensors, _is_another)
                 for tensor, want in zip(tensors, wanted, strict=True):
                     if tensor is not None and tensor.is_leaf and tensor.requires_grad != want:
                         stack.callback(tensor.requires_grad_, tensor.requires_grad)
@@ -156,20 +157,25 @@ def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, v
 
 
 def _exchange(
-    stack: contextlib.ExitStack, parameters: dict, buffers: dict, names: tuple[str, ...], then: Tensors
+    stack: contextlib.ExitStack, place: dict, names: tuple[str, ...], then: Tensors, is_other: Callable
 ) -> None:
     for name, tensor in zip(names, then, strict=True):  # by their names: one that was set anew has moved to the end
-        place = parameters if name in parameters else buffers
-        if name in place and _is_another(place[name], tensor):
+        if name in place and is_other(place[name], tensor):
             _write(stack, place, name, tensor)
 
 
 def _is_another(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
-    """Whether somebody has exchanged one for the other, neither gathered nor sharded it (FSDP)."""
-    if now is then or now is None or then is None:
+    return now is not then and {type(now), type(then)} <= {torch.Tensor, torch.nn.Parameter, type(None)}
+
+
+def _is_lent(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
+    """Whether somebody has exchanged one parameter for the other, neither gathered nor sharded it (FSDP)."""
+    if now is None or then is None or not _is_another(now, then):
         return False
-    plain = {type(now), type(then)} <= {torch.Tensor, torch.nn.Parameter}
-    if not plain or (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+    if any(one.is_nested or one.layout is not torch.strided for one in (now, then)):
+        return True
+    if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
         return False
-    storage = then.untyped_storage()
-    return storage.nbytes() > 0 and storage._cdata != now.untyped_storage()._cdata
+    storage, another = then.untyped_storage(), now.untyped_storage()
+    alike = (now.storage_offset(), now.stride()) == (then.storage_offset(), then.stride())  # or a view of it, detached
+    return storage.nbytes() > 0 and (alike or storage._cdata != another._cdata)
