@@ -374,10 +374,6 @@ def attach(
             [f"model: got a {type(model).__name__}; allowed: a torch.nn.Module in Python"], "attach"
         )
     log.set_up(ranks.number())
-    if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
-        several = f" and {len(lazy) - 1} more" if len(lazy) > 1 else ""
-        why = f"model: {lazy[0]}{several} has no shape yet; run the model once, as torch's lazy modules need it"
-        raise MemoryConfigError([why], "attach")
     problems = _why_not(model)
     backend = _backend_of(model, problems)
     host_bytes, device_bytes = (
@@ -425,6 +421,9 @@ def _bytes(name: str, gib: float | None, problems: list[str]) -> int | None:
 
 
 def _why_not(model: nn.Module) -> list[str]:
+    if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
+        several = f" and {len(lazy) - 1} more" if len(lazy) > 1 else ""
+        return [f"model: {lazy[0]}{several} has no shape yet; run the model once, as torch's lazy modules need it"]
     problems = []
     if any(engines.current() is engine and _gone(ref) for ref, engine in _latest):
         engines.stop()
