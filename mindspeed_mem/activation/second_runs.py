@@ -117,9 +117,9 @@ class SecondRuns:
         assert micro_batch is not None
         given = tensors_in((args, kwargs))
         versions = [0 if tensor.is_inference() else tensor._version for tensor in given]  # as `version_of`
-        noted, flags, verdict, program = of.as_it_is()
+        settings, flags, verdict, program = of.as_it_is()
         places = None if verdict is None else verdict.places
-        rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, noted, places)
+        rerun = ModuleRerun(layer, path, self._mover, call, args, kwargs, self._saved.hold, state, settings, places)
         if program is not None and position.watch is None and self._saved.may_drop():
             rerun.saved.program = program
         trial = None

@@ -61,25 +61,24 @@ def plainly(model):
     return model(TEXT).square().mean()
 
 
-def numbers(model):
-    """One model, used twice with another number, as shared blocks are."""
+def used_with(model, name, values, at_last):
+    """The model is used once with each of these, as shared blocks are, and then set to another."""
     total = 0
-    for number in (3, 1):
+    for value in values:
         for one in model.all_scaled:
-            one.number = number
+            setattr(one, name, value)
         total = total + plainly(model)
     for one in model.all_scaled:
-        one.number = 7
+        setattr(one, name, at_last)
     return total
+
+
+def numbers(model):
+    return used_with(model, "number", (3, 1), 7)
 
 
 def names(model):
-    total = 0
-    for active in (["a"], ["a", "b"], ["b"]):
-        for one in model.all_scaled:
-            one.active = active
-        total = total + plainly(model)
-    return total
+    return used_with(model, "active", (["a"], ["a", "b"], ["b"]), ["a"])
 
 
 def modules_of_torch(model):
@@ -113,12 +112,8 @@ def detached_weights(model):
 
 
 def buffers_of_any_kind(model):
-    total = 0
-    for mean in (torch.ones(16), None, torch.eye(16)[3].to_sparse(), torch.eye(16)[5].to_sparse()):
-        for one in model.all_scaled:
-            one.mean = mean
-        total = total + plainly(model)
-    return total
+    sparse = (torch.eye(16)[3].to_sparse(), torch.eye(16)[5].to_sparse())
+    return used_with(model, "mean", (torch.ones(16), None, *sparse), torch.zeros(16))
 
 
 def registered_anew(model):

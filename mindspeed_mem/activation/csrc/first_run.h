@@ -18,7 +18,7 @@ inline Name at_capture{"capture"};
 
 // `trial.Known`, and of whom; without a verdict nothing else is there.
 struct Known {
-  Own of, noted, flags, verdict, program;
+  Own of, flags, verdict, program;
 
   bool is_refused() const { return must(PyObject_IsTrue(PyTuple_GET_ITEM(verdict.get(), 0))) != 0; }
   bool draws() const { return PyTuple_GET_ITEM(verdict.get(), 2) == Py_True; }
@@ -27,7 +27,7 @@ struct Known {
 
 // `Trials.operator` and `TriedOperator.as_it_is`
 inline Known known_of(PyObject* second_runs, PyObject* layer, PyObject* path, PyObject* module) {
-  static Name trials("trials"), latest("latest");
+  static Name trials("trials"), latest("latest"), flag("training");
   Known known;
   Own all = latest.of(trials.of(second_runs).get()), key = own(PyTuple_Pack(2, layer, path));
   Own reference = found_in(all.get(), key.get());
@@ -38,12 +38,13 @@ inline Known known_of(PyObject* second_runs, PyObject* layer, PyObject* path, Py
   if (is_empty(modules)) return known;
   PyObject* first = PyTuple_GET_ITEM(PyList_GET_ITEM(modules, 0), 0);
   if (target_of(first).get() != module) return known;  // another model's
-  known.noted = note(modules);
-  known.flags = own(PyTuple_New(PyList_GET_SIZE(known.noted.get())));
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(known.noted.get()); ++i) {
-    PyObject* in_training = PyTuple_GET_ITEM(PyList_GET_ITEM(known.noted.get(), i), 1);
-    PyTuple_SET_ITEM(known.flags.get(), i, new_reference(in_training));
+  Own flags = own(PyList_New(0));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); ++i) {
+    if (Own one = target_of(PyTuple_GET_ITEM(PyList_GET_ITEM(modules, i), 0))) {
+      must(PyList_Append(flags.get(), flag.of(one.get()).get()));
+    }
   }
+  known.flags = own(PyList_AsTuple(flags.get()));
   known.verdict = found_in(tried.verdicts.get(known.of.get()), known.flags.get());
   known.program = found_in(tried.programs.get(known.of.get()), known.flags.get());
   return known;
@@ -101,7 +102,7 @@ inline Own new_rerun(PyObject* owner, PyObject* mover, PyObject* batch, PyObject
   module_rerun.inputs.set_borrowed(self, inputs);
   second_run.why_not.set(self, own(PyUnicode_FromString("")));
   second_run.call.set_borrowed(self, call_again);
-  second_run.settings.set_borrowed(self, known.noted.get());
+  second_run.settings.set(self, note(tried.modules.get(known.of.get())));
   second_run.given.set_borrowed(self, given);
   second_run.random.set(self, call(of_module(engine.random, at_capture), aliases.get()));
   second_run.autocast.set(self, autocast_of_now());

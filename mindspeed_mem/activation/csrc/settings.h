@@ -12,13 +12,18 @@ inline bool is_plain(PyObject* value) {
          must(PySet_Contains(engine.PLAIN, reinterpret_cast<PyObject*>(type))) != 0;
 }
 
-inline Own noted_value(PyObject* value) {
-  if (is_plain(value) || value == engine.ABSENT) return Own::of(value);
-  if (!PyList_CheckExact(value)) return Own::of(engine.UNKNOWN_SETTING);
+inline bool is_setting(PyObject* value) {
+  if (!PyList_CheckExact(value)) return is_plain(value);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
-    if (!is_plain(PyList_GET_ITEM(value, i))) return Own::of(engine.UNKNOWN_SETTING);
+    if (!is_plain(PyList_GET_ITEM(value, i))) return false;
   }
-  return own(PyList_GetSlice(value, 0, PyList_GET_SIZE(value)));  // what others append to it is none of this
+  return true;
+}
+
+inline Own noted_value(PyObject* value) {
+  if (value != engine.ABSENT && !is_setting(value)) return Own::of(engine.UNKNOWN_SETTING);
+  // what others append to a list is none of this
+  return PyList_CheckExact(value) ? own(PyList_GetSlice(value, 0, PyList_GET_SIZE(value))) : Own::of(value);
 }
 
 // A module's parameters and buffers; none where these are not to be looked at, or no dictionaries.
@@ -72,8 +77,8 @@ inline Own note(PyObject* kinds) {
       PyTuple_SET_ITEM(wanted.get(), index, new_reference(wants_gradient(tensor)));
     });
     Own in_training = training.of(module.get());
-    Own one = own(PyTuple_Pack(8, module.get(), in_training.get(), names, values.get(), of_tensors.get(), tensors.get(),
-                               wanted.get(), PyTuple_GET_ITEM(kind, 2)));
+    Own one = own(PyTuple_Pack(7, module.get(), in_training.get(), names, values.get(), of_tensors.get(), tensors.get(),
+                               wanted.get()));
     must(PyList_Append(noted.get(), one.get()));
   }
   return noted;
@@ -81,7 +86,7 @@ inline Own note(PyObject* kinds) {
 
 inline bool is_set_to(PyObject* now, PyObject* then) {
   if (now == then || then == engine.UNKNOWN_SETTING) return true;
-  if (Py_TYPE(now) != Py_TYPE(then) || noted_value(now).get() == engine.UNKNOWN_SETTING) return false;
+  if (Py_TYPE(now) != Py_TYPE(then) || !is_setting(now)) return false;
   return must(PyObject_RichCompareBool(now, then, Py_EQ)) != 0;
 }
 
@@ -98,7 +103,8 @@ inline bool are_as_noted(PyObject* noted) {
       Own now = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
       if (!is_set_to(now ? now.get() : engine.ABSENT, PyTuple_GET_ITEM(values, j))) return false;
     }
-    const TensorPlaces present(PyTuple_GET_ITEM(one, 7) == Py_True ? attributes.get() : nullptr);
+    if (PyTuple_GET_SIZE(of_tensors) == 0) continue;
+    const TensorPlaces present(attributes.get());
     if (present.size != PyTuple_GET_SIZE(tensors)) return false;
     bool same = true;
     present.each([&](Py_ssize_t index, PyObject* name, PyObject* tensor) {

@@ -112,7 +112,7 @@ class ModuleRerun(Rerun):
         kwargs: dict[str, Any],
         hold: Callable[[torch.Tensor], Handle],
         state: Any = None,
-        noted: Sequence[settings.Noted] = (),
+        set_to: Sequence[settings.Noted] = (),
         places: Mapping[Changeable, bool] | None = MappingProxyType({}),
     ):
         """``call(*args, **kwargs)`` is about to run.
@@ -120,14 +120,14 @@ class ModuleRerun(Rerun):
         Args:
             hold: keeps an input for the second run.
             state: an object whose attributes it reads, which may be others by the time of the second run.
-            noted: what the modules that run are set to.
+            set_to: what the modules that run are set to.
             places: what a second run changes besides, and whether that makes another value of it. None: nobody knows
                 yet whether it repeats itself, see `repeats`.
         """
         super().__init__(layer, op, 0, mover)
         self.call, self.state = call, state
         attributes = None if state is None else dict(vars(state))
-        self.settings = noted
+        self.settings = set_to
         self._places: list[Changeable] = []
         self._then: list[tuple[Changeable, Any]] = []
         if places:
@@ -314,12 +314,10 @@ class ModuleRerun(Rerun):
 
     def _put_back_afterwards(self, stack: ExitStack, args: tuple, kwargs: dict[str, Any], attributes: Any) -> None:
         """All is as it was when the operator ran first; once ``stack`` is left, as it is now."""
+        for place, then in self._then:
+            stack.enter_context(put_back([place]))  # the next may lie in an object of then
+            place.write(then)
         if self._places:
-            stack.enter_context(put_back(self._places))
-        if self._then:
-            for place, then in self._then:
-                stack.enter_context(put_back([place]))  # it may lie in an object of then
-                place.write(then)
             stack.enter_context(put_back(self._places))
         for guard in GUARDS:
             stack.enter_context(guard())

@@ -18,17 +18,17 @@ import torch
 
 from mindspeed_mem.activation import hot_path
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+PLAIN: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 UNKNOWN, ABSENT = object(), object()
 """In the place of a value that is not plain, which is not noted as it might hold memory; and where there was none."""
-_OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
+OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
 
 Kind = tuple["weakref.ref[torch.nn.Module]", tuple[str, ...], bool]
-"""A module, the names of its attributes that are settings, and whether it holds its tensors as most do."""
+"""A module, the names of its attributes that are settings, and whether its tensors are noted, too."""
 Tensors = tuple[torch.Tensor | None, ...]
-Noted = tuple[torch.nn.Module, bool, tuple[str, ...], tuple[Any, ...], tuple[str, ...], Tensors, tuple[bool, ...], bool]
+Noted = tuple[torch.nn.Module, bool, tuple[str, ...], tuple[Any, ...], tuple[str, ...], Tensors, tuple[bool, ...]]
 """A module, whether it was in training mode, names of attributes with their values, names of its parameters and buffers
-with these, which of them were to get gradients, and whether it holds them as most modules do."""
+with these, and which of them were to get gradients."""
 
 
 def kinds_of(modules: Iterable[torch.nn.Module]) -> list[Kind]:
@@ -37,13 +37,18 @@ def kinds_of(modules: Iterable[torch.nn.Module]) -> list[Kind]:
 
 
 def _kind_of(module: torch.nn.Module, attributes: dict[str, Any]) -> Kind:
-    names = tuple(
-        name
-        for name, value in attributes.items()
-        if name not in _OF_ANY_MODULE and (type(value) in PLAIN or (type(value) is list and _all_plain(value)))
-    )
+    names = tuple(name for name, value in attributes.items() if name not in OF_ANY_MODULE and _is_setting(value))
     places = attributes.get("_parameters"), attributes.get("_buffers")  # TorchScript's are no dictionaries
-    return weakref.ref(module), names, all(isinstance(place, dict) for place in places)
+    return weakref.ref(module), names, all(isinstance(place, dict) for place in places) and any(places)
+
+
+def _is_setting(value: Any) -> bool:
+    return type(value) in PLAIN or (type(value) is list and PLAIN.issuperset(map(type, value)))
+
+
+def modes(kinds: Iterable[Kind]) -> tuple[bool, ...]:
+    """Which modules are in training mode now."""
+    return tuple([module.training for reference, *_ in kinds if (module := reference()) is not None])
 
 
 def note(kinds: Iterable[Kind]) -> list[Noted]:
@@ -51,41 +56,37 @@ def note(kinds: Iterable[Kind]) -> list[Noted]:
     if hot_path.native is not None:
         return hot_path.native.note_settings(kinds)
     noted: list[Noted] = []
-    for reference, names, usual in kinds:
+    for reference, names, with_tensors in kinds:
         if (module := reference()) is not None:
             attributes = module.__dict__
             values = tuple(map(attributes.get, names, repeat(ABSENT)))
             if not PLAIN.issuperset(map(type, values)):
                 values = tuple(map(_noted, values))
             of_tensors, tensors = (), ()
-            if usual:
+            if with_tensors:
                 parameters, buffers = attributes["_parameters"], attributes["_buffers"]
                 of_tensors, tensors = (*parameters, *buffers), (*parameters.values(), *buffers.values())
             wanted = tuple(map(getattr, tensors, repeat("requires_grad"), repeat(False)))
-            noted.append((module, module.training, names, values, of_tensors, tensors, wanted, usual))
+            noted.append((module, module.training, names, values, of_tensors, tensors, wanted))
     return noted
 
 
 def _noted(value: Any) -> Any:
-    if type(value) is list and _all_plain(value):
-        return list(value)  # what others append to it is none of this, and may be large
-    return value if value is ABSENT or type(value) in PLAIN else UNKNOWN
-
-
-def _all_plain(values: list) -> bool:
-    return PLAIN.issuperset(map(type, values))
+    if value is not ABSENT and not _is_setting(value):
+        return UNKNOWN
+    return list(value) if type(value) is list else value  # what others append to it is none of this, and may be large
 
 
 def are(noted: Iterable[Noted]) -> bool:
     """Whether modules are set as they were, for all that one can see at once."""
-    for module, training, names, values, of_tensors, tensors, wanted, usual in noted:
+    for module, training, names, values, of_tensors, tensors, wanted in noted:
         attributes = module.__dict__
         if module.training != training:
             return False
         found = tuple(map(attributes.get, names, repeat(ABSENT)))
         if not all(map(is_, found, values)) and not all(map(_same, found, values)):
             return False
-        if usual:
+        if of_tensors:
             parameters, buffers = attributes["_parameters"], attributes["_buffers"]
             now = (*parameters.values(), *buffers.values())
             if (*parameters, *buffers) != of_tensors or not all(map(is_, now, tensors)):
@@ -98,28 +99,27 @@ def are(noted: Iterable[Noted]) -> bool:
 def of_others(noted: Iterable[Noted]) -> list[Noted]:
     """Without what has become another since: what modules change in their own run is none of a program's settings."""
     found: list[Noted] = []
-    for module, training, names, values, of_tensors, tensors, wanted, usual in noted:
+    for module, training, names, values, of_tensors, tensors, wanted in noted:
         attributes = vars(module)
-        left = [
-            (name, then) for name, then in zip(names, values, strict=True) if _same(attributes.get(name, ABSENT), then)
-        ]
-        names, values = tuple(name for name, _ in left), tuple(then for _, then in left)
-        if usual and not are([(module, module.training, (), (), of_tensors, tensors, wanted, True)]):
-            of_tensors, tensors, wanted, usual = (), (), (), False
-        found.append((module, training, names, values, of_tensors, tensors, wanted, usual))
+        left = {
+            name: then for name, then in zip(names, values, strict=True) if _same(attributes.get(name, ABSENT), then)
+        }
+        if not are([(module, module.training, (), (), of_tensors, tensors, wanted)]):
+            of_tensors, tensors, wanted = (), (), ()
+        found.append((module, training, (*left,), (*left.values(),), of_tensors, tensors, wanted))
     return found
 
 
 def kinds_in(noted: Iterable[Noted]) -> list[Kind]:
     """What has been noted."""
-    return [(weakref.ref(module), names, usual) for module, _, names, _, _, _, _, usual in noted]
+    return [(weakref.ref(module), names, bool(of_tensors)) for module, _, names, _, of_tensors, *_ in noted]
 
 
 @contextlib.contextmanager
 def as_of(noted: Iterable[Noted]) -> Iterator[None]:
     """Within, modules are set as they were; afterwards as they are now."""
     with contextlib.ExitStack() as stack:
-        for module, training, names, values, of_tensors, tensors, wanted, usual in noted:
+        for module, training, names, values, of_tensors, tensors, wanted in noted:
             if module.training != training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
@@ -127,22 +127,20 @@ def as_of(noted: Iterable[Noted]) -> Iterator[None]:
             for name, then in zip(names, values, strict=True):
                 if not _same(attributes.get(name, ABSENT), then):
                     _write(stack, attributes, name, list(then) if type(then) is list else then)
-            if usual:
+            if of_tensors:
                 _exchange(stack, attributes["_parameters"], of_tensors, tensors, _is_lent)
                 _exchange(stack, attributes["_buffers"], of_tensors, tensors, _is_another)
-                for tensor, want in zip(tensors, wanted, strict=True):
-                    if tensor is not None and tensor.is_leaf and tensor.requires_grad != want:
-                        stack.callback(tensor.requires_grad_, tensor.requires_grad)
-                        tensor.requires_grad_(want)
+            for tensor, want in zip(tensors, wanted, strict=True):
+                if tensor is not None and tensor.is_leaf and tensor.requires_grad != want:
+                    stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(want)
         yield
 
 
 def _same(value: Any, then: Any) -> bool:
     if value is then or then is UNKNOWN:
         return True
-    if type(value) is not type(then) or (type(value) is list and not _all_plain(value)):
-        return False
-    return value == then
+    return type(value) is type(then) and _is_setting(value) and value == then
 
 
 def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, value: Any) -> None:

@@ -24,16 +24,16 @@ import torch
 
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import attributes_of
+from mindspeed_mem.activation.rerun.settings import ABSENT, OF_ANY_MODULE, PLAIN
 from mindspeed_mem.activation.storage import marks
 
 _DEPTH, _MANY = 3, 256  # how deep in containers and objects; larger containers are taken as they are
 _FOREIGN = {"torch", "torch_npu", "numpy", "mindspeed_mem", *sys.stdlib_module_names}
 FOREIGN: list[str] = []
 """Beginnings of the names of more modules whose functions and objects belong to no operator."""
-_OF_A_MODULE = set(vars(torch.nn.Module())) - {"training", "_buffers"}
+_OF_A_MODULE = OF_ANY_MODULE - {"training", "_buffers"}
 _CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_ABSENT = object()
+_PLAIN = tuple(PLAIN)
 _NOT_LOOKED_INTO = (*_PLAIN, type, torch.Tensor, torch.nn.Module, torch.autograd.function.FunctionCtx)
 
 
@@ -287,13 +287,13 @@ def _container(get: Callable[[], Any], name: str) -> Changeable:
 def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
     def write(earlier: dict) -> None:
         for key, value in earlier.items():
-            if value is _ABSENT:
+            if value is ABSENT:
                 names.pop(key, None)
             else:
                 names[key] = value
 
     def read() -> dict:
-        return {key: names.get(key, _ABSENT) for key in keys}
+        return {key: names.get(key, ABSENT) for key in keys}
 
     return Changeable(f"{names.get('__name__')}.{keys[0]}", read, write, _same_values)
 
@@ -301,13 +301,13 @@ def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
 def _of_class(get: Callable[[], Any], name: str, keys: list[str]) -> Changeable:
     def write(earlier: dict) -> None:
         for key, value in earlier.items():
-            now = _class_item(get, key, _ABSENT)
-            if value is _ABSENT and now is not _ABSENT:
+            now = _class_item(get, key, ABSENT)
+            if value is ABSENT and now is not ABSENT:
                 _past_metaclass("__delattr__", get(), key)
             elif not _is(now, value) and (one := get()) is not None:
                 _past_metaclass("__setattr__", one, key, value)
 
-    return Changeable(name, lambda: {key: _class_item(get, key, _ABSENT) for key in keys}, write, _same_values)
+    return Changeable(name, lambda: {key: _class_item(get, key, ABSENT) for key in keys}, write, _same_values)
 
 
 def _same_values(now: dict, earlier: dict) -> bool:

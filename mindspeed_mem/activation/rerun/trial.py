@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 class Known(NamedTuple):
     """What is known of an operator whose modules are in certain modes."""
 
-    noted: list[settings.Noted]
+    settings: list[settings.Noted]
     """What its modules are set to."""
     flags: tuple[bool, ...]
     """By which it is told apart from what it is in another mode."""
@@ -65,9 +65,8 @@ class TriedOperator:
 
     def as_it_is(self) -> Known:
         """What is known of it with its flags as they are now."""
-        noted = settings.note(self._modules)
-        flags = tuple([training for _, training, *_ in noted])
-        return Known(noted, flags, self._verdicts.get(flags), self._programs.get(flags))
+        flags = settings.modes(self._modules)
+        return Known(settings.note(self._modules), flags, self._verdicts.get(flags), self._programs.get(flags))
 
     def ran(self, flags: tuple[bool, ...], saved: Saves) -> None:
         """It has run: two runs alike show what it saves, a later one may show that it varies."""
@@ -93,7 +92,7 @@ class TriedOperator:
         """Whether it is known not to repeat itself as its flags are now."""
         if not self._refused:
             return False
-        verdict = self.as_it_is().verdict
+        verdict = self._verdicts.get(settings.modes(self._modules))
         return verdict is not None and bool(verdict.why_not)
 
     def judge(self, flags: tuple[bool, ...], verdict: Verdict) -> None:
