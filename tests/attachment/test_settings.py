@@ -18,19 +18,24 @@ PARTS = {"recompute_config": {"select_recompute": {"scaled": True, "fc1": True, 
 
 
 class Scaled(nn.Linear):
-    """By the number of its use, by who is active, by a number and a running mean that others set."""
+    """By the number of its use, by who is active, by numbers and a running mean that others set, and by its modules."""
+
+    late = 1
 
     def __init__(self, width):
         super().__init__(width, width)
         self.number, self.active, self.by = 0, ["a"], {"a": 1.5, "b": 0.5}
-        self.note, self.extra, self.seen = None, 2, []
+        self.note, self.extra, self.seen, self.limits = None, 2, [], (-1, 2.0)
         self.register_buffer("mean", torch.ones(()))
 
     def forward(self, x):
         self.seen.append(float(x.detach().mean()))
         for name in self.active:
             x = x * self.by[name]
-        return torch.sin(super().forward(x) * (getattr(self, "extra", 1) + self.number) + self.bent())
+        for module in self.children():
+            x = x + module(x)
+        x = super().forward(x) * (getattr(self, "extra", 1) + self.number) + self.bent()
+        return torch.sin(self.late * x.clamp(*self.limits))
 
     def bent(self):
         return 0 if self.mean is None else self.mean.to_dense()
@@ -170,6 +175,68 @@ def gone_and_new(model):
     return loss
 
 
+def first_set_later(model):
+    return used_with(model, "late", (3, 2), 4)
+
+
+def first_set_in_between(model):
+    loss = plainly(model)
+    for one in model.all_scaled:
+        one.late = 4
+    return loss
+
+
+def tuples(model):
+    return used_with(model, "limits", ((-0.5, 0.5), (-2, 0.2)), (0, 0.1))
+
+
+class Added(nn.Linear):
+    """Among a module's own since later, with a setting that it has had from the start."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+        self.factor = 1
+
+    def forward(self, x):
+        return self.factor * torch.cos(super().forward(x))
+
+
+def added(model):
+    total = 0
+    for one in model.all_scaled:
+        torch.manual_seed(7)
+        one.added = Added()
+    for factor in (2, 3):
+        for one in model.all_scaled:
+            one.added.factor = factor
+        total = total + plainly(model)
+    weights = {name: 0.5 * one for name, one in model.named_parameters()}
+    total = total + functional_call(model, weights, (TEXT,)).square().mean()
+    for one in model.all_scaled:
+        one.added.factor = 5
+    return total
+
+
+class Begins(Added):
+    """Counts its runs since some time."""
+
+    def forward(self, x):
+        if self.factor > 1:
+            self.runs = getattr(self, "runs", 0) + 1
+            x = x * self.runs
+        return super().forward(x)
+
+
+def begins_to_count(model):
+    for one in model.all_scaled:
+        torch.manual_seed(7)
+        one.added = Begins()
+    total = plainly(model)
+    for one in model.all_scaled:
+        one.added.factor = 2
+    return total + plainly(model) + plainly(model)
+
+
 CHANGES = [
     numbers,
     names,
@@ -184,6 +251,11 @@ CHANGES = [
     collectors,
     came_and_went,
     gone_and_new,
+    first_set_later,
+    first_set_in_between,
+    tuples,
+    added,
+    begins_to_count,
 ]
 
 
@@ -222,10 +294,12 @@ def test_nothing_is_held_of_what_modules_keep_themselves():
     model = Model()
     with mindspeed_mem.attach(model, WHOLE):
         plainly(model).backward()
-        for one in model.all_scaled:
-            one.note = torch.ones(16)  # was plain when it was looked at
+        for number, one in enumerate(model.all_scaled):
+            tensor = torch.ones(16)
+            one.note = (1, tensor) if number else tensor  # was plain when it was looked at
         loss = plainly(model)
-        held = [weakref.ref(one.note) for one in model.all_scaled]
+        held = [weakref.ref(tensor), weakref.ref(model.all_scaled[0].note)]
+        del tensor
         for one in model.all_scaled:
             one.note = None
         assert all(reference() is None for reference in held)
@@ -269,6 +343,35 @@ def test_what_modules_set_themselves_is_not_made_twice():
     assert all(one is two for one, two in zip(kept[0][1], kept[1][1], strict=True))
     assert [next(one.times) for one in model.all_scaled] == [1, 1]
     assert [one.runs for one in model.all_scaled] == [one.runs for one in other.all_scaled] == [4, 4]
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own: does not repeat itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+        self.generator.manual_seed(3)
+
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def test_another_module_is_tried_anew(caplog):
+    model = Model()
+    other = copy.deepcopy(model)
+
+    def exchanged(model):
+        for block in model.blocks:
+            block.drop = Noise()
+        return plainly(model)
+
+    plain = [stepped(other, change) for change in (plainly, exchanged)]
+    with mindspeed_mem.attach(model, WHOLE):
+        assert same(stepped(model, plainly), plain[0])
+        assert "no effect" not in caplog.text
+        assert same(stepped(model, exchanged), plain[1])
+    assert "each run changes drop.generator" in caplog.text
 
 
 class Collecting(Scaled):

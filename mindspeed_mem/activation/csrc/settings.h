@@ -13,11 +13,18 @@ inline bool is_plain(PyObject* value) {
 }
 
 inline bool is_setting(PyObject* value) {
-  if (!PyList_CheckExact(value)) return is_plain(value);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
-    if (!is_plain(PyList_GET_ITEM(value, i))) return false;
+  if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value)) return is_plain(value);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+    if (!is_plain(PySequence_Fast_GET_ITEM(value, i))) return false;
   }
   return true;
+}
+
+// A `settings.Kind`.
+inline PyObject* names_of(PyObject* kind) { return PyTuple_GET_ITEM(kind, 1); }
+inline bool is_with_tensors(PyObject* kind) { return PyTuple_GET_ITEM(kind, 2) == Py_True; }
+inline bool has_its_size(PyObject* kind, PyObject* attributes) {
+  return PyDict_GET_SIZE(attributes) == number_of(PyTuple_GET_ITEM(kind, 3));
 }
 
 inline Own noted_value(PyObject* value) {
@@ -55,12 +62,29 @@ inline PyObject* wants_gradient(PyObject* tensor) {
   return THPVariable_Check(tensor) && THPVariable_Unpack(tensor).requires_grad() ? Py_True : Py_False;
 }
 
-// `settings.note`
+// Whether a module has the attributes and modules that it had when it was asked what to note.
+inline bool is_of_kind(PyObject* kind, PyObject* module) {
+  static Name modules("_modules");
+  Own attributes = attributes_of_module(module);
+  if (!has_its_size(kind, attributes.get())) return false;
+  PyObject* ids = PyTuple_GET_ITEM(kind, 4);
+  if (ids == Py_None) return true;
+  Own children = found_in(attributes.get(), modules.object());
+  if (!children || PyDict_GET_SIZE(children.get()) != PyTuple_GET_SIZE(ids)) return false;
+  PyObject *name = nullptr, *child = nullptr;
+  Py_ssize_t index = 0;
+  for (Py_ssize_t at = 0; PyDict_Next(children.get(), &at, &name, &child);) {
+    if (PyLong_AsVoidPtr(PyTuple_GET_ITEM(ids, index++)) != child) return false;
+  }
+  return true;
+}
+
+// `settings.note`, of modules that are all of their kinds.
 inline Own note(PyObject* kinds) {
   static Name training("training");
   Own noted = own(PyList_New(0));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kinds); ++i) {
-    PyObject *kind = PyList_GET_ITEM(kinds, i), *names = PyTuple_GET_ITEM(kind, 1);
+    PyObject *kind = PyList_GET_ITEM(kinds, i), *names = names_of(kind);
     Own module = target_of(PyTuple_GET_ITEM(kind, 0));
     if (!module) continue;
     Own attributes = attributes_of_module(module.get()), values = own(PyTuple_New(PyTuple_GET_SIZE(names)));
@@ -68,7 +92,7 @@ inline Own note(PyObject* kinds) {
       Own value = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
       PyTuple_SET_ITEM(values.get(), j, noted_value(value ? value.get() : engine.ABSENT).release());
     }
-    const TensorPlaces present(PyTuple_GET_ITEM(kind, 2) == Py_True ? attributes.get() : nullptr);
+    const TensorPlaces present(is_with_tensors(kind) ? attributes.get() : nullptr);
     Own of_tensors = own(PyTuple_New(present.size)), tensors = own(PyTuple_New(present.size)),
         wanted = own(PyTuple_New(present.size));
     present.each([&](Py_ssize_t index, PyObject* name, PyObject* tensor) {
@@ -77,7 +101,7 @@ inline Own note(PyObject* kinds) {
       PyTuple_SET_ITEM(wanted.get(), index, new_reference(wants_gradient(tensor)));
     });
     Own in_training = training.of(module.get());
-    Own one = own(PyTuple_Pack(7, module.get(), in_training.get(), names, values.get(), of_tensors.get(), tensors.get(),
+    Own one = own(PyTuple_Pack(7, module.get(), kind, in_training.get(), values.get(), of_tensors.get(), tensors.get(),
                                wanted.get()));
     must(PyList_Append(noted.get(), one.get()));
   }
@@ -94,11 +118,12 @@ inline bool is_set_to(PyObject* now, PyObject* then) {
 inline bool are_as_noted(PyObject* noted) {
   static Name training("training");
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(noted); ++i) {
-    PyObject *one = PyList_GET_ITEM(noted, i), *module = PyTuple_GET_ITEM(one, 0), *names = PyTuple_GET_ITEM(one, 2);
-    PyObject *values = PyTuple_GET_ITEM(one, 3), *of_tensors = PyTuple_GET_ITEM(one, 4);
+    PyObject *one = PyList_GET_ITEM(noted, i), *module = PyTuple_GET_ITEM(one, 0), *kind = PyTuple_GET_ITEM(one, 1);
+    PyObject *names = names_of(kind), *values = PyTuple_GET_ITEM(one, 3), *of_tensors = PyTuple_GET_ITEM(one, 4);
     PyObject *tensors = PyTuple_GET_ITEM(one, 5), *wanted = PyTuple_GET_ITEM(one, 6);
-    if (training.of(module).get() != PyTuple_GET_ITEM(one, 1)) return false;
+    if (training.of(module).get() != PyTuple_GET_ITEM(one, 2)) return false;
     Own attributes = attributes_of_module(module);
+    if (!has_its_size(kind, attributes.get())) return false;
     for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(names); ++j) {
       Own now = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
       if (!is_set_to(now ? now.get() : engine.ABSENT, PyTuple_GET_ITEM(values, j))) return false;
@@ -121,6 +146,11 @@ inline PyObject* note_settings(PyObject*, PyObject* kinds) {
     if (!PyList_CheckExact(kinds)) {
       PyErr_SetString(PyExc_TypeError, "note_settings takes what kinds_of returns");
       return nullptr;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kinds); ++i) {
+      PyObject* kind = PyList_GET_ITEM(kinds, i);
+      const Own module = target_of(PyTuple_GET_ITEM(kind, 0));
+      if (module && !is_of_kind(kind, module.get())) return new_reference(Py_None);
     }
     return note(kinds).release();
   });

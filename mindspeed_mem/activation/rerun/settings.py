@@ -1,8 +1,8 @@
 """What modules are set to, noted when an operator runs first: a second run finds them as they were then.
 
 Whether they are in training mode, plain values among their attributes (the number of the use of a shared block), lists
-of such (names of adapters), and which tensors are their parameters and buffers: `torch.func.functional_call` exchanges
-these for the time of a forward. What else modules refer to is as it is then.
+and tuples of such (names of adapters), and which tensors are their parameters and buffers: `torch.func.functional_call`
+exchanges these for the time of a forward. What else modules refer to is as it is then.
 """
 
 from __future__ import annotations
@@ -10,40 +10,63 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mindspeed_mem.activation import hot_path
+from mindspeed_mem.activation.regions import TAG
 
 PLAIN: frozenset[type] = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+_PLAIN_OR_TUPLES = PLAIN | {tuple}
 UNKNOWN, ABSENT = object(), object()
 """In the place of a value that is not plain, which is not noted as it might hold memory; and where there was none."""
 OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
+_NO_SETTINGS = OF_ANY_MODULE | {TAG}
 
-Kind = tuple["weakref.ref[torch.nn.Module]", tuple[str, ...], bool]
-"""A module, the names of its attributes that are settings, and whether its tensors are noted, too."""
 Tensors = tuple[torch.Tensor | None, ...]
-Noted = tuple[torch.nn.Module, bool, tuple[str, ...], tuple[Any, ...], tuple[str, ...], Tensors, tuple[bool, ...]]
-"""A module, whether it was in training mode, names of attributes with their values, names of its parameters and buffers
+
+
+class Kind(NamedTuple):
+    """What to note of a module. What looks at all of them for each operator goes by the order of these."""
+
+    reference: weakref.ref[torch.nn.Module]
+    names: tuple[str, ...]
+    """Of its attributes that are settings."""
+    with_tensors: bool
+    """Whether parameters and buffers are noted, too."""
+    size: int
+    """How many attributes it has."""
+    children: tuple[int, ...] | None
+    """Which modules it has; None: these are not seen."""
+    seen: frozenset[str]
+    """All attributes that it has had: those among them that are none of the settings stay none."""
+
+
+Noted = tuple[torch.nn.Module, Kind, bool, tuple[Any, ...], tuple[str, ...], Tensors, tuple[bool, ...]]
+"""A module, its kind, whether it was in training mode, values of the kind's names, names of its parameters and buffers
 with these, and which of them were to get gradients."""
 
 
-def kinds_of(modules: Iterable[torch.nn.Module]) -> list[Kind]:
-    """What to note of each of these modules."""
-    return [_kind_of(module, vars(module)) for module in modules]
+def kinds_of(modules: Iterable[torch.nn.Module], before: Iterable[Kind] = ()) -> list[Kind]:
+    """What to note of each of these modules; ``before``: what was noted of some of them."""
+    known = {id(module): kind for kind in before if (module := kind.reference()) is not None}
+    return [_kind_of(module, vars(module), known.get(id(module))) for module in modules]
 
 
-def _kind_of(module: torch.nn.Module, attributes: dict[str, Any]) -> Kind:
-    names = tuple(name for name, value in attributes.items() if name not in OF_ANY_MODULE and _is_setting(value))
-    places = attributes.get("_parameters"), attributes.get("_buffers")  # TorchScript's are no dictionaries
-    return weakref.ref(module), names, all(isinstance(place, dict) for place in places) and any(places)
+def _kind_of(module: torch.nn.Module, attributes: dict[str, Any], before: Kind | None) -> Kind:
+    names, with_tensors, seen = ((), True, _NO_SETTINGS) if before is None else (before[1], before[2], before.seen)
+    names += tuple(name for name, value in attributes.items() if name not in seen and _is_setting(value))
+    children, *places = map(attributes.get, ("_modules", "_parameters", "_buffers"))  # TorchScript's are others
+    with_tensors = with_tensors and all(isinstance(place, dict) for place in places)
+    ids = tuple(map(id, children.values())) if isinstance(children, dict) else None
+    return Kind(weakref.ref(module), names, with_tensors, len(attributes), ids, seen.union(attributes))
 
 
 def _is_setting(value: Any) -> bool:
-    return type(value) in PLAIN or (type(value) is list and PLAIN.issuperset(map(type, value)))
+    return type(value) in PLAIN or (type(value) in (list, tuple) and PLAIN.issuperset(map(type, value)))
 
 
 def modes(kinds: Iterable[Kind]) -> tuple[bool, ...]:
@@ -51,23 +74,31 @@ def modes(kinds: Iterable[Kind]) -> tuple[bool, ...]:
     return tuple([module.training for reference, *_ in kinds if (module := reference()) is not None])
 
 
-def note(kinds: Iterable[Kind]) -> list[Noted]:
-    """What they are set to now."""
+def note(kinds: Iterable[Kind]) -> list[Noted] | None:
+    """What they are set to now; None: they have other attributes or modules than when it was asked what to note."""
     if hot_path.native is not None:
         return hot_path.native.note_settings(kinds)
     noted: list[Noted] = []
-    for reference, names, with_tensors in kinds:
+    for kind in kinds:
+        reference, names, with_tensors, size, children, _ = kind
         if (module := reference()) is not None:
             attributes = module.__dict__
+            if len(attributes) != size:
+                return None
+            if children is not None and tuple(map(id, attributes["_modules"].values())) != children:
+                return None
             values = tuple(map(attributes.get, names, repeat(ABSENT)))
-            if not PLAIN.issuperset(map(type, values)):
+            if not PLAIN.issuperset(map(type, values)) and not (
+                _PLAIN_OR_TUPLES.issuperset(map(type, values))
+                and PLAIN.issuperset(map(type, chain.from_iterable(filter(tuple.__instancecheck__, values))))
+            ):
                 values = tuple(map(_noted, values))
             of_tensors, tensors = (), ()
             if with_tensors:
                 parameters, buffers = attributes["_parameters"], attributes["_buffers"]
                 of_tensors, tensors = (*parameters, *buffers), (*parameters.values(), *buffers.values())
             wanted = tuple(map(getattr, tensors, repeat("requires_grad"), repeat(False)))
-            noted.append((module, module.training, names, values, of_tensors, tensors, wanted))
+            noted.append((module, kind, module.training, values, of_tensors, tensors, wanted))
     return noted
 
 
@@ -79,11 +110,11 @@ def _noted(value: Any) -> Any:
 
 def are(noted: Iterable[Noted]) -> bool:
     """Whether modules are set as they were, for all that one can see at once."""
-    for module, training, names, values, of_tensors, tensors, wanted in noted:
+    for module, kind, training, values, of_tensors, tensors, wanted in noted:
         attributes = module.__dict__
-        if module.training != training:
+        if module.training != training or len(attributes) != kind[3]:
             return False
-        found = tuple(map(attributes.get, names, repeat(ABSENT)))
+        found = tuple(map(attributes.get, kind[1], repeat(ABSENT)))
         if not all(map(is_, found, values)) and not all(map(_same, found, values)):
             return False
         if of_tensors:
@@ -99,32 +130,28 @@ def are(noted: Iterable[Noted]) -> bool:
 def of_others(noted: Iterable[Noted]) -> list[Noted]:
     """Without what has become another since: what modules change in their own run is none of a program's settings."""
     found: list[Noted] = []
-    for module, training, names, values, of_tensors, tensors, wanted in noted:
+    for module, kind, training, values, of_tensors, tensors, wanted in noted:
         attributes = vars(module)
-        left = {
-            name: then for name, then in zip(names, values, strict=True) if _same(attributes.get(name, ABSENT), then)
-        }
-        if not are([(module, module.training, (), (), of_tensors, tensors, wanted)]):
-            of_tensors, tensors, wanted = (), (), ()
-        found.append((module, training, (*left,), (*left.values(),), of_tensors, tensors, wanted))
+        left = {n: then for n, then in zip(kind.names, values, strict=True) if _same(attributes.get(n, ABSENT), then)}
+        kind = kind._replace(names=(*left,), size=len(attributes), seen=kind.seen.union(attributes))
+        if of_tensors and not are([(module, kind, module.training, (*left.values(),), of_tensors, tensors, wanted)]):
+            kind, of_tensors, tensors, wanted = kind._replace(with_tensors=False), (), (), ()
+        found.append((module, kind, training, (*left.values(),), of_tensors, tensors, wanted))
     return found
-
-
-def kinds_in(noted: Iterable[Noted]) -> list[Kind]:
-    """What has been noted."""
-    return [(weakref.ref(module), names, bool(of_tensors)) for module, _, names, _, of_tensors, *_ in noted]
 
 
 @contextlib.contextmanager
 def as_of(noted: Iterable[Noted]) -> Iterator[None]:
     """Within, modules are set as they were; afterwards as they are now."""
     with contextlib.ExitStack() as stack:
-        for module, training, names, values, of_tensors, tensors, wanted in noted:
+        for module, kind, training, values, of_tensors, tensors, wanted in noted:
             if module.training != training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
             attributes = vars(module)
-            for name, then in zip(names, values, strict=True):
+            for name in [name for name in attributes if name not in kind.seen and _is_setting(attributes[name])]:
+                _write(stack, attributes, name, ABSENT)
+            for name, then in zip(kind.names, values, strict=True):
                 if not _same(attributes.get(name, ABSENT), then):
                     _write(stack, attributes, name, list(then) if type(then) is list else then)
             if of_tensors:

@@ -54,19 +54,33 @@ class Known(NamedTuple):
 class TriedOperator:
     """What has been found of an operator, by the training flags of its modules: it may do more in training."""
 
-    __slots__ = ("_modules", "_verdicts", "_refused", "_programs", "_seen", "__weakref__")
+    __slots__ = ("_roots", "_modules", "_verdicts", "_refused", "_programs", "_seen", "__weakref__")
 
     def __init__(self, call: Callable):
-        self._modules = settings.kinds_of(module for root in modules_of(call) for module in root.modules())
+        self._roots = [weakref.ref(root) for root in modules_of(call)]
+        self._modules: list[settings.Kind] = []
+        self._look()
         self._verdicts: dict[tuple[bool, ...], Verdict] = {}
         self._refused = False  # with any flags
         self._programs: dict[tuple[bool, ...], Program] = {}
         self._seen: dict[tuple[bool, ...], tuple[Program, int]] = {}  # the last one, and how many before it differed
 
+    def _look(self) -> None:
+        """Its modules, or what they have, may be others."""
+        before = self._modules
+        roots = [root for reference in self._roots if (root := reference()) is not None]
+        self._modules = settings.kinds_of((module for root in roots for module in root.modules()), before)
+        if [kind.reference for kind in before] != [kind.reference for kind in self._modules]:
+            self._verdicts, self._programs, self._seen = {}, {}, {}
+
     def as_it_is(self) -> Known:
         """What is known of it with its flags as they are now."""
+        noted = settings.note(self._modules)
+        if noted is None:
+            self._look()
+            noted = settings.note(self._modules) or []
         flags = settings.modes(self._modules)
-        return Known(settings.note(self._modules), flags, self._verdicts.get(flags), self._programs.get(flags))
+        return Known(noted, flags, self._verdicts.get(flags), self._programs.get(flags))
 
     def ran(self, flags: tuple[bool, ...], saved: Saves) -> None:
         """It has run: two runs alike show what it saves, a later one may show that it varies."""
@@ -85,7 +99,7 @@ class TriedOperator:
     def changes_itself(self, noted: Sequence[settings.Noted]) -> list[settings.Noted]:
         """It has run from these: returns, and notes from here on, those that it has left as they were."""
         noted = settings.of_others(noted)
-        self._modules = settings.kinds_in(noted)
+        self._modules = [kind for _, kind, *_ in noted]
         return noted
 
     def refused(self) -> bool:
