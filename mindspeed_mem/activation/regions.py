@@ -10,7 +10,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -27,7 +27,7 @@ SHARED = "_mindspeed_mem_shared"
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-transform = torch._C._functorch.peek_interpreter_stack
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _hooks_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
@@ -192,7 +192,7 @@ def may_save() -> bool:
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
-    return transform() is None and not _under_checkpoint()
+    return not in_transform() and not _under_checkpoint()
 
 
 def hooks_are_ours_alone() -> bool:

@@ -87,7 +87,6 @@ def use(module: ModuleType | None) -> None:
         "MARKERS": regions.MARKERS,
         "UNKNOWN": course.UNKNOWN,
         "hooks_enabled": regions._hooks_enabled,
-        "transform": regions.transform,
         "under_checkpoint": regions._under_checkpoint,
         "push_hooks": torch._C._autograd._push_saved_tensors_default_hooks,
         "pop_hooks": torch._C._autograd._pop_saved_tensors_default_hooks,

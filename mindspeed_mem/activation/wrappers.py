@@ -43,7 +43,7 @@ def _forward_by(original: Callable, native: Any) -> Callable:
 
 def _forward(original: Callable) -> Callable:
     tag, by_dynamo, flags = regions.TAG, torch.compiler.is_dynamo_compiling, torch.compiler
-    transform = regions.transform
+    in_transform = regions.in_transform
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engine = engines.in_use
@@ -51,7 +51,7 @@ def _forward(original: Callable) -> Callable:
         if engine is None or by_dynamo() or flags._is_compiling_flag or tag not in module.__dict__:
             return original(module, *args, **kwargs)
         position = engine.position
-        if (position.stack or under_way) and transform() is not None:  # within a layer it is one operator with it
+        if (position.stack or under_way) and in_transform():  # within a layer it is one operator with it
             return original(module, *args, **kwargs)
         if under_way:  # it runs again
             if under_way[-1].saved.entries:

@@ -164,7 +164,6 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"MARKERS", &engine.MARKERS},
         {"UNKNOWN", &engine.UNKNOWN},
         {"hooks_enabled", &engine.hooks_enabled},
-        {"transform", &engine.transform},
         {"under_checkpoint", &engine.under_checkpoint},
         {"push_hooks", &engine.push_hooks},
         {"pop_hooks", &engine.pop_hooks},

@@ -272,7 +272,7 @@ inline struct Engine {
            *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr, *TAG = nullptr;
   PyObject *engines = nullptr, *compiler = nullptr, *under_way = nullptr, *UNKNOWN = nullptr,
            *hooks_enabled = nullptr, *push_hooks = nullptr, *pop_hooks = nullptr, *top_hooks = nullptr,
-           *transform = nullptr, *under_checkpoint = nullptr, *torch = nullptr;
+           *under_checkpoint = nullptr, *torch = nullptr;
   PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *as_saved = nullptr, *reading = nullptr,
            *partial = nullptr, *random = nullptr, *autocast_kinds = nullptr, *PLAIN = nullptr,
            *UNKNOWN_SETTING = nullptr, *ABSENT = nullptr, *settings_as_of = nullptr, *heappush = nullptr,

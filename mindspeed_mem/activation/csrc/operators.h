@@ -6,6 +6,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace hot {
 
@@ -76,9 +77,14 @@ inline bool is_under_checkpoint() {
          PyUnicode_CompareWithASCIIString(home.get(), "torch.utils.checkpoint") == 0;
 }
 
+// `regions.in_transform`. Asked for torch's stack of them, a thread is given one, which is copied for each of its nodes.
+inline bool in_transform() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
 inline bool may_save() {
   if (!at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1) return false;
-  return call(engine.transform).get() == Py_None && !is_under_checkpoint();
+  return !in_transform() && !is_under_checkpoint();
 }
 
 inline PyObject* regions_hooks_are_ours_alone(PyObject*, PyObject*) {

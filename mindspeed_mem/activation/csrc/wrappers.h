@@ -35,7 +35,7 @@ inline PyObject* runs(PyObject*, PyObject* const* given, Py_ssize_t) {
     }
     Own where = at_position.of(in_use.get());
     const bool inside = !is_empty(engine.under_way) || !is_empty(position.stack.get(where.get()));
-    if (inside && call(engine.transform).get() != Py_None) return call_with(original, module, args, kwargs);
+    if (inside && in_transform()) return call_with(original, module, args, kwargs);
     if (!is_empty(engine.under_way)) {
       Own running = Own::of(last_of(engine.under_way));
       enter_again(running.get(), PyTuple_GET_ITEM(place.get(), 1), args, kwargs);
