@@ -186,6 +186,14 @@ def first_set_in_between(model):
     return loss
 
 
+def first_set_instead(model):
+    """As many attributes as before."""
+    for one in model.all_scaled:
+        if "extra" in vars(one):
+            del one.extra
+    return used_with(model, "late", (3, 2), 4)
+
+
 def tuples(model):
     return used_with(model, "limits", ((-0.5, 0.5), (-2, 0.2)), (0, 0.1))
 
@@ -215,6 +223,48 @@ def added(model):
     for one in model.all_scaled:
         one.added.factor = 5
     return total
+
+
+class Signed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sign, self.at = 0.0, (1,)
+
+    def forward(self, x):
+        return torch.copysign(x, torch.full((), self.sign)) + x[self.at].mean(0)
+
+
+def equal_but_others(model):
+    for one in model.all_scaled:
+        one.added = Signed()
+    loss = plainly(model)
+    for one in model.all_scaled:
+        one.added.sign, one.added.at = -0.0, (True,)
+    return loss
+
+
+def at_its_address(model):
+    """A module that has come for one that is gone."""
+    for one in model.all_scaled:
+        one.added = nn.Identity()
+    plainly(model)
+    for one in model.all_scaled:
+        address = id(one._modules["added"])
+        del one.added
+        torch.manual_seed(7)
+        tried = [Added.__new__(Added)]
+        while id(tried[-1]) != address and len(tried) < 10_000:
+            tried.append(Added.__new__(Added))
+        one.added = tried[-1]
+        one.added.__init__()
+    return used_with(model, "number", (3, 1), 7) + factors(model)
+
+
+def factors(model):
+    loss = plainly(model)
+    for one in model.all_scaled:
+        one.added.factor = 5
+    return loss
 
 
 class Begins(Added):
@@ -253,8 +303,11 @@ CHANGES = [
     gone_and_new,
     first_set_later,
     first_set_in_between,
+    first_set_instead,
     tuples,
     added,
+    equal_but_others,
+    at_its_address,
     begins_to_count,
 ]
 
@@ -346,12 +399,17 @@ def test_what_modules_set_themselves_is_not_made_twice():
 
 
 class Noise(nn.Module):
-    """Draws from a generator of its own: does not repeat itself."""
+    """Draws from a generator of its own: does not repeat itself. Is equal to all."""
+
+    __hash__ = nn.Module.__hash__
 
     def __init__(self):
         super().__init__()
         self.generator = torch.Generator()
         self.generator.manual_seed(3)
+
+    def __eq__(self, other):
+        return True
 
     def forward(self, x):
         return x * torch.rand(x.shape, generator=self.generator)
@@ -366,12 +424,21 @@ def test_another_module_is_tried_anew(caplog):
             block.drop = Noise()
         return plainly(model)
 
-    plain = [stepped(other, change) for change in (plainly, exchanged)]
-    with mindspeed_mem.attach(model, WHOLE):
-        assert same(stepped(model, plainly), plain[0])
-        assert "no effect" not in caplog.text
-        assert same(stepped(model, exchanged), plain[1])
-    assert "each run changes drop.generator" in caplog.text
+    def back(model):
+        taken.append([block.drop for block in model.blocks])  # it lives on
+        for block in model.blocks:
+            block.drop = nn.Dropout(0.1)
+        return plainly(model)
+
+    taken = []
+    plain = [stepped(other, change) for change in (plainly, exchanged, back)]
+    with mindspeed_mem.attach(model, WHOLE) as attached:
+        runs = [0]
+        for change, wanted in zip((plainly, exchanged, back), plain, strict=True):
+            assert same(stepped(model, change), wanted)
+            runs.append(sum(one.runs for one in attached.engine.report().recomputed_by_operator if not one.op))
+            assert ("each run changes drop.generator" in caplog.text) == (change is not plainly)
+    assert runs == [0, 2, 2, 4]
 
 
 class Collecting(Scaled):

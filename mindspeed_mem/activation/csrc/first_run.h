@@ -41,10 +41,9 @@ inline Known known_of(PyObject* second_runs, PyObject* layer, PyObject* path, Py
   Own flags = own(PyList_New(0));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); ++i) {
     PyObject* kind = PyList_GET_ITEM(modules, i);
-    if (Own one = target_of(PyTuple_GET_ITEM(kind, 0))) {
-      if (!is_of_kind(kind, one.get())) return known;
-      must(PyList_Append(flags.get(), flag.of(one.get()).get()));
-    }
+    Own one = target_of(PyTuple_GET_ITEM(kind, 0));
+    if (!is_of_kind(kind, one.get())) return known;
+    must(PyList_Append(flags.get(), flag.of(one.get()).get()));
   }
   known.flags = own(PyList_AsTuple(flags.get()));
   known.verdict = found_in(tried.verdicts.get(known.of.get()), known.flags.get());

@@ -23,8 +23,14 @@ inline bool is_setting(PyObject* value) {
 // A `settings.Kind`.
 inline PyObject* names_of(PyObject* kind) { return PyTuple_GET_ITEM(kind, 1); }
 inline bool is_with_tensors(PyObject* kind) { return PyTuple_GET_ITEM(kind, 2) == Py_True; }
-inline bool has_its_size(PyObject* kind, PyObject* attributes) {
-  return PyDict_GET_SIZE(attributes) == number_of(PyTuple_GET_ITEM(kind, 3));
+inline bool has_its_attributes(PyObject* kind, PyObject* attributes) {
+  PyObject *names = PyTuple_GET_ITEM(kind, 3), *name = nullptr, *value = nullptr;
+  if (PyDict_GET_SIZE(attributes) != PyTuple_GET_SIZE(names)) return false;
+  Py_ssize_t index = 0;
+  for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &name, &value);) {
+    if (PyTuple_GET_ITEM(names, index++) != name) return false;
+  }
+  return true;
 }
 
 inline Own noted_value(PyObject* value) {
@@ -62,15 +68,17 @@ inline PyObject* wants_gradient(PyObject* tensor) {
   return THPVariable_Check(tensor) && THPVariable_Unpack(tensor).requires_grad() ? Py_True : Py_False;
 }
 
-// Whether a module has the attributes and modules that it had when it was asked what to note.
+// Whether a module is alive, with the attributes and modules that it had when it was asked what to note.
 inline bool is_of_kind(PyObject* kind, PyObject* module) {
   static Name modules("_modules");
+  if (module == nullptr) return false;
   Own attributes = attributes_of_module(module);
-  if (!has_its_size(kind, attributes.get())) return false;
+  if (!has_its_attributes(kind, attributes.get())) return false;
   PyObject* ids = PyTuple_GET_ITEM(kind, 4);
   if (ids == Py_None) return true;
   Own children = found_in(attributes.get(), modules.object());
-  if (!children || PyDict_GET_SIZE(children.get()) != PyTuple_GET_SIZE(ids)) return false;
+  if (!children || !PyDict_Check(children.get())) return false;
+  if (PyDict_GET_SIZE(children.get()) != PyTuple_GET_SIZE(ids)) return false;
   PyObject *name = nullptr, *child = nullptr;
   Py_ssize_t index = 0;
   for (Py_ssize_t at = 0; PyDict_Next(children.get(), &at, &name, &child);) {
@@ -108,10 +116,22 @@ inline Own note(PyObject* kinds) {
   return noted;
 }
 
+inline bool is_same_plain(PyObject* now, PyObject* then) {
+  if (now == then) return true;
+  if (Py_TYPE(now) != Py_TYPE(then) || must(PyObject_RichCompareBool(now, then, Py_EQ)) == 0) return false;
+  Own one = own(PyObject_Repr(now)), other = own(PyObject_Repr(then));  // 0.0 equals -0.0
+  return must(PyObject_RichCompareBool(one.get(), other.get(), Py_EQ)) != 0;
+}
+
 inline bool is_set_to(PyObject* now, PyObject* then) {
   if (now == then || then == engine.UNKNOWN_SETTING) return true;
   if (Py_TYPE(now) != Py_TYPE(then) || !is_setting(now)) return false;
-  return must(PyObject_RichCompareBool(now, then, Py_EQ)) != 0;
+  if (!PyList_CheckExact(now) && !PyTuple_CheckExact(now)) return is_same_plain(now, then);
+  if (PySequence_Fast_GET_SIZE(now) != PySequence_Fast_GET_SIZE(then)) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(now); ++i) {
+    if (!is_same_plain(PySequence_Fast_GET_ITEM(now, i), PySequence_Fast_GET_ITEM(then, i))) return false;
+  }
+  return true;
 }
 
 // `settings.are`, and whether there is nothing to do for `settings.as_of`.
@@ -123,7 +143,7 @@ inline bool are_as_noted(PyObject* noted) {
     PyObject *tensors = PyTuple_GET_ITEM(one, 5), *wanted = PyTuple_GET_ITEM(one, 6);
     if (training.of(module).get() != PyTuple_GET_ITEM(one, 2)) return false;
     Own attributes = attributes_of_module(module);
-    if (!has_its_size(kind, attributes.get())) return false;
+    if (!has_its_attributes(kind, attributes.get())) return false;
     for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(names); ++j) {
       Own now = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
       if (!is_set_to(now ? now.get() : engine.ABSENT, PyTuple_GET_ITEM(values, j))) return false;
@@ -149,8 +169,7 @@ inline PyObject* note_settings(PyObject*, PyObject* kinds) {
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kinds); ++i) {
       PyObject* kind = PyList_GET_ITEM(kinds, i);
-      const Own module = target_of(PyTuple_GET_ITEM(kind, 0));
-      if (module && !is_of_kind(kind, module.get())) return new_reference(Py_None);
+      if (!is_of_kind(kind, target_of(PyTuple_GET_ITEM(kind, 0)).get())) return new_reference(Py_None);
     }
     return note(kinds).release();
   });

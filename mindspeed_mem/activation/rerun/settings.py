@@ -37,10 +37,10 @@ class Kind(NamedTuple):
     """Of its attributes that are settings."""
     with_tensors: bool
     """Whether parameters and buffers are noted, too."""
-    size: int
-    """How many attributes it has."""
+    attributes: tuple[str, ...]
+    """All that it has, in their order."""
     children: tuple[int, ...] | None
-    """Which modules it has; None: these are not seen."""
+    """Which modules it has; None: these are not seen. No other module takes the number of one that is alive."""
     seen: frozenset[str]
     """All attributes that it has had: those among them that are none of the settings stay none."""
 
@@ -61,8 +61,8 @@ def _kind_of(module: torch.nn.Module, attributes: dict[str, Any], before: Kind |
     names += tuple(name for name, value in attributes.items() if name not in seen and _is_setting(value))
     children, *places = map(attributes.get, ("_modules", "_parameters", "_buffers"))  # TorchScript's are others
     with_tensors = with_tensors and all(isinstance(place, dict) for place in places)
-    ids = tuple(map(id, children.values())) if isinstance(children, dict) else None
-    return Kind(weakref.ref(module), names, with_tensors, len(attributes), ids, seen.union(attributes))
+    ids = tuple(map(id, dict.values(children))) if isinstance(children, dict) else None
+    return Kind(weakref.ref(module), names, with_tensors, tuple(attributes), ids, seen.union(attributes))
 
 
 def _is_setting(value: Any) -> bool:
@@ -80,25 +80,26 @@ def note(kinds: Iterable[Kind]) -> list[Noted] | None:
         return hot_path.native.note_settings(kinds)
     noted: list[Noted] = []
     for kind in kinds:
-        reference, names, with_tensors, size, children, _ = kind
-        if (module := reference()) is not None:
-            attributes = module.__dict__
-            if len(attributes) != size:
-                return None
-            if children is not None and tuple(map(id, attributes["_modules"].values())) != children:
-                return None
-            values = tuple(map(attributes.get, names, repeat(ABSENT)))
-            if not PLAIN.issuperset(map(type, values)) and not (
-                _PLAIN_OR_TUPLES.issuperset(map(type, values))
-                and PLAIN.issuperset(map(type, chain.from_iterable(filter(tuple.__instancecheck__, values))))
-            ):
-                values = tuple(map(_noted, values))
-            of_tensors, tensors = (), ()
-            if with_tensors:
-                parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-                of_tensors, tensors = (*parameters, *buffers), (*parameters.values(), *buffers.values())
-            wanted = tuple(map(getattr, tensors, repeat("requires_grad"), repeat(False)))
-            noted.append((module, kind, module.training, values, of_tensors, tensors, wanted))
+        reference, names, with_tensors, had, children, _ = kind
+        if (module := reference()) is None:
+            return None
+        attributes = module.__dict__
+        if tuple(attributes) != had:
+            return None
+        if children is not None and tuple(map(id, dict.values(attributes["_modules"]))) != children:
+            return None
+        values = tuple(map(attributes.get, names, repeat(ABSENT)))
+        if not PLAIN.issuperset(map(type, values)) and not (
+            _PLAIN_OR_TUPLES.issuperset(map(type, values))
+            and PLAIN.issuperset(map(type, chain.from_iterable(filter(tuple.__instancecheck__, values))))
+        ):
+            values = tuple(map(_noted, values))
+        of_tensors, tensors = (), ()
+        if with_tensors:
+            parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+            of_tensors, tensors = (*parameters, *buffers), (*parameters.values(), *buffers.values())
+        wanted = tuple(map(getattr, tensors, repeat("requires_grad"), repeat(False)))
+        noted.append((module, kind, module.training, values, of_tensors, tensors, wanted))
     return noted
 
 
@@ -112,7 +113,7 @@ def are(noted: Iterable[Noted]) -> bool:
     """Whether modules are set as they were, for all that one can see at once."""
     for module, kind, training, values, of_tensors, tensors, wanted in noted:
         attributes = module.__dict__
-        if module.training != training or len(attributes) != kind[3]:
+        if module.training != training or tuple(attributes) != kind[3]:
             return False
         found = tuple(map(attributes.get, kind[1], repeat(ABSENT)))
         if not all(map(is_, found, values)) and not all(map(_same, found, values)):
@@ -133,7 +134,7 @@ def of_others(noted: Iterable[Noted]) -> list[Noted]:
     for module, kind, training, values, of_tensors, tensors, wanted in noted:
         attributes = vars(module)
         left = {n: then for n, then in zip(kind.names, values, strict=True) if _same(attributes.get(n, ABSENT), then)}
-        kind = kind._replace(names=(*left,), size=len(attributes), seen=kind.seen.union(attributes))
+        kind = kind._replace(names=(*left,), attributes=tuple(attributes), seen=kind.seen.union(attributes))
         if of_tensors and not are([(module, kind, module.training, (*left.values(),), of_tensors, tensors, wanted)]):
             kind, of_tensors, tensors, wanted = kind._replace(with_tensors=False), (), (), ()
         found.append((module, kind, training, (*left.values(),), of_tensors, tensors, wanted))
@@ -167,7 +168,11 @@ def as_of(noted: Iterable[Noted]) -> Iterator[None]:
 def _same(value: Any, then: Any) -> bool:
     if value is then or then is UNKNOWN:
         return True
-    return type(value) is type(then) and _is_setting(value) and value == then
+    if type(value) is not type(then) or not _is_setting(value):
+        return False
+    if type(value) in (list, tuple):
+        return len(value) == len(then) and (all(map(is_, value, then)) or all(map(_same, value, then)))
+    return value == then and repr(value) == repr(then)  # 0.0 equals -0.0
 
 
 def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, value: Any) -> None:

@@ -59,7 +59,10 @@ class TriedOperator:
     def __init__(self, call: Callable):
         self._roots = [weakref.ref(root) for root in modules_of(call)]
         self._modules: list[settings.Kind] = []
+        self._forget()
         self._look()
+
+    def _forget(self) -> None:
         self._verdicts: dict[tuple[bool, ...], Verdict] = {}
         self._refused = False  # with any flags
         self._programs: dict[tuple[bool, ...], Program] = {}
@@ -69,9 +72,10 @@ class TriedOperator:
         """Its modules, or what they have, may be others."""
         before = self._modules
         roots = [root for reference in self._roots if (root := reference()) is not None]
-        self._modules = settings.kinds_of((module for root in roots for module in root.modules()), before)
-        if [kind.reference for kind in before] != [kind.reference for kind in self._modules]:
-            self._verdicts, self._programs, self._seen = {}, {}, {}
+        self._modules = now = settings.kinds_of((module for root in roots for module in root.modules()), before)
+        # the references themselves: they compare equal where modules say that they do
+        if len(before) != len(now) or any(one[0] is not other[0] for one, other in zip(before, now, strict=True)):
+            self._forget()
 
     def as_it_is(self) -> Known:
         """What is known of it with its flags as they are now."""
@@ -103,10 +107,10 @@ class TriedOperator:
         return noted
 
     def refused(self) -> bool:
-        """Whether it is known not to repeat itself as its flags are now."""
+        """Whether it is known not to repeat itself as it is now."""
         if not self._refused:
             return False
-        verdict = self._verdicts.get(settings.modes(self._modules))
+        verdict = self.as_it_is().verdict
         return verdict is not None and bool(verdict.why_not)
 
     def judge(self, flags: tuple[bool, ...], verdict: Verdict) -> None:
