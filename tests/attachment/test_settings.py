@@ -287,6 +287,36 @@ def begins_to_count(model):
     return total + plainly(model) + plainly(model)
 
 
+class Builds(Added):
+    """Makes a layer, a weight and a table when these are first asked for, and another table for each larger factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.made_for = None, 1
+
+    def forward(self, x):
+        if self.factor > self.made_for:
+            if self.layer is None:
+                self.layer, self.own = nn.Linear(16, 16), nn.Parameter(torch.rand(16))
+            self.made_for = self.factor
+            self.table, self.kept = torch.linspace(0, 1, self.factor), nn.Buffer(torch.linspace(1, 2, self.factor))
+        if self.layer is not None:
+            x = self.layer(x) * self.own + self.table[: self.factor].sum() * self.kept[: self.factor].sum()
+        return super().forward(x)
+
+
+def builds_later(model):
+    for one in model.all_scaled:
+        torch.manual_seed(7)
+        one.added = Builds()
+    total = plainly(model)
+    for factor in (2, 3):
+        for one in model.all_scaled:
+            one.added.factor = factor
+        total = total + plainly(model)
+    return total
+
+
 CHANGES = [
     numbers,
     names,
@@ -309,6 +339,7 @@ CHANGES = [
     equal_but_others,
     at_its_address,
     begins_to_count,
+    builds_later,
 ]
 
 

@@ -25,6 +25,7 @@ UNKNOWN, ABSENT = object(), object()
 """In the place of a value that is not plain, which is not noted as it might hold memory; and where there was none."""
 OF_ANY_MODULE = frozenset(vars(torch.nn.Module()))
 _NO_SETTINGS = OF_ANY_MODULE | {TAG}
+_OF_TORCH = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -143,21 +144,25 @@ def of_others(noted: Iterable[Noted]) -> list[Noted]:
 
 @contextlib.contextmanager
 def as_of(noted: Iterable[Noted]) -> Iterator[None]:
-    """Within, modules are set as they were; afterwards as they are now."""
+    """Within, modules are set as they were; afterwards as they are now, without what is made once more within: a table,
+    a layer when it is first asked for."""
     with contextlib.ExitStack() as stack:
         for module, kind, training, values, of_tensors, tensors, wanted in noted:
             if module.training != training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
             attributes = vars(module)
+            for place in (attributes, *map(attributes.get, ("_modules", "_parameters", "_buffers"))):
+                if isinstance(place, dict):  # TorchScript's are others
+                    stack.callback(_put_back, place, dict(place), kind.with_tensors)
             for name in [name for name in attributes if name not in kind.seen and _is_setting(attributes[name])]:
-                _write(stack, attributes, name, ABSENT)
+                del attributes[name]
             for name, then in zip(kind.names, values, strict=True):
                 if not _same(attributes.get(name, ABSENT), then):
-                    _write(stack, attributes, name, list(then) if type(then) is list else then)
+                    _write(attributes, name, list(then) if type(then) is list else then)
             if of_tensors:
-                _exchange(stack, attributes["_parameters"], of_tensors, tensors, _is_lent)
-                _exchange(stack, attributes["_buffers"], of_tensors, tensors, _is_another)
+                _exchange(attributes["_parameters"], of_tensors, tensors, _is_lent)
+                _exchange(attributes["_buffers"], of_tensors, tensors, _is_another)
             for tensor, want in zip(tensors, wanted, strict=True):
                 if tensor is not None and tensor.is_leaf and tensor.requires_grad != want:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
@@ -175,27 +180,33 @@ def _same(value: Any, then: Any) -> bool:
     return value == then and repr(value) == repr(then)  # 0.0 equals -0.0
 
 
-def _write(stack: contextlib.ExitStack, attributes: dict[str, Any], name: str, value: Any) -> None:
-    if name in attributes:
-        stack.callback(attributes.__setitem__, name, attributes[name])
-    else:
-        stack.callback(attributes.pop, name, None)
+def _write(place: dict[str, Any], name: str, value: Any) -> None:
     if value is ABSENT:
-        del attributes[name]
+        place.pop(name, None)
     else:
-        attributes[name] = value
+        place[name] = value
 
 
-def _exchange(
-    stack: contextlib.ExitStack, place: dict, names: tuple[str, ...], then: Tensors, is_other: Callable
-) -> None:
+def _put_back(place: dict[str, Any], before: dict[str, Any], with_tensors: bool) -> None:
+    for name in (*before, *[name for name in place if name not in before]):
+        now, earlier = place.get(name, ABSENT), before.get(name, ABSENT)
+        if now is not earlier and not any(_is_gathered(one, with_tensors) for one in (now, earlier)):
+            _write(place, name, earlier)
+
+
+def _is_gathered(value: Any, with_tensors: bool) -> bool:
+    """Whether it may be a tensor that somebody gathers and shards (FSDP)."""
+    return isinstance(value, torch.Tensor) and not (with_tensors and type(value) in _OF_TORCH)
+
+
+def _exchange(place: dict, names: tuple[str, ...], then: Tensors, is_other: Callable) -> None:
     for name, tensor in zip(names, then, strict=True):  # by their names: one that was set anew has moved to the end
         if name in place and is_other(place[name], tensor):
-            _write(stack, place, name, tensor)
+            place[name] = tensor
 
 
 def _is_another(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
-    return now is not then and {type(now), type(then)} <= {torch.Tensor, torch.nn.Parameter, type(None)}
+    return now is not then and {type(now), type(then)} <= _OF_TORCH
 
 
 def _is_lent(now: torch.Tensor | None, then: torch.Tensor | None) -> bool:
