@@ -22,7 +22,7 @@ from mindspeed_mem.plan import load_memory_config
 from tests.models import DEVICE
 from tests.worlds import applied
 
-_ACTIVATION = ("checkpoint", "graphs", "markers", "moe", "passes", "saved_tensors", "stacks", "unfinished")
+_ACTIVATION = "checkpoint graphs markers moe passes saved_tensors stacks transforms unfinished".split()
 _RECOMPUTE = ("distributed", "fused", "moe", "random")
 SWAP = [
     *(f"mindspeed_mem.patches.activation_{name}" for name in _ACTIVATION),

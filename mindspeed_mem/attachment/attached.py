@@ -28,12 +28,13 @@ from mindspeed_mem import ranks, requirements
 from mindspeed_mem.activation import asked, regions
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.engine import Engine
+from mindspeed_mem.activation.rerun.module_rerun import under_way
 from mindspeed_mem.activation.stacks import mark_static
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.activation.wording import ATTACH
 from mindspeed_mem.activation.wrappers import region_forward
-from mindspeed_mem.attachment import blocks, second_attempt, shared
+from mindspeed_mem.attachment import blocks, gathering, second_attempt, shared
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.nested import tensors_in
 from mindspeed_mem.parallel.recompute import recompute
@@ -291,11 +292,15 @@ def _with_self(forward: Any, own: Callable, of: nn.Module) -> None:
 
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of its class, which may be another one since (`fully_shard`)."""
+    if under_way:
+        gathering.for_second_run(module, _latest[0][0]())
     return type(module).forward(module, *args, **kwargs)
 
 
 def _of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that somebody had put on it."""
+    if under_way:
+        gathering.for_second_run(module, _latest[0][0]())
     return module.__dict__[_OWN](*args, **kwargs)
 
 

@@ -38,6 +38,15 @@ def nested(model):
     return fully_shard(model, mesh=mesh)
 
 
+def operators(model):
+    """Each operator with parameters gathers them by itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        for one in (block.norm, block.fc1, block.fc2):
+            fully_shard(one, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def fsdp1(model, by_their_names=False):
     """The older one, which wraps modules."""
     policy, device = ModuleWrapPolicy({type(model.blocks[0])}), torch.device(DEVICE)
@@ -48,7 +57,7 @@ def fsdp1_by_names(model):
     return fsdp1(model, by_their_names=True)
 
 
-WRAPPERS = {one.__name__: one for one in (ddp, fsdp, nested, fsdp1, fsdp1_by_names)}
+WRAPPERS = {one.__name__: one for one in (ddp, fsdp, nested, operators, fsdp1, fsdp1_by_names)}
 
 
 def step(model):

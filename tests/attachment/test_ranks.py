@@ -8,7 +8,7 @@ from tests.attachment import rank_cases
 from tests.worlds import on_ranks
 
 CASES = [("ddp", "mixed", True), ("fsdp", "whole", False), ("nested", "mixed", True)]
-CASES += [("fsdp1", "saved", False), ("fsdp1_by_names", "whole", False)]
+CASES += [("operators", "parts", False), ("fsdp1", "saved", False), ("fsdp1_by_names", "whole", False)]
 OTHERS = product(rank_cases.WRAPPERS, rank_cases.PLANS, (True, False))
 
 
