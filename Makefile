@@ -1,6 +1,6 @@
 # make pretrain   set up and train a small GPT with activation swap on CPU
 # make test       set up and run all tests (TESTS=tests/unit for some, PYTEST_ARGS="-x -k plan" for pytest's options)
-# make test-oldest  set up the oldest supported torch beside it (.venv-oldest) and run some tests of swapping
+# make test-oldest  set up the oldest supported torch beside it (.venv-oldest) and run some tests of swap and recompute
 # make test-native  builds the engine's hot path in C++ (make native) and runs some tests of swap and recompute on it
 # make hashes     after patches were read against another Megatron or torch: note their sources (upstream.json)
 # make test-newest  the same for the newest and the oldest megatron-core (.venv-compat; where there is a Python 3.12)
@@ -38,7 +38,8 @@ WHEELS ?=
 VERSIONS ?=
 OLDEST := 2.6.0
 OLDEST_TESTS := tests/asynchrony/test_swap_waits.py tests/memory/test_life_cycle.py \
-    $(foreach kind,dense moe,'tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model[$(kind)]')
+    $(foreach kind,dense moe,'tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model[$(kind)]') \
+    tests/numerics/test_recompute.py::test_other_kinds_of_model
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)

@@ -59,7 +59,8 @@ def mesh(device: str | None = None, **axes: int) -> DeviceMesh:
 
 def forget_choices() -> None:
     """What torch remembers of layouts, and of the way from one to another."""
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    layouts = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    getattr(layouts, "cache_clear", lambda: None)()  # not in the oldest, where only collectives run
     for owner, name in ((torch._C, "_clear_DTensor_sharding_propagator_cache"), (_redistribute, _PLANS)):
         getattr(owner, name, lambda: None)()  # torch 2.11 and newer
 

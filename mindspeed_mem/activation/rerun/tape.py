@@ -192,6 +192,8 @@ class Tape(Rerun, TorchDispatchMode):
         """
         blank = self._blank
         alive = [(s, key) for key, ref in self._made.items() if key not in blank and (s := ref()) is not None]
+        for storage, _ in alive:  # torch 2.6 takes its memory from what a weak reference gave, otherwise
+            storage._fix_weakref()  # type: ignore[attr-defined]
         arguments, self._arguments = self._arguments, {}
         if try_out and alive and not self.why_not:
             self._try_out(alive, arguments)
