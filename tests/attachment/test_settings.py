@@ -267,6 +267,25 @@ def factors(model):
     return loss
 
 
+def exchanged_in_between(model):
+    """Modules take each other's places, in another order, and one is new."""
+    for one in model.all_scaled:
+        torch.manual_seed(7)
+        one.first, one.second = Added(), nn.Tanh()
+    total = plainly(model)
+    for one in model.all_scaled:
+        one.first, one.second = one.second, one.first
+    total = total + plainly(model)
+    for one in model.all_scaled:
+        first = one.second
+        del one.first
+        one.first, one.second = first, None
+    total = total + plainly(model)
+    for one in model.all_scaled:
+        one.second = nn.Sigmoid()
+    return total
+
+
 class Begins(Added):
     """Counts its runs since some time."""
 
@@ -338,6 +357,7 @@ CHANGES = [
     added,
     equal_but_others,
     at_its_address,
+    exchanged_in_between,
     begins_to_count,
     builds_later,
 ]

@@ -68,15 +68,11 @@ inline PyObject* wants_gradient(PyObject* tensor) {
   return THPVariable_Check(tensor) && THPVariable_Unpack(tensor).requires_grad() ? Py_True : Py_False;
 }
 
-// Whether a module is alive, with the attributes and modules that it had when it was asked what to note.
-inline bool is_of_kind(PyObject* kind, PyObject* module) {
+inline bool has_its_modules(PyObject* kind, PyObject* attributes) {
   static Name modules("_modules");
-  if (module == nullptr) return false;
-  Own attributes = attributes_of_module(module);
-  if (!has_its_attributes(kind, attributes.get())) return false;
   PyObject* ids = PyTuple_GET_ITEM(kind, 4);
   if (ids == Py_None) return true;
-  Own children = found_in(attributes.get(), modules.object());
+  Own children = found_in(attributes, modules.object());
   if (!children || !PyDict_Check(children.get())) return false;
   if (PyDict_GET_SIZE(children.get()) != PyTuple_GET_SIZE(ids)) return false;
   PyObject *name = nullptr, *child = nullptr;
@@ -85,6 +81,13 @@ inline bool is_of_kind(PyObject* kind, PyObject* module) {
     if (PyLong_AsVoidPtr(PyTuple_GET_ITEM(ids, index++)) != child) return false;
   }
   return true;
+}
+
+// Whether a module is alive, with the attributes and modules that it had when it was asked what to note.
+inline bool is_of_kind(PyObject* kind, PyObject* module) {
+  if (module == nullptr) return false;
+  Own attributes = attributes_of_module(module);
+  return has_its_attributes(kind, attributes.get()) && has_its_modules(kind, attributes.get());
 }
 
 // `settings.note`, of modules that are all of their kinds.
@@ -143,7 +146,7 @@ inline bool are_as_noted(PyObject* noted) {
     PyObject *tensors = PyTuple_GET_ITEM(one, 5), *wanted = PyTuple_GET_ITEM(one, 6);
     if (training.of(module).get() != PyTuple_GET_ITEM(one, 2)) return false;
     Own attributes = attributes_of_module(module);
-    if (!has_its_attributes(kind, attributes.get())) return false;
+    if (!has_its_attributes(kind, attributes.get()) || !has_its_modules(kind, attributes.get())) return false;
     for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(names); ++j) {
       Own now = found_in(attributes.get(), PyTuple_GET_ITEM(names, j));
       if (!is_set_to(now ? now.get() : engine.ABSENT, PyTuple_GET_ITEM(values, j))) return false;

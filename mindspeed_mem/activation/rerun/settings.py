@@ -1,15 +1,15 @@
 """What modules are set to, noted when an operator runs first: a second run finds them as they were then.
 
 Whether they are in training mode, plain values among their attributes (the number of the use of a shared block), lists
-and tuples of such (names of adapters), and which tensors are their parameters and buffers: `torch.func.functional_call`
-exchanges these for the time of a forward. What else modules refer to is as it is then.
+and tuples of such (names of adapters), which modules they have, and which tensors are their parameters and buffers:
+`torch.func.functional_call` exchanges these for the time of a forward. What else modules refer to is as it is then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ class Kind(NamedTuple):
     """Which modules it has; None: these are not seen. No other module takes the number of one that is alive."""
     seen: frozenset[str]
     """All attributes that it has had: those among them that are none of the settings stay none."""
+    names_of_children: tuple[str, ...]
 
 
 Noted = tuple[torch.nn.Module, Kind, bool, tuple[Any, ...], tuple[str, ...], Tensors, tuple[bool, ...]]
@@ -60,10 +61,14 @@ def kinds_of(modules: Iterable[torch.nn.Module], before: Iterable[Kind] = ()) ->
 def _kind_of(module: torch.nn.Module, attributes: dict[str, Any], before: Kind | None) -> Kind:
     names, with_tensors, seen = ((), True, _NO_SETTINGS) if before is None else (before[1], before[2], before.seen)
     names += tuple(name for name, value in attributes.items() if name not in seen and _is_setting(value))
-    children, *places = map(attributes.get, ("_modules", "_parameters", "_buffers"))  # TorchScript's are others
-    with_tensors = with_tensors and all(isinstance(place, dict) for place in places)
-    ids = tuple(map(id, dict.values(children))) if isinstance(children, dict) else None
-    return Kind(weakref.ref(module), names, with_tensors, tuple(attributes), ids, seen.union(attributes))
+    children, places = attributes.get("_modules"), (attributes.get("_parameters"), attributes.get("_buffers"))
+    with_tensors = with_tensors and all(isinstance(place, dict) for place in places)  # TorchScript's are others
+    kind = Kind(weakref.ref(module), names, with_tensors, tuple(attributes), None, seen.union(attributes), ())
+    return _with_children(kind, children) if isinstance(children, dict) else kind
+
+
+def _with_children(kind: Kind, children: dict[str, torch.nn.Module | None]) -> Kind:
+    return kind._replace(children=tuple(map(id, dict.values(children))), names_of_children=tuple(dict.keys(children)))
 
 
 def _is_setting(value: Any) -> bool:
@@ -81,7 +86,7 @@ def note(kinds: Iterable[Kind]) -> list[Noted] | None:
         return hot_path.native.note_settings(kinds)
     noted: list[Noted] = []
     for kind in kinds:
-        reference, names, with_tensors, had, children, _ = kind
+        reference, names, with_tensors, had, children, *_ = kind
         if (module := reference()) is None:
             return None
         attributes = module.__dict__
@@ -116,6 +121,8 @@ def are(noted: Iterable[Noted]) -> bool:
         attributes = module.__dict__
         if module.training != training or tuple(attributes) != kind[3]:
             return False
+        if kind[4] is not None and tuple(map(id, dict.values(attributes["_modules"]))) != kind[4]:
+            return False
         found = tuple(map(attributes.get, kind[1], repeat(ABSENT)))
         if not all(map(is_, found, values)) and not all(map(_same, found, values)):
             return False
@@ -136,6 +143,8 @@ def of_others(noted: Iterable[Noted]) -> list[Noted]:
         attributes = vars(module)
         left = {n: then for n, then in zip(kind.names, values, strict=True) if _same(attributes.get(n, ABSENT), then)}
         kind = kind._replace(names=(*left,), attributes=tuple(attributes), seen=kind.seen.union(attributes))
+        if kind.children is not None:
+            kind = _with_children(kind, attributes["_modules"])
         if of_tensors and not are([(module, kind, module.training, (*left.values(),), of_tensors, tensors, wanted)]):
             kind, of_tensors, tensors, wanted = kind._replace(with_tensors=False), (), (), ()
         found.append((module, kind, training, (*left.values(),), of_tensors, tensors, wanted))
@@ -143,18 +152,23 @@ def of_others(noted: Iterable[Noted]) -> list[Noted]:
 
 
 @contextlib.contextmanager
-def as_of(noted: Iterable[Noted]) -> Iterator[None]:
+def as_of(noted: Sequence[Noted]) -> Iterator[None]:
     """Within, modules are set as they were; afterwards as they are now, without what is made once more within: a table,
     a layer when it is first asked for."""
+    modules: dict[int, Any] = {id(module): module for module, *_ in noted} | {id(None): None}
     with contextlib.ExitStack() as stack:
         for module, kind, training, values, of_tensors, tensors, wanted in noted:
             if module.training != training:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
             attributes = vars(module)
-            for place in (attributes, *map(attributes.get, ("_modules", "_parameters", "_buffers"))):
+            for place in (attributes, attributes.get("_parameters"), attributes.get("_buffers")):
                 if isinstance(place, dict):  # TorchScript's are others
                     stack.callback(_put_back, place, dict(place), kind.with_tensors)
+            if kind.children is not None:
+                children = attributes["_modules"]
+                stack.callback(_set_all, children, dict(children))
+                _set_all(children, dict(zip(kind.names_of_children, map(modules.get, kind.children), strict=True)))
             for name in [name for name in attributes if name not in kind.seen and _is_setting(attributes[name])]:
                 del attributes[name]
             for name, then in zip(kind.names, values, strict=True):
@@ -185,6 +199,13 @@ def _write(place: dict[str, Any], name: str, value: Any) -> None:
         place.pop(name, None)
     else:
         place[name] = value
+
+
+def _set_all(children: dict[str, Any], to: dict[str, Any]) -> None:
+    """Their order counts."""
+    if tuple(children) != tuple(to) or not all(map(is_, dict.values(children), to.values())):
+        children.clear()
+        children.update(to)
 
 
 def _put_back(place: dict[str, Any], before: dict[str, Any], with_tensors: bool) -> None:
