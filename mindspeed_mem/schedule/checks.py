@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+MOST = 2**20
+"""Forward passes of a step, on all stages together, that are put in order on paper: seconds, and hundreds of MiB."""
+
+
 class ScheduleError(ValueError):
     """These sizes make no schedule; the message lists every reason."""
 
@@ -60,6 +64,16 @@ def problems(
     if cap is not None and megatron_loop and not (found or wrong):
         found += _of_loop(stages, virtual_stages, micro_batches, cap)
     return found + wrong
+
+
+def too_many(stages: int, virtual_stages: int, micro_batches: int) -> str | None:
+    """Why this is more than can be shown or planned in a moderate time, in words; None if it is not."""
+    passes = stages * virtual_stages * micro_batches
+    if passes <= MOST:
+        return None
+    of_each = f"virtual stages of each: {virtual_stages}, " if virtual_stages > 1 else ""
+    sizes = f"pipeline stages: {stages}, {of_each}micro-batches: {micro_batches}"
+    return f"{passes} forward passes a step ({sizes}): allowed: at most {MOST}, which take minutes"
 
 
 def _of_v(stages: int, virtual_stages: int, cap: int | None, split: bool) -> list[str]:

@@ -23,6 +23,7 @@ from mindspeed_mem.model_sizes import (
 )
 from mindspeed_mem.schedule import ScheduleError, stages
 from mindspeed_mem.schedule import problems as schedule_problems
+from mindspeed_mem.schedule.checks import too_many
 from mindspeed_mem.tools import hugging_face, megatron_line
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
@@ -461,6 +462,8 @@ def _schedule(given: argparse.Namespace, shape: Shape, sizes: tuple[int, int, in
         )
     elif sizes[0] == 1 and cap is not None:
         wrong.append("--max-inflight-microbatches needs --pipeline-model-parallel-size above 1: one is in flight else")
+    elif many := too_many(*sizes):
+        wrong.append(f"{many}; --global-batch-size counts sequences, not tokens")
     else:
         wrong += schedule_problems(*sizes, cap=cap, split=apart, v=schedule == "v")
     if schedule == "v" and shape.mtp_num_layers:

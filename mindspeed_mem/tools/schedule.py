@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mindspeed_mem.command_line import AsGiven, as_given, check_picture, number, whole
 from mindspeed_mem.schedule import picture
 from mindspeed_mem.schedule.chart import chart
-from mindspeed_mem.schedule.checks import Limits, problems
+from mindspeed_mem.schedule.checks import Limits, problems, too_many
 from mindspeed_mem.schedule.order import found_by_simulation, group_under, order, without_virtual_stages
 from mindspeed_mem.schedule.peak import peak
 from mindspeed_mem.schedule.simulation import Timeline, names, simulate
@@ -101,7 +101,12 @@ def main(given: argparse.Namespace) -> int:
             wrong.append(f"{what} is for one schedule, not for {_SCHEDULE} {_ALL}")
         elif limits["v"] and what == as_given(given, *_GROUP):
             wrong.append(f"{what} has no effect with {_SCHEDULE} v: chunks take turns as its simulation says")
-    if not (numbers_wrong or together):
+    largest = [sizes[0], max(2, sizes[1]), sizes[2]] if together else sizes  # of what is compared
+    if numbers_wrong:
+        pass
+    elif many := too_many(*largest):
+        wrong.append(many)
+    elif not together:
         wrong += problems(*sizes, **limits)
     if wrong:
         print("mindspeed_mem schedule:", *(f"  {reason}" for reason in wrong), sep="\n", file=sys.stderr)

@@ -229,6 +229,13 @@ def test_many_virtual_stages_leave_the_table_readable(plan):
             ],
         ),
         (
+            f"{SHAPE} --device-memory-gib 9 --global-batch-size 16777216",
+            [
+                "16777216 forward passes a step (pipeline stages: 2, micro-batches: 8388608): allowed: at most 1048576"
+                ", which take minutes; --global-batch-size counts sequences, not tokens",
+            ],
+        ),
+        (
             f"{SHAPE} --device-memory-gib 9 --seq-length 2147483647 --ffn-hidden-size 2147483647",
             [
                 "--num-layers, --hidden-size and other sizes of layers, --seq-length, --micro-batch-size: what they "

@@ -163,6 +163,11 @@ def test_forward_only_passes_hold_nothing(schedule):
             "--pp 4 --microbatches 8 --backward-ratio 1e308 --send-ratio 1e308 --mib 1e308",
             [f"{option} takes a number of at most 1e+09, not '1e308'" for option in LARGE],
         ),
+        ("--pp 100000000 --microbatches 1", ["100000000 forward passes a step (pipeline stages: 100000000, mi"]),
+        (
+            "--pp 4 --microbatches 131073 --pipeline-schedule all",
+            ["1048584 forward passes a step (pipeline stages: 4, virtual stages of each: 2, micro-batches: 13107"],
+        ),
         ("--pp 4 --vpp 2 --microbatches 10 --max-inflight 1", ["the cap of passes in", "the group size is 4 (the nu"]),
         ("--pp 4 --microbatches 8 --group-size 4", ["a group size needs virtual stages"]),
         (
