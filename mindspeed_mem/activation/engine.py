@@ -8,6 +8,7 @@ leaves and comes back, and `Mover` copies; `SecondRuns` runs what the plan recom
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_mem import ranks, reserve
+from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation import taking_over as taking_over  # whoever has an engine has its hot path
 from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
@@ -39,10 +41,13 @@ from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.survival import Survival, ask_before_failing
 from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.device import Backend
+from mindspeed_mem.device.extensions import unheeded
 from mindspeed_mem.device.slabs import HostSlabs
 from mindspeed_mem.patching import REGISTRY
 from mindspeed_mem.plan import MemoryConfig
 from mindspeed_mem.plan.config import SwapConfig
+
+logger = logging.getLogger(__name__)
 
 
 class FollowsCalls(Protocol):
@@ -248,10 +253,17 @@ def start(
     wording: Wording = MEGATRON,
 ) -> Engine:
     """Make this process's engine, replacing an earlier one (whose handles stay valid)."""
+    _say_what_is_unheeded(hot_path.native is not None)
     engine = Engine(config, backend, host_limit_bytes, watch_only, survive, wording)
     LEDGER.forget()
     use(engine)
     return engine
+
+
+@functools.cache
+def _say_what_is_unheeded(native: bool) -> None:
+    if (line := unheeded(native)) is not None:
+        logger.warning(line)
 
 
 def use(engine: Engine | None) -> Engine | None:

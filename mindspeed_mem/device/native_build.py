@@ -78,9 +78,12 @@ def compile_library(
         with progress.shown(f"compiling {source.name} for {purpose}", "up to a minute"):
             done = subprocess.run([*command, "-o", name], capture_output=True, text=True)
         if done.returncode != 0:
-            said = done.stderr.strip()
+            said = done.stderr.strip() or f"it ended with status {done.returncode}, and said nothing"
             shown = said if len(said) <= 3000 else f"{said[:2000]}\n...\n{said[-1000:]}"
             raise CompilerError(f"{compiler} cannot compile {source.name}: {shown}")
+        if not is_complete(Path(name)):
+            raise CompilerError(f"{compiler} made no whole library of {source.name}, and said nothing of it")
+        os.chmod(name, 0o755)  # who trains may be another user than who builds
         os.replace(name, target)
     finally:
         if os.path.exists(name):
@@ -113,12 +116,25 @@ def cache_folder(create: bool = True) -> Path:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed_mem"
     except RuntimeError:  # a container's user without a name, and no HOME
         folder = Path(os.devnull, "mindspeed_mem")  # where nothing can be
-    if not create:
+    if not create or _can_be_written(folder):
         return folder
+    return Path(tempfile.mkdtemp(prefix="mindspeed_mem"))
+
+
+def lasting_folder() -> Path:
+    """`cache_folder` for what later processes look for. Raises DeviceError where nothing can be written to it."""
+    folder = cache_folder(create=False)
+    if not _can_be_written(folder):
+        raise DeviceError(
+            f"nothing can be written to {folder}, where what has been built is looked for: set XDG_CACHE_HOME, here "
+            "and where you train, to a folder that can be written to"
+        )
+    return folder
+
+
+def _can_be_written(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
     except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="mindspeed_mem"))
+        return False
+    return os.access(folder, os.W_OK)

@@ -23,7 +23,7 @@ import torch
 
 from mindspeed_mem.device import device_names
 from mindspeed_mem.device.base import Backend, DeviceError
-from mindspeed_mem.device.native_build import cache_folder, compile_library, is_complete, library_name
+from mindspeed_mem.device.native_build import cache_folder, compile_library, is_complete, lasting_folder, library_name
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def build(folder: Path | None = None) -> Path:
     """
     if folder is not None and not folder.is_dir():
         raise DeviceError(f"--output: there is no folder {folder}: make it first")
-    target = (folder or cache_folder()).resolve() / library_name(SOURCE)
+    target = (folder or lasting_folder()).resolve() / library_name(SOURCE)
     return compile_library(SOURCE, target, purpose="the delegating allocator", flags=("-fvisibility=hidden",))
 
 

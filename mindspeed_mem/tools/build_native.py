@@ -11,7 +11,7 @@ DESCRIPTION = """\
 Builds in C++ what the engine does around each operator and for each saved tensor: the host then needs less time for it.
 Training uses it where it is there, with the same results, and does without it elsewhere. It is built for the torch and
 the Python that are installed, into the user's cache folder, in a minute or two; it needs a C++ compiler and Python's
-headers. MINDSPEED_MEM_NATIVE=0 leaves it aside.
+headers. MINDSPEED_MEM_NATIVE=0 leaves it aside; with 1 it is said where it is missing.
 
     python -m mindspeed_mem build-native
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -214,12 +216,12 @@ def test_it_takes_the_place_of_methods_and_gives_it_back(built):
         taking_over.use(before)
 
 
-def test_the_command_builds_it(built, capsys, monkeypatch):
+def test_the_command_builds_it(built, capsys, monkeypatch, tmp_path):
     assert main(["build-native"]) == 0
     paths = capsys.readouterr().out.split()
     assert len(paths) == 2 and all(path.endswith(".so") for path in paths)
     monkeypatch.setenv("CXX", "/none")
-    monkeypatch.setattr(extensions, "cache_folder", lambda create=True: native_build.SOURCES)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     assert main(["build-native"]) == 2 and "compiler" in capsys.readouterr().err
 
@@ -235,6 +237,48 @@ def test_part_of_a_library_is_left_aside(built, tmp_path, monkeypatch):
     for length in (0, 100, 5000, copy.stat().st_size // 2):
         copy.write_bytes(whole.read_bytes()[:length])
         assert hot_path.EXTENSION.built() is None and hot_path.EXTENSION.load() is None
+
+
+def test_what_cannot_be_kept_is_not_built(built, capsys, monkeypatch, tmp_path):
+    """Nobody would find it: it had been put into a folder that is new each time."""
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    for command in ("build-native", "build-allocator"):
+        assert main([command]) == 2
+        said = capsys.readouterr().err
+        assert f"nothing can be written to {file}" in said and "set XDG_CACHE_HOME" in said
+
+
+def test_what_is_built_others_may_read_and_a_compiler_that_makes_nothing_is_named(built, capsys, monkeypatch, tmp_path):
+    compiler, folder, whole = tmp_path / "compiler", tmp_path / "cache", fast_tensors.EXTENSION.built()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setenv("CXX", str(compiler))
+    for ends, said in (("exit 3", "status 3, and said nothing"), ("exit 0", "made no whole library of")):
+        compiler.write_text(f"#!/bin/sh\n{ends}\n")
+        compiler.chmod(0o755)
+        assert main(["build-native"]) == 2
+        text = capsys.readouterr().err
+        assert f"{compiler} " in text and said in text and not list(folder.rglob("*.so"))
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp "{whole}" "$last"\n')
+    made = fast_tensors.EXTENSION.build()
+    assert made.parent.parent == folder and made.stat().st_mode & 0o777 == 0o755
+
+
+UNHEEDED = """
+import mindspeed_mem, torch
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for _ in range(2)))
+for _ in range(2):
+    mindspeed_mem.attach(model, {"recompute_config": {"recompute": True}}).detach()
+"""
+
+
+@pytest.mark.parametrize("value, said", [("1", "build-native"), ("off", "got 'off'")])
+def test_what_the_variable_asks_for_in_vain_is_said_once(tmp_path, value, said):
+    environment = os.environ | {extensions.VARIABLE: value, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", UNHEEDED], env=environment, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stderr.splitlines() if extensions.VARIABLE in line]
+    assert len(lines) == 1 and said in lines[0]
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
