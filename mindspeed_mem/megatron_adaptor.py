@@ -81,6 +81,7 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
     given = vars(_State.given)
     merged = {**given, **args} if isinstance(args, Mapping) else Namespace(**{**given, **vars(args)})
     settings = _check(merged)
+    _refuse_beside_attached(settings)
     _apply(settings)
     _start_engine(settings)
 
@@ -298,8 +299,22 @@ def _verify() -> None:
         logger.error("the memory plan is not in force: the script never called megatron_adaptor.configure(args)")
 
 
+def _needs_engine(settings: Settings) -> bool:
+    return settings.memory is not None or settings.survive_oom or settings.trace is not None
+
+
+def _refuse_beside_attached(settings: Settings) -> None:
+    if not _needs_engine(settings):
+        return
+    from mindspeed_mem.activation import engine as engines
+
+    if (model := engines.attached_model()) is not None:
+        what = f"another memory plan is in force, of an attached model (a {type(model).__name__})"
+        raise FeatureError([f"{what}: detach it first, or leave out what needs one here"])
+
+
 def _start_engine(settings: Settings) -> None:
-    needed = settings.memory is not None or settings.survive_oom or settings.trace is not None
+    needed = _needs_engine(settings)
     wanted = (
         settings.memory,
         settings.backend,

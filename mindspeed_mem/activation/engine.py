@@ -9,6 +9,7 @@ leaves and comes back, and `Mover` copies; `SecondRuns` runs what the plan recom
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import weakref
 from collections import Counter
@@ -125,6 +126,8 @@ class Engine:
         """What finds a plan meanwhile, where that was asked for."""
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Those for which all ranks have made the plan."""
+        self.attached_to: weakref.ref[torch.nn.Module] | None = None
+        """The plain model that it was started for."""
 
     # ---- the plan
     def resolve(self, gather: Callable[[Any], list] | None = None, partners: Collection[int] = ()) -> None:
@@ -277,6 +280,14 @@ def use(engine: Engine | None) -> Engine | None:
 
 def current() -> Engine | None:
     return in_use
+
+
+def attached_model() -> torch.nn.Module | None:
+    """The model to which this process's engine is attached; None: to none, or nobody has it any more."""
+    model = None if in_use is None else in_use.attached_to
+    if model is not None and model() is not None:
+        gc.collect()
+    return None if model is None else model()
 
 
 def _survival_of_the_moment() -> Survival | None:

@@ -7,8 +7,8 @@ layers (`blocks`), and that a forward of the model is a pass. No schedule tells 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
-import gc
 import importlib
 import inspect
 import logging
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mindspeed_mem import ranks, requirements
+from mindspeed_mem import features, ranks, requirements
 from mindspeed_mem.activation import asked, regions
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.engine import Engine
@@ -62,9 +62,6 @@ _PATCHES = ("mindspeed_mem.patches.activation_saved_tensors", "mindspeed_mem.pat
 _GIB = 2**30
 _SHOWN = 12  # operators in a message
 
-_latest: list[tuple[weakref.ref[nn.Module], Engine]] = []
-"""The model that was attached last."""
-
 _Result = TypeVar("_Result")
 Plan = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -83,7 +80,7 @@ class Attached:
         self._limited = limited  # the device's memory, by us
         self._detached = self._said = False  # the latter: to whoever goes on as before
         self._steps: Steps | None = None  # where a plan is searched
-        _latest[:] = [(weakref.ref(model), engine)]
+        engine.attached_to = weakref.ref(model)
         try:
             self._put_on()
         except BaseException:
@@ -167,7 +164,7 @@ class Attached:
             if module.__dict__.get("forward") is not forward and not _is_below(module, forward):
                 who = type(module).__name__
                 raise RuntimeError(f"the forward of a {who} was replaced after attach: take that off, then detach")
-        REGISTRY.undo(_PATCHES)
+        _undo_patches()
         for module in (self.model, *(self._ours.keys() - set(self.model.modules()))):  # those too that have left it
             _take_off(module)
         self._ours.clear()
@@ -254,6 +251,13 @@ def _is_below(module: nn.Module, forward: types.MethodType) -> bool:
         if below is getattr(now, "__func__", now):
             return True
     return False
+
+
+def _undo_patches() -> None:
+    """But for what the flags of megatron_adaptor ask for, too."""
+    wanted = features.in_force().patches
+    names = {patch: patch.rpartition(".")[2] for patch in _PATCHES}
+    REGISTRY.undo([one for one, name in names.items() if not any(fnmatch.fnmatch(name, each) for each in wanted)])
 
 
 def _take_off(model: nn.Module) -> None:
@@ -430,9 +434,10 @@ def _why_not(model: nn.Module) -> list[str]:
         several = f" and {len(lazy) - 1} more" if len(lazy) > 1 else ""
         return [f"model: {lazy[0]}{several} has no shape yet; run the model once, as torch's lazy modules need it"]
     problems = []
-    if any(engines.current() is engine and _gone(ref) for ref, engine in _latest):
+    before = engines.current()
+    if before is not None and before.attached_to is not None and engines.attached_model() is None:
         engines.stop()
-        REGISTRY.undo(_PATCHES)
+        _undo_patches()
     if engines.current() is None:
         _take_off(model)  # a copy of one that was attached
     if _MODEL in model.__dict__ or any(regions.TAG in module.__dict__ for module in model.modules()):
@@ -457,13 +462,6 @@ def _why_no_search(model: nn.Module) -> list[str]:
     no_solver = requirements.without_solver()
     problems += [f"plan: got 'auto', which decides itself about {name}" for name in asked.marked(model)]
     return problems + ([f"plan: got 'auto'; {no_solver}"] if no_solver else [])
-
-
-def _gone(model: weakref.ref[nn.Module]) -> bool:
-    """Whether nobody has the model any more, nor its `Attached`, which could be detached."""
-    if model() is not None:
-        gc.collect()
-    return model() is None
 
 
 def _backend_of(model: nn.Module, problems: list[str]) -> Backend | None:

@@ -383,3 +383,37 @@ OTHER_MEGATRON = """
 def test_a_symbol_that_is_gone_is_told_with_the_flag_that_needs_it():
     _, errors = python(OTHER_MEGATRON, "--device", "cpu", "--survive-oom", status=1)
     assert "backward_step does not exist in the installed version, or leave --survive-oom out" in errors
+
+
+ATTACHED = """
+    import json, torch, mindspeed_mem
+    import mindspeed_mem.megatron_adaptor as mem
+    from mindspeed_mem.patching import REGISTRY
+
+    def attached():
+        layers = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()) for _ in range(2)]
+        return mindspeed_mem.attach(torch.nn.Sequential(*layers), {"recompute_config": {"recompute": True}})
+
+    def configured():
+        try:
+            mem.configure({})
+            return "in force"
+        except mem.FeatureError as error:
+            return str(error)
+
+    found = attached()
+    said = [configured()]
+    found.detach()
+    undone = [patch.target for patch in REGISTRY.patches if patch.status == "undone"]
+    found = attached()
+    del found
+    said.append(configured())
+    print(json.dumps([said, undone]))
+"""
+
+
+def test_an_attached_model_and_the_plan_of_a_flag_do_not_take_each_others_place(swap_file):
+    """Whichever came last had been in force, and what the first is detached of had gone for both."""
+    (said, undone) = json.loads(python(ATTACHED, "--device", "cpu", "--memory-config", swap_file)[0].splitlines()[-1])
+    assert "another memory plan is in force, of an attached model (a Sequential): detach it first" in said[0]
+    assert undone == [] and said[1] == "in force"
