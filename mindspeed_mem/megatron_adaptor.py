@@ -360,7 +360,8 @@ def _trace(settings: Settings, same_engine: bool) -> None:
     trace.stop()
     run_file.begin(settings.report_folder)
     if settings.trace is not None:
-        trace.start(*settings.trace)
+        by = "--memory-trace" if "--memory-trace" in settings.on else "--memory-report"
+        trace.start(*settings.trace, asked_by=by)
     _State.trace = wanted
 
 

@@ -58,11 +58,15 @@ class Trace(Listener):
         first, last: the training calls of this process that are traced, counted from 1. One that is profiled for a plan
             is not, and moves the rest on.
         when_settled: as many calls again, once a plan has been settled on after those.
+        asked_by: the flag for which that is done, for messages.
     """
 
     precedence = Precedence.TRACE
 
-    def __init__(self, file: Path, first: int, last: int, when_settled: bool = False) -> None:
+    def __init__(
+        self, file: Path, first: int, last: int, when_settled: bool = False, asked_by: str = "--memory-trace"
+    ) -> None:
+        self._asked_by = asked_by
         self._file, self._steps, self._when_settled = file, range(first, last + 1), when_settled
         self._call = 0
         self._traced: list[int] = []  # the calls that are in the file
@@ -116,7 +120,7 @@ class Trace(Listener):
             self._write(step)
         except OSError as error:
             logger.warning(
-                "--memory-trace: nothing more is traced: %s: %s", error.filename or self._file, error.strerror
+                "%s: nothing more is traced: %s: %s", self._asked_by, error.filename or self._file, error.strerror
             )
             passes.LISTENERS.remove(self)
         self._writing += time.perf_counter() - begin
@@ -145,8 +149,9 @@ class Trace(Listener):
         took = f"a traced step took {1e3 * mean(self._took):.1f} ms" if self._took else "the last step was traced"
         beside = "" if self._one_before is None else f", the one before {1e3 * self._one_before:.1f} ms"
         logger.info(
-            "--memory-trace: steps %s are in %s (%d events), the last of them for torch's memory viewer in %s; %s%s; "
+            "%s: steps %s are in %s (%d events), the last of them for torch's memory viewer in %s; %s%s; "
             "%swriting took %.1f ms in all",
+            self._asked_by,
             as_ranges(self._traced),
             file,
             self._events,
@@ -161,10 +166,12 @@ class Trace(Listener):
         """No more calls come."""
         if self._call < self._steps.start:
             logger.warning(
-                "--memory-trace has no effect: %d training steps have run, and --memory-trace-steps begins with %d%s",
+                "%s: no step was traced: %d training steps have run, and the first to be traced is %d "
+                "(--memory-trace-steps)%s",
+                self._asked_by,
                 self._call,
                 self._steps.start,
-                " (those that are profiled for a plan do not count)" * (self._call > 0),
+                "; those that are profiled for a plan do not count" * (self._call > 0),
             )
         elif self._call < self._steps.stop and self._traced:
             self._tell()
@@ -416,11 +423,11 @@ def _names(rank: int, stage: int) -> Iterator[Event]:
 _running: list[Trace] = []
 
 
-def start(file: Path, first: int, last: int, when_settled: bool = False) -> Trace:
+def start(file: Path, first: int, last: int, when_settled: bool = False, asked_by: str = "--memory-trace") -> Trace:
     """Trace these training steps from now on, as `Trace` says, and no others."""
     stop()
     atexit.register(stop)
-    trace = Trace(file, first, last, when_settled)
+    trace = Trace(file, first, last, when_settled, asked_by)
     _running.append(trace)
     passes.LISTENERS.append(trace)
     return trace

@@ -237,6 +237,28 @@ def test_each_run_in_a_process_has_its_own_report(tmp_path):
     ]
 
 
+def too_short(folder: str, elsewhere: str) -> list[str]:
+    """What two runs say that end before the first step to be traced: with a report alone, and with a trace besides."""
+    import logging
+
+    import mindspeed_mem.megatron_adaptor as mem
+    from tests.swap_runs import listening
+
+    nothing = {"memory_report": None, "memory_trace": None}
+    with listening(logging.WARNING) as lines:
+        for more in ({}, {"memory_trace": f"{elsewhere}/trace.json"}):
+            mem.configure({"device": "cpu", "memory_report": folder} | more)
+            mem.configure({"device": "cpu"} | nothing)
+    mem.configure({"device": None})
+    return [line for line in lines if "no step was traced" in line]
+
+
+def test_a_run_that_ends_before_what_is_traced_says_so_by_the_flag_that_was_given(tmp_path):
+    [(report, trace)] = on_ranks(1, too_short, str(tmp_path), str(tmp_path / "traces"))
+    assert report.startswith("--memory-report: no step was traced: 0 training steps have run, and the first")
+    assert trace.startswith("--memory-trace: no step was traced")
+
+
 def test_a_long_step_stays_readable(tmp_path):
     """Neighbours are drawn as one; the highest is still there."""
     place = {"pid": 0, "cat": "copy out", "tid": 1}
