@@ -33,6 +33,19 @@ TP=${TP:-1}
 PP=${PP:-$((NPROC * ${NNODES:-1} / TP > 1 ? 2 : 1))}
 TRAIN_ITERS=${TRAIN_ITERS:-200}
 
+# Without torch torchrun cannot even be named; Megatron-LM's checkout has a megatron of its own.
+needed=(torch)
+[ -n "${MEGATRON_LM:-}" ] || needed+=(megatron)
+has="import sys, importlib.util as found; sys.exit(not all(map(found.find_spec, sys.argv[1:])))"
+if ! command -v "$PYTHON" >/dev/null; then
+    echo "${0##*/}: PYTHON: got '$PYTHON', which is no command; allowed: the interpreter that has torch and megatron-core" >&2
+    exit 2
+elif ! "$PYTHON" -c "$has" "${needed[@]}"; then
+    echo "${0##*/}: $(command -v "$PYTHON") does not have all of: ${needed[*]}; activate the environment that has them," \
+        "or set PYTHON to its interpreter" >&2
+    exit 2
+fi
+
 # A bare checkout works without an installation.
 if [ -d "$here/../mindspeed_mem" ]; then
     export PYTHONPATH="${here%/*}${PYTHONPATH:+:$PYTHONPATH}"

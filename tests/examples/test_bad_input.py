@@ -1,6 +1,7 @@
 """Bad input ends the job at once: an error status, one message with every problem, no process left."""
 
 import importlib.util
+import sys
 
 import numpy
 import pytest
@@ -31,6 +32,15 @@ def test_numbers_of_ranks_are_looked_at_first():
     words = [f"{name}: got '{value}'; allowed: a whole number from 1\n" for name, value in given.items()]
     script("pretrain_gpt.sh", **given, TRAIN_ITERS=0, NODE_RANK=0).refused(*words)
     script("pretrain_gpt.sh", NPROC=0, NODE_RANK="first").refused("NPROC: got '0'", "NODE_RANK: got 'first'", "from 0")
+
+
+def test_an_interpreter_without_torch_is_named(tmp_path):
+    """As where nobody has activated an environment."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    script("pretrain_gpt.sh", PYTHON=bare).refused(f"{bare} does not have all of: torch megatron;", "or set PYTHON")
+    script("pretrain_gpt_swap.sh", PYTHON="no/such").refused("PYTHON: got 'no/such', which is no command")
 
 
 @pytest.mark.distributed
