@@ -159,19 +159,24 @@ def patch_modules(patterns: Iterable[str]) -> list[str]:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End this process with status 2, as for any wrong command line; the message appears once per machine."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        print(f"mindspeed_mem: {error}", file=sys.stderr, flush=True)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(20)  # torchrun ends all ranks as soon as one has ended: the one that speaks goes first
-        print(f"mindspeed_mem, on rank {os.environ.get('RANK')} alone: {error}", file=sys.stderr, flush=True)
+    """End this process with status 2, as for any wrong command line; the message appears once per machine, where the
+    launcher ends all ranks as soon as one has ended."""
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    who = ""
+    if rank.isdecimal() and int(rank):
+        time.sleep(20)  # the one that speaks goes first; then whoever has not been ended may be the only one
+        who = f", on rank {os.environ.get('RANK', rank)}" + " alone" * ("TORCHELASTIC_RUN_ID" in os.environ)
+    print(f"mindspeed_mem{who}: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
 def _read_command_line(arguments: list[str]) -> None:
     """At import: apply what the flags ask for, before Megatron is imported; the engine waits for `configure`."""
     try:
-        log.set_up(int(os.environ.get("RANK", "0")))
+        rank = os.environ.get("RANK", "0")
+        if not rank.isdecimal():
+            raise ValueError(f"RANK: got {rank!r}; allowed: a whole number, as launchers set it, or none at all")
+        log.set_up(int(rank))
         _State.given = features.scan(arguments)
         _State.wants_help = not {"-h", "--help"}.isdisjoint(arguments)
         _apply(_check(_State.given))

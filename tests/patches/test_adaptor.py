@@ -417,3 +417,8 @@ def test_an_attached_model_and_the_plan_of_a_flag_do_not_take_each_others_place(
     (said, undone) = json.loads(python(ATTACHED, "--device", "cpu", "--memory-config", swap_file)[0].splitlines()[-1])
     assert "another memory plan is in force, of an attached model (a Sequential): detach it first" in said[0]
     assert undone == [] and said[1] == "in force"
+
+
+def test_a_rank_that_is_no_number_is_named():
+    _, err = python("import mindspeed_mem.megatron_adaptor", status=2, environment={"RANK": ""})
+    assert "RANK: got ''; allowed: a whole number" in err
