@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from mindspeed_mem import features, ranks
 from mindspeed_mem.patching import around
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.buffers.buckets import BucketChunks
@@ -33,6 +35,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
     original(self, config, ddp_config, module, disable_bucketing and not ours, *args, **kwargs)
     buffers = [*self.buffers, *self.expert_parallel_buffers]
     if now is not None and ddp_config.use_distributed_optimizer:
+        _agree(buffers)
         now.check_ranks(buffers)
         now.check_host(self, buffers)
     if now is None or not ours:
@@ -58,6 +61,16 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
         owner.chunks_of_model = chunks
     chunks.reduce_each = now.settings.reduce_each
     now.add(self, chunks)
+
+
+def _agree(buffers):
+    """Ranks that share chunks have asked for the same, or none goes on: they would wait for each other for ever in the
+    first step, without a word."""
+    for group in dict.fromkeys(buffer.data_parallel_group for buffer in buffers):
+        if group.size() > 1:
+            asked = ranks.gather(features.for_all_ranks(features.in_force()), group)
+            if problems := features.differing(asked, dist.get_process_group_ranks(group)):
+                raise features.FeatureError(problems)
 
 
 @around(_BUFFER + "__init__", before="0.17")

@@ -95,12 +95,15 @@ def plan_facts(settings: Settings) -> dict[str, Any]:
     return {name: value if isinstance(value, _PLAIN) else str(value) for name, value in named.items()}
 
 
-def differing(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ranks that train together have asked for differently, of what `for_all_ranks` says on each."""
+def differing(everyone: Sequence[Mapping[str, Any]], numbers: Sequence[int] | None = None) -> list[str]:
+    """What ranks that train together have asked for differently, of what `for_all_ranks` says on each.
+
+    ``numbers``: of these ranks; None: they are all there are.
+    """
     found = []
     for name in everyone[0]:
         by_value: dict[Any, list[int]] = {}
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in zip(numbers or range(len(everyone)), everyone, strict=True):
             by_value.setdefault(theirs[name], []).append(rank)
         if len(by_value) > 1:
             told = "; ".join(f"{value} on {_ranks(those)}" for value, those in by_value.items())

@@ -23,7 +23,7 @@ def asked(settings: tuple[dict, ...]) -> str:
     with parallel():
         try:
             mem.configure({"device": "cpu"} | settings[dist.get_rank()])
-            train_step(build_gpt("dense"))
+            train_step(build_gpt("dense", ddp={"use_distributed_optimizer": "chunk_zero_stage" in settings[0]}))
         except mem.FeatureError as error:
             return str(error)
         finally:
@@ -38,6 +38,14 @@ def test_flags_that_differ_are_an_error_on_every_rank():
         assert "--survive-oom differs between ranks: True on rank 0; False on rank 1" in message
     for message in on_ranks(2, asked, (survive, plan | survive), timeout=60):
         assert "a memory plan (--memory-config, --recompute-layers and the like) differs between ranks" in message
+
+
+@pytest.mark.distributed
+def test_chunks_that_differ_are_an_error_before_the_first_step():
+    """No engine runs that would compare: the ranks had waited for each other without a word."""
+    chunks = {"chunk_zero_stage": 3, "use_distributed_optimizer": True}
+    for message in on_ranks(2, asked, (chunks | {"chunk_zero_stage": 2}, chunks), timeout=60):
+        assert "--chunk-zero-stage differs between ranks: 2 on rank 0; 3 on rank 1" in message
 
 
 @pytest.mark.distributed
