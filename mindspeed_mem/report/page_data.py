@@ -313,13 +313,15 @@ def _content(file: Path, run: Run) -> Any:
         rows = list(enumerate(content if isinstance(content, list) else [content], 1))
     except UnicodeDecodeError as error:
         raise _UnusableError("no text") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines or not _is_metrics(_whole(lines[0][1])):
             begun = text.lstrip().startswith(("{", "["))
             raise _UnusableError(f"no whole JSON: {error}" if begun else _NOTHING) from error
         rows = [(number, _whole(line)) for number, line in lines]
     if not rows or not _is_metrics(rows[0][1]):
+        if content is None:
+            raise _UnusableError(_NOTHING)
         return content
     run.metrics += [row for _, row in rows if _is_metrics(row)]
     if cut := [number for number, row in rows if not _is_metrics(row)]:
@@ -330,7 +332,7 @@ def _content(file: Path, run: Run) -> Any:
 def _whole(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

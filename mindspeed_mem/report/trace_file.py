@@ -64,7 +64,7 @@ def merged(files: Iterable[Path]) -> dict[str, Any]:
             trace = json.loads(file.read_text(encoding="utf-8"))
             about, _ = trace["otherData"], trace["traceEvents"]
             rank, _, version = about["rank"], about["origin_ns"], about["version"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             wrong.append(f"{file} is no trace of --memory-trace")
             continue
         except OSError as error:

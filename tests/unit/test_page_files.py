@@ -337,3 +337,18 @@ def test_a_file_that_is_read_is_not_written_over(tmp_path, capsys):
         main(["report", str(file), "--output", str(file)])
     assert f"--output would write over what RUN {file} reads" in capsys.readouterr().err
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "null"], ids=["nested too deeply", "nothing"])
+def test_what_is_no_file_of_a_run_is_refused_by_each_command(text, tmp_path, capsys):
+    file = tmp_path / "trace.rank0.json"
+    file.write_text(text)
+    output = ["--output", str(tmp_path / "made")]
+    for words in (["trace", *output], ["report", *output], ["plan", "--device-memory-gib", "1", "--trace"]):
+        try:
+            status = main([words[0], str(file), *words[1:]] if words[0] != "plan" else [*words, str(file)])
+        except SystemExit as error:
+            status = error.code
+        said = capsys.readouterr().err
+        assert status == 2 and "Traceback" not in said and (str(file) in said or "--trace is no" in said)
+    assert not (tmp_path / "made").exists()

@@ -81,7 +81,7 @@ def read(source: str | os.PathLike[str]) -> Profile:
             content = json.load(file)
     except OSError as error:
         raise ProfileError(name, [f"cannot be read ({error.strerror})"]) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(name, [f"is not JSON ({error})"]) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ProfileError(name, [f"is no profile: its format is not {FORMAT!r}"])
