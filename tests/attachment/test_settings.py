@@ -492,6 +492,34 @@ def test_another_module_is_tried_anew(caplog):
     assert runs == [0, 2, 2, 4]
 
 
+class Growing(Scaled):
+    """Makes a module of its own in its first run."""
+
+    def forward(self, x):
+        if not hasattr(self, "grown"):
+            self.grown = nn.Tanh()
+        return super().forward(x)
+
+
+def test_what_a_first_run_makes_is_there_when_settings_are_put_back():
+    model = Model()
+    for block in model.blocks:
+        block.scaled = Growing(16)
+    other = copy.deepcopy(model)
+
+    def once(model):
+        loss = plainly(model)
+        for one in model.all_scaled:
+            one.number = 7
+        return loss
+
+    plain = [stepped(other, change) for change in (once, numbers)]
+    with mindspeed_mem.attach(model, WHOLE) as attached:
+        assert same(stepped(model, once), plain[0])
+        assert same(stepped(model, numbers), plain[1])
+        assert attached.engine.report().recomputed_by_operator
+
+
 class Collecting(Scaled):
     """Collects in a list, which the program takes away, and sometimes counts what it has seen."""
 

@@ -165,7 +165,7 @@ def as_of(noted: Sequence[Noted]) -> Iterator[None]:
             for place in (attributes, attributes.get("_parameters"), attributes.get("_buffers")):
                 if isinstance(place, dict):  # TorchScript's are others
                     stack.callback(_put_back, place, dict(place), kind.with_tensors)
-            if kind.children is not None:
+            if kind.children is not None and modules.keys() >= {*kind.children}:  # else its first run has made them
                 children = attributes["_modules"]
                 stack.callback(_set_all, children, dict(children))
                 _set_all(children, dict(zip(kind.names_of_children, map(modules.get, kind.children), strict=True)))
