@@ -159,14 +159,13 @@ def patch_modules(patterns: Iterable[str]) -> list[str]:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """End this process with status 2, as for any wrong command line; the message appears once per machine, where the
-    launcher ends all ranks as soon as one has ended."""
+    """End this process with status 2, as for any wrong command line; the message appears once per machine."""
     rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    who = ""
-    if rank.isdecimal() and int(rank):
-        time.sleep(20)  # the one that speaks goes first; then whoever has not been ended may be the only one
-        who = f", on rank {os.environ.get('RANK', rank)}" + " alone" * ("TORCHELASTIC_RUN_ID" in os.environ)
-    print(f"mindspeed_mem{who}: {error}", file=sys.stderr, flush=True)
+    if rank == "0" or not rank.isdecimal():
+        print(f"mindspeed_mem: {error}", file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(20)  # torchrun ends all ranks as soon as one has ended: the one that speaks goes first
+        print(f"mindspeed_mem, on rank {os.environ.get('RANK')} alone: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
