@@ -296,19 +296,21 @@ def _with_self(forward: Any, own: Callable, of: nn.Module) -> None:
 
 def _gather(module: nn.Module) -> None:
     engine = engines.current()
-    if under_way and engine is not None and engine.attached_to is not None:
+    if engine is not None and engine.attached_to is not None:
         gathering.for_second_run(module, engine.attached_to())
 
 
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of its class, which may be another one since (`fully_shard`)."""
-    _gather(module)
+    if under_way:
+        _gather(module)
     return type(module).forward(module, *args, **kwargs)
 
 
 def _of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that somebody had put on it."""
-    _gather(module)
+    if under_way:
+        _gather(module)
     return module.__dict__[_OWN](*args, **kwargs)
 
 

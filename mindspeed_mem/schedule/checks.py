@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 MOST = 2**20
-"""Forward passes of a step, on all stages together, that are put in order on paper: seconds, and hundreds of MiB."""
+"""Forward passes of a step, on all stages together, that are put in order on paper: seconds to minutes."""
 
 
 class ScheduleError(ValueError):
@@ -73,7 +73,7 @@ def too_many(stages: int, virtual_stages: int, micro_batches: int) -> str | None
         return None
     of_each = f"virtual stages of each: {virtual_stages}, " if virtual_stages > 1 else ""
     sizes = f"pipeline stages: {stages}, {of_each}micro-batches: {micro_batches}"
-    return f"{passes} forward passes a step ({sizes}): allowed: at most {MOST}, which take minutes"
+    return f"{passes} forward passes a step ({sizes}): allowed: at most {MOST}, which may take minutes"
 
 
 def _of_v(stages: int, virtual_stages: int, cap: int | None, split: bool) -> list[str]:

@@ -170,10 +170,6 @@ inline PyObject* note_settings(PyObject*, PyObject* kinds) {
       PyErr_SetString(PyExc_TypeError, "note_settings takes what kinds_of returns");
       return nullptr;
     }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(kinds); ++i) {
-      PyObject* kind = PyList_GET_ITEM(kinds, i);
-      if (!is_of_kind(kind, target_of(PyTuple_GET_ITEM(kind, 0)).get())) return new_reference(Py_None);
-    }
     return note(kinds).release();
   });
 }

@@ -59,11 +59,13 @@ def kinds_of(modules: Iterable[torch.nn.Module], before: Iterable[Kind] = ()) ->
 
 
 def _kind_of(module: torch.nn.Module, attributes: dict[str, Any], before: Kind | None) -> Kind:
-    names, with_tensors, seen = ((), True, _NO_SETTINGS) if before is None else (before[1], before[2], before.seen)
-    names += tuple(name for name, value in attributes.items() if name not in seen and _is_setting(value))
+    if before is None:
+        before = Kind(weakref.ref(module), (), True, (), None, _NO_SETTINGS, ())
+    new = [name for name, value in attributes.items() if name not in before.seen and _is_setting(value)]
     children, places = attributes.get("_modules"), (attributes.get("_parameters"), attributes.get("_buffers"))
-    with_tensors = with_tensors and all(isinstance(place, dict) for place in places)  # TorchScript's are others
-    kind = Kind(weakref.ref(module), names, with_tensors, tuple(attributes), None, seen.union(attributes), ())
+    with_tensors = before.with_tensors and all(isinstance(place, dict) for place in places)  # TorchScript's are others
+    seen = before.seen.union(attributes)
+    kind = Kind(before.reference, (*before.names, *new), with_tensors, tuple(attributes), None, seen, ())
     return _with_children(kind, children) if isinstance(children, dict) else kind
 
 
@@ -77,23 +79,36 @@ def _is_setting(value: Any) -> bool:
 
 def modes(kinds: Iterable[Kind]) -> tuple[bool, ...]:
     """Which modules are in training mode now."""
-    return tuple([module.training for reference, *_ in kinds if (module := reference()) is not None])
+    found = []
+    for reference, *_ in kinds:
+        if (module := reference()) is not None:
+            found.append(module.training)
+    return tuple(found)
 
 
-def note(kinds: Iterable[Kind]) -> list[Noted] | None:
-    """What they are set to now; None: they have other attributes or modules than when it was asked what to note."""
+def still_apply(kinds: Iterable[Kind]) -> bool:
+    """Whether all are alive, with the attributes and modules that they had when it was asked what to note."""
+    for reference, _, _, had, children, *_ in kinds:
+        if (module := reference()) is None:
+            return False
+        attributes = module.__dict__
+        if tuple(attributes) != had:
+            return False
+        if children is not None and tuple(map(id, dict.values(attributes["_modules"]))) != children:
+            return False
+    return True
+
+
+def note(kinds: Iterable[Kind]) -> list[Noted]:
+    """What they are set to now, where `still_apply`."""
     if hot_path.native is not None:
         return hot_path.native.note_settings(kinds)
     noted: list[Noted] = []
     for kind in kinds:
-        reference, names, with_tensors, had, children, *_ = kind
+        reference, names, with_tensors, *_ = kind
         if (module := reference()) is None:
-            return None
+            continue
         attributes = module.__dict__
-        if tuple(attributes) != had:
-            return None
-        if children is not None and tuple(map(id, dict.values(attributes["_modules"]))) != children:
-            return None
         values = tuple(map(attributes.get, names, repeat(ABSENT)))
         if not PLAIN.issuperset(map(type, values)) and not (
             _PLAIN_OR_TUPLES.issuperset(map(type, values))

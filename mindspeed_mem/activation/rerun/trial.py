@@ -77,14 +77,15 @@ class TriedOperator:
         if len(before) != len(now) or any(one[0] is not other[0] for one, other in zip(before, now, strict=True)):
             self._forget()
 
+    def _flags(self) -> tuple[bool, ...]:
+        if not settings.still_apply(self._modules):
+            self._look()
+        return settings.modes(self._modules)
+
     def as_it_is(self) -> Known:
         """What is known of it with its flags as they are now."""
-        noted = settings.note(self._modules)
-        if noted is None:
-            self._look()
-            noted = settings.note(self._modules) or []
-        flags = settings.modes(self._modules)
-        return Known(noted, flags, self._verdicts.get(flags), self._programs.get(flags))
+        flags = self._flags()
+        return Known(settings.note(self._modules), flags, self._verdicts.get(flags), self._programs.get(flags))
 
     def ran(self, flags: tuple[bool, ...], saved: Saves) -> None:
         """It has run: two runs alike show what it saves, a later one may show that it varies."""
@@ -110,7 +111,8 @@ class TriedOperator:
         """Whether it is known not to repeat itself as it is now."""
         if not self._refused:
             return False
-        verdict = self.as_it_is().verdict
+        flags = self._flags()  # which may forget verdicts
+        verdict = self._verdicts.get(flags)
         return verdict is not None and bool(verdict.why_not)
 
     def judge(self, flags: tuple[bool, ...], verdict: Verdict) -> None:
