@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -61,6 +62,56 @@ def test_a_tape_is_tried_out_on_tokens_not_on_none():
     assert found == []
     for expert in range(4):
         assert any(f"local_experts.{expert}.activation_func in layers 0-3: run again" in line for line in said)
+
+
+class Marked(torch.autograd.Function):
+    """Doubles what a kernel that is no torch operation marks; it marks all at first, later the positive ones."""
+
+    calls = 0
+
+    @classmethod
+    def forward(cls, ctx, x, kind):
+        Marked.calls += 1
+        marks = torch.empty_like(x, dtype=torch.bool if kind == "booleans" else x.dtype)
+        chosen = (x > 0 if Marked.calls > 4 else x == x).numpy()
+        marks.detach().numpy()[:] = chosen if kind == "booleans" else numpy.where(chosen, numpy.nan, 1)
+        twice = torch.where(marks if kind == "booleans" else marks.isnan(), 2.0, 1.0)
+        ctx.save_for_backward(twice)
+        return x * twice
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+def with_marks_by_chance(plan: dict[str, Any], kind: str) -> tuple[list[str], list[str]]:
+    """Memory without content holds what the kernel writes at first: torch fills it with NaN, or True."""
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    results = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for engine in (contextlib.nullcontext(), swap_runs.swap(plan)):
+            with parallel(), swap_runs.listening() as said, engine:
+                Marked.calls = 0
+                chunks = models.build_gpt("dense")
+                for layer in chunks[0].module.decoder.layers:
+                    layer.mlp.activation_func = lambda x: Marked.apply(x, kind)
+                results.append(models.train_step(chunks, micro_batches=2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return swap_runs.difference(*results), said
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("booleans", "it reads memory that no torch operation has written"), ("numbers", "run again, it gives other")],
+)
+def test_a_tape_is_not_believed_for_what_memory_held_before(kind, why):
+    [(found, said)] = on_ranks(1, with_marks_by_chance, again([r"mlp\.activation_func"]), kind)
+    assert found == []
+    assert any("mlp.activation_func" in line and why in line for line in said), said
 
 
 def left_on_the_host(plan: dict[str, Any]) -> dict[str, int]:

@@ -31,6 +31,7 @@ from mindspeed_mem.device.op_rules import written_arguments, written_places
 _RANDOM = torch.Tag.nondeterministic_seeded
 MANAGED = "its input is memory that Megatron empties or writes over itself"
 COLLECTIVES = {"c10d", "_c10d_functional"}
+_UNLIKELY = 0x5A  # in each byte: a finite number in all dtypes (a factor of zero still gives zero)
 
 
 class Facts(NamedTuple):
@@ -208,8 +209,12 @@ class Tape(Rerun, TorchDispatchMode):
     def _try_out(self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor]) -> None:
         there = {key: tensor.untyped_storage() for key, tensor in arguments.items()}
         wanted = {key for _, key in alive}
+        steps = self._slice(wanted)[0]
+        if _reads_blank_numbers(steps):
+            self.why_not = "it reads memory that no torch operation has written"
+            return
         with UnusedSeeds() as seeds:
-            made = _run(self._slice(wanted)[0], wanted, there)
+            made = _run([_without_leftovers(step) for step in steps], wanted, there)
         for storage, key in alive:
             again = whole(made[key])
             if again.nbytes != storage.nbytes() or not (seeds.are(again) or torch.equal(again, whole(storage))):
@@ -289,6 +294,34 @@ def _run(
             for key in no_longer:
                 there.pop(key, None)
     return there
+
+
+def _reads_blank_numbers(steps: list[Step]) -> bool:
+    """Whether integers or booleans are read that only a kernel that is no torch operation can have written.
+
+    They may be indices, for which a trial cannot put in just anything.
+    """
+    blank: set[int] = set()
+    for step in steps:
+        read = {ref.key for ref in step.refs if not (ref.dtype.is_floating_point or ref.dtype.is_complex)}
+        if (read - step.writes) & blank:
+            return True
+        blank = blank | step.writes if facts_of(step.function).blank else blank - step.writes
+    return False
+
+
+def _without_leftovers(step: Step) -> Step:
+    """For a trial: memory without content may by chance be what an unseen kernel has just filled, as it filled it."""
+    if not facts_of(step.function).blank:
+        return step
+    return step._replace(function=functools.partial(_filled, step.function))
+
+
+def _filled(function: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    made = function(*args, **kwargs)
+    real = made.is_floating_point() or made.is_complex()
+    whole(made.untyped_storage()).fill_(_UNLIKELY if real else 0)
+    return made
 
 
 def _as_it_drew(random: Any, function: Callable, args: tuple, kwargs: dict) -> Any:
