@@ -18,7 +18,8 @@ from mindspeed_mem.activation.rerun import module_rerun
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.module_rerun import TAKE_OUT, ModuleRerun
 from mindspeed_mem.activation.rerun.second_run import MadeBy
-from mindspeed_mem.activation.rerun.tape import MANAGED, Tape
+from mindspeed_mem.activation.rerun.state import Called
+from mindspeed_mem.activation.rerun.tape import MANAGED, Programs, Tape
 from mindspeed_mem.activation.rerun.trial import Trial, Trials, TriedOperator, in_managed_memory
 from mindspeed_mem.activation.saved_tensors import SavedTensors
 from mindspeed_mem.activation.storage import marks
@@ -39,13 +40,14 @@ class SecondRuns:
         """Our hook is in force: what is dropped can be made again."""
         self.trials = Trials()
         self._tape_depth = 0  # how many operators were running when the tape started, its own included
-        self._tried: dict[tuple[int, str], bool] = {}  # inline operators: whether their tape repeats them
+        self._tried: dict[tuple[int, str], Programs] = {}  # inline operators: what their tapes repeat
+        self._kept: set[tuple[int, str]] = set()  # those whose tapes do not repeat them
         self._judged: set[int] = set()  # model chunks whose recomputed operators have been looked at
         self._ran: set[str] | None = set()  # who asked for what has run so far; None once that has been looked at
 
     def forget(self) -> None:
         """Another plan comes into force: what earlier runs showed is no longer of interest."""
-        self._tried, self._judged, self._ran = {}, set(), set()
+        self._tried, self._kept, self._judged, self._ran = {}, set(), set(), set()
 
     # ---- which operators
     def operator(
@@ -183,12 +185,13 @@ class SecondRuns:
         if (
             micro_batch is not None
             and (layer, path) not in self._in_force.modules
-            and self._tried.get((layer, path), True)
+            and (layer, path) not in self._kept
             and self._wanted(layer, path)
         ):
-            position.rerun = tape = Tape(layer, path, micro_batch.count, self._mover)
+            called = None if self._tried.get((layer, path)) else Called()
+            tape = Tape(layer, path, micro_batch.count, self._mover, called)
             self._tape_depth = len(position.stack)
-            tape.__enter__()
+            self._resume(tape)
 
     def stop_tape(self, depth: int) -> None:
         """What runs above ``depth`` ends as it should: if a tape runs there, drop what it can make again."""
@@ -200,16 +203,11 @@ class SecondRuns:
         if self._tape_depth != depth + 1:  # it was left without its marker: nobody knows where it ended
             return
         key = position.about_to_run = tape.layer, tape.op
-        untried = key not in self._tried
-        try:
-            alive = tape.finish(self._saved.hold, try_out=untried)
-        except torch.OutOfMemoryError:
-            if not untried:
-                raise
-            return  # no room to see what a second run gives: all stays this time
-        if tape.why_not or any(storage.nbytes() for storage, _ in alive):  # nothing shows nothing
-            self._tried[key] = not tape.why_not
+        alive = tape.finish(self._saved.hold, self._tried.setdefault(key, {}))
+        if alive is None:  # all stays this time
+            return
         if tape.why_not:
+            self._kept.add(key)
             self._no_effect.add(f"recompute has no effect on {tape.op}", tape.layer, tape.why_not)
             return
         for storage, number in alive:
@@ -236,12 +234,19 @@ class SecondRuns:
         try:
             yield
         finally:
-            tape.__enter__()
-            self._position.rerun = tape
+            self._resume(tape)
 
     def _suspend(self, tape: Tape) -> None:
         self._position.rerun = None
+        if tape.called is not None:
+            tape.called.__exit__()
         tape.__exit__(None, None, None)
+
+    def _resume(self, tape: Tape) -> None:
+        tape.__enter__()
+        if tape.called is not None:
+            tape.called.__enter__()
+        self._position.rerun = tape
 
     # ---- what came of it
     @property

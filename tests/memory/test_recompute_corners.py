@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any
 
 import numpy
@@ -112,6 +113,79 @@ def test_a_tape_is_not_believed_for_what_memory_held_before(kind, why):
     [(found, said)] = on_ranks(1, with_marks_by_chance, again([r"mlp\.activation_func"]), kind)
     assert found == []
     assert any("mlp.activation_func" in line and why in line for line in said), said
+
+
+@torch.library.custom_op("tests::drawing", mutates_args=())
+def drawing(x: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.nn.functional.dropout(x, p) if p else x.clone()
+
+
+@torch.library.custom_op("tests::counting", mutates_args=())
+def counting(x: torch.Tensor) -> torch.Tensor:
+    Ways.runs += 1
+    return x * (1 + 0.1 * Ways.runs) * random.random()
+
+
+drawing.register_autograd(lambda ctx, gradient: (gradient, None))
+counting.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Ways:
+    """What activation functions do whose first runs show little or nothing of it."""
+
+    calls = runs = 0
+
+    @classmethod
+    def a_kernel_later(cls, x):
+        """It is no torch operation."""
+        cls.calls += 1
+        if cls.calls <= 2:
+            return torch.nn.functional.gelu(x)
+        y = torch.empty_like(x)
+        y.detach().numpy()[:] = x.detach().numpy()
+        return torch.nn.functional.gelu(x) * torch.sin(2 * y)
+
+    @classmethod
+    def draws_later(cls, x):
+        cls.calls += 1
+        return torch.nn.functional.gelu(drawing(x, 0.3 if cls.calls > 2 else 0.0)) * x
+
+    @staticmethod
+    def draws(x):
+        """Which has no effect on what backward needs."""
+        return torch.nn.functional.gelu(x) * x + 0 * drawing(x, 0.3)
+
+    @staticmethod
+    def counts(x):
+        return torch.nn.functional.gelu(counting(x)) * x
+
+
+def with_ways(plan: dict[str, Any]) -> dict[str, tuple[list[str], list[str]]]:
+    """Of each what differs, and what was said."""
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    found = {}
+    for way in ("a_kernel_later", "draws_later", "draws", "counts"):
+        results, after = [], []
+        for engine in (contextlib.nullcontext(), swap_runs.swap(plan)):
+            with parallel(), swap_runs.listening() as said, engine:
+                Ways.calls = Ways.runs = 0
+                random.seed(3)
+                chunks = models.build_gpt("dense", layers=2)
+                for layer in chunks[0].module.decoder.layers:
+                    layer.mlp.activation_func = getattr(Ways, way)
+                results.append(models.train_step(chunks, micro_batches=2))
+                after.append((Ways.runs, random.getstate(), torch.get_rng_state().tolist()))
+        found[way] = swap_runs.difference(*results) + ["state"] * (after[0] != after[1]), said
+    return found
+
+
+def test_other_operations_are_tried_anew_and_those_of_libraries_draw_as_they_drew():
+    [found] = on_ranks(1, with_ways, again([r"mlp\.activation_func"]))
+    for way, (wrong, said) in found.items():
+        assert wrong == [], way
+        assert any("run again, it gives other values" in line for line in said) == (way in ("a_kernel_later", "counts"))
 
 
 def left_on_the_host(plan: dict[str, Any]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
 from mindspeed_mem.activation.rerun.second_run import READERS, Rerun
+from mindspeed_mem.activation.rerun.state import Called, Changeable, beside_torch, places_of, put_back
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
@@ -31,6 +32,7 @@ from mindspeed_mem.device.op_rules import written_arguments, written_places
 _RANDOM = torch.Tag.nondeterministic_seeded
 MANAGED = "its input is memory that Megatron empties or writes over itself"
 COLLECTIVES = {"c10d", "_c10d_functional"}
+_OF_TORCH = {"aten", "prims"}  # of these it is known whether they draw
 _UNLIKELY = 0x5A  # in each byte: a finite number in all dtypes (a factor of zero still gives zero)
 
 
@@ -44,7 +46,7 @@ class Facts(NamedTuple):
     written: tuple[tuple[int, str], ...]
     """Places and names of the arguments that it writes to."""
     draws: bool
-    """Random numbers."""
+    """Random numbers, or may do so."""
 
 
 @functools.cache
@@ -53,7 +55,7 @@ def facts_of(function: Any) -> Facts:
         refused=_why_not(function),
         blank=function.__name__.startswith(("empty", "new_empty")),
         written=written_places(function),
-        draws=_RANDOM in getattr(function, "tags", ()),
+        draws=_RANDOM in getattr(function, "tags", ()) or function.namespace not in _OF_TORCH,
     )
 
 
@@ -83,14 +85,20 @@ class Step(NamedTuple):
     random: Any
 
 
+Programs = dict[tuple[Any, ...], Sequence[Changeable]]
+"""What has been tried out: its operations, and what of it backward needed; and what they change besides."""
+
+
 class Tape(Rerun, TorchDispatchMode):
     """One run of an inline operator: a mode while it runs, afterwards what can make its storages again."""
 
     supports_higher_order_operators = True  # it sees that there are any
 
-    def __init__(self, layer: int, op: str, number: int, mover: Mover):
+    def __init__(self, layer: int, op: str, number: int, mover: Mover, called: Called | None = None):
+        """``called``: notes which functions run, where nobody knows yet what they change besides."""
         TorchDispatchMode.__init__(self)
         Rerun.__init__(self, layer, op, number, mover)
+        self.called = called
         self.inputs: dict[int, Handle] | None = None
         self.paused = False  # what runs now is the engine's own: it keeps, copies and looks at tensors
         self._device_type = mover.backend.tensor_type
@@ -101,6 +109,7 @@ class Tape(Rerun, TorchDispatchMode):
         self._keys = 0
         self._wanted: set[int] = set()  # what it may have to make again
         self._records: dict[int, weakref.ref[Record]] = {}
+        self._places: Sequence[Changeable] = ()  # what a second run changes besides
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -185,19 +194,30 @@ class Tape(Rerun, TorchDispatchMode):
         mine = None if found is None else found.tape
         return mine is not None and mine[0]() is self and mine[1] in self._made
 
-    def finish(self, hold: Callable[[torch.Tensor], Handle], try_out: bool) -> list[tuple[torch.UntypedStorage, int]]:
+    def finish(
+        self, hold: Callable[[torch.Tensor], Handle], known: Programs
+    ) -> list[tuple[torch.UntypedStorage, int]] | None:
         """The code has run to its end. Returns the storages alive that can be made again, with their keys.
 
-        ``hold`` keeps an input for the second run. ``try_out``: see first whether a second run gives the same bits;
-        `why_not` says it if not.
+        ``hold`` keeps an input for the second run. What is not among the programs ``known`` is tried out first:
+        `why_not` says it if a second run does not give the same bits. None: there is no room for one this time.
         """
         blank = self._blank
         alive = [(s, key) for key, ref in self._made.items() if key not in blank and (s := ref()) is not None]
         for storage, _ in alive:  # torch 2.6 takes its memory from what a weak reference gave, otherwise
             storage._fix_weakref()  # type: ignore[attr-defined]
         arguments, self._arguments = self._arguments, {}
-        if try_out and alive and not self.why_not:
-            self._try_out(alive, arguments)
+        if alive and not self.why_not:
+            program = (*[step.function for step in self._steps], *[key for _, key in alive])
+            places = known.get(program)
+            if places is None:
+                try:
+                    places = self._try_out(alive, arguments)
+                except torch.OutOfMemoryError:
+                    return None
+                if not self.why_not and any(storage.nbytes() for storage, _ in alive):  # nothing shows nothing
+                    known[program] = places
+            self._places = places
         if self.why_not:
             return []
         self._wanted = {key for _, key in alive}
@@ -206,19 +226,25 @@ class Tape(Rerun, TorchDispatchMode):
         self.moves_inputs = any([handle.record is not None for handle in self.inputs.values()])
         return alive
 
-    def _try_out(self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor]) -> None:
+    def _try_out(
+        self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor]
+    ) -> Sequence[Changeable]:
+        """Returns what a second run changes besides: it is as before."""
+        changed: dict[Changeable, bool] = {}
         there = {key: tensor.untyped_storage() for key, tensor in arguments.items()}
         wanted = {key for _, key in alive}
         steps = self._slice(wanted)[0]
         if _reads_blank_numbers(steps):
             self.why_not = "it reads memory that no torch operation has written"
-            return
-        with UnusedSeeds() as seeds:
+            return ()
+        places = beside_torch() if self.called is None else places_of((), None, self.called)
+        with put_back(places, changed), UnusedSeeds() as seeds:
             made = _run([_without_leftovers(step) for step in steps], wanted, there)
         for storage, key in alive:
             again = whole(made[key])
             if again.nbytes != storage.nbytes() or not (seeds.are(again) or torch.equal(again, whole(storage))):
                 self.why_not = "run again, it gives other values (a kernel that is no torch operation takes part)"
+        return tuple(changed)
 
     def _slice(self, wanted: set[int]) -> tuple[list[Step], set[int]]:
         """The steps on which the storages ``wanted`` depend, in order, and all storages these touch."""
@@ -256,6 +282,8 @@ class Tape(Rerun, TorchDispatchMode):
             steps, needed = self._slice(wanted)
             held = {key: h.bring_back() for key, h in (self.inputs or {}).items() if key in needed}
             with ExitStack() as stack:
+                if self._places:
+                    stack.enter_context(put_back(self._places))
                 for reader in READERS:
                     weights = tensors_in([step.given for step in steps])
                     stack.enter_context(reader([], [*weights, *held.values()]))
