@@ -1,23 +1,29 @@
 """What an operator changes besides its result: found after its first run, and put back whenever it runs again.
 
-Its modules' attributes and buffers, generators, and what the Python functions that ran name: globals, closures, and
-whatever these contain, a few levels deep, with what classes have besides methods. Tensors count if anybody has written
-to them in place since they were made.
+Its modules' attributes and buffers, generators, and what the Python functions that ran name and take: globals,
+closures, arguments, and whatever these contain, a few levels deep, with what classes have besides methods. Tensors deep
+in there count if anybody has written to them in place since they were made.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import dis
+import gc
 import pickle
 import random
 import sys
+import threading
 import weakref
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import EnumMeta
 from functools import partial
+from itertools import islice
 from operator import is_
-from types import CodeType, FrameType
+from types import CellType, CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +39,14 @@ FOREIGN: list[str] = []
 """Beginnings of the names of more modules whose functions and objects belong to no operator."""
 _OF_A_MODULE = OF_ANY_MODULE - {"training", "_buffers"}
 _CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
+_OBJECTS = {SimpleNamespace, Namespace, threading.local}
+_BYTES = {bytearray, array.array}
 _PLAIN = tuple(PLAIN)
-_NOT_LOOKED_INTO = (*_PLAIN, type, torch.Tensor, torch.nn.Module, torch.autograd.function.FunctionCtx)
+_REBOUND = (*_PLAIN, torch.Tensor, tuple, frozenset)
+"""What changes by another being put in its place."""
+_NOT_LOOKED_INTO = (*_PLAIN, type, torch.autograd.function.FunctionCtx)
+_NO_ARGUMENTS = (*_NOT_LOOKED_INTO, torch.Tensor, tuple, Iterator)
+_SHALLOW, _FEW = 2, 64  # how deep in modules tensors count whoever has written to them; modules of others
 
 
 class Changeable(NamedTuple):
@@ -63,7 +75,7 @@ class Called:
     def __init__(self) -> None:
         self._foreign: dict[CodeType, bool] = {}
         self.found: dict[tuple[int, ...], tuple[CodeType, dict[str, Any], list[Any]]] = {}
-        """Code, globals, and what its closure held or its first argument, which may be ``self``."""
+        """Code, globals, and what its closure held and its arguments were."""
 
     def __enter__(self) -> Called:
         self._mine = sys.getprofile() is None
@@ -84,9 +96,12 @@ class Called:
             foreign = self._foreign[code] = _foreign(frame.f_globals.get("__name__"))
         if not foreign:
             there = frame.f_locals
-            names = (*code.co_freevars, *code.co_varnames[: min(1, code.co_argcount)])
-            held = [there[name] for name in names if name in there]
+            held = [there[name] for name in code.co_freevars if name in there]
             held = [value for value in held if not issubclass(type(value), _NOT_LOOKED_INTO)]
+            taken = [
+                there[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if name in there
+            ]
+            held += [value for value in taken if not issubclass(type(value), _NO_ARGUMENTS)]
             key = id(code), *map(id, held)
             self.found[key] = code, frame.f_globals, held
 
@@ -108,16 +123,71 @@ def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) ->
             _class(type(module), found, seen, 0)
     if state is not None:
         _visit(_reference(state), type(state).__name__, found, seen, 0)
+    codes: dict[CodeType, None] = {}
     for code, names, held in called.found.values():
-        known = {name: names[name] for name in code.co_names if name in names}
-        plain = [name for name, value in known.items() if isinstance(value, _PLAIN)]
-        if plain:
-            found.append(_globals(names, plain))
-        for name in known:
-            _visit(partial(names.get, name), f"{names.get('__name__')}.{name}", found, seen, 0)
+        if code not in codes:
+            codes[code] = None
+            _names(code, names, found, seen)
+            for value in (*[names[name] for name in code.co_names if name in names], *held):
+                if isinstance(value, ModuleType) and not _foreign(value.__name__):
+                    _names(code, vars(value), found, seen)
+            found += _cells(code)
         for value in held:
             _visit(_reference(value), f"what {code.co_name} works on", found, seen, 0)
     return found
+
+
+def moved_on(places: Iterable[Changeable]) -> str:
+    """Which of them nobody can put back; empty if there is none."""
+    names = dict.fromkeys(place.name for place in places if place.write is _never)
+    return f"it may go on with an iterator ({', '.join(names)}), which each run moves on" if names else ""
+
+
+def _names(code: CodeType, names: dict[str, Any], found: list[Changeable], seen: set[int]) -> None:
+    """Those of ``names`` that a function names."""
+    known = {name: names[name] for name in code.co_names if name in names}
+    rebound = [name for name, value in known.items() if isinstance(value, _REBOUND)]
+    if rebound:
+        found.append(_globals(names, rebound))
+    for name in known:
+        _visit(partial(names.get, name), f"{names.get('__name__')}.{name}", found, seen, 0)
+
+
+def _cells(code: CodeType) -> list[Changeable]:
+    """The variables of functions around it that it sets (``nonlocal``)."""
+    names = _set_outside(code)
+    if not names:
+        return []
+    cells: dict[int, Changeable] = {}
+    for function in gc.get_referrers(code):
+        if isinstance(function, FunctionType) and function.__code__ is code:
+            for place, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True)):
+                if name in names:
+                    cells[id(cell)] = _cell(weakref.ref(function), place, name)
+    return list(cells.values())
+
+
+def _set_outside(code: CodeType) -> set[str]:
+    names = {one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    inside = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return names.union(*map(_set_outside, inside)) & {*code.co_freevars}
+
+
+def _cell(function: Callable[[], Any], place: int, name: str) -> Changeable:
+    def cell() -> CellType | None:
+        return None if (one := function()) is None else one.__closure__[place]
+
+    def read() -> Any:
+        try:
+            return ABSENT if (one := cell()) is None else one.cell_contents
+        except ValueError:  # it is empty
+            return ABSENT
+
+    def write(earlier: Any) -> None:
+        if (one := cell()) is not None and earlier is not ABSENT:
+            one.cell_contents = earlier
+
+    return Changeable(name, read, write, _is)
 
 
 @contextlib.contextmanager
@@ -144,7 +214,7 @@ def _differs(now: Any, earlier: Any) -> bool:
         return True
     pairs = [(now[key], earlier[key]) for key in now] if isinstance(now, dict) else zip(now, earlier, strict=True)
     return any(
-        not same_bits(one, other) if isinstance(other, torch.Tensor) else isinstance(other, _PLAIN)
+        not same_bits(one, other) if isinstance(other, torch.Tensor) else isinstance(other, _REBOUND)
         for one, other in pairs
         if not _is(one, other) and (type(one) is type(other) or isinstance(one, _PLAIN))
     )
@@ -153,15 +223,19 @@ def _differs(now: Any, earlier: Any) -> bool:
 def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
     value = get()
     kind = type(value)
-    if isinstance(value, (*_PLAIN, torch.nn.Module)) or id(value) in seen or depth > _DEPTH:
+    if isinstance(value, _PLAIN) or id(value) in seen or depth > _DEPTH:
         return
     if isinstance(value, type):
         _class(value, found, seen, depth)
         return
+    if isinstance(value, torch.nn.Module):  # none of the operator's own
+        several = list(islice(value.modules(), _FEW + 1))
+        for one in several if len(several) <= _FEW else [value]:
+            _attributes(weakref.ref(one), name, found, seen, depth)
+            _class(type(one), found, seen, depth)
+        return
     if isinstance(value, torch.Tensor):
-        plain = kind is torch.Tensor and value.layout is torch.strided and not value.requires_grad
-        plain = plain and not value.is_inference()
-        if plain and value._version and not marks.is_managed(value.untyped_storage()):
+        if _may_change(value, depth):
             seen.add(id(value))
             found.append(_place(name, get, _content, _copy, _same_content))
     elif isinstance(value, torch.Generator):
@@ -170,6 +244,20 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
     elif isinstance(value, random.Random):
         seen.add(id(value))
         found.append(_place(name, get, kind.getstate, kind.setstate, _equal))
+    elif kind.__module__ in ("builtins", "itertools") and isinstance(value, Iterator):
+        seen.add(id(value))
+        found.append(Changeable(name, lambda: None, _never, is_))
+    elif kind in _BYTES:
+        seen.add(id(value))
+        found.append(
+            _place(name, get, lambda it: it[:], lambda it, earlier: it.__setitem__(slice(None), earlier), _equal)
+        )
+    elif kind is FunctionType:
+        if vars(value) and not _foreign(value.__module__):
+            _attributes(get, name, found, seen, depth)
+    elif str(kind.__module__).startswith("numpy.random") and hasattr(value, "set_state"):
+        seen.add(id(value))
+        found.append(_place(name, get, lambda it: it.get_state(), lambda it, earlier: it.set_state(earlier), _equal))
     elif str(kind.__module__).startswith("numpy.random") and hasattr(value, "bit_generator"):
         seen.add(id(value))
         found.append(_place(name, get, lambda it: it.bit_generator.state, _set_bits, _equal))
@@ -180,20 +268,38 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
     ):
         seen.add(id(value))
         found.append(_place(name, get, kind.copy, lambda array, earlier: array.__setitem__(..., earlier), _equal))
-    elif kind in _CONTAINERS:
+    elif kind in _CONTAINERS or (isinstance(value, (dict, list, set, deque)) and not _foreign(kind.__module__)):
+        if kind not in _CONTAINERS:
+            _attributes(get, name, found, seen, depth)
+            _class(kind, found, seen, depth)
         seen.add(id(value))
         found.append(_container(get, name))
         if len(value) <= _MANY:
-            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                inner = _reference(item) if kind is set else partial(_item, get, key)
+            for key, item in list(dict.items(value) if isinstance(value, dict) else enumerate(value)):
+                inner = _reference(item) if isinstance(value, set) else partial(_item, get, key)
                 at = repr(key) if isinstance(key, _PLAIN) else f"a {type(key).__name__}"  # never a tensor's values
                 _visit(inner, f"{name}[{at}]", found, seen, depth + 1)
     elif isinstance(value, tuple):
         for index in range(len(value)):
             _visit(partial(_item, get, index), f"{name}[{index}]", found, seen, depth + 1)
+    elif kind in _OBJECTS:
+        _attributes(get, name, found, seen, depth)
     elif not _foreign(kind.__module__) and not hasattr(kind, "set_states"):  # Megatron's random states: see rng.py
+        _slots(get, name, found, seen, depth)
         _attributes(get, name, found, seen, depth)
         _class(kind, found, seen, depth)
+
+
+def _may_change(tensor: torch.Tensor, depth: int) -> bool:
+    """Whether it is memory of its own that can be put back, and may be written to in a run."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if tensor.is_inference() or tensor.is_meta or (tensor.requires_grad and not tensor.is_leaf):
+        return False
+    if not tensor._version and (depth > _SHALLOW or tensor.numel() > _AT_ONCE or tensor.requires_grad):
+        return False  # nobody has written to it but past its version (``tensor.data``)
+    storage = tensor.untyped_storage()
+    return bool(storage.nbytes()) and not marks.is_managed(storage)
 
 
 def _class(kind: type, found: list[Changeable], seen: set[int], depth: int) -> None:
@@ -204,11 +310,11 @@ def _class(kind: type, found: list[Changeable], seen: set[int], depth: int) -> N
         seen.add(id(one))
         name, get = one.__qualname__, weakref.ref(one)
         known = {key: value for key, value in vars(one).items() if not key.startswith("__")}
-        plain = [key for key, value in known.items() if isinstance(value, _PLAIN)]
-        if plain:
-            found.append(_of_class(get, name, plain))
+        rebound = [key for key, value in known.items() if isinstance(value, _REBOUND)]
+        if rebound:
+            found.append(_of_class(get, name, rebound))
         for key in known:
-            if key not in plain:
+            if not isinstance(known[key], (*_PLAIN, MemberDescriptorType)):
                 _visit(partial(_class_item, get, key), f"{name}.{key}", found, seen, depth + 1)
 
 
@@ -222,6 +328,41 @@ def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen
         if not isinstance(owner, torch.nn.Module) or key not in _OF_A_MODULE:
             inner = partial(_item, attributes, key)
             _visit(inner, name if key == "_buffers" else f"{name}.{key}", found, seen, depth + 1)
+
+
+def _slots(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
+    """What an object keeps without a dictionary."""
+    kinds = [one for one in type(get()).__mro__ if not _foreign(one.__module__)]
+    members = [one for kind in kinds for one in vars(kind).values() if isinstance(one, MemberDescriptorType)]
+    if not members or id(get()) in seen:
+        return
+
+    def write(value: Any, earlier: list[Any]) -> None:
+        for member, then in zip(members, earlier, strict=True):
+            if then is not ABSENT:
+                member.__set__(value, then)
+            elif _member(member, value) is not ABSENT:
+                member.__delete__(value)
+
+    def read(value: Any) -> list[Any]:
+        return [_member(one, value) for one in members]
+
+    found.append(_place(name, get, read, write, lambda now, earlier: all(map(_is, now, earlier))))
+    for member in members:
+        inner = partial(_of_slot, get, member)
+        if inner() is not ABSENT:
+            _visit(inner, f"{name}.{member.__name__}", found, seen, depth + 1)
+
+
+def _of_slot(get: Callable[[], Any], member: Any) -> Any:
+    return None if (one := get()) is None else _member(member, one)
+
+
+def _member(member: Any, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return ABSENT
 
 
 def _reference(value: Any) -> Callable[[], Any]:
@@ -265,10 +406,11 @@ def _place(name: str, get: Callable[[], Any], read: Callable, write: Callable, s
 
 def _container(get: Callable[[], Any], name: str) -> Changeable:
     kind = next(kind for kind in (dict, set, list) if kind is list or isinstance(get(), kind))
+    base: Any = next(base for base in (OrderedDict, dict, set, deque, list) if isinstance(get(), base))
 
     def write(value: Any, earlier: Any) -> None:
-        value.clear()
-        (value.extend if kind is list else value.update)(earlier)
+        base.clear(value)  # whatever a subclass makes of it
+        (base.extend if kind is list else base.update)(value, earlier)
 
     def same(now: Any, earlier: Any) -> bool:
         if kind is set:
@@ -352,6 +494,10 @@ def _is(one: Any, other: Any) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     return pickle.dumps(one) == pickle.dumps(other)
+
+
+def _never(earlier: Any) -> None:
+    """Nobody can put it back."""
 
 
 GENERATORS = Changeable("torch's random", lambda: rng.capture(), lambda states: rng.restore(states), rng.same)

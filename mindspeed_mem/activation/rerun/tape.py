@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
 from mindspeed_mem.activation.rerun.second_run import READERS, Rerun
-from mindspeed_mem.activation.rerun.state import Called, Changeable, beside_torch, places_of, put_back
+from mindspeed_mem.activation.rerun.state import Called, Changeable, beside_torch, moved_on, places_of, put_back
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
@@ -238,6 +238,9 @@ class Tape(Rerun, TorchDispatchMode):
             self.why_not = "it reads memory that no torch operation has written"
             return ()
         places = beside_torch() if self.called is None else places_of((), None, self.called)
+        self.why_not = moved_on(places)
+        if self.why_not:
+            return ()
         with put_back(places, changed), UnusedSeeds() as seeds:
             made = _run([_without_leftovers(step) for step in steps], wanted, there)
         for storage, key in alive:

@@ -21,7 +21,7 @@ from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
-from mindspeed_mem.activation.rerun.state import Called, Changeable, places_of
+from mindspeed_mem.activation.rerun.state import Called, Changeable, moved_on, places_of
 from mindspeed_mem.activation.storage import marks
 
 _DEPARTURES = 8
@@ -153,6 +153,7 @@ class Trial(AbstractContextManager):
 
     def __enter__(self) -> None:
         self._begun = collectives_begun(self._partners)
+        self._weights = [(one, one._version) for root in modules_of(self._rerun.call) for one in _weights_of(root)]
         self._called.__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -168,10 +169,13 @@ class Trial(AbstractContextManager):
         why_not = rerun.why_not or ("it changes its input in place" if rerun.input_changed() else "")
         roots = list(modules_of(rerun.call))
         why_not = why_not or rng.out_of_reach(module for root in roots for module in root.modules())
+        if any(weight._version != version for weight, version in self._weights):
+            why_not = why_not or "it changes its parameters"
+        self._weights.clear()
+        found = [] if why_not else places_of(roots, rerun.state, self._called)
         places: dict[Changeable, bool] = {}
-        why_not = self._agreed(why_not, shared)
+        why_not = self._agreed(why_not or moved_on(found), shared)
         if not why_not and not in_managed_memory(result):
-            found = places_of(roots, rerun.state, self._called)
             why_not, places = rerun.repeats(result, found)
             [once_more] = highest([int(bool(why_not) and rerun.may_put_back())], shared, self._device_type)
             if once_more:
@@ -186,6 +190,10 @@ class Trial(AbstractContextManager):
     def _agreed(self, why_not: str, shared: list) -> str:
         [found] = highest([int(bool(why_not))], shared, self._device_type)
         return why_not or (_ELSEWHERE if found else "")
+
+
+def _weights_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [one for one in module.parameters() if type(one) is torch.nn.Parameter and not one.is_inference()]
 
 
 def in_managed_memory(given: Any) -> bool:

@@ -1,0 +1,306 @@
+"""What an operator changes besides its result, wherever that lies, counts once and is as without recompute: it is put
+back after second runs, or there are none."""
+
+import argparse
+import itertools
+import random
+import sys
+import types
+from collections import OrderedDict
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import mindspeed_mem
+from tests.attachment.plain_models import same
+
+PARTS = {"recompute_config": {"select_recompute": {"part": True}}}
+THIS = sys.modules[__name__]
+mean = torch.zeros(())
+
+
+class Class:
+    mean, last = torch.zeros(()), (0, 0)
+
+
+class Slots:
+    __slots__ = ("runs", "unset")
+
+    def __init__(self):
+        self.runs = 0
+
+
+class Attributes(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Ordered(OrderedDict):
+    def update(self, *args):
+        raise TypeError("not this way")
+
+
+def variable():
+    runs = 0
+
+    def count(part, x):
+        nonlocal runs
+        runs += 1
+        return runs
+
+    return count
+
+
+def variable_of_one_around():
+    runs = 0
+
+    def count(part, x):
+        def inside():
+            nonlocal runs
+            runs += 1
+
+        inside()
+        return runs
+
+    return count
+
+
+def tensor_put_in_its_place():
+    global mean
+    mean = torch.zeros(())
+
+    def count(part, x):
+        global mean
+        mean = 0.9 * mean + x.detach().square().mean()
+        return mean
+
+    return count
+
+
+def of_a_class():
+    Class.mean, Class.last = torch.zeros(()), (0, 0)
+
+    def count(part, x):
+        Class.mean = Class.mean + x.detach().square().mean()
+        Class.last = (Class.last[1], Class.last[1] + 1)
+        return Class.mean + Class.last[1]
+
+    return count
+
+
+def of_a_file():
+    THIS.runs = 0
+
+    def count(part, x):
+        THIS.runs += 1
+        return THIS.runs
+
+    return count
+
+
+def of(kept):
+    """An object that counts."""
+    kept.runs = 0
+
+    def count(part, x):
+        kept.runs += 1
+        return kept.runs
+
+    return count
+
+
+def of_a_function():
+    def count(part, x):
+        count.runs += 1
+        return count.runs
+
+    count.runs = 0
+    return count
+
+
+def default_argument():
+    def count(part, x, seen=[]):  # noqa: B006
+        seen.append(1)
+        return len(seen)
+
+    return count
+
+
+def argument():
+    kept = types.SimpleNamespace(runs=0)
+    part_of = {"others": (kept,)}
+
+    def add(x, of):
+        of.runs += 1
+        return of.runs
+
+    return lambda part, x: add(x, part_of["others"][0])
+
+
+def ordered():
+    seen = Ordered()
+
+    def count(part, x):
+        seen[len(seen)] = 1
+        return len(seen)
+
+    return count
+
+
+def some_bytes():
+    kept = bytearray(1)
+
+    def count(part, x):
+        kept[0] += 1
+        return kept[0]
+
+    return count
+
+
+def past_its_version():
+    def count(part, x):
+        part.table.data.mul_(0.9).add_(x.detach().square().mean())
+        return part.table.clone()
+
+    return count
+
+
+def tensor_around():
+    kept = torch.zeros((), requires_grad=True)
+
+    def count(part, x):
+        with torch.no_grad():
+            return kept.add_(1).clone()
+
+    return count
+
+
+def module_of_another():
+    other = nn.BatchNorm1d(8)
+
+    def count(part, x):
+        return other(x).mean().detach() + other.running_mean.mean()
+
+    return count
+
+
+def older_generator():
+    drawn = numpy.random.RandomState(3)
+    return lambda part, x: drawn.rand()
+
+
+def iterator():
+    numbers = itertools.count(1)
+    return lambda part, x: next(numbers)
+
+
+def generator():
+    def one_by_one():
+        yield from range(1, 100)
+
+    numbers = [one_by_one()]
+    return lambda part, x: next(numbers[0])
+
+
+def parameter():
+    def count(part, x):
+        with torch.no_grad():
+            part.scale.mul_(0.9)
+        return part.scale.detach().clone()
+
+    return count
+
+
+REFUSED = {iterator: "an iterator", generator: "an iterator", parameter: "its parameters"}
+WAYS = {
+    **{
+        way.__name__: way
+        for way in (
+            variable,
+            variable_of_one_around,
+            tensor_put_in_its_place,
+            of_a_class,
+            of_a_file,
+            of_a_function,
+            default_argument,
+            argument,
+            ordered,
+            some_bytes,
+            past_its_version,
+            tensor_around,
+            module_of_another,
+            older_generator,
+            *REFUSED,
+        )
+    },
+    **{
+        f"of {kind.__name__}": lambda kind=kind: of(kind())
+        for kind in (types.SimpleNamespace, argparse.Namespace, Slots, Attributes, nn.Identity)
+    },
+}
+
+
+class Part(nn.Module):
+    """Uses what it counts, or only shows it."""
+
+    def __init__(self, count, uses):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.count, self.uses, self.found = count, uses, 0.0
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("table", torch.zeros(()))
+
+    def forward(self, x):
+        self.found = self.count(self, x)
+        return torch.sin(self.linear(self.norm(x)) * (1 + 0.1 * self.uses * self.found))
+
+
+class Block(nn.Module):
+    def __init__(self, *args):
+        super().__init__()
+        self.part = Part(*args)
+
+    def forward(self, x):
+        return x + self.part(x)
+
+
+class Model(nn.Module):
+    def __init__(self, *args):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(*args) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(way, uses, plan):
+    torch.manual_seed(3)
+    random.seed(3)
+    count = way()
+    model, results = Model(count, uses), []
+    attached = mindspeed_mem.attach(model, plan) if plan else None
+    for _ in range(2):
+        losses = [model(torch.randn(4, 8)).square().mean() for _ in range(2)]
+        found = [torch.as_tensor(block.part.found, dtype=torch.float64) for block in model.blocks]
+        sum(losses).backward()
+        results += [
+            *(loss.detach() for loss in losses),
+            *found,
+            *(one.grad.clone() for one in model.parameters() if one.grad is not None),
+        ]
+    results += [*model.buffers(), *(one.detach() for one in model.parameters())]
+    if attached is not None:
+        attached.detach()
+    return results
+
+
+@pytest.mark.parametrize("uses", [True, False], ids=["used", "kept"])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_counts_once(way, uses, caplog):
+    plain = trained(WAYS[way], uses, None)
+    assert same(trained(WAYS[way], uses, PARTS), plain)
+    why_not = REFUSED.get(WAYS[way], "run again, it gives other values" if uses else "")
+    assert (why_not in caplog.text) if why_not else ("no effect" not in caplog.text)
