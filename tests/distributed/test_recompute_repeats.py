@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -23,18 +24,18 @@ def step(plan: dict[str, Any]) -> tuple[list, list[str], int]:
     with parallel(tp=2), listening() as said, swap(plan):
         chunks = build_gpt("swiglu_gqa_rope", layers=2)
         mlp = chunks[0].module.decoder.layers[1].mlp
-        noise, first, runs = torch.Generator().manual_seed(3), mlp.linear_fc1.forward, 0
+        noise, first = torch.Generator().manual_seed(3), mlp.linear_fc1.forward
+        runs = ctypes.c_long()  # nothing puts that back
 
         def changed(x: torch.Tensor):
-            nonlocal runs
-            runs += 1
+            runs.value += 1
             hidden, bias = first(x)
             if dist.get_rank():  # backward needs it, but the other rank sees nothing of it
                 hidden = hidden + (hidden * torch.rand(hidden.shape, generator=noise)).mul(0)
             return hidden, bias
 
         mlp.linear_fc1.forward = changed
-        return [train_step(chunks, step=number, micro_batches=2) for number in range(2)], said, runs
+        return [train_step(chunks, step=number, micro_batches=2) for number in range(2)], said, runs.value
 
 
 def on_one_rank_alone(plan: dict[str, Any]) -> tuple[list[str], list[str], int]:

@@ -99,7 +99,7 @@ void find_slots(PyObject* classes) {
   in("ModuleRerun", {&rerun.owner, &rerun.mover, &rerun.stream, &rerun.moves_inputs, &rerun.saved, &remaining,
                      &module_rerun.inputs, &module_rerun.layer, &module_rerun.op, &module_rerun.number,
                      &module_rerun.untried, &module_rerun.entered_again, &filled, &second_run.call, &second_run.state,
-                     &second_run.settings, &second_run.given, &second_run.random, &second_run.autocast,
+                     &second_run.settings, &second_run.given, &second_run.random, &second_run.around,
                      &second_run.places, &second_run.then, &module_rerun.outputs, &second_run.noted_again,
                      &second_run.noted, &second_run.why_not});
   in("TriedOperator", {&tried.modules, &tried.verdicts, &tried.programs});
@@ -186,6 +186,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"ABSENT", &engine.ABSENT},
         {"settings_as_of", &engine.settings_as_of},
         {"enough", &enough},
+        {"context_now", &context_now},
         {"facts_of", &facts_of},
         {"as_it_drew", &as_it_drew},
         {"Ref", reinterpret_cast<PyObject**>(&ref_type)},

@@ -13,9 +13,11 @@
 namespace hot {
 
 inline struct SecondRunSlots {
-  Slot call{"call"}, state{"state"}, settings{"settings"}, given{"_given"}, random{"_random"}, autocast{"_autocast"},
+  Slot call{"call"}, state{"state"}, settings{"settings"}, given{"_given"}, random{"_random"}, around{"_around"},
       places{"_places"}, then{"_then"}, noted{"noted"}, noted_again{"_noted_again"}, why_not{"why_not"};
 } second_run;
+
+inline PyObject* context_now = nullptr;  // `contexts.context_now`
 
 // A list of the module that has `Rerun`.
 inline PyObject* listed(Name& name) { return of_module(engine.second_runs, name); }
@@ -42,7 +44,8 @@ inline bool is_as_then(PyObject* self) {
   static Name readers("READERS");
   if (!second_run.random.is_none(self) || !second_run.state.is_none(self) || !module_rerun.untried.is_none(self) ||
       !is_empty(second_run.places.get(self)) || !is_empty(second_run.then.get(self)) || !is_empty(listed(readers)) ||
-      has_several_streams(rerun.mover.get(self)) || !is_autocast_as_in(second_run.autocast.get(self))) {
+      has_several_streams(rerun.mover.get(self)) ||
+      !is_autocast_as_in(PyTuple_GET_ITEM(second_run.around.get(self), 0))) {
     return false;
   }
   return PyList_CheckExact(second_run.settings.get(self));
@@ -110,6 +113,14 @@ class Afterwards {
   Undo undo_;
 };
 
+// `contexts.context_now`, mostly without a call.
+inline Own context_of_now() {
+  Own now = own(PyContext_CopyCurrent());
+  const Py_ssize_t count = PyObject_Size(now.get());
+  if (count < 0) throw python_error();
+  return count == 0 ? own(PyList_New(0)) : call(context_now);
+}
+
 // Within a context of its own, and with these hooks. Empty: all that was wanted was there before its end.
 inline Own call_again(PyObject* self, PyObject* leaves) {
   static Name refill("refill"), no_backward("_no_backward");
@@ -120,6 +131,11 @@ inline Own call_again(PyObject* self, PyObject* leaves) {
   const Afterwards without_hooks([] { call(engine.pop_hooks); });
   must(PyContext_Enter(context.get()));
   const Afterwards outside([&] { must(PyContext_Exit(context.get())); });
+  PyObject* variables = PyTuple_GET_ITEM(second_run.around.get(self), 1);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(variables); ++i) {
+    PyObject* one = PyList_GET_ITEM(variables, i);
+    own(PyContextVar_Set(PyTuple_GET_ITEM(one, 0), PyTuple_GET_ITEM(one, 1)));
+  }
   PyObject* of = second_run.call.get(self);
   Own result(PyObject_Call(of, PyTuple_GET_ITEM(given.get(), 0), PyTuple_GET_ITEM(given.get(), 1)));
   if (!result) {

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import hot_path
-from mindspeed_mem.activation.rerun import rng, settings
+from mindspeed_mem.activation.rerun import contexts, rng, settings
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
@@ -50,6 +50,7 @@ from mindspeed_mem.activation.storage.records import (
 from mindspeed_mem.device import fast_tensors, is_host_device
 
 TAKE_OUT = "Take it out of recompute_config"
+GROWS = "Make what grows in it (a table for longer inputs) as large as it gets at once, or hand it in as an argument"
 under_way: list[ModuleRerun] = []
 """Second runs, innermost last."""
 
@@ -93,7 +94,7 @@ class ModuleRerun(Rerun):
         "saved",
         "_given",
         "_random",
-        "_autocast",
+        "_around",
         "_places",
         "_then",
         "_noted_again",
@@ -152,7 +153,7 @@ class ModuleRerun(Rerun):
         self.moves_inputs = any([handle.record is not None for handle, *_ in inputs])
         self.saved = Saves()
         self._random = rng.capture(handle.alias for handle, *_ in inputs)
-        self._autocast = _autocast_now()
+        self._around = _autocast_now(), contexts.context_now() if len(contextvars.copy_context()) else []
         self.outputs: list[weakref.ref[Record] | None] = []
         self.noted: list[Any] = []  # see `SecondRuns.once`
         self._noted_again = 0
@@ -275,7 +276,7 @@ class ModuleRerun(Rerun):
         storage = tensor.untyped_storage()
         found = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
         if found != layout or storage.nbytes() != record.nbytes:
-            self._differs(tensor, layout)
+            self._differs(tensor, layout, record.nbytes)
         if type(record) is Made and self.mover.backend.one_stream and not self.mover.several:
             self._remaining -= 1
             record.fill(tensor, storage, layout)
@@ -302,8 +303,9 @@ class ModuleRerun(Rerun):
                 torch.set_grad_enabled(True)
                 try:
                     with saved_tensors_hooks(pack, self._no_backward):
-                        # who collects what modules return by a context variable (Hugging Face) has it already
-                        result = contextvars.Context().run(self.call, *args, **kwargs)
+                        variables = self._around[1]
+                        context = contexts.context_of(variables) if variables else contextvars.Context()
+                        result = context.run(self.call, *args, **kwargs)
                 finally:
                     torch.set_grad_enabled(with_graph)
                     self.mover.end_again()
@@ -326,7 +328,7 @@ class ModuleRerun(Rerun):
         if self._random is not None:
             stack.enter_context(rng.as_of(self._random))
         now = _autocast_now()
-        for then in () if now == self._autocast else self._autocast:
+        for then in () if now == self._around[0] else self._around[0]:
             if then not in now:
                 stack.enter_context(torch.autocast(*then))
         if not settings.are(self.settings):
@@ -460,7 +462,7 @@ class ModuleRerun(Rerun):
         slot = self.saved.slots[first]
         if slot is not None and (record := slot[0]()) is not None and record.state == DROPPED:
             if tensor.untyped_storage().nbytes() != record.nbytes:
-                self._differs(tensor, None)
+                self._differs(tensor, None, record.nbytes)
             self._fill(record, tensor)
 
     def noted_before(self) -> Any:
@@ -483,12 +485,21 @@ class ModuleRerun(Rerun):
 
     _fill_slowly = _fill
 
-    def _differs(self, found: torch.Tensor | None, layout: Layout | None) -> NoReturn:
-        what = "saved less" if found is None else f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
-        wanted = "" if layout is None else f" instead of shape {tuple(layout[1])} and {layout[0]}"
-        raise RuntimeError(
-            f"{self} {what}{wanted} when it was recomputed: it must compute the same each time. {TAKE_OUT}"
-        )
+    def _differs(self, found: torch.Tensor | None, layout: Layout | None, nbytes: int | None = None) -> NoReturn:
+        """It has saved ``found`` (None: not all) where ``layout`` and ``nbytes``, of its memory, are known."""
+        what, wanted, do = "saved less", "", TAKE_OUT
+        if found is not None:
+            what = f"saved a tensor of shape {tuple(found.shape)} and {found.dtype}"
+            there = found.untyped_storage().nbytes()
+            if layout is not None and (found.dtype, found.shape) != (layout[0], layout[1]):
+                wanted = f" instead of shape {tuple(layout[1])} and {layout[0]}"
+            elif nbytes is not None and there != nbytes:
+                wanted = f" in memory of {there} bytes instead of {nbytes}"
+                do = f"{GROWS}. Or: {TAKE_OUT[0].lower()}{TAKE_OUT[1:]}"
+            elif layout is not None:
+                lies = found.stride(), found.storage_offset()
+                wanted = f" with strides and offset {lies} instead of {layout[2:]}"
+        raise RuntimeError(f"{self} {what}{wanted} when it was recomputed: it must compute the same each time. {do}")
 
     def __str__(self) -> str:
         return f"{self.op or 'the whole'} of layer {self.layer}" if self.op else f"layer {self.layer}"

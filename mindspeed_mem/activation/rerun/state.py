@@ -229,6 +229,8 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
         _class(value, found, seen, depth)
         return
     if isinstance(value, torch.nn.Module):  # none of the operator's own
+        if str(kind.__module__).startswith(tuple(FOREIGN)):
+            return
         several = list(islice(value.modules(), _FEW + 1))
         for one in several if len(several) <= _FEW else [value]:
             _attributes(weakref.ref(one), name, found, seen, depth)
