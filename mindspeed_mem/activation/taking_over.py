@@ -12,17 +12,7 @@ import torch
 from mindspeed_mem.activation import course, hot_path, operator_runs, regions, saved_tensors, second_runs
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
-from mindspeed_mem.activation.rerun import (
-    arguments,
-    contexts,
-    dropped,
-    module_rerun,
-    rng,
-    second_run,
-    settings,
-    tape,
-    trial,
-)
+from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, rng, second_run, settings, tape, trial
 from mindspeed_mem.activation.storage import ledger, marks, micro_batch, mover, own_tensors, records
 from mindspeed_mem.activation.survive import eviction
 from mindspeed_mem.device import accelerator, base, cpu, fast_tensors, slabs
@@ -115,7 +105,6 @@ def use(module: ModuleType | None) -> None:
         "COMPUTE_AFTER_IN": mover.COMPUTE_AFTER_IN,
         "RETIRE_AFTER_COPIES": mover.RETIRE_AFTER_COPIES,
         "enough": module_rerun.Enough,
-        "context_now": contexts.context_now,
         "facts_of": tape.facts_of,
         "as_it_drew": tape._as_it_drew,
         "Ref": tape.Ref,

@@ -106,7 +106,7 @@ inline Own new_rerun(PyObject* owner, PyObject* mover, PyObject* batch, PyObject
   second_run.settings.set(self, note(tried.modules.get(known.of.get())));
   second_run.given.set_borrowed(self, given);
   second_run.random.set(self, call(of_module(engine.random, at_capture), aliases.get()));
-  second_run.around.set(self, own(PyTuple_Pack(2, autocast_of_now().get(), context_of_now().get())));
+  second_run.around.set(self, own(PyTuple_Pack(2, autocast_of_now().get(), variables_of_now().get())));
   for (const Slot* one : {&second_run.state, &module_rerun.untried}) one->set_borrowed(self, Py_None);
   for (const Slot* one : {&second_run.places, &second_run.then, &second_run.noted, &module_rerun.outputs, &filled}) {
     one->set(self, own(PyList_New(0)));

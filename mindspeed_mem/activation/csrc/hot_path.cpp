@@ -186,7 +186,6 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"ABSENT", &engine.ABSENT},
         {"settings_as_of", &engine.settings_as_of},
         {"enough", &enough},
-        {"context_now", &context_now},
         {"facts_of", &facts_of},
         {"as_it_drew", &as_it_drew},
         {"Ref", reinterpret_cast<PyObject**>(&ref_type)},

@@ -17,8 +17,6 @@ inline struct SecondRunSlots {
       places{"_places"}, then{"_then"}, noted{"noted"}, noted_again{"_noted_again"}, why_not{"why_not"};
 } second_run;
 
-inline PyObject* context_now = nullptr;  // `contexts.context_now`
-
 // A list of the module that has `Rerun`.
 inline PyObject* listed(Name& name) { return of_module(engine.second_runs, name); }
 
@@ -113,12 +111,18 @@ class Afterwards {
   Undo undo_;
 };
 
-// `contexts.context_now`, mostly without a call.
-inline Own context_of_now() {
-  Own now = own(PyContext_CopyCurrent());
+// Context variables with plain values, as `ModuleRerun` notes them.
+inline Own variables_of_now() {
+  Own now = own(PyContext_CopyCurrent()), plain = own(PyList_New(0));
   const Py_ssize_t count = PyObject_Size(now.get());
   if (count < 0) throw python_error();
-  return count == 0 ? own(PyList_New(0)) : call(context_now);
+  if (count == 0) return plain;
+  Own items = own(PyMapping_Items(now.get()));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.get()); ++i) {
+    PyObject* item = PyList_GET_ITEM(items.get(), i);
+    if (is_plain(PyTuple_GET_ITEM(item, 1))) must(PyList_Append(plain.get(), item));
+  }
+  return plain;
 }
 
 // Within a context of its own, and with these hooks. Empty: all that was wanted was there before its end.

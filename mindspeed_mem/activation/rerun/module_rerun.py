@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import hot_path
-from mindspeed_mem.activation.rerun import contexts, rng, settings
+from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
@@ -153,7 +153,12 @@ class ModuleRerun(Rerun):
         self.moves_inputs = any([handle.record is not None for handle, *_ in inputs])
         self.saved = Saves()
         self._random = rng.capture(handle.alias for handle, *_ in inputs)
-        self._around = _autocast_now(), contexts.context_now() if len(contextvars.copy_context()) else []
+        # Context variables with plain values; who collects what modules return by one (Hugging Face) has it already.
+        variables = []
+        for variable, value in contextvars.copy_context().items():
+            if type(value) in settings.PLAIN:
+                variables.append((variable, value))
+        self._around = _autocast_now(), variables
         self.outputs: list[weakref.ref[Record] | None] = []
         self.noted: list[Any] = []  # see `SecondRuns.once`
         self._noted_again = 0
@@ -303,8 +308,9 @@ class ModuleRerun(Rerun):
                 torch.set_grad_enabled(True)
                 try:
                     with saved_tensors_hooks(pack, self._no_backward):
-                        variables = self._around[1]
-                        context = contexts.context_of(variables) if variables else contextvars.Context()
+                        context = contextvars.Context()
+                        for variable, value in self._around[1]:
+                            context.run(variable.set, value)
                         result = context.run(self.call, *args, **kwargs)
                 finally:
                     torch.set_grad_enabled(with_graph)
