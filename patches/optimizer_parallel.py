@@ -17,7 +17,7 @@ from itertools import chain
 import torch.distributed as dist
 
 from mindspeed_mem import features
-from mindspeed_mem.optimizer_parallel import ParallelOptimizer
+from mindspeed_mem.optimizer_parallel import OptimizerParallelError, ParallelOptimizer
 from mindspeed_mem.patching import around
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,16 @@ def built(original, config, model_chunks, *args, **kwargs):
     if group.size() == 1:
         _say(logging.WARNING, "%s has no effect: %sthere is one data-parallel rank", _FLAG, what)
         return optimizer
-    optimizer.optimizer = ParallelOptimizer(optimizer.optimizer, group, mode, masters=_masters(optimizer))
+    try:
+        optimizer.optimizer = ParallelOptimizer(optimizer.optimizer, group, mode, masters=_masters(optimizer))
+    except OptimizerParallelError as error:
+        kind = type(optimizer.optimizer).__name__
+        raise features.FeatureError(
+            [
+                f"{_FLAG} {mode} cannot be combined with --optimizer {config.optimizer}, whose {kind} is none of those "
+                "that are known to step each parameter, with sharding each element, by itself. Leave one of them out"
+            ]
+        ) from error
     optimizer.init_state_fn = _for_own_part(optimizer.init_state_fn)
     _say(logging.INFO, "%s: %s%s", _FLAG, what, optimizer.optimizer.figures())
     return optimizer

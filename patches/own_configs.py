@@ -8,6 +8,7 @@ loop runs its models; nothing of ours has changed anything by then. Outermost of
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +19,13 @@ from mindspeed_mem import features
 from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patching import around, join
 
+logger = logging.getLogger(__name__)
+
 _found: WeakKeyDictionary[nn.Module, features.Settings] = WeakKeyDictionary()
 """What was on when a model was last checked."""
+_optimizes = False
+"""Whether Megatron has made an optimizer in this process."""
+_said: set[str] = set()
 
 
 @around("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__")
@@ -29,6 +35,8 @@ def ddp_init(original, self, config, ddp_config, module, *args, **kwargs):
 
 
 def _optimizer(original, config, model_chunks, *args, **kwargs):
+    global _optimizes
+    _optimizes = True
     configs = [config, *(one for model in model_chunks for one in _configs(model))]
     features.check_configs(features.in_force(), configs)
     return original(config, model_chunks, *args, **kwargs)
@@ -44,11 +52,33 @@ class OwnConfigs(Listener):
     def begin_call(self, call: ScheduleCall) -> None:
         settings = features.in_force()
         new = [model for model in call.models if _found.get(model) is not settings]
-        features.check_configs(settings, [one for model in new for one in _configs(model)])
+        configs = [one for model in new for one in _configs(model)]
+        features.check_configs(settings, configs)
         _found.update(dict.fromkeys(new, settings))
+        if new and not call.forward_only:
+            _say_what_is_missing(settings, configs)
 
 
 join("mindspeed_mem.passes:LISTENERS", OwnConfigs(), declared_by=__name__)
+
+
+def _say_what_is_missing(settings: features.Settings, configs: Collection[Any]) -> None:
+    """A loop that trains without what a feature works on would never meet it, without a word."""
+    missing = []
+    if settings.chunk.stage and not any(hasattr(one, "use_distributed_optimizer") for one in configs):
+        missing.append(
+            "--chunk-zero-stage has no effect: the model that trains is not in Megatron's DistributedDataParallel, "
+            "whose buckets are the chunks. Wrap it in one with use_distributed_optimizer=True"
+        )
+    if settings.optimizer_parallel is not None and not _optimizes:
+        missing.append(
+            "--optimizer-parallel has no effect: a model trains, and its optimizer was not made by Megatron's "
+            "get_megatron_optimizer. Have it made there, or call mindspeed_mem.optimizer_parallel.parallelize with it"
+        )
+    for text in missing:
+        if text not in _said:
+            _said.add(text)
+            logger.warning(text)
 
 
 def _configs(model: nn.Module) -> Collection[Any]:

@@ -223,3 +223,32 @@ def alone():
 
 def test_one_rank_keeps_its_own_optimizer():
     assert on_ranks(1, alone) == [("AdamW", True)]
+
+
+class Odd(torch.optim.SGD):
+    """As of a library that nobody here has heard of."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def refusal():
+    import megatron.core.optimizer as theirs
+
+    from mindspeed_mem.features import FeatureError
+
+    own, theirs.SGD = theirs.SGD, Odd
+    try:
+        with parallel(), optimizer_parallel("sharding"), pytest.raises(FeatureError) as caught:
+            build({}, {"optimizer": "sgd"})
+    finally:
+        theirs.SGD = own
+    return list(caught.value.problems)
+
+
+def test_an_unknown_optimizer_is_refused_with_what_to_do():
+    for [problem] in on_ranks(2, refusal):
+        assert problem.startswith(
+            "--optimizer-parallel sharding cannot be combined with --optimizer sgd, whose Odd is "
+        )
+        assert problem.endswith("Leave one of them out")

@@ -1,9 +1,11 @@
 """What a loop of one's own says only in its configs is refused as on a command line, before it does harm."""
 
 import json
+import re
 
 import pytest
 
+from tests.documented import ROOT, blocks_of
 from tests.patches.test_adaptor import TRAIN, python
 
 LOOP = """
@@ -94,3 +96,13 @@ def test_what_chunks_need_is_looked_for(found):
 @pytest.mark.parametrize("case", ["fine", "swap alone"])
 def test_what_fits_trains(found, case):
     assert found[case] == [[], "trained"]
+
+
+def test_what_a_loop_does_not_bring_is_said_in_its_first_step():
+    """Its model is in no DistributedDataParallel, and its optimizer is torch's."""
+    [loop] = [block.text for block in blocks_of(ROOT / "docs" / "your-own-loop.md") if "# train.py" in block.text]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    given = "--device cpu --chunk-zero-stage 3 --optimizer-parallel sharding".split()
+    _, said = python(loop, *given, environment=alone)
+    assert re.findall(r"WARNING mindspeed_mem: (.+) has no effect: ", said) == given[2::2]
+    assert "Wrap it in one with use_distributed_optimizer=True" in said and "Have it made there, or call" in said

@@ -42,6 +42,8 @@ MEGATRON_LM = {
     "--yaml-cfg",
 }
 LATER_MEGATRON_LM = {"--hybrid-layer-pattern"}
+EARLIER_MEGATRON_LM = {"--use-custom-fsdp"}
+"""Before 0.14."""
 MINDSPEED = {
     "--automated-pipeline",
     "--compress-dense",
@@ -93,8 +95,8 @@ def test_every_option_named_exists(option):
     elif option.origin == "megatron-core":
         assert option.dest in fields or option.flag in LATER_MEGATRON
     else:
-        known = MEGATRON_LM | LATER_MEGATRON_LM if option.origin == "megatron-lm" else MINDSPEED | EARLIER_MINDSPEED
-        assert option.flag in known
+        of_megatron_lm = MEGATRON_LM | LATER_MEGATRON_LM | EARLIER_MEGATRON_LM
+        assert option.flag in (of_megatron_lm if option.origin == "megatron-lm" else MINDSPEED | EARLIER_MINDSPEED)
         assert option.dest not in fields
 
 
@@ -231,6 +233,7 @@ OF_A_CELL = {"adaptive refused": 1, "cap refused": 1, "stages refused": 1, "refu
         "--moe-paged-stash",
         "--moe-shared-expert-overlap",
         "--overlap-moe-expert-parallel-comm",
+        "--use-custom-fsdp",
         "--use-megatron-fsdp",
         "--use-precision-aware-optimizer",
         "--use-torch-fsdp2",
