@@ -60,7 +60,7 @@ join("mindspeed_mem.passes:LISTENERS", SurvivePasses(), declared_by=__name__)
 
 def _once(survival: Survival, call: ScheduleCall, run: Run) -> Any:
     try:
-        with survival.guarded():
+        with survival.guarded(outgrown=_outgrown(survival, call)):
             return run(call)
     except (RuntimeError, MemoryError) as error:
         if not survival.backend.is_out_of_memory(error):
@@ -83,7 +83,7 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
         for guard in second_run.GUARDS:
             stack.enter_context(guard())
         try:
-            with survival.guarded():
+            with survival.guarded(outgrown=_outgrown(survival, call)):
                 return run(call)
         except (RuntimeError, MemoryError) as error:
             if not survival.backend.is_out_of_memory(error):
@@ -109,6 +109,11 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
         counts.update(earlier)
     with survival.moving_everything():
         return _once(survival, call, run)
+
+
+def _outgrown(survival: Survival, call: ScheduleCall) -> bool:
+    length = call.seq_length or 0
+    return survival.policy.outgrown((call.micro_batch_size or 0) * length, length, not call.forward_only)
 
 
 def _recorded(call: ScheduleCall) -> tuple[RecordedIterator | None, ScheduleCall]:

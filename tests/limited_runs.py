@@ -112,6 +112,8 @@ class Training:
         self.chunks = build_gpt(kind, **model)
         self.optimizer = build_optimizer(self.chunks, **(optimizer or {}))
         self.number = 0
+        self.samples = 2
+        """Of a micro-batch."""
         self.zero = True
         """Zero the gradients before each step."""
         self.peak = 0
@@ -133,7 +135,7 @@ class Training:
         for chunk in self.chunks if self.zero else ():
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        texts = [list(_texts(numbers, 2)) for _ in self.chunks]
+        texts = [list(_texts(numbers, self.samples)) for _ in self.chunks]
         gc.collect()
         before = floor = self.memory.allocated
         if isinstance(self.memory, DeviceMemory):
@@ -148,7 +150,7 @@ class Training:
                 model=self.chunks,
                 num_microbatches=self.micro_batches,
                 seq_length=SEQUENCE,
-                micro_batch_size=2,
+                micro_batch_size=self.samples,
             )
             if isinstance(self.memory, DeviceMemory) and self.number == 1:  # or the states keep activations' segments
                 self.memory.backend.give_back()
@@ -163,7 +165,7 @@ class Training:
 
     def forward(self, batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         text = next(batches)
-        positions = torch.arange(SEQUENCE, device=DEVICE).unsqueeze(0).expand(2, -1)
+        positions = torch.arange(SEQUENCE, device=DEVICE).unsqueeze(0).expand(len(text), -1)
         output = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

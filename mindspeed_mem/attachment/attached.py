@@ -115,8 +115,17 @@ class Attached:
         if self._is_off():
             yield
             return
-        with self._followed(), self._guarded():
-            yield
+        try:
+            with self._followed(), self._guarded():
+                yield
+        except (RuntimeError, MemoryError) as error:
+            survival = self.engine.survival
+            if survival is None or not survival.backend.is_out_of_memory(error):
+                raise
+            failed = survival.explained(error)
+            if failed is error:
+                raise
+            raise failed from error
 
     def run_step(self, call: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """Run ``call(*args, **kwargs)`` as a `step`, which may run twice: what finds no memory is tried again as a
@@ -327,6 +336,8 @@ def pass_forward(original: Callable) -> Callable:
             engine.in_force.partners = frozenset(range(torch.distributed.get_world_size()))
         if engine.backend.is_capturing() and not engine.in_force.idle and regions.may_save():
             raise RuntimeError(_CAPTURED)
+        if engine.survival is not None:
+            engine.survival.given(tensors_in((args, kwargs)))
         if engine.passes.given is not None and torch.is_grad_enabled():
             engine.passes.given(args, kwargs)
         given = _nodes_of((args, kwargs))  # before it changes them in place; they may be given to it again

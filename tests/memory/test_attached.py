@@ -11,8 +11,10 @@ from tests.attachment.plain_models import MIXED, TEXT, Net, loss_of, same
 from tests.limited_runs import counted
 from tests.worlds import on_ranks
 
+USUAL = TEXT.repeat(8, 8)
 
-def step(attached, memory, above=None):
+
+def step(attached, memory, above=None, text=USUAL):
     """Peak above what is there, loss and gradients of a step that may allocate so much."""
     model = attached.model
     model.zero_grad()
@@ -23,7 +25,7 @@ def step(attached, memory, above=None):
     torch.manual_seed(4)
     try:
         with attached.step():
-            loss = loss_of(model, TEXT.repeat(8, 8))
+            loss = loss_of(model, text)
             loss.backward()
     finally:
         memory.limit = None
@@ -42,6 +44,47 @@ def test_half_of_the_memory_is_enough(plan, limited_memory):
                 used, found = step(attached, memory, peak // 2)
                 assert same(found, expected) and used <= peak // 2
             assert attached.engine.mover.evicted_bytes
+
+
+def test_larger_inputs_than_ever_are_survived(limited_memory):
+    """Steps before them had ample memory, so they were not guarded."""
+    model = Net(4, 64)
+    with counted() as memory:
+        with mindspeed_mem.attach(model, None) as attached:
+            peak, expected = step(attached, memory)
+        with mindspeed_mem.attach(model, None, survive=True) as attached:
+            for _ in range(4):
+                step(attached, memory, peak, TEXT.repeat(1, 8))
+            guarded = attached.engine.survival.guarded_steps
+            assert same(step(attached, memory, peak // 2)[1], expected)
+            assert guarded < 4 and attached.engine.mover.evicted_bytes
+
+
+def test_an_evaluation_within_a_step_is_survived_where_none_was_before(limited_memory):
+    model = Net(4, 64)
+    with counted() as memory, mindspeed_mem.attach(model, None, survive=True) as attached:
+        peak = max(step(attached, memory)[0] for _ in range(4))
+        memory.limit = memory.allocated + int(1.2 * peak)
+        with attached.step():
+            loss = loss_of(model, USUAL)
+            with torch.no_grad():
+                loss_of(model, USUAL.repeat(3, 1))
+            loss.backward()
+        memory.limit = None
+        assert attached.engine.mover.evicted_bytes
+
+
+def test_a_step_that_is_not_guarded_says_what_it_lacked(limited_memory):
+    model = Net(2, 16)
+    with mindspeed_mem.attach(model, None, survive=True, device_memory_gib=0.5) as attached:
+        for _ in range(3):
+            with attached.step():
+                loss_of(model).backward()
+        with pytest.raises(torch.OutOfMemoryError, match="bytes of device memory are needed") as caught:
+            with attached.step():
+                loss_of(model)
+                torch.empty(2**29)
+    assert "try: smaller micro-batches" in str(caught.value)
 
 
 def test_device_memory_is_limited_as_long_as_attached(limited_memory):

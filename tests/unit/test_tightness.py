@@ -51,6 +51,24 @@ def test_tight_steps_are_guarded_until_enough_of_them_went_well(device):
     assert step(tightness, device, 0.95)
 
 
+def test_what_is_given_more_than_ever_is_guarded_however_calm_it_was(device):
+    tightness = GuardPolicy(device)
+    assert [tightness.outgrown(*given) for given in [(8, 4), (8, 4), (4, 2), (9, 4), (9, 5)]] == [0, 0, 0, 1, 1]
+    for _ in range(30):
+        step(tightness, device, 0.5)
+    assert not tightness.begins() and tightness.begins(outgrown=True)
+    assert tightness.outgrown(1, 1, keeps=False) and not tightness.outgrown(9, 5)
+
+
+def test_what_begins_with_more_in_use_is_guarded_once(device):
+    tightness = GuardPolicy(device)
+    for _ in range(6):
+        step(tightness, device, 0.5)
+    with device.ledger.watch():
+        model = torch.empty(int(0.1 * LIMIT), dtype=torch.uint8)
+    assert [step(tightness, device, 0.4) for _ in range(2)] == [True, False] and len(model)
+
+
 def test_after_a_lack_all_are_guarded_for_a_while(device):
     tightness = GuardPolicy(device)
     for _ in range(4):

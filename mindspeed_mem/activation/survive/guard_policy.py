@@ -1,7 +1,8 @@
 """Whether a step may run out of device memory, as far as the steps before it tell: only then it has to be guarded.
 
 What tells is the peak of allocated bytes, the lacks that were seen, and the times that the allocator had to give back
-what it kept (`Backend.allocation_retries`): memory in pieces runs out before its bytes do.
+what it kept (`Backend.allocation_retries`): memory in pieces runs out before its bytes do. They tell nothing of a step
+whose model is given more than ever before, or that begins with more memory in use.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class GuardPolicy:
         self._lacked = False
         self._calm_after = _CALM
         self._retries: int | None = None  # of the allocator, when last looked at
+        self._given: dict[bool, tuple[int, int]] = {}  # the most that models were given; see `outgrown`
+        self._in_use = 0  # at most, when a part began
 
     def forget(self, planned: bool = False) -> None:
         """Steps from now on are of another kind; ``planned``: they should fit."""
@@ -45,19 +48,28 @@ class GuardPolicy:
         """Device memory has been at this peak (None: at the backend's, which somebody is about to reset)."""
         self._highest = max(self._highest, (self._backend.peak() if nbytes is None else nbytes) or 0)
 
-    def begins(self, parts: int = 1) -> bool:
-        """A part begins, or several at once; whether memory may run out in it."""
+    def outgrown(self, elements: int, longest: int, keeps: bool = True) -> bool:
+        """In one part models are given this many elements so far, ``longest`` along a dimension other than the batch's;
+        whether that is more than ever before. ``keeps``: for a backward. The first is not: nothing is known by then."""
+        first, before = not self._given, self._given.get(keeps, (0, 0))
+        self._given[keeps] = max(before[0], elements), max(before[1], longest)
+        return not first and self._given[keeps] != before
+
+    def begins(self, parts: int = 1, outgrown: bool = False) -> bool:
+        """A part begins, or several at once; whether memory may run out in it. ``outgrown``: of what they are given."""
         unknown = self._parts < _UNKNOWN
         self._parts, self._running = self._parts + parts, parts
         if self._retries is None:
             self._retries = self._backend.allocation_retries()
-        limit, room = self._backend.limit(), self._backend.room()
+        limit, room, in_use = self._backend.limit(), self._backend.room(), self._backend.allocated() or 0
         if limit is None or room is None:
-            return self._lacked
-        left = room - (self._highest - (self._backend.allocated() or 0))
-        if self._calm >= self._calm_after and not self.varies:
+            return self._lacked or outgrown
+        if in_use > self._in_use + _ALMOST * limit:  # a larger model, or another optimizer
+            self._in_use, outgrown = in_use, True
+        left = room - (self._highest - in_use)
+        if self._calm >= self._calm_after and not self.varies and not outgrown:
             return left < _ALMOST * limit
-        return self._lacked or unknown or left < _TIGHT * limit
+        return self._lacked or unknown or outgrown or left < _TIGHT * limit
 
     def ends(self, lacked: bool) -> None:
         """It has ended, with or without a lack of memory; a retry of the allocator since the last end is one, too."""

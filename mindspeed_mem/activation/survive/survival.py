@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.plan_in_force import PlanInForce
 from mindspeed_mem.activation.position import Position
 from mindspeed_mem.activation.rerun.arguments import tensors_in
@@ -54,6 +56,8 @@ class Survival:
         """Whether messages say what to recompute; not where that is found out."""
         self.guarded_steps = 0
         self._guarding = self._tight = False
+        self._rest: tuple[contextlib.ExitStack, int, int] | None = None  # of what runs without the guard; see `given`
+        self._given = [0, 0]  # elements in this part of a step, by whether a backward follows
 
     def knows_layers(self) -> None:
         """The plan has been made: by now the device is chosen, and the model there."""
@@ -73,30 +77,54 @@ class Survival:
 
     # ---- when memory runs out
     @contextlib.contextmanager
-    def guarded(self, parts: int = 1) -> Iterator[None]:
-        """Around what may lack memory: a step's forwards and backwards, or its optimizer; two ``parts``: both."""
+    def guarded(self, parts: int = 1, outgrown: bool = False) -> Iterator[None]:
+        """Around what may lack memory: a step's forwards and backwards, or its optimizer; two ``parts``: both.
+        ``outgrown``: models are given more than ever before."""
         if self._guarding:  # by somebody further out
             yield
             return
-        guard = self.guard if self.policy.begins(parts) or self._in_force.everything else None
+        tight = self.policy.begins(parts, outgrown) or self._in_force.everything
         self._guarding, before = True, self.guard.lacks
-        self._tight = guard is not None
-        self.mover.spare = (lambda: self.guard.needs.margin) if self._tight else None
+        self._given = [0, 0]
         retries, failures = self.backend.allocation_retries(), self.guard.failures
-        self.guarded_steps += self._tight
         completed = False
         try:
-            with guard or onednn.noticed(getattr(self.backend, "ledger", None)):
+            with contextlib.ExitStack() as inside:
+                if tight:
+                    self._tighten(inside)
+                else:
+                    inside.enter_context(onednn.noticed(getattr(self.backend, "ledger", None)))
+                    self._rest = inside, *_here()
                 yield
             completed = True
         finally:
             self._guarding = self._tight = False
-            self.mover.spare = None
+            self.mover.spare = self._rest = None
             retries = self.backend.allocation_retries() - retries
             self._leave_more(retries)
             if completed and retries > self.guard.failures - failures:  # for some there was memory
                 self._advise_against_pieces()
             self.policy.ends(self.guard.lacks > before)
+
+    def _tighten(self, inside: contextlib.ExitStack) -> None:
+        inside.enter_context(self.guard)
+        self._tight, self.guarded_steps = True, self.guarded_steps + 1
+        self.mover.spare = lambda: self.guard.needs.margin
+
+    def given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A model begins to run on these. The rest of a step that is not guarded is, if they are more than ever."""
+        if not self._guarding:  # as in an evaluation outside of steps
+            return
+        dense = [one for one in tensors if not one.is_nested and one.layout is torch.strided]
+        longest = max((size for one in dense for size in one.shape[1:]), default=0)
+        keeps = torch.is_grad_enabled()
+        self._given[keeps] += sum(one.numel() for one in dense)
+        if not self.policy.outgrown(self._given[keeps], longest, keeps) or self._rest is None:
+            return
+        inside, *there = self._rest
+        if there == [*_here()] and not regions.in_transform():  # else it would not be the first to be left
+            self._rest = None
+            self._tighten(inside)
 
     def _leave_more(self, retries: int) -> None:
         """The allocator has had to retry so often: what it keeps is in pieces, so more has to be free."""
@@ -211,6 +239,11 @@ class Survival:
             yield
         finally:
             hooks.__exit__()
+
+
+def _here() -> tuple[int, int]:
+    """The thread, and how many dispatch modes there are in it."""
+    return threading.get_ident(), torch._C._len_torch_dispatch_stack()
 
 
 _asks: set[str] = set()  # the devices whose allocator asks for room before it fails
