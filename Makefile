@@ -37,7 +37,7 @@ DOCS ?= .venv-docs
 WHEELS ?=
 VERSIONS ?=
 OLDEST := 2.6.0
-OLDEST_TESTS := tests/asynchrony/test_swap_waits.py tests/memory/test_life_cycle.py \
+OLDEST_TESTS := tests/asynchrony/test_swap_waits.py tests/memory/test_life_cycle.py tests/memory/test_eviction.py \
     $(foreach kind,dense moe,'tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model[$(kind)]') \
     tests/numerics/test_recompute.py::test_other_kinds_of_model
 

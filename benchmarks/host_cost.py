@@ -2,6 +2,7 @@
 
     python benchmarks/host_cost.py                     # about a minute
     python benchmarks/host_cost.py --json host.json
+    python benchmarks/host_cost.py --instructions      # counted by valgrind, which nobody else disturbs; five minutes
     python benchmarks/host_cost.py --device cuda       # what launching kernels takes as well
 
 The tensors are so small that computing and copying them counts for nothing: what is left is Python and torch's own
@@ -12,6 +13,10 @@ tensors that a layer saves for backward, and by the plain model's time in that s
 machine has in a round). What others cost stands beside: Megatron's full recompute, and torch's own saved-tensor hooks
 that do nothing, its `save_on_cpu` and its non-reentrant checkpoint (which stops early, as ours). Whether the engine's
 hot path in C++ is used (`python -m mindspeed_mem build-native`) is said.
+
+On a machine that others use, times scatter by more than some variants take. Instructions do not: ``--instructions``
+runs the program under valgrind, and the clock is how many it has executed. An instruction of Python takes longer than
+one of a matrix product, so shares are smaller than those of time, and only comparable with each other.
 """
 
 from __future__ import annotations
@@ -24,11 +29,12 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+import instructions  # noqa: E402
 import torch  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402
 from timing import interleaved  # noqa: E402
@@ -126,26 +132,31 @@ def saved_per_layer(model, step) -> float:
     return count / len(model.decoder.layers)
 
 
-def rows_of(seconds: dict[str, list[float]], steps: int, saved: float) -> dict[str, dict[str, float]]:
-    """Per variant: micro-seconds per layer and per saved tensor, and the share of the plain model's own."""
-    plain = seconds["no pack"]
-    own = 1e6 * statistics.median(plain) / steps / LAYERS
+def rows_of(taken: dict[str, list[float]], unit: str, steps: int, saved: float) -> dict[str, dict[str, float]]:
+    """Per variant: how much of this unit per layer and per saved tensor, and the share of the plain model's own."""
+    plain = taken["no pack"]
+    own = statistics.median(plain) / steps / LAYERS
     rows = {}
-    for name, values in seconds.items():
+    for name, values in taken.items():
         rounds = list(zip(values, plain, strict=True))
-        added = 1e6 * statistics.median(one - base for one, base in rounds) / steps / LAYERS
+        added = statistics.median(one - base for one, base in rounds) / steps / LAYERS
         share = statistics.median(one / base - 1 for one, base in rounds)
-        rows[name] = {"added_us_per_layer": added, "added_us_per_saved_tensor": added / saved, "share": share}
-    rows["no pack"]["own_us_per_layer"] = own
+        rows[name] = {f"added_{unit}_per_layer": added, f"added_{unit}_per_saved_tensor": added / saved, "share": share}
+    rows["no pack"][f"own_{unit}_per_layer"] = own
     return rows
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
-    lines = [f"{'variant':34} {'us a layer':>11} {'us a tensor':>12} {'share':>8}"]
+def table(rows: dict[str, dict[str, float]], unit: str) -> str:
+    lines = [f"{'variant':34} {unit + ' a layer':>20} {unit + ' a tensor':>21} {'share':>8}"]
     for name, row in rows.items():
-        cells = f"{row['added_us_per_layer']:>11.0f} {row['added_us_per_saved_tensor']:>12.1f} {row['share']:>8.1%}"
-        lines.append(f"{name:34} {cells}")
+        layer, tensor = row[f"added_{unit}_per_layer"], row[f"added_{unit}_per_saved_tensor"]
+        lines.append(f"{name:34} {layer:>20.0f} {tensor:>21.1f} {row['share']:>8.1%}")
     return "\n".join(lines)
+
+
+def microseconds(of_process: bool) -> Callable[[], float]:
+    clock = time.process_time if of_process else time.perf_counter
+    return lambda: 1e6 * clock()
 
 
 def main() -> None:
@@ -157,7 +168,19 @@ def main() -> None:
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
     parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument(
+        "--instructions", action="store_true", help="count them instead, by valgrind: on a CPU, one round"
+    )
+    parser.add_argument(
+        "--counts", type=Path, help=argparse.SUPPRESS
+    )  # where valgrind, under which this runs, has them
     args = parser.parse_args()
+    if args.instructions and args.counts is None:
+        if args.device != "cpu" or instructions.missing():
+            parser.error(
+                "--instructions counts those of a CPU, and needs valgrind's " + " and ".join(instructions.PROGRAMS)
+            )
+        sys.exit(instructions.run_counted(__file__, sys.argv[1:]))
     args.shape = None
     logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
     plan = swap(args.prefetch) | {"recompute_config": {"recompute": True}}  # patches of both are to be there
@@ -176,15 +199,15 @@ def main() -> None:
             steps()
     gc.collect()
     gc.freeze()
-    clock = time.process_time if backend.is_host else time.perf_counter
-    seconds = interleaved(
-        list(chosen), setting, steps, args.rounds, backend.synchronize, clock, warm=1, minutes=args.minutes
-    )
-    rows = rows_of(seconds, args.steps, saved)
+    unit, clock, rounds = "us", microseconds(backend.is_host), args.rounds
+    if args.instructions:
+        unit, clock, rounds = "instructions", instructions.Instructions(args.counts), 1
+    taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm=1, minutes=args.minutes)
+    rows = rows_of(taken, unit, args.steps, saved)
     print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")
-    print(f"{saved:g} saved tensors a layer; its own time: {rows['no pack']['own_us_per_layer']:.0f} us")
-    print(table(rows))
-    write(args, "host_cost", backend, shape, len(seconds["no pack"]), rows)
+    print(f"{saved:g} saved tensors a layer; its own: {rows['no pack'][f'own_{unit}_per_layer']:.0f} {unit}")
+    print(table(rows, unit))
+    write(args, "host_cost", backend, shape, len(taken["no pack"]), rows)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,9 @@ def interleaved(
                 start = clock()
                 step()
                 synchronize()
+                taken = clock() - start
                 if round_number >= 0:
-                    seconds[name].append(clock() - start)
+                    seconds[name].append(taken)
         longest = max(longest, time.monotonic() - begun) if round_number >= 0 else 0.0  # the first makes what stays
     return seconds
 

@@ -54,11 +54,19 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="only with --sweep"))
         if item.get_closest_marker("host") and config.getoption("--on"):
             item.add_marker(pytest.mark.skip(reason="of a CPU"))
+        for marker in item.iter_markers("needs_torch"):
+            version, why = marker.args
+            if _numbers(torch.__version__) < _numbers(version):
+                item.add_marker(pytest.mark.skip(reason=f"before torch {version}: {why}"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     items.sort(key=_cost)
+
+
+def _numbers(version):
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def pytest_collection_finish():

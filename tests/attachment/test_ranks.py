@@ -17,6 +17,7 @@ OTHERS = product(rank_cases.WRAPPERS, rank_cases.PLANS, (True, False))
     ("wrapper", "plan", "first"),
     CASES + [pytest.param(*one, marks=pytest.mark.sweep) for one in OTHERS if one not in CASES],
 )
+@pytest.mark.needs_torch("2.7", "FSDP2 does not run on a CPU")
 def test_bits_are_the_same(wrapper, plan, first):
     for same, moved, left, names, trains in on_ranks(2, rank_cases.equal, wrapper, plan, first):
         assert same and moved and left == 0 and names == ["blocks"] and trains
@@ -40,6 +41,7 @@ SPLIT += [
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "plan", "layers", "axes"), SPLIT)
+@pytest.mark.needs_torch("2.13", "DTensor's rules")
 def test_models_split_by_strategies(name, plan, layers, axes):
     for same, moved, again, peak, left in on_ranks(2, rank_cases.equal_split, name, plan, layers, axes):
         assert same and left == 0 and peak < 0.95

@@ -107,6 +107,7 @@ def test_what_cannot_be_planned_is_refused(make, arguments, expected):
     assert expected in str(caught.value)
 
 
+@pytest.mark.needs_torch("2.7", "a compiled layer runs its parts")
 def test_a_layer_that_cannot_be_seen_between_others_ends_the_search(caplog):
     model = Net(3, 16)
     model.blocks[1].compile(backend="eager")
@@ -184,6 +185,7 @@ def test_a_layer_that_does_not_always_run(caplog, step):
     assert state == "settled" and "planning failed" not in caplog.text
 
 
+@pytest.mark.needs_torch("2.7", "a compiled layer runs its parts")
 def test_what_cannot_be_seen_is_left_as_it_is(caplog):
     """A layer that is compiled as a whole, and steps that nobody tells of."""
     model = Net(2, 16)
@@ -224,6 +226,7 @@ def on_rank(wrapper, steps):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("wrapper", ["fsdp", pytest.param("ddp", marks=pytest.mark.sweep)])
+@pytest.mark.needs_torch("2.7", "FSDP2 does not run on a CPU")
 def test_ranks_settle_together(wrapper):
     for wrong, state, moved in on_ranks(2, on_rank, wrapper, 18):
         assert wrong == [] and state == "settled" and moved

@@ -125,6 +125,7 @@ def test_what_only_gradients_of_weights_need_stays_on_the_host_until_then():
     assert all(held >= waiting for waiting, held in found) and found[1][1] < found[0][1]
 
 
+@pytest.mark.needs_torch("2.7", "RMSNorm keeps other bytes")
 def test_gradients_of_outputs_leave_where_the_plan_says_so():
     from mindspeed_mem.adaptive.problem import from_shape
     from mindspeed_mem.adaptive.problem.shape import ELEMENT, Degrees, Machine

@@ -454,7 +454,7 @@ def recomputed_under_limits() -> tuple[list[int], list]:
                 training.step(int(need * share))
                 dropped.append(engine.mover.dropped.total() - before)
             evictions = engine.mover.evictions
-        return dropped, [evictions, *(key for key, works in engine.second_runs._tried.items() if not works)]
+        return dropped, [evictions, *engine.second_runs._kept]
 
 
 def test_room_made_for_fused_operators_does_not_stop_their_recompute():

@@ -16,7 +16,7 @@ from tests.sweeping import but
 from tests.worlds import on_ranks
 
 # Computing is dear and nothing has to be begun: so small shapes are split as large ones are.
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.needs_torch("2.13", "DTensor's rules")]
 MACHINE = parallel.Machine(tflops=1e-3, memory_gbps=1, gbps={"dp": 1e-2, "tp": 1}, latency_us=0, launch_us=0)
 
 

@@ -21,7 +21,7 @@ from mindspeed_mem.parallel.options import Asker, moving, parts
 from tests.parallel_models import Block
 from tests.worlds import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.needs_torch("2.13", "DTensor's rules")]
 MACHINE = parallel.Machine(tflops=1e-3, memory_gbps=1, gbps=1e-2, latency_us=3, launch_us=0)
 
 

@@ -15,7 +15,7 @@ from tests.parallel_models import full
 from tests.sweeping import but
 from tests.worlds import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.needs_torch("2.13", "DTensor's rules")]
 PLANS = {
     "rows": {"": {"in_strategy": (("x", None),)}},
     "columns": {"fc": {"parameter_plan": {"weight": ("x", None), "bias": ("x",)}}},

@@ -13,7 +13,7 @@ from mindspeed_mem.parallel import StrategyError
 from tests.parallel_models import full
 from tests.worlds import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.needs_torch("2.13", "DTensor's rules")]
 SIZE = 8  # of each dimension: all of a graph's tensors are [8, 8, 8]
 
 ONE = {

@@ -20,7 +20,7 @@ from mindspeed_mem import parallel
 from mindspeed_mem.parallel import meshes, propagation, rules
 from tests.worlds import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.needs_torch("2.13", "DTensor's rules")]
 
 
 def numbers(*shape):

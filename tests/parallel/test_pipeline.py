@@ -12,7 +12,7 @@ from mindspeed_mem import parallel
 from tests.parallel_models import Bottleneck
 from tests.worlds import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.needs_torch("2.13", "DTensor's rules")]
 STEPS = 3
 
 

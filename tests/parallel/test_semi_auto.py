@@ -18,7 +18,7 @@ from tests.parallel_models import GPT, MODELS, Pair, apart, compared, full, gpt_
 from tests.sweeping import but
 from tests.worlds import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.needs_torch("2.13", "DTensor's rules")]
 TOTALS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",

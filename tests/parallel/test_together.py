@@ -20,7 +20,7 @@ from mindspeed_mem.gemini import GeminiDDP
 from mindspeed_mem.optimizer_parallel import parallelize
 from tests.worlds import on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.needs_torch("2.13", "DTensor's rules")]
 PLAN = {
     "": {"in_strategy": (("dp", None),)},
     "0": {"parameter_plan": {"weight": ("tp", None), "bias": ("tp",)}},

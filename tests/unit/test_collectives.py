@@ -52,6 +52,7 @@ def test_a_collective_that_fails_all_the_same_is_not_repeated(memory, one_rank):
 
 
 @deprecated
+@pytest.mark.needs_torch("2.7", "it copies in the caller's thread")
 def test_what_gloo_copies_in_threads_of_its_own_is_not_counted(memory, one_rank):
     """Nobody could make room there."""
     tensors = [numbers(N), numbers(N, seed=1)]  # it copies them into one

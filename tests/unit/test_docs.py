@@ -145,6 +145,7 @@ def test_sessions_print_what_is_shown(item):
     assert not doctest.DocTestRunner(verbose=False).run(test, out=said.append).failed, "".join(said)
 
 
+@pytest.mark.needs_torch("2.13", "DTensor's rules")
 def test_programs_train(tmp_path):
     """One after the other in one interpreter, on one rank, with the arguments that the page gives them."""
     calls = []

@@ -160,6 +160,7 @@ def test_what_cannot_be_parallelized_is_refused(name, mode, settings, expected):
     assert re.match(expected, problem)
 
 
+@pytest.mark.needs_torch("2.9", "there is no Muon")
 def test_the_callers_word_is_taken_for_unknown_classes_only():
     assert problems(make(Clipped), "sharding", assume_independent=True) == []
     assert problems(make("LBFGS"), "grouping", assume_independent=True)

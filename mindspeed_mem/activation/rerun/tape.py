@@ -25,7 +25,7 @@ from mindspeed_mem.activation.rerun.state import Called, Changeable, beside_torc
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
-from mindspeed_mem.activation.storage.records import DROPPED, Handle, Owner, Record, whole
+from mindspeed_mem.activation.storage.records import DROPPED, Handle, Owner, Record, take_hold, whole
 from mindspeed_mem.device import fast_tensors
 from mindspeed_mem.device.op_rules import written_arguments, written_places
 
@@ -203,9 +203,8 @@ class Tape(Rerun, TorchDispatchMode):
         `why_not` says it if a second run does not give the same bits. None: there is no room for one this time.
         """
         blank = self._blank
-        alive = [(s, key) for key, ref in self._made.items() if key not in blank and (s := ref()) is not None]
-        for storage, _ in alive:  # torch 2.6 takes its memory from what a weak reference gave, otherwise
-            storage._fix_weakref()  # type: ignore[attr-defined]
+        made = [(key, reference) for key, reference in self._made.items() if key not in blank]
+        alive = [(storage, key) for key, reference in made if (storage := take_hold(reference())) is not None]
         arguments, self._arguments = self._arguments, {}
         if alive and not self.why_not:
             program = (*[step.function for step in self._steps], *[key for _, key in alive])

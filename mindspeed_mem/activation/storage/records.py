@@ -355,6 +355,14 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
+def take_hold(storage: torch.UntypedStorage | None) -> torch.UntypedStorage | None:
+    """Of what a weak reference gave. Older torches (2.6) leave it to the tensors alone otherwise: its memory may go
+    while its object is there, and who counts those that hold it misses one."""
+    if storage is not None and (hold := getattr(storage, "_fix_weakref", None)) is not None:
+        hold()
+    return storage
+
+
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of it as uint8 [nbytes]."""
     return fast_tensors.view_of(storage, torch.uint8, (storage.nbytes(),), (1,), 0)

@@ -27,6 +27,7 @@ from mindspeed_mem.activation.storage.records import (
     REMADE,
     InFlight,
     Record,
+    take_hold,
     whole,
 )
 
@@ -95,7 +96,7 @@ class EvictingMover(Mover):
 
     def _evict(self, record: Record, pinned: set[int]) -> bool:
         """Move this record to the host; False where that cannot be, or would free nothing."""
-        storage = record.storage() if record.buffer is None else record.buffer.untyped_storage()
+        storage = take_hold(record.storage()) if record.buffer is None else record.buffer.untyped_storage()
         if storage is None or storage.nbytes() != record.nbytes or storage._cdata in pinned:
             return False
         holding = [handle for handle in record.live_handles() if handle.layout is None]
