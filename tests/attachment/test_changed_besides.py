@@ -7,7 +7,9 @@ import itertools
 import random
 import sys
 import types
-from collections import OrderedDict
+import warnings
+import weakref
+from collections import OrderedDict, deque
 
 import numpy
 import pytest
@@ -149,6 +151,16 @@ def ordered():
     return count
 
 
+def which_was_used_last():
+    kept = OrderedDict.fromkeys(range(5))
+
+    def count(part, x):
+        kept.move_to_end(next(iter(kept)))
+        return next(iter(kept))
+
+    return count
+
+
 def some_bytes():
     kept = bytearray(1)
 
@@ -237,6 +249,7 @@ WAYS = {
             default_argument,
             argument,
             ordered,
+            which_was_used_last,
             some_bytes,
             past_its_version,
             tensor_around,
@@ -251,6 +264,59 @@ WAYS = {
         for kind in (types.SimpleNamespace, argparse.Namespace, Slots, Attributes, nn.Identity)
     },
 }
+
+
+class Numbered:
+    """Numbers what is made of it, which no run goes on with."""
+
+    numbers = itertools.count()
+
+    def __init__(self):
+        self.number = next(self.numbers)
+        self.runs = 0
+        self.unused = types.SimpleNamespace(rest=iter((1, 2)))
+
+
+class Closed:
+    """Neither says what class it is of, nor what it has."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("no class")
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def raises(*_):
+    raise RuntimeError("not this way")
+
+
+HIDDEN = dict.fromkeys(("__len__", "__iter__", "__getitem__", "keys", "values", "items", "copy", "__eq__"), raises)
+HIDDEN["__hash__"] = object.__hash__
+
+
+def dead():
+    return weakref.proxy(nn.Identity())
+
+
+def quantized():
+    with warnings.catch_warnings(action="ignore"):
+        return torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8)
+
+
+ODD = {
+    "numbered": Numbered,
+    "closed": Closed,
+    "dead": dead,
+    "proxy": lambda: weakref.proxy(MANY),
+    "quantized": quantized,
+    **{
+        f"a {base.__name__} of its own": lambda base=base: type("Own", (base,), HIDDEN)([(1, 2)])
+        for base in (dict, list, OrderedDict, deque, tuple)
+    },
+}
+MANY = nn.ModuleList(nn.Identity() for _ in range(99))
 
 
 class Part(nn.Module):
@@ -317,6 +383,16 @@ def test_it_counts_once(way, uses, caplog):
     again = "" if WAYS[way] is context_variable else "run again, it gives other values"  # from what it was then
     why_not = REFUSED.get(WAYS[way], again if uses else "")
     assert (why_not in caplog.text) if why_not else ("no effect" not in caplog.text)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_objects_are_in_nobodys_way(kind, caplog):
+    def holds():
+        odd = ODD[kind]()
+        return lambda part, x: 0.5 if odd is None else 0.3
+
+    assert same(trained(holds, True, PARTS), trained(holds, True, None))
+    assert "no effect" not in caplog.text
 
 
 def test_a_table_that_has_grown_is_named_in_the_error():

@@ -13,6 +13,7 @@ import dis
 import gc
 import pickle
 import random
+import re
 import sys
 import threading
 import weakref
@@ -34,6 +35,8 @@ from mindspeed_mem.activation.rerun.settings import ABSENT, OF_ANY_MODULE, PLAIN
 from mindspeed_mem.activation.storage import marks
 
 _DEPTH, _MANY = 3, 256  # how deep in containers and objects; larger containers are taken as they are
+_AT_ONCE = 1 << 22  # elements: comparing takes memory, too
+_ATTRIBUTE = re.compile(r"\.(\w+)(?:\[[^\]]*\])*$")
 _FOREIGN = {"torch", "torch_npu", "numpy", "mindspeed_mem", *sys.stdlib_module_names}
 FOREIGN: list[str] = []
 """Beginnings of the names of more modules whose functions and objects belong to no operator."""
@@ -42,6 +45,7 @@ _CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
 _OBJECTS = {SimpleNamespace, Namespace, threading.local}
 _BYTES = {bytearray, array.array}
 _PLAIN = tuple(PLAIN)
+_BASES: tuple[Any, ...] = (OrderedDict, dict, set, deque, list)
 _REBOUND = (*_PLAIN, torch.Tensor, tuple, frozenset)
 """What changes by another being put in its place."""
 _NOT_LOOKED_INTO = (*_PLAIN, type, torch.autograd.function.FunctionCtx)
@@ -69,11 +73,18 @@ class _Content(NamedTuple):
     as_it_is: Any  # sets the version to that
 
 
+class _Seen(set[int]):
+    """What has been looked at, by identity."""
+
+    room = _AT_ONCE
+    """Elements of tensors that may still be looked at although nobody is known to have written to them."""
+
+
 class Called:
     """Notes which Python functions run while it is entered; not under a profiler, which it would replace."""
 
     def __init__(self) -> None:
-        self._foreign: dict[CodeType, bool] = {}
+        self._foreign: dict[int, tuple[bool, CodeType]] = {}  # by identity: codes of two files may be equal
         self.found: dict[tuple[int, ...], tuple[CodeType, dict[str, Any], list[Any]]] = {}
         """Code, globals, and what its closure held and its arguments were."""
 
@@ -91,10 +102,10 @@ class Called:
         if event != "call":
             return
         code = frame.f_code
-        foreign = self._foreign.get(code)
-        if foreign is None:
-            foreign = self._foreign[code] = _foreign(frame.f_globals.get("__name__"))
-        if not foreign:
+        known = self._foreign.get(id(code))
+        if known is None:
+            known = self._foreign[id(code)] = _foreign(frame.f_globals.get("__name__")), code
+        if not known[0]:
             there = frame.f_locals
             held = [there[name] for name in code.co_freevars if name in there]
             held = [value for value in held if not issubclass(type(value), _NOT_LOOKED_INTO)]
@@ -116,25 +127,34 @@ def beside_torch() -> list[Changeable]:
 def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Changeable]:
     """What may change when these modules run: theirs, what ``state`` has, and what the functions name that ran."""
     found = beside_torch()
-    seen: set[int] = set()
+    seen = _Seen()
     for root in modules:
         for path, module in root.named_modules():
             _attributes(weakref.ref(module), path or type(root).__name__, found, seen, 0)
             _class(type(module), found, seen, 0)
     if state is not None:
         _visit(_reference(state), type(state).__name__, found, seen, 0)
-    codes: dict[CodeType, None] = {}
+    codes: set[int] = set()
+    named: set[str] = set()
     for code, names, held in called.found.values():
-        if code not in codes:
-            codes[code] = None
+        if id(code) not in codes:
+            codes.add(id(code))
+            named.update(code.co_names, [one for one in code.co_consts if type(one) is str])
             _names(code, names, found, seen)
             for value in (*[names[name] for name in code.co_names if name in names], *held):
-                if isinstance(value, ModuleType) and not _foreign(value.__name__):
+                if _is_a(value, ModuleType) and not _foreign(value.__name__):
                     _names(code, vars(value), found, seen)
             found += _cells(code)
         for value in held:
             _visit(_reference(value), f"what {code.co_name} works on", found, seen, 0)
-    return found
+    return [place for place in found if place.write is not _never or _may_be_reached(place.name, named)]
+
+
+def _may_be_reached(name: str, named: set[str]) -> bool:
+    """Whether functions that ran name the attribute that this place is, or lies in; which numbers the objects that a
+    class makes is not moved on by these."""
+    attribute = _ATTRIBUTE.search(name)
+    return attribute is None or not named or attribute[1] in named
 
 
 def moved_on(places: Iterable[Changeable]) -> str:
@@ -143,10 +163,10 @@ def moved_on(places: Iterable[Changeable]) -> str:
     return f"it may go on with an iterator ({', '.join(names)}), which each run moves on" if names else ""
 
 
-def _names(code: CodeType, names: dict[str, Any], found: list[Changeable], seen: set[int]) -> None:
+def _names(code: CodeType, names: dict[str, Any], found: list[Changeable], seen: _Seen) -> None:
     """Those of ``names`` that a function names."""
     known = {name: names[name] for name in code.co_names if name in names}
-    rebound = [name for name, value in known.items() if isinstance(value, _REBOUND)]
+    rebound = [name for name, value in known.items() if _is_a(value, _REBOUND)]
     if rebound:
         found.append(_globals(names, rebound))
     for name in known:
@@ -168,6 +188,8 @@ def _cells(code: CodeType) -> list[Changeable]:
 
 
 def _set_outside(code: CodeType) -> set[str]:
+    if not code.co_freevars:
+        return set()
     names = {one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_DEREF", "DELETE_DEREF")}
     inside = [one for one in code.co_consts if isinstance(one, CodeType)]
     return names.union(*map(_set_outside, inside)) & {*code.co_freevars}
@@ -210,25 +232,25 @@ def _differs(now: Any, earlier: Any) -> bool:
         return not same_bits(now.bits, earlier.bits)
     if type(now) is not type(earlier) or not isinstance(now, (dict, list)):
         return True
-    if len(now) != len(earlier) or (isinstance(now, dict) and now.keys() != earlier.keys()):
+    if len(now) != len(earlier) or (isinstance(now, dict) and [*now] != [*earlier]):
         return True
     pairs = [(now[key], earlier[key]) for key in now] if isinstance(now, dict) else zip(now, earlier, strict=True)
     return any(
-        not same_bits(one, other) if isinstance(other, torch.Tensor) else isinstance(other, _REBOUND)
+        not same_bits(one, other) if _is_a(other, torch.Tensor) else _is_a(other, _REBOUND)
         for one, other in pairs
-        if not _is(one, other) and (type(one) is type(other) or isinstance(one, _PLAIN))
+        if not _is(one, other) and (type(one) is type(other) or _is_a(one, _PLAIN))
     )
 
 
-def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
+def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Seen, depth: int) -> None:
     value = get()
     kind = type(value)
-    if isinstance(value, _PLAIN) or id(value) in seen or depth > _DEPTH:
+    if _is_a(value, _PLAIN) or id(value) in seen or depth > _DEPTH:
         return
-    if isinstance(value, type):
+    if _is_a(value, type):
         _class(value, found, seen, depth)
         return
-    if isinstance(value, torch.nn.Module):  # none of the operator's own
+    if _is_a(value, torch.nn.Module):  # none of the operator's own
         if str(kind.__module__).startswith(tuple(FOREIGN)):
             return
         several = list(islice(value.modules(), _FEW + 1))
@@ -236,20 +258,20 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
             _attributes(weakref.ref(one), name, found, seen, depth)
             _class(type(one), found, seen, depth)
         return
-    if isinstance(value, torch.Tensor):
-        if _may_change(value, depth):
+    if _is_a(value, torch.Tensor):
+        if _may_change(value, seen, depth):
             seen.add(id(value))
             found.append(_place(name, get, _content, _copy, _same_content))
-    elif isinstance(value, torch.Generator):
+    elif _is_a(value, torch.Generator):
         seen.add(id(value))
         found.append(_place(name, get, kind.get_state, kind.set_state, torch.equal))
-    elif isinstance(value, random.Random):
+    elif _is_a(value, random.Random):
         seen.add(id(value))
         found.append(_place(name, get, kind.getstate, kind.setstate, _equal))
-    elif kind.__module__ in ("builtins", "itertools") and isinstance(value, Iterator):
+    elif kind.__module__ in ("builtins", "itertools") and _is_a(value, Iterator):
         seen.add(id(value))
         found.append(Changeable(name, lambda: None, _never, is_))
-    elif kind in _BYTES:
+    elif kind in _BYTES and len(value) <= _AT_ONCE:
         seen.add(id(value))
         found.append(
             _place(name, get, lambda it: it[:], lambda it, earlier: it.__setitem__(slice(None), earlier), _equal)
@@ -270,19 +292,20 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
     ):
         seen.add(id(value))
         found.append(_place(name, get, kind.copy, lambda array, earlier: array.__setitem__(..., earlier), _equal))
-    elif kind in _CONTAINERS or (isinstance(value, (dict, list, set, deque)) and not _foreign(kind.__module__)):
+    elif kind in _CONTAINERS or (_is_a(value, (dict, list, set, deque)) and not _foreign(kind.__module__)):
         if kind not in _CONTAINERS:
             _attributes(get, name, found, seen, depth)
             _class(kind, found, seen, depth)
         seen.add(id(value))
         found.append(_container(get, name))
-        if len(value) <= _MANY:
-            for key, item in list(dict.items(value) if isinstance(value, dict) else enumerate(value)):
-                inner = _reference(item) if isinstance(value, set) else partial(_item, get, key)
-                at = repr(key) if isinstance(key, _PLAIN) else f"a {type(key).__name__}"  # never a tensor's values
+        items = _content_of(value)  # whatever a subclass makes of its methods
+        if len(items) <= _MANY:
+            for key, item in items.items() if isinstance(items, dict) else enumerate(items):
+                inner = _reference(item) if _is_a(value, set) else partial(_item, get, key)
+                at = repr(key) if _is_a(key, _PLAIN) else f"a {type(key).__name__}"  # never a tensor's values
                 _visit(inner, f"{name}[{at}]", found, seen, depth + 1)
-    elif isinstance(value, tuple):
-        for index in range(len(value)):
+    elif _is_a(value, tuple):
+        for index in range(tuple.__len__(value)):
             _visit(partial(_item, get, index), f"{name}[{index}]", found, seen, depth + 1)
     elif kind in _OBJECTS:
         _attributes(get, name, found, seen, depth)
@@ -292,50 +315,56 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: set
         _class(kind, found, seen, depth)
 
 
-def _may_change(tensor: torch.Tensor, depth: int) -> bool:
+def _may_change(tensor: torch.Tensor, seen: _Seen, depth: int) -> bool:
     """Whether it is memory of its own that can be put back, and may be written to in a run."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return False
+    if tensor.is_quantized:  # there is no way to compare bits
+        return False
     if tensor.is_inference() or tensor.is_meta or (tensor.requires_grad and not tensor.is_leaf):
         return False
-    if not tensor._version and (depth > _SHALLOW or tensor.numel() > _AT_ONCE or tensor.requires_grad):
+    if not tensor._version and (depth > _SHALLOW or tensor.numel() > seen.room or tensor.requires_grad):
         return False  # nobody has written to it but past its version (``tensor.data``)
     storage = tensor.untyped_storage()
-    return bool(storage.nbytes()) and not marks.is_managed(storage)
+    if not storage.nbytes() or marks.is_managed(storage):
+        return False
+    if not tensor._version:
+        seen.room -= tensor.numel()
+    return True
 
 
-def _class(kind: type, found: list[Changeable], seen: set[int], depth: int) -> None:
+def _class(kind: type, found: list[Changeable], seen: _Seen, depth: int) -> None:
     """What a class, and those that it derives from, count and collect in themselves."""
     for one in kind.__mro__:
-        if id(one) in seen or _foreign(one.__module__) or isinstance(one, EnumMeta):
+        if id(one) in seen or _foreign(one.__module__) or _is_a(one, EnumMeta):
             continue
         seen.add(id(one))
         name, get = one.__qualname__, weakref.ref(one)
         known = {key: value for key, value in vars(one).items() if not key.startswith("__")}
-        rebound = [key for key, value in known.items() if isinstance(value, _REBOUND)]
+        rebound = [key for key, value in known.items() if _is_a(value, _REBOUND)]
         if rebound:
             found.append(_of_class(get, name, rebound))
         for key in known:
-            if not isinstance(known[key], (*_PLAIN, MemberDescriptorType)):
+            if not _is_a(known[key], (*_PLAIN, MemberDescriptorType)):
                 _visit(partial(_class_item, get, key), f"{name}.{key}", found, seen, depth + 1)
 
 
-def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
+def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Seen, depth: int) -> None:
     owner, attributes = get(), partial(_vars, get)
     if id(owner) in seen or not (known := attributes()):
         return
     seen.add(id(owner))
     found.append(_container(attributes, name))
     for key in list(known):
-        if not isinstance(owner, torch.nn.Module) or key not in _OF_A_MODULE:
+        if not _is_a(owner, torch.nn.Module) or key not in _OF_A_MODULE:
             inner = partial(_item, attributes, key)
             _visit(inner, name if key == "_buffers" else f"{name}.{key}", found, seen, depth + 1)
 
 
-def _slots(get: Callable[[], Any], name: str, found: list[Changeable], seen: set[int], depth: int) -> None:
+def _slots(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Seen, depth: int) -> None:
     """What an object keeps without a dictionary."""
     kinds = [one for one in type(get()).__mro__ if not _foreign(one.__module__)]
-    members = [one for kind in kinds for one in vars(kind).values() if isinstance(one, MemberDescriptorType)]
+    members = [one for kind in kinds for one in vars(kind).values() if _is_a(one, MemberDescriptorType)]
     if not members or id(get()) in seen:
         return
 
@@ -376,9 +405,11 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 
 def _item(get: Callable[[], Any], key: Any) -> Any:
+    value = get()
+    base: Any = next((base for base in (*_BASES, tuple) if _is_a(value, base)), None)
     try:
-        return get()[key]
-    except (LookupError, TypeError):  # it is no longer there
+        return base.get(value, key) if _is_a(value, dict) else base.__getitem__(value, key)
+    except (AttributeError, LookupError, TypeError):  # it is no longer there
         return None
 
 
@@ -407,8 +438,8 @@ def _place(name: str, get: Callable[[], Any], read: Callable, write: Callable, s
 
 
 def _container(get: Callable[[], Any], name: str) -> Changeable:
-    kind = next(kind for kind in (dict, set, list) if kind is list or isinstance(get(), kind))
-    base: Any = next(base for base in (OrderedDict, dict, set, deque, list) if isinstance(get(), base))
+    kind = next(kind for kind in (dict, set, list) if kind is list or _is_a(get(), kind))
+    base: Any = next(base for base in _BASES if _is_a(get(), base))
 
     def write(value: Any, earlier: Any) -> None:
         base.clear(value)  # whatever a subclass makes of it
@@ -421,11 +452,19 @@ def _container(get: Callable[[], Any], name: str) -> Changeable:
             return False
         if all(map(is_, now, earlier)) and (kind is list or all(map(is_, now.values(), earlier.values()))):
             return True  # mostly, and much faster
-        if kind is dict:
-            return all(key in now and _is(now[key], item) for key, item in earlier.items())
-        return all(map(_is, now, earlier))
+        if not all(map(_is, now, earlier)):  # of a dict its order, too: what was used last may be the last
+            return False
+        return kind is list or all(map(_is, now.values(), earlier.values()))
 
-    return _place(name, get, kind, write, same)
+    return _place(name, get, _content_of, write, same)
+
+
+def _content_of(value: Any) -> dict | set | list:
+    """A copy of a container, past what a subclass makes of its methods."""
+    base: Any = next(base for base in _BASES if _is_a(value, base))
+    if base is set:
+        return set().union(value)
+    return dict(base.items(value)) if _is_a(value, dict) else list(base.__iter__(value))
 
 
 def _globals(names: dict[str, Any], keys: list[str]) -> Changeable:
@@ -491,7 +530,12 @@ def _foreign(name: Any) -> bool:
 
 
 def _is(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+    return one is other or (type(one) is type(other) and _is_a(one, _PLAIN) and one == other)
+
+
+def _is_a(value: Any, kinds: Any) -> bool:
+    """By its type alone: an object may call itself of another class (a proxy), and raise when it is asked."""
+    return issubclass(type(value), kinds)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -507,7 +551,6 @@ GENERATORS = Changeable("torch's random", lambda: rng.capture(), lambda states: 
 _PYTHON = Changeable("Python's random", random.getstate, random.setstate, _equal)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_MOST = 1 / 32  # coarse types: more is no rounding
-_AT_ONCE = 1 << 22  # elements: comparing takes memory, too
 
 
 def nearly_same(one: torch.Tensor, other: torch.Tensor) -> bool:
