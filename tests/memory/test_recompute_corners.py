@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from typing import Any
 
 import numpy
@@ -186,6 +187,35 @@ def test_other_operations_are_tried_anew_and_those_of_libraries_draw_as_they_dre
     for way, (wrong, said) in found.items():
         assert wrong == [], way
         assert any("run again, it gives other values" in line for line in said) == (way in ("a_kernel_later", "counts"))
+
+
+def taken_and_gone() -> tuple[int, list[bool]]:
+    """Bytes that were recomputed, and of what a function in inline code took, whether it is still there after it."""
+    from tests import models, swap_runs
+    from tests.worlds import parallel
+
+    taken: list[weakref.ref] = []
+
+    def total(parts: list[torch.Tensor]) -> torch.Tensor:
+        taken.append(weakref.ref(parts[0]))
+        return parts[0] + parts[1]
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(total([x * 2, x * 3]))
+
+    with parallel(), swap_runs.swap(again([r"mlp\.activation_func"])) as engine:
+        chunks = models.build_gpt("dense", layers=2)
+        for layer in chunks[0].module.decoder.layers:
+            layer.mlp.activation_func = act
+        loss = swap_runs.one_forward(engine, chunks).sum()
+        there = [one() is not None for one in taken]
+        loss.backward()
+        return sum(engine.mover.dropped.values()), there
+
+
+def test_what_functions_in_inline_code_took_is_gone_after_it():
+    [(dropped, there)] = on_ranks(1, taken_and_gone)
+    assert dropped and there == [False, False]
 
 
 def left_on_the_host(plan: dict[str, Any]) -> dict[str, int]:

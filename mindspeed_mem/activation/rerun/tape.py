@@ -206,12 +206,13 @@ class Tape(Rerun, TorchDispatchMode):
         made = [(key, reference) for key, reference in self._made.items() if key not in blank]
         alive = [(storage, key) for key, reference in made if (storage := take_hold(reference())) is not None]
         arguments, self._arguments = self._arguments, {}
+        called, self.called = self.called, None  # which holds what functions took
         if alive and not self.why_not:
             program = (*[step.function for step in self._steps], *[key for _, key in alive])
             places = known.get(program)
             if places is None:
                 try:
-                    places = self._try_out(alive, arguments)
+                    places = self._try_out(alive, arguments, called)
                 except torch.OutOfMemoryError:
                     return None
                 if not self.why_not and any(storage.nbytes() for storage, _ in alive):  # nothing shows nothing
@@ -226,7 +227,7 @@ class Tape(Rerun, TorchDispatchMode):
         return alive
 
     def _try_out(
-        self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor]
+        self, alive: list[tuple[torch.UntypedStorage, int]], arguments: dict[int, torch.Tensor], called: Called | None
     ) -> Sequence[Changeable]:
         """Returns what a second run changes besides: it is as before."""
         changed: dict[Changeable, bool] = {}
@@ -236,7 +237,7 @@ class Tape(Rerun, TorchDispatchMode):
         if _reads_blank_numbers(steps):
             self.why_not = "it reads memory that no torch operation has written"
             return ()
-        places = beside_torch() if self.called is None else places_of((), None, self.called)
+        places = beside_torch() if called is None else places_of((), None, called)
         self.why_not = moved_on(places)
         if self.why_not:
             return ()
