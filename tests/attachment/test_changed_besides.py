@@ -2,6 +2,7 @@
 back after second runs, or there are none."""
 
 import argparse
+import contextlib
 import contextvars
 import itertools
 import random
@@ -383,6 +384,60 @@ def test_it_counts_once(way, uses, caplog):
     again = "" if WAYS[way] is context_variable else "run again, it gives other values"  # from what it was then
     why_not = REFUSED.get(WAYS[way], again if uses else "")
     assert (why_not in caplog.text) if why_not else ("no effect" not in caplog.text)
+
+
+class Counting(nn.Module):
+    """Counts in what it is given, by its position or name."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.linear, self.uses = nn.Linear(8, 8), uses
+
+    def forward(self, x, kept, *, also):
+        kept.runs += 1
+        also.inside.runs += 1
+        return torch.sin(self.linear(x) * (1 + self.uses * kept.runs * also.inside.runs))
+
+
+class Calling(nn.Module):
+    def __init__(self, uses):
+        super().__init__()
+        self.part = Counting(uses)
+
+    def forward(self, x, kept, also):
+        return x + self.part(x, kept, also=also)
+
+
+class Net(nn.Module):
+    def __init__(self, uses):
+        super().__init__()
+        self.blocks = nn.ModuleList(Calling(uses) for _ in range(2))
+
+    def forward(self, x, kept, also):
+        for block in self.blocks:
+            x = block(x, kept, also)
+        return x
+
+
+@pytest.mark.parametrize("uses", [0.0, 0.1], ids=["kept", "used"])
+def test_what_it_changes_in_arguments_counts_once_in_each_step(uses, caplog):
+    """Each has objects of its own."""
+
+    def run(plan):
+        torch.manual_seed(3)
+        model, found = Net(uses), []
+        attached = mindspeed_mem.attach(model, plan) if plan else contextlib.nullcontext()
+        with attached:
+            for _ in range(3):
+                kept = types.SimpleNamespace(runs=0), types.SimpleNamespace(inside=types.SimpleNamespace(runs=0))
+                losses = [model(torch.randn(4, 8), *kept).square().mean() for _ in range(2)]
+                sum(losses).backward()
+                found += [*losses, *(one.grad.clone() for one in model.parameters())]
+                found += [torch.tensor([kept[0].runs, kept[1].inside.runs])]
+        return found
+
+    assert same(run(PARTS), run(None))
+    assert ("no effect" in caplog.text) == bool(uses)
 
 
 @pytest.mark.parametrize("kind", ODD)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mindspeed_mem.activation.rerun.state import nearly_same
+from mindspeed_mem.activation.rerun.bits import nearly_same
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])

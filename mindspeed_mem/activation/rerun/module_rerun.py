@@ -14,7 +14,7 @@ import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -25,9 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
+from mindspeed_mem.activation.rerun.bits import alike, nearly_same
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
-from mindspeed_mem.activation.rerun.state import GENERATORS, Changeable, nearly_same, put_back, same_bits
+from mindspeed_mem.activation.rerun.state import GENERATORS, Changeable, given, put_back
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.ledger import LEDGER
@@ -132,7 +133,8 @@ class ModuleRerun(Rerun):
         self._places: list[Changeable] = []
         self._then: list[tuple[Changeable, Any]] = []
         if places:
-            self._starts_with(places)
+            with given(args, kwargs):
+                self._starts_with(places)
         self.untried = untried = Untried() if places is None else None
 
         inputs: list[tuple[Handle, bool, dict[str, Any]]] = []
@@ -322,6 +324,8 @@ class ModuleRerun(Rerun):
 
     def _put_back_afterwards(self, stack: ExitStack, args: tuple, kwargs: dict[str, Any], attributes: Any) -> None:
         """All is as it was when the operator ran first; once ``stack`` is left, as it is now."""
+        if self._places:
+            stack.enter_context(given(args, kwargs))
         for place, then in self._then:
             stack.enter_context(put_back([place]))  # the next may lie in an object of then
             place.write(then)
@@ -346,6 +350,11 @@ class ModuleRerun(Rerun):
         raise RuntimeError(f"{self} computes gradients within its forward, so it cannot be recomputed")
 
     # ---- once: whether it repeats itself
+    def given(self) -> AbstractContextManager[None]:
+        """Around what looks at what it changes."""
+        args, kwargs, _ = self._given
+        return given(args, kwargs)
+
     def input_changed(self) -> bool:
         """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
         return self.untried is not None and any(version_of(leaf) != version for leaf, version in self.untried.leaves)
@@ -379,7 +388,7 @@ class ModuleRerun(Rerun):
         def compare(one: torch.Tensor | None, other: torch.Tensor | None) -> None:
             """To the end, whatever is found: other ranks may wait for collectives."""
             nonlocal nearly, otherwise
-            if otherwise or seeds.are(other) or (one is not None and other is not None and _same(one, other)):
+            if otherwise or seeds.are(other) or (one is not None and other is not None and alike(one, other)):
                 return
             nearly = True  # kernels that add up in any order differ by that much without recompute, too
             if one is None or other is None or is_host_device(one.device):
@@ -408,8 +417,8 @@ class ModuleRerun(Rerun):
 
         why_not = ""
         now = rng.capture(leaf for leaf, _ in leaves_then)
-        given = zip(leaves_then, self.inputs or (), strict=True)
-        leaves = [_leaf(leaf.detach(), wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in given]
+        taken = zip(leaves_then, self.inputs or (), strict=True)
+        leaves = [_leaf(leaf.detach(), wants_grad, attributes) for (leaf, _), (_, wants_grad, attributes) in taken]
         if as_drawn:
             self.untried.leaves = leaves_then = []  # not wanted again, on whatever rank
         try:
@@ -539,16 +548,6 @@ def _empty(leaves: list[torch.Tensor]) -> None:
             leaf.data = fast_tensors.empty(leaf.dtype, leaf.device)
         elif leaf.layout is torch.sparse_coo:
             leaf.data = leaf.new_empty(0)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = local_of(one), local_of(other)
-    if one.is_nested and one.layout is torch.strided and other.is_nested:
-        parts = one.detach().unbind(), other.detach().unbind()
-        return len(parts[0]) == len(parts[1]) and all(map(_same, *parts))
-    if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.layout is not torch.strided:
-        return type(one) is type(other)
-    return same_bits(one, other)
 
 
 def _content(record: Record, layout: Layout, like: torch.Tensor) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ import threading
 import weakref
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import EnumMeta
 from functools import partial
 from itertools import islice
@@ -31,11 +31,11 @@ import torch
 
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import attributes_of
+from mindspeed_mem.activation.rerun.bits import AT_ONCE, same_bits
 from mindspeed_mem.activation.rerun.settings import ABSENT, OF_ANY_MODULE, PLAIN
 from mindspeed_mem.activation.storage import marks
 
 _DEPTH, _MANY = 3, 256  # how deep in containers and objects; larger containers are taken as they are
-_AT_ONCE = 1 << 22  # elements: comparing takes memory, too
 _ATTRIBUTE = re.compile(r"\.(\w+)(?:\[[^\]]*\])*$")
 _FOREIGN = {"torch", "torch_npu", "numpy", "mindspeed_mem", *sys.stdlib_module_names}
 FOREIGN: list[str] = []
@@ -51,6 +51,10 @@ _REBOUND = (*_PLAIN, torch.Tensor, tuple, frozenset)
 _NOT_LOOKED_INTO = (*_PLAIN, type, torch.autograd.function.FunctionCtx)
 _NO_ARGUMENTS = (*_NOT_LOOKED_INTO, torch.Tensor, tuple, Iterator)
 _SHALLOW, _FEW = 2, 64  # how deep in modules tensors count whoever has written to them; modules of others
+
+
+_given: list[dict[Any, Any]] = []
+"""What operators were given of which places are looked at, by position or name; innermost last."""
 
 
 class Changeable(NamedTuple):
@@ -76,7 +80,7 @@ class _Content(NamedTuple):
 class _Seen(set[int]):
     """What has been looked at, by identity."""
 
-    room = _AT_ONCE
+    room = AT_ONCE
     """Elements of tensors that may still be looked at although nobody is known to have written to them."""
 
 
@@ -124,6 +128,16 @@ def beside_torch() -> list[Changeable]:
     return [_PYTHON, Changeable("numpy's random", numpy.random.get_state, numpy.random.set_state, _equal)]
 
 
+@contextlib.contextmanager
+def given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, what lies in an operator's arguments is looked up in these: each run may be given other objects."""
+    _given.append({**dict(enumerate(args)), **kwargs})
+    try:
+        yield
+    finally:
+        _given.pop()
+
+
 def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Changeable]:
     """What may change when these modules run: theirs, what ``state`` has, and what the functions name that ran."""
     found = beside_torch()
@@ -146,7 +160,7 @@ def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) ->
                     _names(code, vars(value), found, seen)
             found += _cells(code)
         for value in held:
-            _visit(_reference(value), f"what {code.co_name} works on", found, seen, 0)
+            _visit(_argument_or(value), f"what {code.co_name} works on", found, seen, 0)
     return [place for place in found if place.write is not _never or _may_be_reached(place.name, named)]
 
 
@@ -271,7 +285,7 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
     elif kind.__module__ in ("builtins", "itertools") and _is_a(value, Iterator):
         seen.add(id(value))
         found.append(Changeable(name, lambda: None, _never, is_))
-    elif kind in _BYTES and len(value) <= _AT_ONCE:
+    elif kind in _BYTES and len(value) <= AT_ONCE:
         seen.add(id(value))
         found.append(
             _place(name, get, lambda it: it[:], lambda it, earlier: it.__setitem__(slice(None), earlier), _equal)
@@ -287,7 +301,7 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
         found.append(_place(name, get, lambda it: it.bit_generator.state, _set_bits, _equal))
     elif (
         (kind.__module__, kind.__name__) == ("numpy", "ndarray")
-        and value.nbytes <= _AT_ONCE
+        and value.nbytes <= AT_ONCE
         and not value.dtype.hasobject
     ):
         seen.add(id(value))
@@ -402,6 +416,12 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
+
+
+def _argument_or(value: Any) -> Callable[[], Any]:
+    """As `_reference`, but of each run its own where this is one of the operator's arguments."""
+    at = next((key for key, one in _given[-1].items() if one is value), None) if _given else None
+    return _reference(value) if at is None else lambda: _given[-1].get(at) if _given else None
 
 
 def _item(get: Callable[[], Any], key: Any) -> Any:
@@ -549,38 +569,3 @@ def _never(earlier: Any) -> None:
 GENERATORS = Changeable("torch's random", lambda: rng.capture(), lambda states: rng.restore(states), rng.same)
 """For an operator that draws from states that it puts back: not among what `places_of` finds."""
 _PYTHON = Changeable("Python's random", random.getstate, random.setstate, _equal)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_MOST = 1 / 32  # coarse types: more is no rounding
-
-
-def nearly_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they differ by no more than sums do whose order is left to chance."""
-    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
-        return same_bits(one, other)
-    if one.numel() > _AT_ONCE:
-        return all(nearly_same(*parts) for parts in _halves(one, other))
-    if same_bits(one, other) or not one.numel():
-        return True
-    eps = torch.finfo(one.dtype).eps
-    least = max(eps, min(64 * eps, _AT_MOST))
-    one, other = one.detach().float(), other.detach().float()
-    return bool((one - other).abs().max() <= least * one.abs().max())
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one layout hold the same, not-a-numbers included; takes little memory besides."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    if one.numel() > _AT_ONCE:
-        return all(same_bits(*parts) for parts in _halves(one, other))
-    kind = _INTEGERS[one.element_size()]
-    return torch.equal(one.detach().view(kind), other.detach().view(kind))
-
-
-def _halves(one: torch.Tensor, other: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    dim = max(range(one.dim()), key=one.size)
-    half = one.size(dim) // 2
-    parts = (0, half), (half, one.size(dim) - half)
-    return [(one.narrow(dim, *part), other.narrow(dim, *part)) for part in parts]

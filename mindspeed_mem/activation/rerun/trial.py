@@ -162,7 +162,10 @@ class Trial(AbstractContextManager):
     def settle(self, result: Any, shows: bool) -> None:
         """The first run has returned ``result`` (None: that is not made again): run again, and let what is made again
         go. ``shows``: it had something to work on; nothing shows nothing."""
-        rerun = self._rerun
+        with self._rerun.given():
+            self._settle(self._rerun, result, shows)
+
+    def _settle(self, rerun: ModuleRerun, result: Any, shows: bool) -> None:
         rerun.settings = self._of.changes_itself(rerun.settings)
         now = collectives_begun(self._partners)
         shared = [group for group, number in now.items() if number is None or number != self._begun.get(group)]
