@@ -440,6 +440,15 @@ def test_what_it_changes_in_arguments_counts_once_in_each_step(uses, caplog):
     assert ("no effect" in caplog.text) == bool(uses)
 
 
+shape = iter(())
+
+
+def test_an_attribute_is_not_the_variable_of_that_name(caplog):
+    """Which a program may go on with, as with its data."""
+    trained(lambda: lambda part, x: 0.1 * x.shape[0], True, PARTS)
+    assert "no effect" not in caplog.text
+
+
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_objects_are_in_nobodys_way(kind, caplog):
     def holds():

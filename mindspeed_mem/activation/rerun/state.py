@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import EnumMeta
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from operator import is_
 from types import CellType, CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
@@ -154,10 +154,12 @@ def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) ->
         if id(code) not in codes:
             codes.add(id(code))
             named.update(code.co_names, [one for one in code.co_consts if type(one) is str])
-            _names(code, names, found, seen)
-            for value in (*[names[name] for name in code.co_names if name in names], *held):
+            known = {name: names[name] for name in _globals_in(code) if name in names}
+            _names(known, names, found, seen)
+            for value in (*known.values(), *held):
                 if _is_a(value, ModuleType) and not _foreign(value.__name__):
-                    _names(code, vars(value), found, seen)
+                    there = vars(value)
+                    _names({name: there[name] for name in code.co_names if name in there}, there, found, seen)
             found += _cells(code)
         for value in held:
             _visit(_argument_or(value), f"what {code.co_name} works on", found, seen, 0)
@@ -177,9 +179,15 @@ def moved_on(places: Iterable[Changeable]) -> str:
     return f"it may go on with an iterator ({', '.join(names)}), which each run moves on" if names else ""
 
 
-def _names(code: CodeType, names: dict[str, Any], found: list[Changeable], seen: _Seen) -> None:
+@lru_cache(4096)
+def _globals_in(code: CodeType) -> tuple[str, ...]:
+    """Those of its names that are no attributes."""
+    wanted = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
+    return tuple(dict.fromkeys(one.argval for one in dis.get_instructions(code) if one.opname in wanted))
+
+
+def _names(known: dict[str, Any], names: dict[str, Any], found: list[Changeable], seen: _Seen) -> None:
     """Those of ``names`` that a function names."""
-    known = {name: names[name] for name in code.co_names if name in names}
     rebound = [name for name, value in known.items() if _is_a(value, _REBOUND)]
     if rebound:
         found.append(_globals(names, rebound))
