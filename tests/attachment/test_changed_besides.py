@@ -459,6 +459,21 @@ def test_odd_objects_are_in_nobodys_way(kind, caplog):
     assert "no effect" not in caplog.text
 
 
+class Nameless(type):
+    @property
+    def __module__(cls):
+        raise RuntimeError("of no module")
+
+
+def test_what_holds_an_object_that_nobody_can_look_at_is_kept(caplog):
+    def holds():
+        odd = Nameless("Odd", (), {})()
+        return lambda part, x: 0.5 if odd is None else 0.3
+
+    assert same(trained(holds, True, PARTS), trained(holds, True, None))
+    assert "what it may change cannot be looked at (RuntimeError: of no module)" in caplog.text
+
+
 def test_a_table_that_has_grown_is_named_in_the_error():
     """In a forward between this one and its backward."""
 

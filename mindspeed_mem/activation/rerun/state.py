@@ -138,8 +138,18 @@ def given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         _given.pop()
 
 
-def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Changeable]:
-    """What may change when these modules run: theirs, what ``state`` has, and what the functions name that ran."""
+def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> tuple[list[Changeable], str]:
+    """What may change when these modules run: theirs, what ``state`` has, and what the functions name that ran. And why
+    that cannot be put back; empty if it can."""
+    try:
+        found = _places_of(modules, state, called)
+    except Exception as error:  # of an object that nobody can look at; other ranks must not wait for this one
+        return [], f"what it may change cannot be looked at ({type(error).__name__}: {error})"
+    names = dict.fromkeys(place.name for place in found if place.write is _never)
+    return found, f"it may go on with an iterator ({', '.join(names)}), which each run moves on" if names else ""
+
+
+def _places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> list[Changeable]:
     found = beside_torch()
     seen = _Seen()
     for root in modules:
@@ -171,12 +181,6 @@ def _may_be_reached(name: str, named: set[str]) -> bool:
     class makes is not moved on by these."""
     attribute = _ATTRIBUTE.search(name)
     return attribute is None or not named or attribute[1] in named
-
-
-def moved_on(places: Iterable[Changeable]) -> str:
-    """Which of them nobody can put back; empty if there is none."""
-    names = dict.fromkeys(place.name for place in places if place.write is _never)
-    return f"it may go on with an iterator ({', '.join(names)}), which each run moves on" if names else ""
 
 
 @lru_cache(4096)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
 from mindspeed_mem.activation.rerun.second_run import READERS, Rerun
-from mindspeed_mem.activation.rerun.state import Called, Changeable, beside_torch, moved_on, places_of, put_back
+from mindspeed_mem.activation.rerun.state import Called, Changeable, beside_torch, places_of, put_back
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover
@@ -237,8 +237,9 @@ class Tape(Rerun, TorchDispatchMode):
         if _reads_blank_numbers(steps):
             self.why_not = "it reads memory that no torch operation has written"
             return ()
-        places = beside_torch() if called is None else places_of((), None, called)
-        self.why_not = moved_on(places)
+        places = beside_torch()
+        if called is not None:
+            places, self.why_not = places_of((), None, called)
         if self.why_not:
             return ()
         with put_back(places, changed), UnusedSeeds() as seeds:

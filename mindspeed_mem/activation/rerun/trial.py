@@ -21,7 +21,7 @@ from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
-from mindspeed_mem.activation.rerun.state import Called, Changeable, moved_on, places_of
+from mindspeed_mem.activation.rerun.state import Called, Changeable, places_of
 from mindspeed_mem.activation.storage import marks
 
 _DEPARTURES = 8
@@ -175,9 +175,11 @@ class Trial(AbstractContextManager):
         if any(weight._version != version for weight, version in self._weights):
             why_not = why_not or "it changes its parameters"
         self._weights.clear()
-        found = [] if why_not else places_of(roots, rerun.state, self._called)
+        found: list[Changeable] = []
+        if not why_not:
+            found, why_not = places_of(roots, rerun.state, self._called)
         places: dict[Changeable, bool] = {}
-        why_not = self._agreed(why_not or moved_on(found), shared)
+        why_not = self._agreed(why_not, shared)
         if not why_not and not in_managed_memory(result):
             why_not, places = rerun.repeats(result, found)
             [once_more] = highest([int(bool(why_not) and rerun.may_put_back())], shared, self._device_type)
