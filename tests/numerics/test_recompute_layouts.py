@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 
 import pytest
 import torch
@@ -75,11 +75,15 @@ def test_fused_weight_gradients_with_overlapping_reduction():
     assert on_ranks(2, mismatches, PLANS, {}, model, micro_batches=4) == [[], []]
 
 
-def counted(module) -> itertools.count:
-    """Counts its runs, second ones included: what a hook of Python's own would count is put back after these."""
-    count = itertools.count()
-    module.register_forward_pre_hook(lambda *_: (next(count), None)[1])
-    return count
+def counted(module) -> ctypes.c_long:
+    """Counts its runs, second ones included: what Python's own objects count is put back after these."""
+    runs = ctypes.c_long()
+
+    def count(*_):
+        runs.value += 1
+
+    module.register_forward_pre_hook(count)
+    return runs
 
 
 def recomputed(layout: dict, plan: dict) -> tuple[list[int], list[int], list[int]]:
@@ -91,13 +95,13 @@ def recomputed(layout: dict, plan: dict) -> tuple[list[int], list[int], list[int
 
     with parallel(**layout), swap(plan) as engine:
         chunks = build_gpt("dense", layers=8)
-        runs: dict[int, itertools.count] = {}
+        runs: dict[int, ctypes.c_long] = {}
         for chunk in chunks:
             for layer in chunk.module.decoder.layers:
                 number = layer.layer_number - 1
                 runs[number] = counted(layer.self_attention.linear_qkv)
         train_step(chunks, micro_batches=2)
-        times = {number: next(count) for number, count in runs.items()}
+        times = {number: count.value for number, count in runs.items()}
         planned = [layer for layer in range(8) if engine.in_force.plan.recompute(layer, "") is not None]
         return planned, sorted(n for n, of in times.items() if of == 5), sorted(runs)
 
@@ -148,7 +152,7 @@ def under_checkpoints(reentrant: bool, plan: dict) -> tuple[list[str], list[str]
     from tests.models import build_gpt, train_step
     from tests.swap_runs import difference, left_over, listening, swap
 
-    runs: list[itertools.count] = []
+    runs: list[ctypes.c_long] = []
 
     def run() -> list:
         chunks = build_gpt("dropout")
@@ -169,7 +173,7 @@ def under_checkpoints(reentrant: bool, plan: dict) -> tuple[list[str], list[str]
         results = run()
         assert not any(left_over(engine).values())
     found = [what for one, other in zip(results, without, strict=True) for what in difference(one, other)]
-    return found, messages, [next(count) for count in runs]
+    return found, messages, [count.value for count in runs]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

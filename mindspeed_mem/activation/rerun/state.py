@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import EnumMeta
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import islice, zip_longest
 from operator import is_
 from types import CellType, CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -261,11 +261,19 @@ def _differs(now: Any, earlier: Any) -> bool:
     if len(now) != len(earlier) or (isinstance(now, dict) and [*now] != [*earlier]):
         return True
     pairs = [(now[key], earlier[key]) for key in now] if isinstance(now, dict) else zip(now, earlier, strict=True)
-    return any(
-        not same_bits(one, other) if _is_a(other, torch.Tensor) else _is_a(other, _REBOUND)
-        for one, other in pairs
-        if not _is(one, other) and (type(one) is type(other) or _is_a(one, _PLAIN))
-    )
+    return any(_means_another(one, other) for one, other in pairs if not _is(one, other))
+
+
+def _means_another(now: Any, earlier: Any) -> bool:
+    """Whether what has come in the place of another is another value; of objects nobody knows."""
+    if type(now) is not type(earlier):
+        return _is_a(now, _PLAIN) and _is_a(earlier, _REBOUND)
+    if _is_a(earlier, torch.Tensor):
+        return not same_bits(now, earlier)
+    if _is_a(earlier, tuple):
+        pairs = list(zip_longest(tuple.__iter__(now), tuple.__iter__(earlier)))
+        return any(_means_another(one, other) for one, other in pairs if not _is(one, other))
+    return _is_a(earlier, frozenset) and now != earlier or _is_a(earlier, _PLAIN)
 
 
 def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Seen, depth: int) -> None:
