@@ -162,7 +162,7 @@ def microseconds(of_process: bool) -> Callable[[], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, help="15; with --instructions, which do not scatter, 1")
     parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
@@ -199,9 +199,9 @@ def main() -> None:
             steps()
     gc.collect()
     gc.freeze()
-    unit, clock, rounds = "us", microseconds(backend.is_host), args.rounds
+    unit, clock, rounds = "us", microseconds(backend.is_host), args.rounds or 15
     if args.instructions:
-        unit, clock, rounds = "instructions", instructions.Instructions(args.counts), 1
+        unit, clock, rounds = "instructions", instructions.Instructions(args.counts), args.rounds or 1
     taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm=1, minutes=args.minutes)
     rows = rows_of(taken, unit, args.steps, saved)
     print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")

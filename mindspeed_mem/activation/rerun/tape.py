@@ -32,6 +32,7 @@ from mindspeed_mem.device.op_rules import written_arguments, written_places
 _RANDOM = torch.Tag.nondeterministic_seeded
 MANAGED = "its input is memory that Megatron empties or writes over itself"
 COLLECTIVES = {"c10d", "_c10d_functional"}
+_PROGRAMS = 64  # of one operator that are remembered
 _OF_TORCH = {"aten", "prims"}  # of these it is known whether they draw
 _UNLIKELY = 0x5A  # in each byte: a finite number in all dtypes (a factor of zero still gives zero)
 
@@ -217,7 +218,11 @@ class Tape(Rerun, TorchDispatchMode):
                     return None
                 if not self.why_not and any(storage.nbytes() for storage, _ in alive):  # nothing shows nothing
                     known[program] = places
+                    if len(known) > _PROGRAMS:  # of code that takes another way each time
+                        del known[next(iter(known))]
             self._places = places
+        elif not alive:
+            known.setdefault((), ())  # nobody needs to look at its functions again
         if self.why_not:
             return []
         self._wanted = {key for _, key in alive}
