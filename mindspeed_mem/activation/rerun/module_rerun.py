@@ -26,9 +26,9 @@ from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.bits import alike, nearly_same
+from mindspeed_mem.activation.rerun.changeable import GENERATORS, Changeable, given, put_back
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
-from mindspeed_mem.activation.rerun.state import GENERATORS, Changeable, given, put_back
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.ledger import LEDGER

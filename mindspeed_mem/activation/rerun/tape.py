@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import join, split, tensors_in
+from mindspeed_mem.activation.rerun.changeable import Changeable, beside_torch, put_back
 from mindspeed_mem.activation.rerun.second_run import READERS, Rerun
-from mindspeed_mem.activation.rerun.state import Called, Changeable, beside_torch, places_of, put_back
+from mindspeed_mem.activation.rerun.state import Called, places_of
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.mover import Mover

@@ -19,9 +19,10 @@ from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.agreement import collectives_begun, highest
 from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import tensors_in
+from mindspeed_mem.activation.rerun.changeable import Changeable
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
-from mindspeed_mem.activation.rerun.state import Called, Changeable, places_of
+from mindspeed_mem.activation.rerun.state import Called, places_of
 from mindspeed_mem.activation.storage import marks
 
 _DEPARTURES = 8

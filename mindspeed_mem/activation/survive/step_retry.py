@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mindspeed_mem.activation.rerun import rng
+from mindspeed_mem.activation.rerun.changeable import GENERATORS, Changeable, beside_torch
 from mindspeed_mem.activation.rerun.model_buffers import Buffer
-from mindspeed_mem.activation.rerun.state import GENERATORS, Changeable, beside_torch
 from mindspeed_mem.activation.storage.records import version_of
 
 _SMALL = 64 * 1024  # bytes; larger buffers of a model (tables) are not written to by its forward, but for vectors
