@@ -53,6 +53,34 @@ Tensor like(const Tensor& meta) {
 
 // ---- one call of an operator
 
+// What meta tensors have said of a call: many of their kernels are in Python.
+struct Shapes {
+  bool known;
+  std::vector<Tensor> metas;
+  std::vector<IValue> results;
+
+  static std::optional<Shapes> of(const std::string& call) {
+    std::lock_guard<std::mutex> lock(mutex());
+    const auto found = all().find(call);
+    return found == all().end() ? std::nullopt : std::optional<Shapes>(found->second);
+  }
+  static void keep(const std::string& call, const Shapes& shapes) {
+    std::lock_guard<std::mutex> lock(mutex());
+    if (all().size() == 10000) all().clear();
+    all().emplace(call, shapes);
+  }
+
+ private:
+  static std::unordered_map<std::string, Shapes>& all() {
+    static auto* the = new std::unordered_map<std::string, Shapes>();
+    return *the;
+  }
+  static std::mutex& mutex() {
+    static auto* the = new std::mutex();
+    return *the;
+  }
+};
+
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack* stack)
@@ -124,6 +152,17 @@ class Call {
       for (const auto& result : schema_.returns()) meta_results_.push_back(written_argument(result));
       return true;
     }
+    const auto call = description();
+    if (const auto before = call ? Shapes::of(*call) : std::nullopt) {
+      metas_ = before->metas;
+      meta_results_ = before->results;
+      return before->known;
+    }
+    const bool known = by_meta_tensors();
+    if (call) Shapes::keep(*call, {known, metas_, meta_results_});
+    return known;
+  }
+  bool by_meta_tensors() {
     try {
       std::unordered_map<c10::TensorImpl*, Tensor> same;
       auto args = with_device(at::kMeta);
@@ -145,6 +184,48 @@ class Call {
       metas_.clear();
       return false;
     }
+  }
+  // All that an operator's meta tensors depend on; none where that is not known, or where they are written to.
+  std::optional<std::string> description() const {
+    if (schema_.name().rfind("aten::", 0) != 0 || std::count(written_.begin(), written_.end(), true)) return std::nullopt;
+    std::string text = schema_.name() + "." + schema_.overload_name();
+    add(text, static_cast<int64_t>(at::get_default_dtype_as_scalartype()));
+    for (size_t i = 0; i < args_.size(); ++i)
+      if (static_cast<int>(i) != generator_ && !describe(args_[i], text)) return std::nullopt;
+    return text;
+  }
+  static void add(std::string& text, int64_t number) { text.append(reinterpret_cast<const char*>(&number), sizeof(number)); }
+  bool describe(const IValue& value, std::string& text) const {
+    text += value.tagKind();
+    if (value.isTensor()) {
+      const Tensor& t = value.toTensor();
+      if (!t.defined()) return true;
+      add(text, static_cast<int64_t>(t.scalar_type()));
+      if (!on_device(t)) return !t.dim() && t.unsafeGetTensorImpl()->is_wrapped_number();
+      for (size_t d = 0; d < device_tensors_.size(); ++d)
+        if (device_tensors_[d].is_same(t)) {
+          add(text, static_cast<int64_t>(d));
+          break;
+        }
+      add(text, t.dim());
+      for (const int64_t n : t.sizes()) add(text, n);
+      for (const int64_t n : t.strides()) add(text, n);
+    } else if (value.isList()) {
+      add(text, static_cast<int64_t>(value.toListRef().size()));
+      for (const IValue& one : value.toListRef())
+        if (!describe(one, text)) return false;
+    } else if (value.isDouble()) {
+      const double number = value.toDouble();
+      text.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    } else if (value.isString()) {
+      add(text, static_cast<int64_t>(value.toStringRef().size()));
+      text += value.toStringRef();
+    } else if (value.isInt() || value.isBool()) {
+      add(text, value.isInt() ? value.toInt() : value.toBool());
+    } else {
+      return value.isNone() || value.isDevice();
+    }
+    return true;
   }
   // Mean and deviation of half-precision input: the host's kernels have them in another type than meta tensors say.
   void as_the_hosts_layer_norm() {
