@@ -162,7 +162,7 @@ def test_a_branch_on_a_stream_of_its_own(lag, plans, tells):
     assert on_ranks(1, under, lag, branches_beside, tells, plans, device="cuda") == [[]]
 
 
-def steady(plan: dict | None, steps: int = 12) -> dict[str, int]:
+def steady(plan: dict | None, steps: int = 8) -> dict[str, int]:
     """What a step does that stops the host or asks the driver, summed over the last half of the steps."""
     import contextlib
 

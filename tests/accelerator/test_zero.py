@@ -248,7 +248,7 @@ def test_megatrons_optimizers_in_parallel():
 # ---- a steady state
 
 
-def steady(stage: int, case: Case, steps: int = 20) -> dict[str, int]:
+def steady(stage: int, case: Case, steps: int = 14) -> dict[str, int]:
     """Of the steps from the 8th to the last but one: what stops the host, or asks the driver, by its reason."""
     from tests.accelerator import stand_in
 
