@@ -146,10 +146,10 @@ def test_too_little_memory_is_refused_with_the_least_that_does():
     assert used <= least
 
 
-def language_model(folder):
+def language_model(shape, folder):
     torch.manual_seed(1)
     model = GPT().double()
-    mesh = parallel.mesh("cpu", dp=2, tp=2)
+    mesh = parallel.mesh("cpu", **shape)
     batch = gpt_batch(0, torch.float64)
     plan = parallel.auto(model, batch, mesh, machine=MACHINE)
     if torch.distributed.get_rank() == 0:
@@ -167,8 +167,11 @@ def language_model(folder):
     return float((losses[0] - losses[1]).abs()), max(errors), missed, told
 
 
-def test_a_language_model_trains_by_a_plan_that_was_saved_and_read(tmp_path):
-    loss, error, missed, told = on_ranks(4, language_model, str(tmp_path))[0]
+@pytest.mark.parametrize(
+    "shape", but([{"tp": 2}, {"dp": 2, "tp": 2}], {"dp": 2, "tp": 2}), ids=["one axis", "two axes"]
+)
+def test_a_language_model_trains_by_a_plan_that_was_saved_and_read(tmp_path, shape):
+    loss, error, missed, told = on_ranks(2 * len(shape), language_model, shape, str(tmp_path))[0]
     assert loss < 1e-12 and error < 1e-12
     assert 0 <= missed <= 3 * 8  # single numbers inside the loss, which are not planned
     assert told.startswith("blocks.*.fc1:linear.0") and "instead of" in told

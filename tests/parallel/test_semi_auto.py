@@ -227,11 +227,14 @@ def variants():
     by_operator["blocks.1:add.1"] = {"out_strategy": (("dp", "tp", None),)}
     halves = [{name: value[half * 4 : half * 4 + 4] for name, value in batch.items()} for half in range(2)]
     return {
-        "keywords": difference(plan, lambda model: model(**batch).backward()),
-        "positions": difference(plan, lambda model: model(batch["ids"], batch["labels"]).backward()),
         "local": difference(plan, lambda model: model(**part).backward(), inputs="local"),
-        "copied": difference(
-            plan, lambda model: [copied := copy.deepcopy(model), copied(**batch).backward(), adopt(model, copied)]
+        "copied, by position": difference(
+            plan,
+            lambda model: [
+                copied := copy.deepcopy(model),
+                copied(batch["ids"], batch["labels"]).backward(),
+                adopt(model, copied),
+            ],
         ),
         "recompute": difference(again, lambda model: model(**batch).backward()),
         "operators": difference(by_operator, lambda model: model(**batch).backward()),
