@@ -15,7 +15,7 @@ from tests.worlds import on_ranks, parallel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
 
-STEPS = 28
+STEPS = 20
 
 
 def life(kind: str, layout: dict, share: float, plan_file: str | None = None, **model) -> tuple:
@@ -175,9 +175,9 @@ def retrying() -> list[list[str]]:
             mine = Training(memory, "dense", layers=3)
             mine.total = limit
             until_settled(engine, mine.step)
-            for inside in (False, True):
+            for inside, calls in ((False, 12), (True, 20)):  # it is looked at every 10
                 lines.clear()
-                for _ in range(22):
+                for _ in range(calls):
                     number = next(retries)
                     patch.setattr(
                         engine.backend, "allocation_retries", retries.__next__ if inside else lambda n=number: n
@@ -224,7 +224,7 @@ def changes() -> tuple[list, list[str]]:
             lines.append("--- less memory")
             mine.total = before + tight
             evicted = engine.mover.evicted_bytes
-            for _ in range(30):
+            for _ in range(24):
                 mine.step()
             # Trained the same way without the pack, from the same parameters on.
             values = mine.chunks[0].state_dict().items()

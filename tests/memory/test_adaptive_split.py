@@ -13,7 +13,7 @@ from tests.worlds import on_ranks, parallel
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("limited_memory")]
 
-STEPS = 26
+STEPS = 20
 
 
 @contextlib.contextmanager
