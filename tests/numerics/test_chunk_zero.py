@@ -212,9 +212,15 @@ def test_two_ranks(cases):
     assert on_ranks(2, differences, cases, timeout=500) == [[], []]
 
 
+@pytest.mark.sweep
+def test_beside_more_of_our_own_swap_and_recompute():
+    cases = {name: ours("dropout", OURS[name], stages=(3,)) for name in ("whole layers", "mix")}
+    assert on_ranks(2, differences, cases, timeout=500) == [[], []]
+
+
 def test_beside_our_own_swap_and_recompute():
     """An operator that runs again finds its weights there, also one whose expert has tokens on one rank only."""
-    cases = {name: ours("dropout", plan, stages=(3,)) for name, plan in OURS.items() if name != "everything"}
+    cases = {name: ours("dropout", OURS[name], stages=(3,)) for name in ("operators", "operators swapped")}
     few = functools.partial(altered, tokens_for_few)
     cases["fused gradients"] = ours("dropout", OURS["mix"], model=BARE, ddp=OVERLAP)
     for name in ("whole layers", "everything"):
