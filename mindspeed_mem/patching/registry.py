@@ -5,7 +5,8 @@ A patch names one upstream symbol as ``module:dotted.name`` and either goes arou
 owner and wherever ``from module import name [as other]`` copied it; when the module is not imported yet, this happens
 right after its import, before the importer binds any name.
 
-What it cannot reach: copies held by closures, partials, default arguments and already built ``ModuleSpec`` objects.
+What it cannot reach: copies held by closures, partials, default arguments and already built ``ModuleSpec`` objects,
+and those of other packages' symbols that somebody has put into torch, what torch imports, or the standard library.
 So patches name functions and methods, not classes that others hold.
 """
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 _MISSING = object()
 # Shared by unrelated names (there is one True): only the symbol itself is rebound, never its "copies".
 _INTERNED = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
+# Import nothing of the packages that are patched, but for each other: nine of ten names that there are.
+_BENEATH = sys.stdlib_module_names | {"torch", "numpy", "scipy", "sympy", "mpmath", "networkx", "triton", "setuptools"}
 _DECORATORS = {"torch", "contextlib", "functools", "typing_extensions", "mindspeed_mem"}  # no pack that patched later
 
 
@@ -50,6 +53,8 @@ class _Move(NamedTuple):
     old: Any
     new: Any
     home: str
+    module: str
+    """Of which it is a symbol."""
 
 
 class Direct:
@@ -180,7 +185,9 @@ class Patch:
 
     def _move(self, old: Any, new: Any) -> _Move | None:
         shared = isinstance(old, _INTERNED) or old is _MISSING or new is _MISSING
-        return _Move(old, new, self.declared_by) if isinstance(self._owner, ModuleType) and not shared else None
+        if shared or not isinstance(self._owner, ModuleType):
+            return None
+        return _Move(old, new, self.declared_by, self.module)
 
     def _build(self, owner: Any, found: Any) -> Any:
         if self.kind == "replace":
@@ -445,14 +452,22 @@ def _raw(owner: Any, name: str) -> Any:
     return getattr(owner, name, _MISSING)
 
 
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def _rebind_copies(moves: list[_Move]) -> None:
-    """One pass over all modules: wherever an old object is bound, under any name, put the new one."""
+    """One pass over all modules that can hold one: wherever an old object is bound, under any name, put the new one."""
     by_old = {id(move.old): move for move in moves}
-    for module in list(sys.modules.values()) if moves else ():
+    defined = (str(getattr(move.old, "__module__", "")) for move in moves)  # it may itself be a copy
+    of_beneath = any(_package(one) in _BENEATH for one in (*defined, *(move.module for move in moves)))
+    for place, module in list(sys.modules.items()) if moves else ():
         if type(module) is not ModuleType:  # lazy modules import on attribute access
             continue
+        if not of_beneath and _package(place) in _BENEATH:
+            continue
         names = vars(module)
-        if by_old.keys().isdisjoint(map(id, list(names.values()))):  # nearly all: in C, there are a million names
+        if by_old.keys().isdisjoint(map(id, list(names.values()))):  # nearly all: in C, there are many names
             continue
         for key, value in list(names.items()):
             if id(value) not in by_old or key.startswith("__"):

@@ -428,3 +428,16 @@ def test_a_patched_class_still_makes_picklable_objects(applied, calls):
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
     assert len(calls) == 1
     assert copy.deepcopy(config).num_layers == pickle.loads(pickle.dumps(config)).num_layers == 2
+
+
+def test_what_a_module_has_from_torch_is_replaced_in_torch_too(registry, monkeypatch):
+    module = types.ModuleType("made_here")
+    module.gelu = native = torch.nn.functional.gelu
+    module.silu = torch.nn.functional.silu
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    registry.declare(Patch("made_here:silu", lambda original, input: input + 1))
+    registry.declare(Patch("made_here:gelu", lambda input: input + 1, "replace"))
+    registry.apply()
+    assert torch.nn.functional.silu(torch.zeros(1)) == torch.nn.functional.gelu(torch.zeros(1)) == 1
+    registry.undo()
+    assert torch.nn.functional.gelu is module.gelu is native and torch.nn.functional.silu is module.silu
