@@ -33,7 +33,7 @@ LAYOUTS = {  # ranks, parallel sizes, model
 }
 
 
-@pytest.mark.parametrize("layout", but(LAYOUTS, "TP2", "PP2", "PP2, two virtual stages, not tied"))
+@pytest.mark.parametrize("layout", but(LAYOUTS, "TP2", "PP2", "PP2, two virtual stages, not tied", "TP2 x PP2"))
 def test_every_layout(layout):
     ranks, sizes, model = LAYOUTS[layout]
     model = {"kind": "swiglu_gqa_rope" if "vpp" in sizes else "dropout", "hidden_dropout": 0.1, **model}
