@@ -49,14 +49,23 @@ RUN := $(abspath $(VENV))/bin/python
 ENVIRONMENT := PATH="$(abspath $(VENV))/bin:$$PATH"
 endif
 
+# The rest of these two files has little to do with the hot path.
+NATIVE_SURVIVAL := test_with_less_and_less_memory_every_bit_is_the_same test_beside_a_memory_plan \
+    test_many_steps_under_pressure_grow_nothing test_everything_may_leave_before_every_operator \
+    test_what_no_operator_asked_for_is_had_in_a_second_attempt_at_the_step \
+    test_room_made_for_fused_operators_does_not_stop_their_recompute
+NATIVE_ACCELERATOR := test_swap test_attached_models test_swap_on_several_ranks test_each_wait_of_the_mover \
+    test_a_branch_on_a_stream_of_its_own test_a_steady_state_waits_for_nothing_and_allocates_nothing \
+    test_how_often_the_host_speaks_to_the_device_for_a_copy
 NATIVE_TESTS := tests/memory/test_life_cycle.py tests/memory/test_peak.py tests/memory/test_native_operators.py \
     tests/memory/test_tape_native.py tests/memory/test_custom_functions.py tests/memory/test_held_elsewhere.py \
     tests/memory/test_recompute.py tests/memory/test_recompute_draws.py tests/memory/test_parts_of_a_storage.py \
-    tests/memory/test_unusual_tensors.py tests/attachment/test_transforms.py tests/memory/test_survive_oom.py \
+    tests/memory/test_unusual_tensors.py tests/attachment/test_transforms.py $(foreach one,$(NATIVE_SURVIVAL),tests/memory/test_survive_oom.py::$(one)) \
     tests/asynchrony/test_swap_waits.py \
     tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model tests/numerics/test_swap.py::test_every_layout \
     tests/numerics/test_recompute.py::test_every_policy tests/numerics/test_recompute.py::test_other_kinds_of_model \
-    tests/numerics/test_recompute.py::test_expert_layers tests/accelerator/test_activations.py
+    tests/numerics/test_recompute.py::test_expert_layers \
+    $(foreach one,$(NATIVE_ACCELERATOR),tests/accelerator/test_activations.py::$(one))
 
 .PHONY: help pretrain native test test-oldest test-native test-newest compat megatron-lm peer-suite check lint types doctor device \
     hashes docs wheel-check clean environment

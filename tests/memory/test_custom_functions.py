@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.swap_runs import EVERYTHING, again, entry, op
+from tests.sweeping import apart
 from tests.worlds import on_ranks
 
 PLANS = {
@@ -345,7 +346,9 @@ def test_gradients_flow_in_every_disposition(plan):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("function", [Again, AgainOnAView, AgainOnItsInput])
+@pytest.mark.parametrize(
+    "function", apart([Again, AgainOnAView, AgainOnItsInput], python=[AgainOnItsInput], native=[AgainOnAView])
+)
 def test_a_function_that_reads_its_own_leafs_gradient_gets_it_and_is_named(function):
     assert on_ranks(1, with_own_leaves, function) == [[]]
 
@@ -365,7 +368,11 @@ def test_without_an_engine_it_is_apply():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("function", ODD, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function",
+    apart(ODD, python=[OnALeafLater], native=[OfAViewItself]),
+    ids=lambda function: function.__name__,
+)
 def test_what_they_read_is_what_torch_would_have_given_them(function):
     assert on_ranks(1, by_odd_functions, function) == [[]]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.swap_runs import again, entry, op
+from tests.sweeping import apart
 from tests.worlds import on_ranks, parallel
 
 pytestmark = [
@@ -25,7 +26,6 @@ PLANS = {
     "recompute whole layers": again(recompute=True),
     "both": again({"mlp": True}, {"swap": True, "op_swap": [op(r"self_attention\.linear_qkv", 4)]}),
 }
-WITH_CHANGES = ("swap core attention", "both")
 WAYS = (
     "nothing",
     "another operator",
@@ -207,12 +207,13 @@ def test_what_runs_natively_is_counted_until_its_backward(layers):
     assert others == [seen] * 4 and seen[1] > seen[0] > seen[-1]
 
 
-def everything(kind: str, ways: tuple[str, ...]) -> dict:
+def everything(kind: str, ways: tuple[str, ...], changed: str = "swap core attention") -> dict:
+    """Each way with one plan, and all plans where nothing changes."""
     found = {}
     for way in ways:
         native, _ = run(kind, {"swap_config": {"swap": False}}, way)
         for name, plan in PLANS.items():
-            if kind == "moe" and "inline" in name or way != "nothing" and name not in WITH_CHANGES:
+            if kind == "moe" and "inline" in name or way != "nothing" and name != changed:
                 continue
             mine, seen = run(kind, plan, way)
             seen["differ"] = [
@@ -225,9 +226,13 @@ def everything(kind: str, ways: tuple[str, ...]) -> dict:
     return found
 
 
+PLAN = apart(["swap core attention", "both"], python=["swap core attention"], native=["both"])
+
+
+@pytest.mark.parametrize("plan", PLAN)
 @pytest.mark.parametrize(("kind", "ways"), [("dropout", WAYS), ("swiglu_gqa_rope", ("nothing", "shapes"))])
-def test_the_same_gradients_and_figures_whatever_changes(kind, ways):
-    for (name, way), seen in on_ranks(1, everything, kind, ways)[0].items():
+def test_the_same_gradients_and_figures_whatever_changes(kind, ways, plan):
+    for (name, way), seen in on_ranks(1, everything, kind, ways, plan)[0].items():
         case = f"{name}, {way}: {seen}"
         assert not seen["differ"], case
         assert not any(seen["left"].values()), case

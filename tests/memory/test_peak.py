@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sweeping import but
+from tests.sweeping import apart
 from tests.worlds import on_ranks, parallel
 
 LAYERS, MICRO_BATCHES = 8, 8
@@ -79,7 +79,15 @@ def backward_peak(kind: str, plan: dict) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", but(["dense", "swiglu_gqa_rope", "mla", "dropout"], "dense", "dropout"))
+@pytest.mark.parametrize(
+    "kind",
+    apart(
+        ["dense", "swiglu_gqa_rope", "mla", "dropout"],
+        *("dense", "dropout"),
+        python=["mla"],
+        native=["swiglu_gqa_rope"],
+    ),
+)
 def test_backward_holds_the_window_of_the_distance(kind):
     from tests.swap_runs import entry
 

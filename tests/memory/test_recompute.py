@@ -9,6 +9,7 @@ from tests.memory.test_life_cycle import NOTHING
 from tests.memory.test_peak import LAYERS, peaks
 from tests.numerics.test_recompute import ALL_MOVE, EACH, POLICIES
 from tests.swap_runs import again
+from tests.sweeping import apart
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.distributed
@@ -42,7 +43,9 @@ def steps_and_evaluation(plan: dict) -> tuple[dict, list[str]]:
     return left, [d for one, other in zip(results, without, strict=True) for d in difference(one, other)]
 
 
-@pytest.mark.parametrize("plan", ["whole layers", "mlp", "defaults", "each"])
+@pytest.mark.parametrize(
+    "plan", apart(["whole layers", "mlp", "defaults", "each"], python=["mlp", "defaults"], native=["whole layers"])
+)
 def test_evaluation_and_abandoned_forwards_leave_nothing(plan):
     assert on_ranks(1, steps_and_evaluation, POLICIES[plan]) == [(NOTHING, [])]
 
@@ -104,19 +107,27 @@ def broken(plan: dict, where: str, call: int) -> tuple[dict, list[str], list[str
         return left, still, difference(result, without)
 
 
+ON_PYTHON = [
+    ("whole layers", "linear_fc2", 1),
+    ("mlp", "activation", 1),
+    ("defaults", "activation", 2),
+    ("mlp", "linear_fc1", 3),
+]
+ON_NATIVE = [
+    ("mlp", "linear_fc2", 1),
+    ("defaults", "activation", 1),
+    ("whole layers", "linear_fc1", 3),
+    ("each", "linear_fc1", 3),
+]
+
+
 @pytest.mark.parametrize(
     ("plan", "where", "call"),
-    [
-        ("whole layers", "linear_fc2", 1),
-        ("mlp", "linear_fc2", 1),
-        ("mlp", "activation", 1),
-        ("defaults", "activation", 1),
-        ("defaults", "activation", 2),
-        ("whole layers", "linear_fc1", 3),
-        ("mlp", "linear_fc1", 3),
-        ("mlp", "activation", 3),
-        ("each", "linear_fc1", 3),
-    ],
+    apart(
+        [*ON_PYTHON, *ON_NATIVE, ("mlp", "activation", 3)],
+        python=ON_PYTHON,
+        native=ON_NATIVE,
+    ),
 )
 @pytest.mark.needs_torch("2.7", "nobody tells whose saved-tensor hooks are in force")
 def test_an_exception_half_way_leaves_nothing_and_the_next_step_is_right(plan, where, call):
@@ -154,7 +165,14 @@ FIRST_LINEAR = 32 * 256 * 4
 
 
 @pytest.mark.parametrize("kind", ["dense", "swiglu_gqa_rope"])
-@pytest.mark.parametrize("plan", ["whole layers", "some layers", "mlp", "defaults", "norms", "defaults and norms"])
+@pytest.mark.parametrize(
+    "plan",
+    apart(
+        ["whole layers", "some layers", "mlp", "defaults", "norms", "defaults and norms"],
+        python=["some layers", "defaults"],
+        native=["mlp", "norms"],
+    ),
+)
 def test_held_at_the_end_of_forward_falls_by_exactly_what_the_plan_says(kind, plan):
     """All that recomputed operators produced, except the outputs of whole layers and inputs that only they need: that
     is so where the activation function adds the first linear's bias.
@@ -168,7 +186,7 @@ def of_layer(rows: list[dict], layer: int) -> int:
     return sum(row["bytes"] for row in rows if row["layer"] == layer)
 
 
-@pytest.mark.parametrize("kind", ["dense", "swiglu_gqa_rope"])
+@pytest.mark.parametrize("kind", apart(["dense", "swiglu_gqa_rope"], python=["dense"], native=["swiglu_gqa_rope"]))
 def test_peaks_are_closed_forms(kind):
     [(without, rows)] = on_ranks(1, peaks, kind, {}, None)
     assert without == sum(of_layer(rows, layer) for layer in range(LAYERS))

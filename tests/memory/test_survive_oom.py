@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.guarding import settled
-from tests.sweeping import but
+from tests.sweeping import apart
 from tests.worlds import on_ranks, parallel
 
 SHARES = (0.9, 0.5, 0.3, 0.2)  # of what a step needs beyond parameters, gradients and optimizer
@@ -65,7 +65,9 @@ def under_limits(kind: str, shares: tuple, plan: dict | None = None, **model) ->
     return found + [message for message in messages if "tried again" in message]
 
 
-@pytest.mark.parametrize("kind", but(["dense", "swiglu_gqa_rope", "moe", "dropout"], "swiglu_gqa_rope", "dropout"))
+@pytest.mark.parametrize(
+    "kind", apart(["dense", "swiglu_gqa_rope", "moe", "dropout"], "swiglu_gqa_rope", "dropout", python=["dense"])
+)
 def test_with_less_and_less_memory_every_bit_is_the_same(kind):
     assert on_ranks(1, under_limits, kind, SHARES, layers=LAYERS) == [[]]
 
@@ -119,7 +121,9 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("plan", [SWAPS, RECOMPUTES, BOTH], ids=["swap", "recompute", "both"])
+@pytest.mark.parametrize(
+    "plan", apart([SWAPS, RECOMPUTES, BOTH], python=[RECOMPUTES], native=[SWAPS]), ids=["swap", "recompute", "both"]
+)
 def test_beside_a_memory_plan(plan):
     assert on_ranks(1, under_limits, "dropout", (0.5, 0.3, 0.2), plan, layers=5) == [[]]
 
@@ -145,7 +149,7 @@ def many_steps(steps: int) -> list[str]:
 
 
 def test_many_steps_under_pressure_grow_nothing():
-    assert on_ranks(1, many_steps, 50) == [[]]
+    assert on_ranks(1, many_steps, 30) == [[]]
 
 
 def flushes(kind: str, share: float, steps: int) -> list[int]:

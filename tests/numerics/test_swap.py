@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.sweeping import but
+from tests.sweeping import apart, but
 from tests.worlds import on_ranks, parallel
 
 LAYOUTS = {  # ranks, parallel sizes, model
@@ -57,7 +57,14 @@ def compare(layout: dict, model: dict, policies: list[str], sdpa: bool = True, s
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["dense", "swiglu_gqa_rope", "mla", "moe", "dropout"])
+@pytest.mark.parametrize(
+    "kind",
+    apart(
+        ["dense", "swiglu_gqa_rope", "mla", "moe", "dropout"],
+        python=["dense", "mla"],
+        native=["swiglu_gqa_rope", "dropout"],
+    ),
+)
 def test_every_policy_on_every_kind_of_model(kind):
     policies = ["default", "everything", "everything, far ahead", "some layers", "operators", "saved", "both"]
     assert on_ranks(1, compare, {}, {"kind": kind}, policies) == [[]]
@@ -97,7 +104,15 @@ def test_beside_megatrons_selective_recompute(recompute):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", but(LAYOUTS, "TP2", "PP2", "DP2", "TP2 x PP2", "PP2 x DP2, distributed optimizer"))
+@pytest.mark.parametrize(
+    "layout",
+    apart(
+        LAYOUTS,
+        *("TP2", "PP2", "DP2", "TP2 x PP2", "PP2 x DP2, distributed optimizer"),
+        python=["TP2 with sequence parallelism", "PP4"],
+        native=["EP2", "PP2, two virtual stages"],
+    ),
+)
 def test_every_layout(layout):
     ranks, sizes, model = LAYOUTS[layout]
     kind = "moe" if "EP" in layout else "swiglu_gqa_rope"
