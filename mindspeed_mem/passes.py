@@ -37,6 +37,8 @@ class ScheduleCall:
     forward_only: bool
     stage: int
     stages: int
+    pipeline: Any
+    """The process group of these stages; None: there is no pipeline."""
     virtual_stages: int
     group_size: int | None
     """Micro-batches that run on a model chunk in a row; None: that of the schedule."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,7 +45,8 @@ class ActivationPasses(Listener):
             _agreement.agree(engine, call.models)
         in_pipeline = call.stages > 1 and not call.forward_only
         key = (*call.kind, _number_of(call.models[0]))
-        engine.passes.begin_schedule(key, call.passes(), call.stage if in_pipeline else None, gather)
+        of_pipeline = functools.partial(gather, group=call.pipeline)  # other pipelines may have calls of other kinds
+        engine.passes.begin_schedule(key, call.passes(), call.stage if in_pipeline else None, of_pipeline)
 
     def end_call(self, call: ScheduleCall, completed: bool) -> None:
         if (engine := self._engines.pop()) is not None:

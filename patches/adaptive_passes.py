@@ -39,8 +39,9 @@ class AdaptivePasses(Listener):
 
     def _begin(self, engine: Engine, adaptation: FollowsCalls, call: ScheduleCall) -> None:
         models = call.models
-        sizes = (call.arguments["seq_length"], call.arguments["micro_batch_size"], call.micro_batches)
-        what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, *sizes, *_order(call))
+        mine = call.arguments["seq_length"], call.arguments["micro_batch_size"], call.micro_batches
+        length, size, number = _largest(mine, engine.backend.tensor_type)
+        what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, length, size, number, *_order(call))
         _agreement.agree(engine, models)
         here = Ranks(ranks.number(), call.stage, ranks.gather, ranks.to_first, _agreement.partners())
         adaptation.begin(what, here, lambda: _facts(engine, models, what))
@@ -51,6 +52,14 @@ class AdaptivePasses(Listener):
 
 
 join("mindspeed_mem.passes:LISTENERS", AdaptivePasses(), declared_by=__name__)
+
+
+def _largest(sizes: Sequence[int | None], device_type: str) -> list[Any]:
+    """The largest on any rank, of each: what one of them alone is given would be another call on that rank alone, and
+    all have to follow calls alike. Collective."""
+    world = dist.group.WORLD if ranks.is_initialized() else None
+    most = ranks.combined([int(size or 0) for size in sizes], dist.ReduceOp.MAX, world, device_type)
+    return [largest or size for largest, size in zip(most, sizes, strict=True)]
 
 
 def _order(call: ScheduleCall) -> tuple[str, bool]:

@@ -55,7 +55,8 @@ def backward_step(original, input_tensor, output_tensor, *args, **kwargs):
 
 def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
     models = kwargs["model"] if isinstance(kwargs["model"], list | tuple) else [kwargs["model"]]
-    stage, stages = _stage(schedule, kwargs)
+    pipeline = _pipeline(schedule, kwargs)
+    stage, stages = (0, 1) if pipeline is None else (pipeline.rank(), pipeline.size())
     virtual_stages, group_size = _model_chunks(schedule, models)
     number, now = kwargs["num_microbatches"], features.in_force()
     limits = now.max_inflight, now.zero_bubble, now.v_placement
@@ -69,6 +70,7 @@ def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
         forward_only=forward_only,
         stage=stage,
         stages=stages,
+        pipeline=pipeline,
         virtual_stages=virtual_stages,
         group_size=group_size,
         cap=now.max_inflight,
@@ -77,14 +79,12 @@ def _call(schedule: str, kwargs: Mapping[str, Any]) -> ScheduleCall:
     )
 
 
-def _stage(schedule: str, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """This rank's pipeline stage, and how many there are."""
+def _pipeline(schedule: str, kwargs: Mapping[str, Any]) -> Any:
+    """The ranks of this one's pipeline, stage by stage; None where there is none."""
     if schedule == "forward_backward_no_pipelining":
-        return 0, 1
+        return None
     group = getattr(kwargs.get("p2p_communicator"), "pp_group", None)
-    if group is None:
-        group = sys.modules["megatron.core.parallel_state"].get_pipeline_model_parallel_group()
-    return group.rank(), group.size()
+    return sys.modules["megatron.core.parallel_state"].get_pipeline_model_parallel_group() if group is None else group
 
 
 def _model_chunks(schedule: str, models: Sequence[Any]) -> tuple[int, int | None]:

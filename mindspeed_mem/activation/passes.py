@@ -182,7 +182,7 @@ class Passes:
             key: what its order depends on.
             passes: its order on this rank, where that is known beforehand.
             stage: this rank's stage of a pipeline that trains; None: there is no pipeline, or nothing is trained.
-            gather: collects an object from all ranks, in a pipeline.
+            gather: collects an object from all ranks of the pipeline.
         """
         self._abandon()
         self._auto.next_call()

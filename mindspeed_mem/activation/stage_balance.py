@@ -1,9 +1,10 @@
 """Micro-batches that a pipeline stage need not swap: copies that lower no peak of the job are not made.
 
 In a pipeline the early stages hold more micro-batches than the late ones: stage p of P holds P - p of them, and on the
-last stage each backward follows its forward at once. All ranks compare their peaks, and a stage keeps as many passes on
-the device as fit below the highest of these. That is decided for each kind of training call apart, before its third:
-after the first the optimizer makes its states, and the second is measured.
+last stage each backward follows its forward at once. The ranks of a pipeline compare their peaks, and a stage keeps as
+many passes on the device as fit below the highest of these. That is decided for each kind of training call apart,
+before its third: after the first the optimizer makes its states, and the second is measured. Other pipelines may have
+calls of other kinds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StageBalance:
         self._away = self._moved = self._in_flight = 0
 
     def begin(self, key: Hashable) -> bool:
-        """A training call of this kind begins. Returns whether all ranks are to compare now: on all of them alike."""
+        """A training call of this kind begins. Returns whether the stages are to compare now: on all of them alike."""
         self._key, self._away, self._moved, self._in_flight = key, 0, 0, 0
         self._calls[key] += 1
         self.passes = self._kept.get(key, 0)
@@ -67,7 +68,7 @@ class StageBalance:
             self._measured[self._key] = StagePeak(stage, peak, self._away, self._moved, self._in_flight)
 
     def compare(self, gather: Callable[[Any], list]) -> list[str]:
-        """Decide with all ranks. Returns what is to be logged, a line for each kind of outcome."""
+        """Decide with all stages. Returns what is to be logged, a line for each kind of outcome."""
         mine = self._measured.get(self._key)
         everyone = gather(mine)
         if None in everyone:  # that call failed somewhere: go on swapping

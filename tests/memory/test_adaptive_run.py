@@ -247,3 +247,34 @@ def test_it_follows_what_changes():
     less = lines[lines.index("--- less memory") :]
     assert grew > 0 and any("had to be evicted beyond the plan: planning again" in line for line in less)
     assert reached == "settled", less
+
+
+def one_rank_with_more() -> tuple[list, list[str]]:
+    """In the second step the last rank has another number of micro-batches, in the fifth larger ones."""
+    import torch.distributed as dist
+
+    from tests.adaptive_runs import adapting, told
+    from tests.limited_runs import Training, counted, different
+
+    def steps(mine: Training) -> list:
+        odd = dist.get_rank()
+        results = []
+        for mine.micro_batches, mine.samples in ((1, 1), (1 + odd, 1), (1, 1), (1, 1), (1, 1 + odd), (1, 1)):
+            mine.number = 10 * len(results)
+            results.append(mine.step())
+        return results
+
+    with counted() as memory, parallel():
+        expected = steps(Training(memory, "dense", layers=1))
+        memory.limit = memory.allocated + 2**27  # what says it: nothing is planned without
+        with adapting(), told() as lines:
+            mine = Training(memory, "dense", layers=1)
+            mine.total = memory.allocated + 2**27
+            found = [name for one, other in zip(steps(mine), expected, strict=True) for name in different(one, other)]
+    return found, lines
+
+
+def test_a_rank_with_another_step_leaves_nobody_waiting():
+    (found, lines), (others, _) = on_ranks(2, one_rank_with_more, timeout=60)
+    assert found == others == []
+    assert any("micro-batches of 2: profiling again" in line for line in lines)

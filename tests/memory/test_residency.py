@@ -124,6 +124,14 @@ def test_more_micro_batches_than_before_are_measured_anew():
 
 
 @pytest.mark.distributed
+def test_a_pipeline_with_fewer_micro_batches_than_another_leaves_nobody_waiting():
+    steps = [4, 3, 4, 4]  # of two pipelines together: one of them has a step of another kind
+    first, other, *_ = on_ranks(4, course, {"pp": 2}, entry(op_swap=MLP), steps, timeout=60)
+    assert first["copies"][1] > other["copies"][1] > 0
+    assert first["copies"][3] == other["copies"][3] > 0
+
+
+@pytest.mark.distributed
 def test_a_step_that_failed_on_one_rank_leaves_nobody_waiting():
     for rank in on_ranks(2, course, {"pp": 2}, entry(op_swap=MLP), fails=1):
         assert rank["kept"] == 0 and len(set(rank["copies"])) == 1

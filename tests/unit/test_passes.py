@@ -18,6 +18,7 @@ CALL = ScheduleCall(
     forward_only=False,
     stage=0,
     stages=1,
+    pipeline=None,
     virtual_stages=1,
     group_size=None,
     cap=None,
