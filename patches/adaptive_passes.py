@@ -39,10 +39,10 @@ class AdaptivePasses(Listener):
 
     def _begin(self, engine: Engine, adaptation: FollowsCalls, call: ScheduleCall) -> None:
         models = call.models
+        _agreement.agree(engine, models)
         mine = call.arguments["seq_length"], call.arguments["micro_batch_size"], call.micro_batches
         length, size, number = _largest(mine, engine.backend.tensor_type)
         what = Call(call.stages, call.virtual_stages, call.group_size, call.cap, length, size, number, *_order(call))
-        _agreement.agree(engine, models)
         here = Ranks(ranks.number(), call.stage, ranks.gather, ranks.to_first, _agreement.partners())
         adaptation.begin(what, here, lambda: _facts(engine, models, what))
 
