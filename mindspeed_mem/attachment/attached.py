@@ -309,16 +309,21 @@ def _gather(module: nn.Module) -> None:
         gathering.for_second_run(module, engine.attached_to())
 
 
+def _looks() -> bool:
+    """Whether to ask if this is a second run. Compiled code would be compiled anew for it; only FSDP2 needs to know."""
+    return not torch.compiler.is_dynamo_compiling() or ranks.is_initialized()
+
+
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of its class, which may be another one since (`fully_shard`)."""
-    if under_way:
+    if _looks() and under_way:
         _gather(module)
     return type(module).forward(module, *args, **kwargs)
 
 
 def _of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that somebody had put on it."""
-    if under_way:
+    if _looks() and under_way:
         _gather(module)
     return module.__dict__[_OWN](*args, **kwargs)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import gc
 import logging
@@ -260,3 +261,25 @@ def test_flexible_attention_as_it_is_on_a_gpu(plan, monkeypatch, caplog):
 
     monkeypatch.setitem(MODELS, "flexible", lambda device: Net(Plain).to(device))
     test_a_program_trains_as_without_a_plan("flexible", plan, "cpu", caplog)
+
+
+def test_compiled_parts_run_again_compiled_and_are_not_compiled_for_that():
+    graphs, runs = ctypes.c_long(), ctypes.c_long()  # nothing puts these back
+
+    def counting(graph, _):
+        graphs.value += 1
+
+        def run(*args):
+            runs.value += 1
+            return graph.forward(*args)
+
+        return run
+
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Sequential(Mlp(), nn.Tanh()), nn.Sequential(Mlp(), nn.Tanh()))
+    model[0][0].compile(backend=counting, dynamic=False)
+    with mindspeed_mem.attach(model, WHOLE):
+        for length in (2, 3, 2, 3):
+            model(torch.randn(length, WIDTH)).sum().backward()
+    assert graphs.value == 2
+    assert runs.value >= 2 * 4, "each time once more"
