@@ -1,10 +1,11 @@
 """What DTensor gets wrong before an operator runs, where it chooses layouts: ranks must choose alike, and for all dims.
 
-Facts are of torch 2.13; each has a test that fails when torch does better.
+Facts are of torch 2.13 and 2.14; each has a test that fails when torch does better.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,7 +23,7 @@ def _all_if_empty(place: int, given: tuple, more: dict) -> tuple[tuple, dict]:
     rules take it for none: the parts are reduced, and the result is called split."""
     if len(given) <= place or not isinstance(given[place], (list, tuple)) or given[place]:
         return given, more
-    return (*given[:place], list(range(given[0].ndim)), *given[place + 1 :]), more
+    return (*given[:place], list(range(len(given[0].shape))), *given[place + 1 :]), more
 
 
 def _from_the_front(given: tuple, more: dict) -> tuple[tuple, dict]:
@@ -62,6 +63,9 @@ def correct() -> None:
     for operator, correction in _CORRECTED.items():
         if rule := propagator.op_strategy_funcs.get(operator):
             propagator.op_strategy_funcs[operator] = functools.partial(_asked, rule, correction)
+        if info := propagator.op_single_dim_strategy_funcs.get(operator):  # which 2.14 has for most
+            of_one = functools.partial(_asked_of_one, info.func, correction)
+            propagator.op_single_dim_strategy_funcs[operator] = dataclasses.replace(info, func=of_one)
     propagator.decomp_strategy._get_candidate_placements = _Sorted(propagator.decomp_strategy._get_candidate_placements)
     single_dim_strategy._get_neighbor_placements = functools.partial(
         _neighbors, single_dim_strategy._get_neighbor_placements
@@ -74,6 +78,11 @@ def _asked(rule: Callable, correction: Callable, schema: Any) -> Any:
     if given is not schema.args_schema or more is not schema.kwargs_schema:
         schema = type(schema)(schema.op, given, more, schema_info=schema.schema_info)
     return rule(schema)
+
+
+def _asked_of_one(rule: Callable, correction: Callable, operator: Any, given: tuple, more: dict) -> Any:
+    """Of one dimension of the mesh; tensors are given as their shapes."""
+    return rule(operator, *correction(given, more))
 
 
 class _Sorted:

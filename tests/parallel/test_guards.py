@@ -4,6 +4,7 @@ When the second half of a case fails, torch has mended it: the row in `mindspeed
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import subprocess
@@ -86,22 +87,30 @@ CASES = {
 }
 
 
+MASTERED = {"labels ignored": "2.14", "classes weighed": "2.14"}
+"""By torch itself, from that version on."""
+
+
 @contextlib.contextmanager
 def without_our_rules():
     """DTensor as torch ships it."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     ours = {getattr(torch.ops.aten, name).default for name in rules._RULES}
-    kept = dict(propagator.op_strategy_funcs)
+    kept, kept_of_one = dict(propagator.op_strategy_funcs), dict(propagator.op_single_dim_strategy_funcs)
     for operator, rule in kept.items():
         if operator in ours:
             del propagator.op_strategy_funcs[operator]
         elif isinstance(rule, functools.partial) and rule.func is propagation._asked:
             propagator.op_strategy_funcs[operator] = rule.args[0]
+    for operator, info in kept_of_one.items():
+        if isinstance(info.func, functools.partial) and info.func.func is propagation._asked_of_one:
+            propagator.op_single_dim_strategy_funcs[operator] = dataclasses.replace(info, func=info.func.args[0])
     meshes.forget_choices()
     try:
         yield
     finally:
         propagator.op_strategy_funcs.update(kept)
+        propagator.op_single_dim_strategy_funcs.update(kept_of_one)
         meshes.forget_choices()
 
 
@@ -152,7 +161,10 @@ def test_an_operator_that_dtensor_does_not_master(found, name):
     for rank in found:
         ours, torchs = rank[name]
         assert ours < 1e-12
-        assert (isinstance(torchs, str) and not CASES[name][3]) or torchs > 1e-3, "torch masters it now"
+        if name in MASTERED and torch.__version__ >= MASTERED[name]:
+            assert torchs < 1e-12
+        else:
+            assert (isinstance(torchs, str) and not CASES[name][3]) or torchs > 1e-3, "torch masters it now"
 
 
 def batch_norms():
