@@ -160,7 +160,8 @@ def _sums_for_the_log() -> list[torch.Tensor]:
         entries: Iterable[Any] = getter().values()
         found = [values for entry in entries if (values := dict(entry).get("values")) is not None]
     others = (getattr(sys.modules.get(f"{_TRANSFORMER}.{one}"), name, None) for one, name in _HELPERS)
-    return found + [one.tracker["values"] for one in others if one is not None and "values" in one.tracker]
+    trackers = [one.tracker for one in others if one is not None]  # one tensor in each, before 0.19
+    return found + [held for one in trackers for held in one.values() if isinstance(held, torch.Tensor)]
 
 
 _TRANSFORMER = "megatron.core.transformer"

@@ -381,7 +381,8 @@ def logged(fails: bool) -> tuple[list, list[str]]:
         for _ in range(2):
             training.step()
             sums = [one["values"] if isinstance(one, dict) else one.values for one in expert_losses().values()]
-            found.append([values.tolist() for values in (*sums, MTPLossLoggingHelper.tracker["values"])])
+            sums += [one for one in MTPLossLoggingHelper.tracker.values() if isinstance(one, torch.Tensor)]
+            found.append([values.tolist() for values in sums])
             found.append([dict(judge.large_value_counts), dict(judge.max_values)])
         MTPLossLoggingHelper.tracker.clear()
         destroy_rerun_state_machine()
