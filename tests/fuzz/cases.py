@@ -206,8 +206,14 @@ def _with_code(kind: type) -> type:
 def _change(spec: Any) -> None:
     """Let layer, attention and MLP run users' code."""
     spec.module = _with_code(spec.module)
-    spec.submodules.self_attention.module = _with_code(spec.submodules.self_attention.module)
-    spec.submodules.mlp.module = _with_code(spec.submodules.mlp.module)
+    inside = spec.submodules
+    inside.self_attention.module = _with_code(inside.self_attention.module)
+    if isinstance(inside.mlp, functools.partial):  # from 0.19 on, of a class or of one of its methods
+        of = inside.mlp.func
+        of = _with_code(of) if isinstance(of, type) else getattr(_with_code(of.__self__), of.__name__)
+        inside.mlp = functools.partial(of, *inside.mlp.args, **inside.mlp.keywords)
+    else:
+        inside.mlp.module = _with_code(inside.mlp.module)
 
 
 def _layers(chunks: list[torch.nn.Module]) -> Iterator[torch.nn.Module]:
