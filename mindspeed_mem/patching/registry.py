@@ -456,11 +456,16 @@ def _package(module: str) -> str:
     return module.partition(".")[0]
 
 
+def _is_of_beneath(move: _Move) -> bool:
+    """A module's symbol may itself be a copy: of what is old when it is applied, and new when it is undone."""
+    defined = [str(getattr(one, "__module__", "")) for one in (move.old, move.new)]
+    return any(_package(one) in _BENEATH for one in (move.module, *defined))
+
+
 def _rebind_copies(moves: list[_Move]) -> None:
     """One pass over all modules that can hold one: wherever an old object is bound, under any name, put the new one."""
     by_old = {id(move.old): move for move in moves}
-    defined = (str(getattr(move.old, "__module__", "")) for move in moves)  # it may itself be a copy
-    of_beneath = any(_package(one) in _BENEATH for one in (*defined, *(move.module for move in moves)))
+    of_beneath = any(map(_is_of_beneath, moves))
     for place, module in list(sys.modules.items()) if moves else ():
         if type(module) is not ModuleType:  # lazy modules import on attribute access
             continue

@@ -430,14 +430,15 @@ def test_a_patched_class_still_makes_picklable_objects(applied, calls):
     assert copy.deepcopy(config).num_layers == pickle.loads(pickle.dumps(config)).num_layers == 2
 
 
-def test_what_a_module_has_from_torch_is_replaced_in_torch_too(registry, monkeypatch):
+@pytest.mark.parametrize("kind", ["around", "replace"])
+@pytest.mark.parametrize("name", ["silu", "gelu"], ids=["in Python", "in C"])
+def test_what_a_module_has_from_torch_is_replaced_in_torch_too(registry, monkeypatch, name, kind):
     module = types.ModuleType("made_here")
-    module.gelu = native = torch.nn.functional.gelu
-    module.silu = torch.nn.functional.silu
+    module.copy = native = getattr(torch.nn.functional, name)
     monkeypatch.setitem(sys.modules, "made_here", module)
-    registry.declare(Patch("made_here:silu", lambda original, input: input + 1))
-    registry.declare(Patch("made_here:gelu", lambda input: input + 1, "replace"))
+    ours = {"around": lambda original, input: input + 1, "replace": lambda input: input + 1}
+    registry.declare(Patch("made_here:copy", ours[kind], kind))
     registry.apply()
-    assert torch.nn.functional.silu(torch.zeros(1)) == torch.nn.functional.gelu(torch.zeros(1)) == 1
+    assert getattr(torch.nn.functional, name)(torch.zeros(1)) == 1
     registry.undo()
-    assert torch.nn.functional.gelu is module.gelu is native and torch.nn.functional.silu is module.silu
+    assert getattr(torch.nn.functional, name) is module.copy is native
