@@ -54,9 +54,9 @@ NATIVE_SURVIVAL := test_with_less_and_less_memory_every_bit_is_the_same test_bes
     test_many_steps_under_pressure_grow_nothing test_everything_may_leave_before_every_operator \
     test_what_no_operator_asked_for_is_had_in_a_second_attempt_at_the_step \
     test_room_made_for_fused_operators_does_not_stop_their_recompute
-NATIVE_ACCELERATOR := test_swap test_attached_models test_swap_on_several_ranks test_each_wait_of_the_mover \
-    test_a_branch_on_a_stream_of_its_own test_a_steady_state_waits_for_nothing_and_allocates_nothing \
-    test_how_often_the_host_speaks_to_the_device_for_a_copy
+NATIVE_ACCELERATOR := test_swap test_attached_models test_recompute_and_mixes test_swap_on_several_ranks test_survival \
+    test_each_wait_of_the_mover test_a_branch_on_a_stream_of_its_own \
+    test_a_steady_state_waits_for_nothing_and_allocates_nothing test_how_often_the_host_speaks_to_the_device_for_a_copy
 NATIVE_TESTS := tests/memory/test_life_cycle.py tests/memory/test_peak.py tests/memory/test_native_operators.py \
     tests/memory/test_tape_native.py tests/memory/test_custom_functions.py tests/memory/test_held_elsewhere.py \
     tests/memory/test_recompute.py tests/memory/test_recompute_draws.py tests/memory/test_parts_of_a_storage.py \
