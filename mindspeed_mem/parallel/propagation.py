@@ -64,8 +64,10 @@ def correct() -> None:
         if rule := propagator.op_strategy_funcs.get(operator):
             propagator.op_strategy_funcs[operator] = functools.partial(_asked, rule, correction)
         if info := propagator.op_single_dim_strategy_funcs.get(operator):  # which 2.14 has for most
-            of_one = functools.partial(_asked_of_one, info.func, correction)
-            propagator.op_single_dim_strategy_funcs[operator] = dataclasses.replace(info, func=of_one)
+            more = {"func": functools.partial(_asked_of_one, info.func, correction)}
+            if fits := getattr(info, "full_mesh_strategy_filter", None):
+                more["full_mesh_strategy_filter"] = functools.partial(_fits, fits, correction)
+            propagator.op_single_dim_strategy_funcs[operator] = dataclasses.replace(info, **more)
     propagator.decomp_strategy._get_candidate_placements = _Sorted(propagator.decomp_strategy._get_candidate_placements)
     single_dim_strategy._get_neighbor_placements = functools.partial(
         _neighbors, single_dim_strategy._get_neighbor_placements
@@ -73,16 +75,25 @@ def correct() -> None:
     forget_choices()
 
 
-def _asked(rule: Callable, correction: Callable, schema: Any) -> Any:
+def _meant(correction: Callable, schema: Any) -> Any:
     given, more = correction(schema.args_schema, schema.kwargs_schema)
-    if given is not schema.args_schema or more is not schema.kwargs_schema:
-        schema = type(schema)(schema.op, given, more, schema_info=schema.schema_info)
-    return rule(schema)
+    if given is schema.args_schema and more is schema.kwargs_schema:
+        return schema
+    return type(schema)(schema.op, given, more, schema_info=schema.schema_info)
+
+
+def _asked(rule: Callable, correction: Callable, schema: Any) -> Any:
+    return rule(_meant(correction, schema))
 
 
 def _asked_of_one(rule: Callable, correction: Callable, operator: Any, given: tuple, more: dict) -> Any:
     """Of one dimension of the mesh; tensors are given as their shapes."""
     return rule(operator, *correction(given, more))
+
+
+def _fits(rule: Callable, correction: Callable, mesh: Any, schema: Any, *layouts: Any) -> bool:
+    """Whether what was found for each dimension is right for all: parts of which a mean is made are as large."""
+    return rule(mesh, _meant(correction, schema), *layouts)
 
 
 class _Sorted:

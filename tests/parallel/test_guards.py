@@ -234,21 +234,28 @@ REDUCED = ("sum", "nansum", "mean", "amax", "amin", "std", "var")
 
 def over_no_dims():
     """How reductions over an empty list of dimensions, which is all of them, are laid out: by us, and by torch."""
-    rows = distribute_tensor(torch.ones(4, 4), parallel.mesh("cpu", x=2), [Shard(0)])
+    mesh = parallel.mesh("cpu", x=2)
+    rows, uneven = (distribute_tensor(numbers(size, 4), mesh, [Shard(0)]) for size in (4, 5))
     rules.register()
     functions = {name: getattr(torch, name) for name in REDUCED} | {"norm": torch.linalg.vector_norm}
 
     def made():
         return {name: function(rows, dim=[], keepdim=True).placements[0] for name, function in functions.items()}
 
-    ours = made()
+    def errors():
+        values = uneven.full_tensor()
+        found = {name: (one(uneven, dim=[]).full_tensor(), one(values, dim=[])) for name, one in functions.items()}
+        return {name: float((ours - wanted).abs()) for name, (ours, wanted) in found.items()}
+
+    ours = made(), errors()
     with without_our_rules():
-        return ours, made()
+        return *ours, made()
 
 
 def test_an_empty_list_of_dimensions_is_all_of_them():
-    for ours, torchs in on_ranks(2, over_no_dims):
+    for ours, errors, torchs in on_ranks(2, over_no_dims):
         assert all(one.is_replicate() or isinstance(one, Partial) for one in ours.values()), ours
+        assert max(errors.values()) < 1e-12, errors
         assert all(isinstance(one, Shard) for one in torchs.values()), "torch knows it now"
 
 
