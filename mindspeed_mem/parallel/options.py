@@ -202,6 +202,8 @@ def _followed(graph: Any, ins: Sequence[Placement], metas: Sequence[TensorMeta],
         elif node.op == "get_attr":
             return None
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if node.target in _OTHERWISE:
+                return None
             if node.target is torch.ops.aten.detach.default:
                 specs[node] = specs[node.args[0]]
                 continue
@@ -220,9 +222,14 @@ def _followed(graph: Any, ins: Sequence[Placement], metas: Sequence[TensorMeta],
     return [Replicate() if isinstance(one, Partial) and one.reduce_op != "sum" else one for one in found]
 
 
+_OTHERWISE = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default}
+"""Not run as torch's rules say: see `rules`."""
+
+
 def _asked(node: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     propagator = DTensor._op_dispatcher.sharding_propagator
-    info = propagator.op_to_schema_info.get(node.target)
+    tables = (propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy)
+    info = next((table[node.target] for table in tables if node.target in table), None)
     given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, DTensorSpec)]
     if not given:  # made here: whole
         return tree_map(lambda one: DTensorSpec(mesh, (Replicate(),), tensor_meta=_meta(one)), node.meta["val"])

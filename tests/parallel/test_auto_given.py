@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from mindspeed_mem import parallel
 from mindspeed_mem.device.limited_cpu import LimitedMemory
@@ -243,6 +244,23 @@ def beside_others(kind, machine, tries):
         computed = sum(3 * option.seconds for option in chosen.values())
         found[name] = plan.seconds, cost(built, chosen), computed + ran[name][0], ran[name][1]
     return found, [cost(built, drawn(built, chosen, share)) for share in (1.0, 0.3, 0.1) for _ in range(tries)]
+
+
+class Joined(Pair):
+    def forward(self, x):
+        return torch.cat([self.one(x), self.two(x)], -1)
+
+
+def ways_of_a_cat():
+    calls = calls_of(Joined(), (torch.ones(4, 4),))
+    asker = Asker(parallel.mesh("cpu", tp=2), MACHINE)
+    return [(one.ins, one.outs) for call in calls.calls if call.function is torch.cat for one in asker.options(call)]
+
+
+def test_a_cat_is_known_to_run_on_parts():
+    rows = (Shard(0),)
+    for ways in on_ranks(2, ways_of_a_cat):
+        assert ((rows, rows), (rows,)) in ways
 
 
 FAST = parallel.Machine(tflops=1e-3, memory_gbps=1, gbps=1, latency_us=0, launch_us=0)
