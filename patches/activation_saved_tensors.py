@@ -4,7 +4,7 @@ Why here: a hook alone cannot do that, as autograd makes new tensors of what it 
 to ``main_grad`` by itself (Megatron's, TransformerEngine's) asks the weight that it saved whether to, and marks it; a
 checkpoint that runs its function again reads ``.grad`` of the inputs that it saved. TransformerEngine marks weights in
 a low precision, plain tensors that it saves for each micro-batch, as nothing to be offloaded. Who saves is seen by the
-frame of ``Function.apply``; torch 2.15 has that in C, and gets one of ours, which only calls it.
+frame of ``Function.apply``; torch 2.14 and newer have that in C, and get one of ours, which only calls it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Saved = TypeVar("Saved", bound="OfFunction")
 
 _native_apply: Any = vars(torch.autograd.Function)["apply"]
 APPLY_IS_PYTHON = isinstance(_native_apply, classmethod)
-"""Torch 2.15 has it in C."""
+"""Torch 2.14 and newer have it in C."""
 
 
 def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
