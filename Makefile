@@ -60,8 +60,8 @@ NATIVE_ACCELERATOR := test_swap test_attached_models test_recompute_and_mixes te
 NATIVE_TESTS := tests/memory/test_life_cycle.py tests/memory/test_peak.py tests/memory/test_native_operators.py \
     tests/memory/test_tape_native.py tests/memory/test_custom_functions.py tests/memory/test_held_elsewhere.py \
     tests/memory/test_recompute.py tests/memory/test_recompute_draws.py tests/memory/test_parts_of_a_storage.py \
-    tests/memory/test_unusual_tensors.py tests/attachment/test_transforms.py $(foreach one,$(NATIVE_SURVIVAL),tests/memory/test_survive_oom.py::$(one)) \
-    tests/asynchrony/test_swap_waits.py \
+    tests/memory/test_unusual_tensors.py tests/attachment/test_transforms.py \
+    $(foreach one,$(NATIVE_SURVIVAL),tests/memory/test_survive_oom.py::$(one)) tests/asynchrony/test_swap_waits.py \
     tests/numerics/test_swap.py::test_every_policy_on_every_kind_of_model tests/numerics/test_swap.py::test_every_layout \
     tests/numerics/test_recompute.py::test_every_policy tests/numerics/test_recompute.py::test_other_kinds_of_model \
     tests/numerics/test_recompute.py::test_expert_layers \

@@ -113,10 +113,12 @@ def place(name: str, get: Callable[[], Any], read: Callable, write: Callable, sa
 
 
 def tensor(name: str, get: Callable[[], Any]) -> Changeable:
+    """What lies in it, and its version."""
     return place(name, get, _content, _copy, _same_content)
 
 
-def container(get: Callable[[], Any], name: str) -> Changeable:
+def container(name: str, get: Callable[[], Any]) -> Changeable:
+    """Which objects it has, and of a dictionary in which order."""
     kind = next(kind for kind in (dict, set, list) if kind is list or is_a(get(), kind))
     base: Any = next(base for base in _BASES if is_a(get(), base))
 
@@ -146,7 +148,9 @@ def content_of(value: Any) -> dict | set | list:
     return dict(base.items(value)) if is_a(value, dict) else list(base.__iter__(value))
 
 
-def cell(function: Callable[[], Any], index: int, name: str) -> Changeable:
+def cell(name: str, function: Callable[[], Any], index: int) -> Changeable:
+    """A variable of functions around this one, by its place in the closure."""
+
     def cell() -> CellType | None:
         return None if (one := function()) is None else one.__closure__[index]
 
@@ -164,6 +168,8 @@ def cell(function: Callable[[], Any], index: int, name: str) -> Changeable:
 
 
 def global_variables(names: dict[str, Any], keys: list[str]) -> Changeable:
+    """Those of these names, which may come and go."""
+
     def write(earlier: dict) -> None:
         for key, value in earlier.items():
             if value is ABSENT:
@@ -177,7 +183,9 @@ def global_variables(names: dict[str, Any], keys: list[str]) -> Changeable:
     return Changeable(f"{names.get('__name__')}.{keys[0]}", read, write, _same_values)
 
 
-def class_attributes(get: Callable[[], Any], name: str, keys: list[str]) -> Changeable:
+def class_attributes(name: str, get: Callable[[], Any], keys: list[str]) -> Changeable:
+    """Those of these names, which may come and go."""
+
     def write(earlier: dict) -> None:
         for key, value in earlier.items():
             now = class_item(get, key, ABSENT)
@@ -201,23 +209,23 @@ def _past_metaclass(method: str, *args: Any) -> None:
         getattr(type(args[0]), method)(*args)
 
 
-def slots(get: Callable[[], Any], name: str, members: Sequence[MemberDescriptorType]) -> Changeable:
+def slots(name: str, get: Callable[[], Any], members: Sequence[MemberDescriptorType]) -> Changeable:
     """What an object keeps without a dictionary."""
 
     def write(value: Any, earlier: list[Any]) -> None:
         for member, then in zip(members, earlier, strict=True):
             if then is not ABSENT:
                 member.__set__(value, then)
-            elif member_of(member, value) is not ABSENT:
+            elif _member(member, value) is not ABSENT:
                 member.__delete__(value)
 
     def read(value: Any) -> list[Any]:
-        return [member_of(one, value) for one in members]
+        return [_member(one, value) for one in members]
 
     return place(name, get, read, write, lambda now, earlier: all(map(_is, now, earlier)))
 
 
-def member_of(member: Any, value: Any) -> Any:
+def _member(member: Any, value: Any) -> Any:
     try:
         return member.__get__(value)
     except AttributeError:
@@ -225,7 +233,7 @@ def member_of(member: Any, value: Any) -> Any:
 
 
 def of_slot(get: Callable[[], Any], member: Any) -> Any:
-    return None if (one := get()) is None else member_of(member, one)
+    return None if (one := get()) is None else _member(member, one)
 
 
 def item(get: Callable[[], Any], key: Any) -> Any:

@@ -163,7 +163,7 @@ def _cells(code: CodeType) -> list[Changeable]:
         if isinstance(function, FunctionType) and function.__code__ is code:
             for place, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True)):
                 if name in names:
-                    cells[id(cell)] = changeable.cell(weakref.ref(function), place, name)
+                    cells[id(cell)] = changeable.cell(name, weakref.ref(function), place)
     return list(cells.values())
 
 
@@ -240,7 +240,7 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
             _attributes(get, name, found, seen, depth)
             _class(kind, found, seen, depth)
         seen.add(id(value))
-        found.append(changeable.container(get, name))
+        found.append(changeable.container(name, get))
         items = changeable.content_of(value)  # whatever a subclass makes of its methods
         if len(items) <= _MANY:
             for key, item in items.items() if isinstance(items, dict) else enumerate(items):
@@ -286,7 +286,7 @@ def _class(kind: type, found: list[Changeable], seen: _Seen, depth: int) -> None
         known = {key: value for key, value in vars(one).items() if not key.startswith("__")}
         rebound = [key for key, value in known.items() if is_a(value, REBOUND)]
         if rebound:
-            found.append(changeable.class_attributes(get, name, rebound))
+            found.append(changeable.class_attributes(name, get, rebound))
         for key in known:
             if not is_a(known[key], (*PLAIN_KINDS, MemberDescriptorType)):
                 _visit(partial(changeable.class_item, get, key), f"{name}.{key}", found, seen, depth + 1)
@@ -297,7 +297,7 @@ def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen
     if id(owner) in seen or not (known := attributes()):
         return
     seen.add(id(owner))
-    found.append(changeable.container(attributes, name))
+    found.append(changeable.container(name, attributes))
     for key in list(known):
         if not is_a(owner, torch.nn.Module) or key not in _OF_A_MODULE:
             inner = partial(changeable.item, attributes, key)
@@ -310,7 +310,7 @@ def _slots(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
     members = [one for kind in kinds for one in vars(kind).values() if is_a(one, MemberDescriptorType)]
     if not members or id(get()) in seen:
         return
-    found.append(changeable.slots(get, name, members))
+    found.append(changeable.slots(name, get, members))
     for member in members:
         inner = partial(changeable.of_slot, get, member)
         if inner() is not ABSENT:
