@@ -201,9 +201,8 @@ class Patch:
 
     def _check(self, owner: Any, original: Callable) -> None:
         """The parameters our function names lead upstream's."""
-        package = self.module.partition(".")[0]
-        origin = _origin(original)
-        if hasattr(original, "__globals__") and origin.partition(".")[0] not in {package, *_DECORATORS}:
+        package, origin = upstream.package_of(self.module), _origin(original)
+        if hasattr(original, "__globals__") and upstream.package_of(origin) not in {package, *_DECORATORS}:
             self.notes.append(f"on top of {origin}")
         try:
             theirs = list(inspect.signature(original).parameters.values())
@@ -340,7 +339,7 @@ class Registry:
 
     def _apply(self, patches: list[Patch], keep_going: bool = False) -> None:
         for patch in patches:
-            of_version = upstream.within(patch.module.partition(".")[0], patch.since, patch.before)
+            of_version = upstream.within(upstream.package_of(patch.module), patch.since, patch.before)
             patch.status = "waiting" if of_version else "absent"
         self._install([p for p in patches if p._bound_to or p.module in sys.modules], patches, keep_going)
         late: dict[str, list[Patch]] = {}
@@ -452,14 +451,10 @@ def _raw(owner: Any, name: str) -> Any:
     return getattr(owner, name, _MISSING)
 
 
-def _package(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def _is_of_beneath(move: _Move) -> bool:
     """A module's symbol may itself be a copy: of what is old when it is applied, and new when it is undone."""
     defined = [str(getattr(one, "__module__", "")) for one in (move.old, move.new)]
-    return any(_package(one) in _BENEATH for one in (move.module, *defined))
+    return any(upstream.package_of(one) in _BENEATH for one in (move.module, *defined))
 
 
 def _rebind_copies(moves: list[_Move]) -> None:
@@ -469,7 +464,7 @@ def _rebind_copies(moves: list[_Move]) -> None:
     for place, module in list(sys.modules.items()) if moves else ():
         if type(module) is not ModuleType:  # lazy modules import on attribute access
             continue
-        if not of_beneath and _package(place) in _BENEATH:
+        if not of_beneath and upstream.package_of(place) in _BENEATH:
             continue
         names = vars(module)
         if by_old.keys().isdisjoint(map(id, list(names.values()))):  # nearly all: in C, there are many names

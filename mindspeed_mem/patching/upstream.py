@@ -79,7 +79,7 @@ class Difference(NamedTuple):
 
 def difference(target: str, original: Any) -> Difference | None:
     """What is to be said of ``original``, found at ``target``; None where it is as it was, or not in the table."""
-    package = _package(target)
+    package = package_of(target)
     known = table().get(package)
     if known is None or target not in known["symbols"]:
         return None
@@ -108,7 +108,8 @@ def source_hash(function: Any) -> str:
         return "unknown"
 
 
-def _package(target: str) -> str:
+def package_of(target: str) -> str:
+    """The top-level package of a symbol's name (``module:dotted.name``), or of a module's."""
     return target.partition(":")[0].partition(".")[0]
 
 
@@ -167,7 +168,7 @@ def write(originals: dict[str, Any], path: Path) -> None:
             continue
         entry["symbols"] = {target: known for target, known in entry["symbols"].items() if target in originals}
         for target, original in originals.items():
-            if original is None or _package(target) != package:
+            if original is None or package_of(target) != package:
                 continue
             original = inspect.unwrap(getattr(original, "__func__", original))
             hashed = source_hash(original)
