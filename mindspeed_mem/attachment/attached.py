@@ -34,7 +34,7 @@ from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.activation.wording import ATTACH
 from mindspeed_mem.activation.wrappers import region_forward
-from mindspeed_mem.attachment import blocks, gathering, second_attempt, shared
+from mindspeed_mem.attachment import blocks, compiled, gathering, optimizers, second_attempt, shared
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.nested import tensors_in
 from mindspeed_mem.parallel.recompute import recompute
@@ -77,10 +77,12 @@ class Attached:
         self.layers = {name: list(members) for name, members in layers.items()}
         """The layers of each list by its name; the plan counts on from list to list."""
         self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
+        self._traced = compiled.inside(model)
         self._limited = limited  # the device's memory, by us
         self._detached = self._said = False  # the latter: to whoever goes on as before
         self._steps: Steps | None = None  # where a plan is searched
         engine.attached_to = weakref.ref(model)
+        self._before_step = optimizers.before_second_step_of(model, _say_if_unseen)
         try:
             self._put_on()
         except BaseException:
@@ -178,6 +180,7 @@ class Attached:
             _take_off(module)
         self._ours.clear()
         self._detached = True
+        self._before_step.remove()
         self.engine.passes.given = self._steps = None
         if engines.current() is self.engine:
             engines.stop()
@@ -238,6 +241,12 @@ class Attached:
 
     def _wrap(self, module: nn.Module, around: Callable[[Callable], Callable]) -> None:
         """Go around its forward: on the module, since its class may look at what its own forward is."""
+        if module in self._traced:
+            return
+        call = compiled.call_of(module)
+        if call is not None:
+            compiled.go_around(module, around, _of_compiled(call))
+            return
         original = _of_class
         if module in self._ours:
             original = self._ours[module].__func__
@@ -275,6 +284,7 @@ def _take_off(model: nn.Module) -> None:
         module.__dict__.pop(_MODEL, None)
         module.__dict__.pop(regions.SHARED, None)
         module.__dict__.pop(_REPLICATE, None)
+        compiled.take_off(module)
         if hasattr(module.__dict__.get("forward"), _OURS):
             del module.__dict__["forward"]
             if _OWN in module.__dict__:
@@ -303,6 +313,15 @@ def _with_self(forward: Any, own: Callable, of: nn.Module) -> None:
         forward.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])
 
 
+def _say_if_unseen() -> None:
+    """The model is trained."""
+    engine = engines.current()
+    if engine is None or engine.attached_to is None or ranks.number() != 0:
+        return
+    if not engine.in_force.idle and not engine.passes.alone_so_far:
+        logger.warning(_UNSEEN)
+
+
 def _gather(module: nn.Module) -> None:
     engine = engines.current()
     if engine is not None and engine.attached_to is not None:
@@ -326,6 +345,17 @@ def _of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if _looks() and under_way:
         _gather(module)
     return module.__dict__[_OWN](*args, **kwargs)
+
+
+def _of_compiled(call: Callable) -> Callable:
+    """Its compiled calls; copies of a module have none."""
+
+    def calls(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _looks() and under_way:
+            _gather(module)
+        return call(*args, **kwargs)
+
+    return calls
 
 
 def pass_forward(original: Callable) -> Callable:
@@ -354,9 +384,6 @@ def pass_forward(original: Callable) -> Callable:
     return forward
 
 
-_COMPILED = (
-    "the plan has no effect: the model is compiled as a whole, and runs as it is; compile parts of its layers instead"
-)
 _AT_ONCE = "swap_config.output_gradients has no effect: only Megatron's linear layers put gradients of weights off"
 _UNSEEN = (
     "no forward of the model with gradients was seen: none has run, or it is compiled as a whole, and the plan has no "
@@ -437,9 +464,10 @@ def attach(
     attached = Attached(model, engine, found, device_bytes is not None)
     if searches:
         attached._search(None if adaptive_plan_file is None else Path(adaptive_plan_file))
-    compiled = [_COMPILED] if getattr(model, "_compiled_call_impl", None) is not None else []
+    everything = [layer for members in found.values() for layer in members]
+    idle = [] if engine.in_force.plan is None else compiled.notices(model, everything, engine.in_force.plan)
     at_once = [_AT_ONCE] if config.swap.swap and config.swap.output_gradients else []
-    for notice in [*config.notices, *at_once, *compiled] if ranks.number() == 0 else ():
+    for notice in [*config.notices, *at_once, *idle] if ranks.number() == 0 else ():
         logger.warning(notice)
     return attached
 

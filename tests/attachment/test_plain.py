@@ -332,17 +332,6 @@ def test_two_models_in_a_list(attach):
     assert len(attached.operators) == 5
 
 
-def test_what_has_no_effect_is_said_once(attach, caplog):
-    model = Net()
-    for block in model.blocks[:2]:
-        block.compile(backend="eager")
-    attach(model, SWAP)
-    with caplog.at_level(logging.WARNING):
-        results(model, accumulated, times=6)
-    said = [line for line in caplog.messages if "the plan has no effect in layers 0-1" in line]
-    assert len(said) == 1 and "compiled" in said[0]
-
-
 class Tabled(Block):
     """A weight that is no parameter but a part of a tensor, and saved as a view of it."""
 
@@ -392,20 +381,6 @@ def test_what_runs_later_than_at_first_is_not_said_to_have_no_effect(attach, cap
     assert "has no effect" not in caplog.text
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_model_that_is_compiled_as_a_whole_is_told(early, attach, caplog):
-    model = Net()
-    if early:
-        model.compile(backend="eager")
-    attached = attach(model, SWAP)
-    if not early:
-        assert "no forward of the model" in attached.report()  # none has run
-        model.compile(backend="eager")
-    results(model, accumulated)
-    assert any("the model is compiled as a whole" in line for line in caplog.messages) is early
-    assert "or it is compiled as a whole, and the plan has no effect" in attached.report()
-
-
 def test_a_step_after_detach_is_told_once(attach, caplog):
     model = Net()
     attached = attach(model, SWAP, survive=True)
@@ -451,17 +426,6 @@ def test_each_row_of_the_docs_example_has_an_effect(caplog, capsys):
     assert float(moved) > 0.1 and "recomputed: self_attn of layer 3" in printed, printed
     assert not re.search(r"nothing was|\b0 second runs", printed), printed
     assert [one.message for one in caplog.records if one.levelno >= logging.WARNING] == []
-
-
-def test_compiled_parts(attach):
-    model = Net()
-    plain = copy.deepcopy(model)
-    for one in (model, plain):
-        one.blocks[0].act = torch.compile(one.blocks[0].act, backend="eager")
-        one.blocks[1] = torch.compile(one.blocks[1], backend="eager")
-    expected = results(plain, accumulated)
-    attach(model, SWAP)
-    assert same(results(model, accumulated), expected)
 
 
 def test_wrappers_are_not_in_names(attach):

@@ -110,8 +110,8 @@ def test_what_cannot_be_planned_is_refused(make, arguments, expected):
 @pytest.mark.needs_torch("2.7", "a compiled layer runs its parts")
 def test_a_layer_that_cannot_be_seen_between_others_ends_the_search(caplog):
     model = Net(3, 16)
-    model.blocks[1].compile(backend="eager")
     with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
+        model.blocks[1].compile(backend="eager")
         mine = Training(model)
         for _ in range(12):
             mine.step(attached)
@@ -187,12 +187,12 @@ def test_a_layer_that_does_not_always_run(caplog, step):
 
 @pytest.mark.needs_torch("2.7", "a compiled layer runs its parts")
 def test_what_cannot_be_seen_is_left_as_it_is(caplog):
-    """A layer that is compiled as a whole, and steps that nobody tells of."""
+    """Layers that are compiled as a whole after it, and steps that nobody tells of."""
     model = Net(2, 16)
-    for block in model.blocks:
-        block.compile(backend="eager")
     expected = [Training(copy.deepcopy(model)).step()]
     with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
+        for block in model.blocks:
+            block.compile(backend="eager")
         loss_of(model).backward()
         model.zero_grad()
         mine = Training(model)
@@ -202,6 +202,20 @@ def test_what_cannot_be_seen_is_left_as_it_is(caplog):
         assert attached.engine.adaptation.state == "off"
     assert caplog.text.count("no effect on steps outside") == 1
     assert "attach's plan='auto' plans no more" in caplog.text
+
+
+def test_of_compiled_layers_what_has_no_room_is_evicted(caplog):
+    caplog.set_level(logging.INFO)
+    torch.manual_seed(0)
+    model = Net(3, 24)
+    with counted() as memory:
+        expected, peak = expected_of(model, memory, 12)
+        for block in model.blocks:
+            block.compile(backend="eager")
+        with mindspeed_mem.attach(model, "auto", device_memory_gib=0.85 * peak / 2**30) as attached:
+            assert settled_within(attached, Training(model), expected)
+            assert attached.engine.mover.evicted_bytes
+    assert "until then activations are evicted" in caplog.text
 
 
 def on_rank(wrapper, steps):

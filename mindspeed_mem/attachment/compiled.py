@@ -1,0 +1,74 @@
+"""Modules of a model that torch compiles, in place (`module.compile()`) or by a wrapper (`torch.compile(module)`).
+
+Each is one operator, or a layer as a whole, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from mindspeed_mem.plan import MemoryPlan
+from mindspeed_mem.plan.layers import in_words
+
+INNER = "_orig_mod"
+"""By which name a wrapper has its module."""
+_CALL = "_compiled_call_impl"
+"""What the calls of a module are that is compiled in place."""
+_OWN = "_mindspeed_mem_compiled"
+"""On ours around it: that."""
+_AS_ONE = (
+    "the plan has no effect: the model is compiled as a whole, and runs as it is; compile parts of its layers instead"
+)
+
+
+def call_of(module: nn.Module) -> Callable | None:
+    """What its calls are compiled to; None: nothing, or a wrapper does that."""
+    call = module.__dict__.get(_CALL)
+    return getattr(call, _OWN, call)
+
+
+def go_around(module: nn.Module, around: Callable[[Callable], Callable], call: Callable) -> None:
+    """Put ``around`` on the compiled calls of a module, or on what was put on them before. ``call``: these, by its
+    module. (Its forward stays: of its own modules torch compiles some nowhere, and would compile ours in their place.)
+    """
+    before = module.__dict__[_CALL]
+    ours = around(before.__func__ if hasattr(before, _OWN) else call)
+    ours.__dict__[_OWN] = call_of(module)
+    module.__dict__[_CALL] = types.MethodType(ours, module)
+
+
+def take_off(module: nn.Module) -> None:
+    call = call_of(module)
+    if call is not None:
+        module.__dict__[_CALL] = call
+
+
+def inside(model: nn.Module) -> set[nn.Module]:
+    """What is in a module that is compiled in place: nothing there runs by itself."""
+    return {inner for module in model.modules() if call_of(module) is not None for inner in _below(module)}
+
+
+def notices(model: nn.Module, layers: Sequence[nn.Module], plan: MemoryPlan) -> list[str]:
+    """Where the plan has no effect because all that it names is compiled with other things."""
+    compiled = [module for module in model.modules() if _is_compiled(module)]
+    if any(_below(module).issuperset(layers) for module in compiled):
+        return [_AS_ONE]
+    whole = {index for index, layer in enumerate(layers) if _is_compiled(layer)} & plan.layers_touched()
+    idle = [index for index in whole if plan.decision(index, "") is None and plan.recompute(index, "") is None]
+    if not idle:
+        return []
+    return [
+        f"the plan has no effect in {in_words(idle)}, compiled as a whole: name whole layers (recompute, layer_swap), "
+        "or compile parts of a layer"
+    ]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return INNER in module._modules or call_of(module) is not None
+
+
+def _below(module: nn.Module) -> set[nn.Module]:
+    return set(module.modules()) - {module}

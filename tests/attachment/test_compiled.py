@@ -1,0 +1,115 @@
+"""Plans on models that are compiled, as a whole or in parts: what runs as it is, is told."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import mindspeed_mem
+from tests.attachment.plain_models import PLANS, SWAP, Net, accumulated, results, same
+
+
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def wrapped(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("compiled", [in_place, wrapped, lambda model: torch.nn.Sequential(wrapped(model))])
+def test_a_model_that_is_compiled_as_a_whole_is_told(compiled, caplog):
+    model = compiled(Net())
+    with mindspeed_mem.attach(model, SWAP):
+        results(model, accumulated)
+    assert any("the model is compiled as a whole" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("compiled", [in_place, wrapped])
+def test_a_model_that_is_compiled_later_is_told_once(compiled, caplog):
+    said = "no forward of the model with gradients was seen: none has run, or it is compiled as a whole"
+    model = Net()
+    with mindspeed_mem.attach(model, SWAP) as attached:
+        assert said in attached.report()  # none has run
+        program, optimizer = compiled(model), torch.optim.SGD(model.parameters())
+        for _ in range(4):
+            accumulated(program)
+            optimizer.step()
+        assert sum(said in line for line in caplog.messages) == 1
+        assert said in attached.report()
+
+
+def test_training_a_model_that_is_seen_or_another_one_tells_nothing(caplog):
+    model, other = Net(), Net()
+    with mindspeed_mem.attach(model, SWAP):
+        for one in (other, model):
+            optimizer = torch.optim.SGD(one.parameters())
+            for _ in range(3):
+                accumulated(one)
+                optimizer.step()
+    assert "has no effect" not in caplog.text
+
+
+@pytest.mark.parametrize("plan", ["swap", "whole"])
+@pytest.mark.parametrize("compiled", [in_place, wrapped])
+def test_compiled_layers_are_moved_and_made_again_as_a_whole(plan, compiled, caplog):
+    model = Net()
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        for index, block in enumerate(one.blocks):
+            one.blocks[index] = compiled(block)
+    expected, calls = results(plain, accumulated), [vars(block).get("_compiled_call_impl") for block in model.blocks]
+    with mindspeed_mem.attach(model, PLANS[plan]) as attached:
+        assert same(results(model, accumulated), expected)
+        figures = attached.engine.report()
+    assert (figures.bytes_out if plan == "swap" else figures.recomputed_bytes) > 0
+    assert [vars(block).get("_compiled_call_impl") for block in model.blocks] == calls
+    assert "no effect" not in caplog.text
+
+
+@pytest.mark.parametrize("compiled", [in_place, wrapped])
+def test_plans_for_what_is_in_a_compiled_layer_are_told_at_once(compiled, caplog):
+    model = Net()
+    for index in (0, 1):
+        model.blocks[index] = compiled(model.blocks[index])
+    with mindspeed_mem.attach(model, {"recompute_config": {"select_recompute": {"fc1": True}}}):
+        said = [line for line in caplog.messages if "the plan has no effect in layers 0-1, compiled as a whole" in line]
+        assert len(said) == 1
+
+
+def test_layers_that_are_compiled_later_are_told_once(caplog):
+    model = Net()
+    with mindspeed_mem.attach(model, SWAP), caplog.at_level(logging.WARNING):
+        for block in model.blocks[:2]:
+            block.compile(backend="eager")
+        results(model, accumulated, times=6)
+    said = [line for line in caplog.messages if "the plan has no effect in layers 0-1" in line]
+    assert len(said) == 1 and "compiled" in said[0]
+
+
+def test_what_torch_does_not_compile_is_not_compiled_by_us():
+    """Torch skips its own modules where they are compiled in place."""
+
+    def never(program, _):
+        raise AssertionError("compiled")
+
+    model = Net()
+    for block in model.blocks:
+        block.norm.compile(backend=never)
+        block.fc1.compile(backend=never)
+    with mindspeed_mem.attach(model, {"recompute_config": {"select_recompute": {"norm": True}}}) as attached:
+        results(model, accumulated)
+        assert attached.engine.report().recomputed_bytes
+
+
+def test_compiled_parts_are_operators():
+    model = Net()
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        one.blocks[0].act = torch.compile(one.blocks[0].act, backend="eager")
+        one.blocks[1] = torch.compile(one.blocks[1], backend="eager")
+    expected = results(plain, accumulated)
+    with mindspeed_mem.attach(model, SWAP):
+        assert same(results(model, accumulated), expected)
