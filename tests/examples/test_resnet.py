@@ -45,6 +45,7 @@ def test_a_mode_prints_one_devices_losses(alone, words, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.needs_torch("2.13", "DTensor's rules")
 def test_a_pipeline_learns():
     job, losses = run("--mode", "pipeline", "--steps", "10", "--recompute")
     job.succeeded()

@@ -204,6 +204,7 @@ def test_what_cannot_be_seen_is_left_as_it_is(caplog):
     assert "attach's plan='auto' plans no more" in caplog.text
 
 
+@pytest.mark.needs_torch("2.7", "nothing of a compiled layer can leave")
 def test_of_compiled_layers_what_has_no_room_is_evicted(caplog):
     caplog.set_level(logging.INFO)
     torch.manual_seed(0)

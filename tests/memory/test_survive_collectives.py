@@ -35,6 +35,7 @@ def exchanging(kind: str, layout: dict, shares: tuple, **model) -> list[str]:
     return found
 
 
+@pytest.mark.needs_torch("2.13", "gloo takes memory in a thread of its own while it reduces and scatters")
 def test_sequence_parallel():
     model = {"layers": 3, "sequence_parallel": True}
     assert on_ranks(2, exchanging, "dense", {"tp": 2}, (0.9, 0.8, 0.6, 0.4), **model, timeout=60) == [[], []]
