@@ -33,6 +33,8 @@ class AdaptivePasses(Listener):
     def begin_call(self, call: ScheduleCall) -> None:
         engine = engines.current()
         adaptation = None if engine is None or call.forward_only else engine.adaptation
+        if adaptation is not None and adaptation.is_over:
+            adaptation = None
         if engine is not None and adaptation is not None:
             self._begin(engine, adaptation, call)
         self._following.append(adaptation)

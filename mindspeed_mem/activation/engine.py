@@ -57,6 +57,10 @@ class FollowsCalls(Protocol):
     has_settled: bool
     """Has settled on a plan, once at least."""
 
+    @property
+    def is_over(self) -> bool:
+        """Plans no more, on any rank: nobody has to tell of calls."""
+
     def begin(self, call: Any, ranks: Any, facts: Callable[[], dict[str, Any]]) -> None: ...
 
     def end(self, completed: bool) -> None: ...

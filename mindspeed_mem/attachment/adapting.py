@@ -22,7 +22,7 @@ from mindspeed_mem import __version__, ranks
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.storage.records import local_of
-from mindspeed_mem.adaptive.run.adaptation import OFF, SETTLED, Adaptation, Call, Ranks
+from mindspeed_mem.adaptive.run.adaptation import SETTLED, Adaptation, Call, Ranks
 from mindspeed_mem.attachment.optimizers import before_step_of
 from mindspeed_mem.nested import tensors_in
 
@@ -95,7 +95,7 @@ class Steps:
     def _begin(self) -> None:
         self._number += 1
         adaptation = self._adaptation
-        if self._number == 1 or adaptation.state == OFF:  # nothing is known of steps yet
+        if self._number == 1 or adaptation.is_over:  # nothing is known of steps yet
             return
         if adaptation.state != SETTLED or self._number % _ASKED == 0:
             self._agree()

@@ -249,6 +249,28 @@ def test_it_follows_what_changes():
     assert reached == "settled", less
 
 
+def collectives_of_a_step() -> tuple[int, int]:
+    """Without the pack, and where nobody says how much memory there is, so that nothing is planned."""
+    from mindspeed_mem import ranks
+    from tests.adaptive_runs import adapting
+    from tests.limited_runs import Training, counted
+
+    def second(mine: Training) -> int:
+        mine.step()
+        before = ranks.collectives()
+        mine.step()
+        return ranks.collectives() - before
+
+    with counted() as memory, parallel():
+        plain = second(Training(memory, "dense", layers=1))
+        with adapting():
+            return plain, second(Training(memory, "dense", layers=1))
+
+
+def test_ranks_that_plan_no_more_ask_each_other_nothing():
+    assert all(plain == mine > 0 for plain, mine in on_ranks(2, collectives_of_a_step))
+
+
 def one_rank_with_more() -> tuple[list, list[str]]:
     """In the second step the last rank has another number of micro-batches, in the fifth larger ones."""
     import torch.distributed as dist

@@ -150,6 +150,11 @@ class Adaptation:
         elif self.state == SETTLED:
             self._retried += self.engine.backend.allocation_retries() > self._retries
 
+    @property
+    def is_over(self) -> bool:
+        """Nothing is planned any more. All ranks came to that together, so nobody has to tell of calls from now on."""
+        return self.state == OFF
+
     def report(self) -> tuple[tuple[str, ...], str]:
         """For the end of the run."""
         lines = [] if self.planner is None else self.planner.report()
