@@ -113,7 +113,7 @@ class Steps:
     def _end(self, completed: bool) -> None:
         if self._running:
             self._running = False
-            self._adaptation.end(completed)
+            self._adaptation.end(completed, self._now)
 
     def _say_sizeless(self) -> None:
         """A plan kept for nobody knows what size is none for this one."""

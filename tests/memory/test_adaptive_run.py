@@ -192,7 +192,7 @@ def test_an_allocator_that_retries_in_every_call_of_a_settled_plan_leads_to_anot
 
 
 def changes() -> tuple[list, list[str]]:
-    """Evaluations, a failing step, another number of micro-batches and a lower limit on the way."""
+    """A failing step, micro-batches of other sizes, another number of them and a lower limit on the way."""
     import torch
 
     from tests.adaptive_runs import adapting, room_for, told, until_settled
@@ -218,9 +218,19 @@ def changes() -> tuple[list, list[str]]:
                 mine.step()
             hook.remove()
             until_settled(engine, mine.step)
-            lines.append("--- more micro-batches")
+            lines.append("--- larger micro-batches, for some steps")
+            for profiled, planned in ((True, False), (False, True)):
+                mine.samples = 3
+                for _ in range(5 if planned else 2):
+                    mine.step()
+                assert (engine.observation.profiler is not None) == profiled
+                mine.samples = 2
+                mine.step()
+                assert engine.observation.profiler is None
+                assert engine.report().adaptive[0].startswith("adaptive memory plan (settled)")
+            lines.append("--- back")
             mine.micro_batches = 4
-            until_settled(engine, mine.step)
+            mine.step()
             lines.append("--- less memory")
             mine.total = before + tight
             evicted = engine.mover.evicted_bytes
@@ -243,7 +253,8 @@ def changes() -> tuple[list, list[str]]:
 def test_it_follows_what_changes():
     [(found, grew, reached, lines)] = on_ranks(1, changes)
     assert found == []
-    assert any("4 micro-batches from now on: planning again" in line for line in lines)
+    assert any("micro-batches of 3: profiling again" in line for line in lines)
+    assert not lines[lines.index("--- back") + 1 : lines.index("--- less memory")]
     less = lines[lines.index("--- less memory") :]
     assert grew > 0 and any("had to be evicted beyond the plan: planning again" in line for line in less)
     assert reached == "settled", less
@@ -269,6 +280,33 @@ def collectives_of_a_step() -> tuple[int, int]:
 
 def test_ranks_that_plan_no_more_ask_each_other_nothing():
     assert all(plain == mine > 0 for plain, mine in on_ranks(2, collectives_of_a_step))
+
+
+def growing(numbers: tuple[int, ...]) -> tuple[list, str, list[str]]:
+    """Each step has another number of micro-batches."""
+    from tests.adaptive_runs import adapting, told
+    from tests.limited_runs import Training, counted, different
+
+    def steps(mine: Training) -> list:
+        results = []
+        for mine.micro_batches in numbers:
+            mine.number = 10 * len(results)
+            results.append(mine.step())
+        return results
+
+    with counted() as memory, parallel():
+        expected = steps(Training(memory, "dense", layers=1))
+        with adapting() as engine, told() as lines:
+            mine = Training(memory, "dense", layers=1)
+            mine.total = memory.allocated + 2**27
+            found = [name for one, other in zip(steps(mine), expected, strict=True) for name in different(one, other)]
+            return found, engine.adaptation.state, lines
+
+
+def test_a_plan_serves_any_number_of_micro_batches_of_one_stage():
+    [(found, state, lines)] = on_ranks(1, growing, (1, 3, 2, 1, 2, 3, 4, 1, 5))
+    assert found == [] and state == "settled"
+    assert not any("planning again" in line for line in lines)
 
 
 def one_rank_with_more() -> tuple[list, list[str]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import pytest
 
 from mindspeed_mem.activation.observe.rank_profile import HostCost
 from mindspeed_mem.adaptive import simulate
 from mindspeed_mem.adaptive.problem.checks import problems_of
+from mindspeed_mem.adaptive.run.adaptation import Call
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.run.planner import ROUNDS, Planner
 from mindspeed_mem.adaptive.search.search import Search
+from mindspeed_mem.schedule import peak
 from tests.planning import MB, small_problem
 
 
@@ -37,6 +40,40 @@ def problem(request):
     kept, least = Search(found).keep_all, Search(found).least()
     highest, lowest = max(simulate(found, kept).peaks), max(least.simulated.peaks)
     return dataclasses.replace(found, device_limit=(2 * lowest + highest) // 3)
+
+
+@pytest.mark.parametrize(
+    ("problem", "number"), [({}, 9), (TWO_STAGES, 1)], ids=["one stage", "two stages"], indirect=["problem"]
+)
+def test_calls_with_other_numbers_of_micro_batches_show_as_much(problem, number):
+    ran, plan = problem.with_micro_batches(number), Planner(problem)
+    plan.start()
+    found = plan.tries[0].found
+    other = dataclasses.replace(found, problem=ran, simulated=simulate(ran, found.plan))
+    seen = [one._replace(micro_batches=number) for one in measured(ran, other)]
+    assert plan.judge(seen).settled
+    assert plan.kept.seconds == pytest.approx(passes_seconds(problem, found.simulated))
+    assert [one.peak for one in plan.kept.measured] == list(found.simulated.peaks)
+    assert plan.problem == problem
+
+
+@pytest.mark.parametrize(
+    "line",
+    [(1, 1, None), (2, 1, None), (4, 1, None), (2, 2, 2), (4, 2, 4), (4, 3, 4), (8, 4, 8)],
+    ids=str,
+)
+def test_a_plan_serves_calls_that_hold_no_more(line):
+    stages, virtual_stages, group_size = line
+    numbers = [stages * each for each in range(1, 6)] if virtual_stages > 1 else range(1, 4 * stages + 1)
+    held = {number: peak(stages, virtual_stages, number, group_size=group_size) for number in numbers}
+    calls = {number: Call(*line, None, 8, 1, number) for number in numbers}
+    for planned, call in calls.items():
+        for number, other in calls.items():
+            no_more = all(map(operator.le, held[number], held[planned]))
+            assert no_more or not call.serves(other)
+            assert call.serves(other) or number > planned
+    assert calls[2 * stages].serves(calls[4 * stages])
+    assert not call.serves(call._replace(micro_batch_size=2)) and not call.serves(call._replace(seq_length=4))
 
 
 @either

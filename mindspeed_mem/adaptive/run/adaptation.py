@@ -6,6 +6,7 @@ rank 0 plans. A call is one training step's forwards and backwards on Megatron's
     call 1       survive: the optimizer makes its states after it. A plan kept for the same job is used from here on.
     calls 2-4    profile (`Profiler`)
     then         plan; each plan runs three calls, of which the first is not measured, until one is settled on
+                 (another number of micro-batches is no reason to plan again unless more is held at once)
     settled      every tenth call the ranks ask each other whether activations had to be evicted, or allocators had to
                  retry in each call; if so, plan again
 """
@@ -78,6 +79,31 @@ class Call(NamedTuple):
     """``--pipeline-schedule``, where there is a pipeline."""
     split_backward: bool = False
 
+    def same_shapes(self, other: Call) -> bool:
+        """Whether the two differ in the number of micro-batches at most."""
+        return other._replace(micro_batches=self.micro_batches) == self
+
+    def serves(self, other: Call) -> bool:
+        """Whether a plan that was made for this one is one for the other: nothing more is held at once there.
+
+        That grows with the micro-batches until the pipeline is full; twice the stages, or a group, fill any. (In an
+        order found by simulation it may be a pass more or less with any number: then eviction corrects the plan.)
+        """
+        if self.virtual_stages == 1 and self.schedule == "1f1b":
+            full = self.stages
+        else:
+            full = 2 * max(self.stages, self.group_size or 1)
+        return self.same_shapes(other) and min(other.micro_batches, full) <= self.micro_batches
+
+
+class _Settled(NamedTuple):
+    """What a plan that was settled on rests on, to go back to."""
+
+    config: MemoryConfig | None
+    planner: Planner | None
+    profiles: list[Any]
+    profiled: bool
+
 
 class Ranks(NamedTuple):
     """This rank among the others."""
@@ -108,6 +134,7 @@ class Adaptation:
         self.profiles: list[Any] = []  # on rank 0
         self.profiled = False
         self._before: Call | None = None  # the last call, or the one that runs
+        self._planned: Call | None = None  # what the plan in force was made for; None: there is none
         self._facts: Facts = {}
         self._calls = 0  # in this state
         self._profiler: Profiler | None = None
@@ -118,7 +145,7 @@ class Adaptation:
         self.has_settled = False
         """On any plan so far."""
         self._config: MemoryConfig | None = None  # in force
-        self._settled: dict[Call, MemoryConfig | None] = {}
+        self._settled: dict[Call, _Settled] = {}
 
     # ---- a training call
     def begin(self, call: Call, ranks: Ranks, facts: Callable[[], Facts]) -> None:
@@ -140,13 +167,14 @@ class Adaptation:
             self._meter.begin()
         self._retries = self.engine.backend.allocation_retries()
 
-    def end(self, completed: bool) -> None:
-        """It has ended; not ``completed``: by an exception."""
+    def end(self, completed: bool, micro_batches: int | None = None) -> None:
+        """It has ended; not ``completed``: by an exception. ``micro_batches``: how many it had, if not as many as were
+        said when it began."""
         self._shown.close()
         if self.state == PROFILE:
             self._attached().end_call(completed)
         elif self.state == TRY and completed and self._calls > 1:
-            self._meter.end(self._ranks.stage)
+            self._meter.end(self._ranks.stage, micro_batches or self._call.micro_batches)
         elif self.state == SETTLED:
             self._retried += self.engine.backend.allocation_retries() > self._retries
 
@@ -181,7 +209,7 @@ class Adaptation:
                 self.target = None
         config = self._ranks.gather(found)[0]
         if config is not None and self._adopt(config):
-            self._go(SETTLED)
+            self._settle()
 
     def _survive(self) -> None:
         if self._calls:
@@ -228,6 +256,7 @@ class Adaptation:
             self.planner = Planner(problem, bool(self._facts["states_are_split"]), self.engine.wording)
             return self.planner.start()
 
+        self._planned = call
         self._go(TRY)
         self._follow(start)
 
@@ -258,6 +287,8 @@ class Adaptation:
         evicted = any(evicted for _, evicted, _ in everyone)
         what = "activations had to be evicted beyond" if evicted else "the allocator had to retry in every call under"
         self._say(f"{what} the plan: planning again")
+        if self._planned is not None:
+            self._settled.pop(self._planned, None)
         if not self.profiled:  # the plan came from a file
             self._profile_again()
             return
@@ -265,19 +296,17 @@ class Adaptation:
         self._follow(lambda: self._planner().overrun(everyone))
 
     def _changed(self, before: Call, facts: Callable[[], Facts]) -> None:
-        """Other shapes need another profile, another number of micro-batches only another plan."""
+        """Other shapes need another profile, more micro-batches in a pipeline that was not full only another plan."""
         call = self._call
-        same_shapes = call._replace(micro_batches=before.micro_batches) == before
-        if self.state == OFF:
+        if self.state == OFF or (self._planned is not None and self._planned.serves(call)):
             return
         self._facts = facts()
-        if call in self._settled:
-            if self._adopt(self._settled[call]):
-                self._go(SETTLED)
+        if (made_for := next((one for one in self._settled if one.serves(call)), None)) is not None:
+            self._go_back(made_for)
             return
-        if self.state == SURVIVE or (same_shapes and self.state == PROFILE):
+        if self.state == SURVIVE or (self.state == PROFILE and call.same_shapes(before)):
             return
-        if same_shapes and self.profiled:
+        if self.profiled and call.same_shapes(before):
             self._say(f"{call.micro_batches} micro-batches from now on: planning again")
             self._plan()
             return
@@ -288,9 +317,25 @@ class Adaptation:
         self._say(f"sequences of {call.seq_length}, micro-batches of {call.micro_batch_size}: profiling again")
         self._profile_again()
 
+    def _go_back(self, made_for: Call) -> None:
+        """To the plan that was settled on for this."""
+        if self._profiler is not None:
+            self._profiler.detach()
+        config, self.planner, self.profiles, self.profiled = self._settled[made_for]
+        if self._adopt(config):
+            self._planned = made_for
+            self._go(SETTLED)
+
+    def _settle(self) -> None:
+        """The plan in force is the one for calls like this."""
+        self._planned = self._planned or self._call
+        self._settled[self._planned] = _Settled(self._config, self.planner, self.profiles, self.profiled)
+        self._go(SETTLED)
+
     def _profile_again(self) -> None:
         if self._profiler is not None:
             self._profiler.detach()
+        self._planned = None
         self._adopt(None)
         self._go(SURVIVE)
         self._calls = 1
@@ -322,8 +367,7 @@ class Adaptation:
         if decision.config is not None and not self._adopt(decision.config):
             return
         if decision.settled:
-            self._settled[self._call] = self._config
-            self._go(SETTLED)
+            self._settle()
             self._keep()
 
     def _adopt(self, config: MemoryConfig | None) -> bool:
@@ -352,7 +396,7 @@ class Adaptation:
         machine = {key: value for key, value in described if isinstance(value, str | int | float)}
         planner = self._planner()
         kept = planner.kept or planner.tries[-1]
-        shapes = self._call._asdict() | {
+        shapes = (self._planned or self._call)._asdict() | {
             name: self._facts[fact] for name, fact in _SIZES.items() if fact in self._facts
         }
         profile = profile_file.Profile(problem=planner.problem, shapes=shapes, machine=machine)

@@ -35,9 +35,12 @@ class CallMeter:
         self._retries = backend.allocation_retries()
         self._started = time.perf_counter()
 
-    def end(self, stage: int) -> None:
-        """It has ended as it should; it ran this pipeline stage."""
+    def end(self, stage: int, micro_batches: int) -> None:
+        """It has ended as it should; it ran this pipeline stage. Calls with another number of micro-batches than this
+        one had are no part of it any more."""
         backend = self._engine.backend
+        if self._calls and self._calls[-1].micro_batches != micro_batches:
+            self.clear()
         backend.synchronize()
         seconds, peak = time.perf_counter() - self._started, backend.peak()
         self._calls.append(
@@ -48,6 +51,7 @@ class CallMeter:
                 stall=backend.stall_seconds() - self._stalled,
                 evicted=self._engine.mover.evicted_bytes - self._evicted,
                 retries=backend.allocation_retries() - self._retries,
+                micro_batches=micro_batches,
             )
         )
 
@@ -58,4 +62,5 @@ class CallMeter:
             return None
         seconds, stalls = (min(getattr(one, name) for one in self._calls) for name in ("seconds", "stall"))
         most = {name: max(getattr(one, name) for one in self._calls) for name in ("peak", "evicted", "retries")}
-        return Measured(stage=self._calls[0].stage, seconds=seconds, stall=stalls, **most)
+        of_all = {name: getattr(self._calls[0], name) for name in ("stage", "micro_batches")}
+        return Measured(seconds=seconds, stall=stalls, **most, **of_all)

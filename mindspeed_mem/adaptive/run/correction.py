@@ -45,6 +45,31 @@ class Measured(NamedTuple):
     """Bytes that left because memory had run out, whatever the plan said."""
     retries: int = 0
     """How often the allocator had to give back what it kept: that was in pieces too small for a request."""
+    micro_batches: int = 0
+    """Of the call; 0: as many as were planned for."""
+
+
+def as_planned(
+    problem: Problem, plan: Plan, simulated: Simulated, measured: Sequence[Measured]
+) -> tuple[Measured, ...]:
+    """What a call with as many micro-batches as ``problem`` has would have shown, by what is predicted of both."""
+    planned = problem.pipeline.micro_batches
+    number = max(one.micro_batches for one in measured) or planned
+    if number == planned:
+        return tuple(measured)
+    other = problem.with_micro_batches(number)
+    ran = simulate(other, plan)
+    ratio = passes_seconds(problem, simulated) / passes_seconds(other, ran)
+    return tuple(
+        one._replace(
+            seconds=ratio * one.seconds,
+            stall=ratio * one.stall,
+            peak=one.peak + simulated.peaks[one.stage] - ran.peaks[one.stage],
+            evicted=-(-one.evicted * planned // number),
+            micro_batches=planned,
+        )
+        for one in measured
+    )
 
 
 def passes_seconds(problem: Problem, simulated: Simulated) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mindspeed_mem.activation.wording import MEGATRON, Wording
 from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.run import worth
-from mindspeed_mem.adaptive.run.correction import Measured, corrected, lacked, passes_seconds
+from mindspeed_mem.adaptive.run.correction import Measured, as_planned, corrected, lacked, passes_seconds
 from mindspeed_mem.adaptive.search.decisions import Plan
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.plan_file import memory_config
@@ -90,7 +90,7 @@ class Planner:
     def judge(self, measured: Sequence[Measured]) -> Decision:
         """The plan in force took that much: correct the problem by it, then try another plan or stay with the best."""
         now = self.tries[-1]
-        now.measured = tuple(measured)
+        now.measured = as_planned(now.problem, now.found.plan, now.found.simulated, measured)
         self.problem = self._corrected(now.problem, now.found.plan, now.found.simulated, now.measured)
         if len(self.tries) < ROUNDS:
             found, why = self._searched()
