@@ -107,6 +107,8 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
     for counts, earlier in validated:
         counts.clear()
         counts.update(earlier)
+    if (engine := engines.current()) is not None and engine.adaptation is not None:
+        engine.adaptation.begin_again()
     with survival.moving_everything():
         return _once(survival, call, run)
 

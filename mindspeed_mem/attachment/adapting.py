@@ -67,8 +67,7 @@ class Steps:
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Around a step."""
-        self._now = self._trained = self._parts = 0
-        self._trains = False
+        self._nothing_yet()
         self._begin()
         self._inside, completed = True, False
         try:
@@ -81,6 +80,16 @@ class Steps:
             if completed and self._parts:
                 self._parts_before = self._parts
             self._seen = self._seen.beside(_Size(micro_batches=self._now))
+
+    def begin_again(self) -> None:
+        """The step that runs is tried once more: what it ran so far is no part of it."""
+        self._nothing_yet()
+        if self._running:
+            self._adaptation.begin_again()
+
+    def _nothing_yet(self) -> None:
+        self._now = self._trained = self._parts = 0
+        self._trains = False
 
     def _optimizer_begins(self) -> None:
         """Not a call's end: one in the middle of a backward, or before the step's forwards (one that takes a closure

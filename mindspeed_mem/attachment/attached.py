@@ -145,7 +145,7 @@ class Attached:
         if survival is None or self._is_off():
             return call(*args, **kwargs)
         with self._followed():
-            return second_attempt.run(survival, self.model, self._guarded, call, args, kwargs)
+            return second_attempt.run(survival, self.model, self._guarded, self._begins_again, call, args, kwargs)
 
     def _is_off(self) -> bool:
         """Whether it was detached, which is said at the first step after that."""
@@ -156,6 +156,10 @@ class Attached:
 
     def _followed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._steps is None else self._steps.following()
+
+    def _begins_again(self) -> None:
+        if self._steps is not None:
+            self._steps.begin_again()
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -21,11 +21,13 @@ def run(
     survival: Survival,
     model: nn.Module,
     inside: Callable[[], AbstractContextManager[None]],
+    again: Callable[[], None],
     call: Callable[..., Any],
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run ``call`` ``inside``, twice where that is needed and can be; iterators among its arguments are rewound then.
+    """Run ``call`` ``inside``, twice where that is needed and can be: ``again`` is told before the second time, and
+    iterators among its arguments are rewound.
 
     Raises NoRoomError, which says why it was not tried again.
     """
@@ -54,5 +56,6 @@ def run(
     for one in iterators.values():
         one.rewind()
     survival.backend.give_back()  # what it kept in pieces, or a library lacked
+    again()
     with survival.moving_everything(), inside():
         return call(*args, **kwargs)

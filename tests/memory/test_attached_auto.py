@@ -93,6 +93,37 @@ def test_larger_inputs_are_planned_for_again(caplog):
     assert caplog.text.count("profiling again") == 1
 
 
+def test_what_a_step_ran_before_it_was_tried_again_is_no_part_of_it(caplog):
+    def step(training, attached):
+        calls.clear()
+        return training.step(attached)
+
+    def fail_once(*_):
+        calls.append(None)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    class Again(Training):
+        def step(self, attached=None):
+            self.optimizer.zero_grad()
+            return super().step() if attached is None else attached.run_step(super().step)
+
+    caplog.set_level(logging.INFO)
+    model, calls = Net(2, 16), []
+    plain = Again(copy.deepcopy(model))
+    expected = [plain.step() for _ in range(9)]
+    model.blocks[1].register_forward_hook(fail_once)
+    with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
+        mine = Again(model)
+        for number, found in enumerate(expected, 1):
+            assert same(step(mine, attached), found)
+            if number == 5:
+                assert len(attached.engine.observation.profiler.passes) in (4, 8)  # of one step, or of two
+        assert attached.engine.adaptation.planner.problem.pipeline.micro_batches == 2
+    assert "the allocator had to give back memory and retry" in caplog.text
+    assert caplog.text.count("tried again with all activations swapped") == 9
+
+
 @pytest.mark.parametrize(
     ("make", "arguments", "expected"),
     [

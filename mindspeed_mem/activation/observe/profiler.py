@@ -113,6 +113,12 @@ class Profiler:
         self._now.untold = self._untold
         self._mover.copying = self._now.copying
 
+    def begin_again(self) -> None:
+        """The call that runs is run once more from its beginning: only that is measured."""
+        if self._now is not None:
+            self.end_call(completed=False)
+            self.begin_call()
+
     def end_call(self, completed: bool) -> None:
         """It has ended; one that is not ``completed`` (an exception) is forgotten and measured once more."""
         now, cut = self._now, self._cutting

@@ -167,6 +167,13 @@ class Adaptation:
             self._meter.begin()
         self._retries = self.engine.backend.allocation_retries()
 
+    def begin_again(self) -> None:
+        """The call that runs found no memory, and is run once more from its beginning, perhaps on this rank alone."""
+        if self.state == PROFILE:
+            self._attached().begin_again()
+        elif self.state == TRY:
+            self._meter.begin_again()
+
     def end(self, completed: bool, micro_batches: int | None = None) -> None:
         """It has ended; not ``completed``: by an exception. ``micro_batches``: how many it had, if not as many as were
         said when it began."""

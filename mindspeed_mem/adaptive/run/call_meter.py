@@ -20,6 +20,7 @@ class CallMeter:
         self._calls: list[Measured] = []
         self._started = self._stalled = 0.0
         self._evicted = self._retries = 0
+        self._again = 0  # attempts at the call that found too little memory
 
     def clear(self) -> None:
         """Forget the calls measured so far."""
@@ -33,7 +34,12 @@ class CallMeter:
         LEDGER.reset_peak()
         self._evicted, self._stalled = self._engine.mover.evicted_bytes, backend.stall_seconds()
         self._retries = backend.allocation_retries()
-        self._started = time.perf_counter()
+        self._again, self._started = 0, time.perf_counter()
+
+    def begin_again(self) -> None:
+        """The call is run once more, after the allocator has given back what it kept: that attempt's time counts."""
+        self._again += 1
+        self._stalled, self._started = self._engine.backend.stall_seconds(), time.perf_counter()
 
     def end(self, stage: int, micro_batches: int) -> None:
         """It has ended as it should; it ran this pipeline stage. Calls with another number of micro-batches than this
@@ -50,7 +56,7 @@ class CallMeter:
                 peak=LEDGER.held.peak if peak is None else peak,
                 stall=backend.stall_seconds() - self._stalled,
                 evicted=self._engine.mover.evicted_bytes - self._evicted,
-                retries=backend.allocation_retries() - self._retries,
+                retries=backend.allocation_retries() - self._retries + self._again,
                 micro_batches=micro_batches,
             )
         )
