@@ -60,6 +60,16 @@ def test_what_is_given_more_than_ever_is_guarded_however_calm_it_was(device):
     assert tightness.outgrown(1, 1, keeps=False) and not tightness.outgrown(9, 5)
 
 
+def test_what_was_given_before_another_plan_says_nothing_of_steps_under_it(device):
+    tightness = GuardPolicy(device)
+    tightness.outgrown(9, 5)
+    step(tightness, device, 0.9)
+    tightness.forget(planned=True)
+    assert [tightness.outgrown(4, 2) for _ in range(3)] == [False] * 3
+    assert [step(tightness, device, 0.5) for _ in range(6)][-1] is False
+    assert tightness.outgrown(9, 5)
+
+
 def test_what_begins_with_more_in_use_is_guarded_once(device):
     tightness = GuardPolicy(device)
     for _ in range(6):

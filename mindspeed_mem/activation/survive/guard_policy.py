@@ -43,6 +43,7 @@ class GuardPolicy:
         self._calm_after = _CALM_PLANNED if planned else _CALM
         self._parts = self._calm = self._highest = 0
         self._lacked = False
+        self._given.clear()  # peaks that are forgotten tell nothing of steps that are given as much
 
     def note_peak(self, nbytes: int | None = None) -> None:
         """Device memory has been at this peak (None: at the backend's, which somebody is about to reset)."""
