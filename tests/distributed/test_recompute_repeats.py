@@ -55,6 +55,34 @@ def test_what_does_not_repeat_itself_on_one_rank_is_kept_on_all_that_share_its_c
         assert runs == 2 * 2 + 2, "each micro-batch once, and the trial, with torch's generators elsewhere and as then"
 
 
+def raising(plan: dict[str, Any]) -> list[str]:
+    """What is said where the second layer's MLP cannot run twice, which shows before its collective."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import listening, swap
+
+    with parallel(tp=2), listening() as said, swap(plan):
+        chunks = build_gpt("dense", layers=2)
+        mlp, runs = chunks[0].module.decoder.layers[1].mlp, ctypes.c_long()
+        first = mlp.linear_fc1.forward
+
+        def once(x: torch.Tensor):
+            runs.value += 1
+            if runs.value in (2, 3):
+                raise ValueError("only once")
+            return first(x)
+
+        mlp.linear_fc1.forward = once
+        train_step(chunks, micro_batches=2)
+        return said
+
+
+def test_a_second_run_that_raises_is_told_of_before_other_ranks_are_waited_for():
+    for said in on_ranks(2, raising, again(["mlp"]), timeout=60):
+        [line] = [line for line in said if "run a second time" in line]
+        assert "mlp of layer 1" in line and "ValueError: only once; where it does not on the other ranks" in line
+        assert any("recompute has no effect on mlp in layer 1" in line for line in said)
+
+
 def peak_of_the_first_step(overlap: bool) -> int:
     """Bytes that the step takes in which an operator is run twice to compare its runs; ``overlap``: its modules' hooks
     wait for their parameters, and ask for others."""

@@ -52,6 +52,7 @@ from mindspeed_mem.device import fast_tensors, is_host_device
 
 TAKE_OUT = "Take it out of recompute_config"
 GROWS = "Make what grows in it (a table for longer inputs) as large as it gets at once, or hand it in as an argument"
+RAISES = "run again, it raises"
 under_way: list[ModuleRerun] = []
 """Second runs, innermost last."""
 
@@ -430,7 +431,7 @@ class ModuleRerun(Rerun):
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            why_not = f"run again, it raises {type(error).__name__}: {error}"
+            why_not = f"{RAISES} {type(error).__name__}: {error}"
         finally:
             rng.restore(now)
         if not why_not and (otherwise or (nearly and any(changed.values()))):

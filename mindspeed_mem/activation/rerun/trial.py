@@ -8,6 +8,7 @@ collectives, the ranks that take part in them try it at the same call, and agree
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
@@ -21,12 +22,17 @@ from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.changeable import Changeable
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
-from mindspeed_mem.activation.rerun.module_rerun import ModuleRerun, modules_of
+from mindspeed_mem.activation.rerun.module_rerun import RAISES, ModuleRerun, modules_of
 from mindspeed_mem.activation.rerun.state import Called, places_of
 from mindspeed_mem.activation.storage import marks
 
+logger = logging.getLogger(__name__)
 _DEPARTURES = 8
 _ELSEWHERE = "it does not repeat itself on another rank that runs its collectives"
+_ALONE = (
+    "%s of layer %d was run a second time, to see whether it repeats itself: %s; where it does not on the other ranks "
+    "that run its collectives, they wait for this one or fail: take it out of the plan"
+)
 
 
 class Verdict(NamedTuple):
@@ -183,6 +189,8 @@ class Trial(AbstractContextManager):
         why_not = self._agreed(why_not, shared)
         if not why_not and not in_managed_memory(result):
             why_not, places = rerun.repeats(result, found)
+            if shared and why_not.startswith(RAISES):  # to be known if what follows never ends
+                logger.warning(_ALONE, rerun.op or "the layer", rerun.layer, why_not)
             [once_more] = highest([int(bool(why_not) and rerun.may_put_back())], shared, self._device_type)
             if once_more:
                 why_not, places = rerun.repeats(result, found, as_drawn=True)
