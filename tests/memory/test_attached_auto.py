@@ -163,6 +163,28 @@ def test_a_fault_of_the_planner_shows_where_it_is(caplog, monkeypatch):
     assert record.exc_info[0] is ValueError
 
 
+def test_an_interrupted_search_is_made_again(monkeypatch):
+    """Ctrl-C in a notebook, and on."""
+
+    def interrupted(planner):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    model = Net(2, 16)
+    expected = [Training(copy.deepcopy(model)).step()]
+    monkeypatch.setattr(Planner, "start", interrupted)
+    with mindspeed_mem.attach(model, "auto", device_memory_gib=0.5) as attached:
+        mine = Training(model)
+        assert same(mine.step(attached), expected[0])
+        for _ in range(4):
+            mine.step(attached)
+        with pytest.raises(KeyboardInterrupt):
+            mine.step(attached)
+        for _ in range(4):
+            mine.step(attached)
+        assert attached.engine.adaptation.state == "settled"
+
+
 class Mixer(nn.Module):
     """A layer of another kind, none of whose operators has a name of the blocks'."""
 

@@ -265,7 +265,12 @@ class Adaptation:
 
         self._planned = call
         self._go(TRY)
-        self._follow(start)
+        try:
+            self._follow(start)
+        except BaseException:  # Ctrl-C: whoever goes on all the same gets there again
+            self._planned = None
+            self._go(PROFILE)
+            raise
 
     def _try(self) -> None:
         if self._calls == 1 and self.engine.survival is not None:

@@ -84,8 +84,9 @@ class Planner:
 
     def start(self) -> Decision:
         """The first plan, or the first after the problem has changed."""
+        found, why = self._searched()  # which may be interrupted
         self.tries, self.kept = [], None
-        return self._try(*self._searched())
+        return self._try(found, why)
 
     def judge(self, measured: Sequence[Measured]) -> Decision:
         """The plan in force took that much: correct the problem by it, then try another plan or stay with the best."""
