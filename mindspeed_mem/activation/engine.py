@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_mem import ranks, reserve
-from mindspeed_mem.activation import compiler, hot_path
+from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation import taking_over as taking_over  # whoever has an engine has its hot path
 from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
@@ -41,7 +41,7 @@ from mindspeed_mem.activation.storage.staying import smallest_worth
 from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.survival import Survival, ask_before_failing
 from mindspeed_mem.activation.wording import MEGATRON, Wording
-from mindspeed_mem.device import Backend
+from mindspeed_mem.device import Backend, compiler
 from mindspeed_mem.device.extensions import unheeded
 from mindspeed_mem.device.slabs import HostSlabs
 from mindspeed_mem.patching import REGISTRY
@@ -263,7 +263,7 @@ def start(
 ) -> Engine:
     """Make this process's engine, replacing an earlier one (whose handles stay valid)."""
     _say_what_is_unheeded(hot_path.native is not None)
-    compiler.stay_out()
+    compiler.keep_out()
     engine = Engine(config, backend, host_limit_bytes, watch_only, survive, wording)
     LEDGER.forget()
     use(engine)

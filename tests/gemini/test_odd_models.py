@@ -29,11 +29,10 @@ def penalized(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y.mean() + (gradient.norm(dim=-1) - 1).square().mean()
 
 
-@pytest.mark.parametrize(("kind", "loss"), [*((kind, squared) for kind in KINDS), ("linear", penalized)])
-def test_parameters_are_there_whoever_reads_them(kind: str, loss: Callable):
-    plain = odd_model(kind)
+def train_both(plain: torch.nn.Module, given: torch.nn.Module, loss: Callable) -> None:
+    """Plain torch, and chunks of the same model, which have to be the same."""
     adam = torch.optim.AdamW(plain.parameters(), fused=True, **ADAM)
-    model, optimizer = chunked(odd_model(kind), **TINY)
+    model, optimizer = chunked(given, **TINY)
     assert len(model.chunks) > 4
     for step in range(3):
         adam.zero_grad()
@@ -46,6 +45,19 @@ def test_parameters_are_there_whoever_reads_them(kind: str, loss: Callable):
         optimizer.step()
         assert found.item() == wanted.item()
     assert farthest(masters(model), {name: param.detach() for name, param in plain.named_parameters()}) == 0
+
+
+@pytest.mark.parametrize(("kind", "loss"), [*((kind, squared) for kind in KINDS), ("linear", penalized)])
+def test_parameters_are_there_whoever_reads_them(kind: str, loss: Callable):
+    train_both(odd_model(kind), odd_model(kind), loss)
+
+
+def test_parts_are_compiled():
+    model = odd_model("linear")
+    for part in model.children():
+        part.compile(backend="aot_eager")
+    model.compile(backend="aot_eager")
+    train_both(odd_model("linear"), model, squared)
 
 
 @pytest.mark.parametrize("way", ["a forward before the step", "through the module inside"])
