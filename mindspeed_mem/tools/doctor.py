@@ -22,6 +22,11 @@ NEXT = (
     "      ... -m mindspeed_mem run pretrain_gpt.py ... --adaptive-memory-optimization --adaptive-plan-file plan.yaml",
 )
 """What to do where nothing is wrong."""
+MEANING = {
+    "absent": " (this version has no such symbol)",
+    "waiting": " (their module is not installed, or not imported yet)",
+}
+"""Of states of patches that may look as if something were wrong."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -63,9 +68,9 @@ def _stdout_of_our_own() -> Iterator[TextIO]:
 
 def _text(found: dict[str, Any]) -> str:
     lines = ["  ".join(f"{name} {number or '-'}" for name, number in found["versions"].items())]
-    tested = (f"{name} {' or '.join(numbers)}" for name, numbers in requirements.TESTED.items() if numbers)
-    lines += found["untested"] or [f"tested versions: {', '.join(tested)}"]
-    lines += [f"{name}: {what}" for name, what in found["features"].items()]
+    tested = (f"{name} {', '.join(numbers)}" for name, numbers in requirements.TESTED.items() if numbers)
+    lines += found["untested"] or [f"tested versions: {'; '.join(tested)}"]
+    lines += [*_features(found), ""]
     for entry in found["devices"]:
         chosen = " (chosen when none is named)" if entry["chosen"] else ""
         lines.append(f"device {entry['device']}{chosen} {', '.join(entry.get('names', []))}".rstrip())
@@ -73,7 +78,8 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"{part['name']}: {part['found'] or 'none: ' + part['without']}")
     rows = [(p["file"], p["target"], "; ".join([p["status"], *p["notes"]])) for p in found["patches"]]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
-    lines += ["", *(f"{file:{widths[0]}}  {target:{widths[1]}}  {status}" for file, target, status in rows), ""]
+    lines += ["", "patches, with what each replaces and its state here:"]
+    lines += [*(f"{file:{widths[0]}}  {target:{widths[1]}}  {status}" for file, target, status in rows), ""]
     if found["problems"]:
         lines += [f"{len(found['problems'])} wrong:", *(f"  {problem}" for problem in found["problems"])]
     else:
@@ -81,6 +87,15 @@ def _text(found: dict[str, Any]) -> str:
         for patch in found["patches"]:
             word = patch["status"].partition(",")[0]
             counted[word] = counted.get(word, 0) + 1
-        lines.append("nothing is wrong: " + ", ".join(f"{n} {word}" for word, n in counted.items()))
+        states = (f"{n} {word}{MEANING.get(word, '')}" for word, n in counted.items())
+        lines.append(f"nothing is wrong: of {len(found['patches'])} patches {', '.join(states)}")
         lines += ["", *NEXT]
     return "\n".join(lines)
+
+
+def _features(found: dict[str, Any]) -> list[str]:
+    """What works on this megatron-core; in one line where all do."""
+    features, on = found["features"], f"on megatron-core {found['versions']['megatron-core']}"
+    if set(features.values()) == {"works"}:
+        return ["", f"all features work {on}: {', '.join(features)}"]
+    return ["", f"features {on}:", *(f"  {name}: {what}" for name, what in features.items())] if features else []

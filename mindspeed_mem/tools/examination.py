@@ -93,12 +93,12 @@ def _optional() -> list[dict[str, str | None]]:
         (
             "delegating allocator",
             None if library is None else str(library),
-            "--survive-oom runs operators again, which compiled code does not allow (build-allocator builds one)",
+            "--survive-oom cannot make room inside compiled code (optional: python -m mindspeed_mem build-allocator)",
         ),
         (
             "hot path in C++",
             None if hot is None else str(hot),
-            "the engine takes more of the host's time, which counts where layers are small (build-native builds it)",
+            "more of the host's time is taken, which matters for small layers (python -m mindspeed_mem build-native)",
         ),
     )
     return [{"name": name, "found": found, "without": without} for name, found, without in parts]

@@ -276,7 +276,7 @@ def _read(given: argparse.Namespace, wrong: list[str]) -> Request | None:
     wrong += [f"{flag(name)} is searched; --fix takes {', '.join(NAMES)}" for name in searched]
     count = whole("--devices", given.device_count, wrong)
     if given.device_count is None:
-        wrong.append("--devices: missing; how many there are")
+        wrong.append("--devices: missing; say how many there are")
     per_node = whole("--devices-per-node", given.devices_per_node, wrong) or 8
     if count is not None and count > per_node and count % per_node:
         wrong.append(f"--devices {count} is no multiple of --devices-per-node {per_node}")
@@ -340,7 +340,7 @@ def _profile(given: argparse.Namespace, wrong: list[str]) -> Profile | None:
     try:
         profile = profile_file.read(given.profile)
     except ProfileError as error:
-        wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
+        wrong += [f"--trace {given.profile}: {reason}" for reason in error.problems]
         return None
     given.link_gbps = str(profile.problem.link.out)
     if given.device_memory_gib is None and given.device_name is None:

@@ -7,8 +7,11 @@ PyYAML at its top: help, and plans and schedules on paper, do without.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
+from collections.abc import Iterable
+from typing import NoReturn
 
 from mindspeed_mem import __version__, interruption
 from mindspeed_mem.tools import (
@@ -42,16 +45,28 @@ COMMANDS = (
 )
 
 
+_USAGE_LINES = 12
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say it, with the usage only where that is short: a long one hides it."""
+        usage = self.format_usage()
+        if usage.count("\n") > _USAGE_LINES:
+            usage, message = "", f"{message}\n(python -m {self.prog} --help lists all options)"
+        self.exit(2, f"{usage}{self.prog}: error: {message}\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    top = argparse.ArgumentParser(prog="mindspeed_mem", description="The command line of mindspeed_mem.")
+    top = _Parser(prog="mindspeed_mem", description="The command line of mindspeed_mem.")
     top.add_argument("--version", action="version", version=f"mindspeed_mem {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     for name, brief, module in COMMANDS:
         form = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=brief, description=module.DESCRIPTION, formatter_class=form)
         module.add_arguments(command)
-        command.set_defaults(main=module.main, refuse=command.error)
+        command.set_defaults(main=module.main, refuse=command.error, flags=tuple(command._option_string_actions))
     return top
 
 
@@ -61,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown and "script" in given:
         given.refuse(f"the script comes first, then its arguments and ours; before any script stands {unknown[0]}")
     if unknown:  # said with the usage of the command that does not know them
-        given.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        given.refuse(f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown, given.flags)}")
     with interruption.in_one_line(f"mindspeed_mem {given.command}"):
         try:
             status = given.main(given)
@@ -77,3 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"mindspeed_mem {given.command}: {what}{error.strerror or error}", file=sys.stderr)
             return 1
         return status
+
+
+def _meant(unknown: Iterable[str], flags: Iterable[str]) -> str:
+    """Which flags look like those that are unknown."""
+    words = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    near = [match for word in words for match in difflib.get_close_matches(word, list(flags), n=1, cutoff=0.75)]
+    return f"; did you mean {' and '.join(dict.fromkeys(near))}?" if near else ""

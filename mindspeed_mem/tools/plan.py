@@ -225,7 +225,7 @@ def _read(given: argparse.Namespace) -> Request:
         try:
             request.profile = profile_file.read(given.trace)
         except profile_file.ProfileError as error:
-            wrong += [f"--trace {line.strip()}" for line in str(error).splitlines()]
+            wrong += [f"--trace {given.trace}: {reason}" for reason in error.problems]
     elif described is not None and not wrong:
         request.profile = _estimated(*described, assumed)
     return request

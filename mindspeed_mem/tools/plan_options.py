@@ -260,8 +260,7 @@ def described(
     """Model, split and machine; None, and reasons in `wrong`, where too much is missing or wrong."""
     missing = [flag(name) for name in (*_NEEDED, "device_memory_gib") if getattr(given, name) is None]
     if missing:
-        unless = "without --trace " if hasattr(given, "trace") else ""
-        wrong.append(f"{', '.join(missing)}: missing; {unless}the model's shape and the device's memory are needed")
+        wrong.append(f"{', '.join(missing)}: missing{_instead_of(missing, measured=hasattr(given, 'trace'))}")
     read = read_options(given, NUMBERS, CHOICES, None, wrong)
     numbers = {name: size for name, size in read.items() if size is not None}
     for name in ("num_layers", "mtp_num_layers"):
@@ -316,6 +315,15 @@ def described(
     reached_speeds: dict[str, Any] = {name: speed for name, speed in speeds.items() if speed is not None}
     machine = Machine(memory_bytes=device_bytes, host_bytes=host_bytes, **reached_speeds)
     return Described(shape, split, machine)
+
+
+def _instead_of(missing: list[str], *, measured: bool) -> str:
+    """Which other options say what is missing; `measured`: --trace does, too."""
+    shape = {"--num-layers", "--hidden-size", "--num-attention-heads"}.intersection(missing)
+    ways = ["--model, --hf-config or --megatron say the model's shape"] if shape else []
+    ways += ["--device-name says the device's memory"] if "--device-memory-gib" in missing else []
+    ways += ["--trace says all of it"] if measured else []
+    return f"; {', '.join(ways)}" if ways else ""
 
 
 def _check_bytes(shape: Shape, wrong: list[str]) -> None:

@@ -160,6 +160,10 @@ def test_ctrl_c_ends_each_rank_with_one_line(folder):
         (["ops", "."], "mindspeed_mem ops: . is a folder"),
         (["doctor", "--fast"], "usage: mindspeed_mem doctor [-h] [--json]\n"),
         (["doctor", "--fast"], "doctor: error: unrecognized arguments: --fast\n"),
+        (
+            ["plan", "--sequnce-length", "4"],
+            "arguments: --sequnce-length 4; did you mean --seq-length?\n(python -m mindspeed_mem plan --help lists",
+        ),
     ],
 )
 def test_wrong_usage(arguments, expected):

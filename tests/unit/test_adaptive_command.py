@@ -178,8 +178,8 @@ def test_many_virtual_stages_leave_the_table_readable(plan):
             "--device-memory-gib -3 --link-gbps none --output no/such.yaml --picture plan.gif",
             [
                 "--device-memory-gib takes a number above 0, not '-3'",
-                "--num-layers, --global-batch-size: missing; without --trace the model's shape and the device's memory "
-                "are needed",
+                "--num-layers, --global-batch-size: missing; --model, --hf-config or --megatron say the model's shape, "
+                "--trace says all of it",
                 "--hidden-size takes a whole number of at least 1, not 'x'",
                 "--num-attention-heads takes a whole number of at least 1, not '0'",
                 "--normalization takes LayerNorm, RMSNorm, not 'L'",
@@ -246,8 +246,7 @@ def test_many_virtual_stages_leave_the_table_readable(plan):
             "--trace no/such.json --hidden-size 4 --device-memory-gib 1",
             [
                 "--trace says what --hidden-size would; give either",
-                "--trace no/such.json: 1 problem",
-                "--trace cannot be read (No such file or directory)",
+                "--trace no/such.json: cannot be read (No such file or directory)",
             ],
         ),
     ],
