@@ -161,18 +161,22 @@ def _said(request: Request, outcome: Outcome) -> list[str]:
     """How sure it is, and how to train."""
     model, cluster = request.model, request.cluster
     best = outcome.planned[0]
-    planned, looked = len(outcome.planned), f"{outcome.bounded} bounds, {outcome.refined} raised"
+    planned = f"{len(outcome.planned)} of them fully planned"
+    looked = f"{outcome.bounded} were given a lower bound, {outcome.refined} a closer one"
     if outcome.left >= best.seconds:
-        text = f"no other layout is faster, by these figures: {looked}, {planned} planned"
+        text = f"no other layout is faster, by these figures: {looked}, {planned}"
     else:
         text = (
-            f"--seconds {request.seconds:g} were over: {looked}, {planned} planned; a layout that was not may take "
+            f"--seconds {request.seconds:g} were over: {looked}, {planned}; one of the others may take "
             f"{outcome.left:.4g} s, {100 * outcome.gap:.1f} % less"
         )
     options = layout_flags.of_layout(best.layout, model, cluster.devices)
     plan = _plan_file(request, best)
     options += ["--memory-config", plan] if plan is not None else []
-    start = "-m mindspeed_mem run pretrain_gpt.py" if layout_flags.needs_us(best.layout, plan) else "pretrain_gpt.py"
+    start = f"torchrun --nproc-per-node {min(cluster.devices, cluster.per_node)} "
+    if cluster.devices > cluster.per_node:
+        start += f"--nnodes {-(-cluster.devices // cluster.per_node)} ... "
+    start += "-m mindspeed_mem run pretrain_gpt.py" if layout_flags.needs_us(best.layout, plan) else "pretrain_gpt.py"
     return ["", text, "", f"{start} {shlex.join([*request.words, *options])}"]
 
 
@@ -227,6 +231,8 @@ def _write(given: argparse.Namespace, request: Request, best: Planned) -> None:
         config = memory_config(best.found.problem, best.found.plan)
         output.write(plan, as_yaml(config, [remark, *_head(request)]))
         print(f"written to {plan}: the plan of this layout")
+    elif plan is not None:
+        print(f"{plan} is not written yet: --memory-output {plan} does that, or --output run.sh for a script with it")
     elif plan is None and given.memory_output:
         print(f"everything is kept: nothing was written to {given.memory_output}, and --memory-config is not needed")
     if given.output:

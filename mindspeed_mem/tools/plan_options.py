@@ -243,8 +243,8 @@ def by_name(
     silent = [name for name in speeds if getattr(given, name) is None and not (alone and name == "tensor_gbps")]
     if silent:
         taken = ", ".join(f"{flag(name)} {speeds[name][0]:g}" for name in silent)
-        known_by = "--device-name knows some" + ", --measure yours" * hasattr(given, "measure")
-        assumed.append(f"Nothing says what the device is: assumed {taken} ({known_by}).")
+        known_by = "--device-name knows some devices" + ", --measure measures yours" * hasattr(given, "measure")
+        assumed.append(f"No device is named: assumed {taken} ({known_by}).")
     return " ".join(assumed) or None
 
 

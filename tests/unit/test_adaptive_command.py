@@ -87,7 +87,7 @@ def test_a_plan_over_a_link_that_blocks_says_so_and_is_slower(plan, tmp_path):
 def test_what_the_engine_takes_of_the_host_is_in_the_seconds_and_said(plan, tmp_path):
     target = tmp_path / "profile.json"
     _, estimated, _ = plan(f"{SHAPE} {LLAMA} --device-memory-gib 24 --write-trace {target}")
-    assert "what the engine itself takes of its time is not counted" in estimated
+    assert "the host time that swap and recompute take is not counted" in estimated
     free = dataclasses.replace(profile_file.read(target), origin="measured")
     host = HostCost(moved_seconds=2e-2, rerun_seconds=5e-2)
     found = []
@@ -314,9 +314,9 @@ def test_models_and_devices_go_by_name(plan):
         "--device-memory-gib 79.1 --tflops 635.6 --memory-gbps 2680 --link-gbps 35.4 --tensor-gbps 360 "
     )
     assumed = (
-        "Taken for h100: 635.6 TFLOP/s (80 % of 794.5 measured), 2680 GB/s device memory (80 % of 3350 on its sheet), "
-        "35.4 GB/s to the host with all devices of a node copying (measured), 360 GB/s to its neighbours (80 % of 450 "
-        "on its sheet).\n"
+        "Assumed for h100: 635.6 TFLOP/s (80 % of 794.5 measured), 2680 GB/s device memory (80 % of 3350 on its "
+        "sheet), 35.4 GB/s to the host with all devices of a node copying (measured), 360 GB/s to its neighbours (80 % of "
+        "450 on its sheet).\n"
     )
     assert named.startswith(assumed) and "35.4 GB/s to the host, 360 GB/s between tensor-parallel ranks" in named
     assert plan(words + spelt + "--data-parallel-size 2") == (0, named.replace(assumed, ""), "")
@@ -333,7 +333,7 @@ def test_models_and_devices_go_by_name(plan):
 def test_what_is_assumed_of_a_device_stands_in_the_first_line(plan):
     _, out, _ = plan(SHAPE + "--device-memory-gib 60")
     assert out.startswith(
-        "Nothing says what the device is: assumed --tflops 400, --memory-gbps 2500, --tensor-gbps 200 (--device-name"
+        "No device is named: assumed --tflops 400, --memory-gbps 2500, --tensor-gbps 200 (--device-name"
     )
     _, out, _ = plan(SHAPE + "--device-memory-gib 60 --tflops 300 --memory-gbps 2000 --tensor-gbps 100")
     assert out.startswith("8 layers, 2 pipeline stages")
@@ -352,8 +352,8 @@ def test_devices_come_from_a_file_too(plan, tmp_path):
     status, out, _ = plan(words + str(table))
     assert status == 0 and "(10.00 less a reserve of " in out
     assert out.startswith(
-        "Taken for mine: 80 TFLOP/s (80 % of 100 measured), 400 GB/s device memory (80 % of 500 on its sheet), 20 GB/s "
-        "to the host (measured).\n"
+        "Assumed for mine: 80 TFLOP/s (80 % of 100 measured), 400 GB/s device memory (80 % of 500 on its sheet), 20 "
+        "GB/s to the host (measured).\n"
     )
     _, out, _ = plan(words + str(table) + " --tensor-model-parallel-size 2")  # of its links it says nothing then
     assert "assumed --link-gbps 50, --tensor-gbps 200 (" in out.splitlines()[0]
@@ -386,7 +386,7 @@ def test_this_device_is_measured(plan, tmp_path, monkeypatch):
         "--model gpt2 --micro-batch-size 1 --global-batch-size 8 --device-memory-gib 10 --device-name here --devices "
     )
     status, out, _ = plan(words + str(table))
-    assert status == 0 and out.startswith("Taken for here: ") and out.splitlines()[0].count("measured") == 3
+    assert status == 0 and out.startswith("Assumed for here: ") and out.splitlines()[0].count("measured") == 3
     assert "--measure says what --model would; give either" in plan("--measure --model gpt2")[2]
 
 

@@ -165,6 +165,9 @@ def test_the_table_says_what_is_best_and_where_the_time_goes(found):
         assert sum(map(float, parts[1:])) == pytest.approx(step, rel=0.02)
         assert float(row[3]) == pytest.approx(16 * 2048 / step / 8, rel=0.01)
     assert "no other layout is faster, by these figures" in out
+    assert "--memory-config" in line(out)
+    assert "plan.yaml is not written yet: --memory-output plan.yaml does that" in out
+    assert "\ntorchrun --nproc-per-node 4 --nnodes 2 ... " in out
     status, _, err = found(SMALL.format(gib=1.0) + GROUPS + "--devices 8 --fix mbs=1 --seconds 1e-9")
     assert status == 1 and "--seconds 1e-09 were over before any layout was planned" in err
 

@@ -89,7 +89,7 @@ def device(name: str, row: Mapping[str, Any], alone: bool, said: Mapping[str, ob
         if said.get(speed) is None:
             part = f"{100 * share:g} % of {most:g} " if share != 1 else ""
             words.append(f"{texts[speed].format(round(speeds[speed], 1))} ({part}{origin})")
-    return Device(row.get("memory_gib"), speeds, f"Taken for {name}: {', '.join(words)}." if words else "")
+    return Device(row.get("memory_gib"), speeds, f"Assumed for {name}: {', '.join(words)}." if words else "")
 
 
 def _read(source: str) -> dict[str, dict[str, Any]]:

@@ -15,12 +15,12 @@ from mindspeed_mem.adaptive.search.simulation import Simulated, simulate
 from mindspeed_mem.reserve import Reserve
 
 _ESTIMATED = (
-    "Seconds, and with them which plan is best, are estimates from FLOPs and bytes moved: {tflops:g} TFLOP/s, "
+    "Seconds, and so the choice of the best plan, are estimates from FLOPs and bytes moved: {tflops:g} TFLOP/s, "
     "{memory_gbps:g} GB/s device memory, {link_gbps:g} GB/s to the host, {tensor_gbps:g} GB/s between tensor-parallel "
     "ranks.",
-    "Bytes of activations follow Megatron's layers, and TransformerEngine's; in fp8 they are assumed, and nobody has "
-    "counted them. Static memory and temporaries are estimates.",
-    "The host is taken to keep up with the device: what the engine itself takes of its time is not counted.",
+    "Bytes of activations are counted for Megatron's and TransformerEngine's layers (in fp8 they are assumed). Static "
+    "memory and temporaries are estimates.",
+    "The host is assumed to keep up with the device: the host time that swap and recompute take is not counted.",
 )
 
 LEGEND = "K keep, S swap, R recompute, - given from outside, . no such group"
@@ -95,7 +95,7 @@ def lines(
         *_kept_back(reserve),
         "",
         *aligned(rows),
-        "(throughput against full recompute; all predicted)",
+        "(throughput is relative to full recompute; all figures are predictions)",
     ]
     if found is None:
         return text
@@ -154,7 +154,7 @@ def _kept_back(reserve: Reserve | None) -> list[str]:
         return []
     parts = ("contexts", "communicators", "fragmentation")
     each = ", ".join(f"{name} {gib(getattr(reserve, name))}" for name in parts)
-    return [f"The reserve is for what is not counted: {each} GiB (--reserve-gib takes another, 0 none)."]
+    return [f"The reserve covers what is not counted: {each} GiB (--reserve-gib sets another, 0 for none)."]
 
 
 def _remarks(problem: Problem, reserve: Reserve | None, found: Found) -> list[str]:
