@@ -10,19 +10,19 @@ from mindspeed_mem.command_line import AsGiven, as_given, flag, whole
 
 MODEL_NUMBERS = {
     "num_layers": "decoder layers",
-    "hidden_size": None,
-    "ffn_hidden_size": "4 times the hidden size; with --swiglu 2/3 of that, as Megatron rounds it",
-    "num_attention_heads": None,
-    "num_query_groups": "the number of heads; with --group-query-attention 1",
-    "kv_channels": "hidden size / heads",
-    "vocab_size": "before padding (50257)",
+    "hidden_size": "width of the residual stream",
+    "ffn_hidden_size": "(4 times the hidden size; with --swiglu 2/3 of that, as Megatron rounds it)",
+    "num_attention_heads": "attention heads of a layer",
+    "num_query_groups": "key-value heads (the number of heads; with --group-query-attention 1)",
+    "kv_channels": "width of a head (hidden size / heads)",
+    "vocab_size": "tokens in the vocabulary, before padding (50257)",
 }
 """Whole numbers that sub-commands about a model take, with their help."""
 MODEL_SWITCHES = {
     "swiglu": "gated activation function",
-    "group_query_attention": "see --num-query-groups",
-    "disable_bias_linear": "no biases in linears",
-    "untie_embeddings_and_output_weights": "an output matrix of its own",
+    "group_query_attention": "fewer key-value heads, see --num-query-groups",
+    "disable_bias_linear": "linear layers without biases",
+    "untie_embeddings_and_output_weights": "an output layer with weights of its own",
 }
 """Switches, with their help."""
 MODEL_CHOICES = {

@@ -9,10 +9,10 @@ from pathlib import Path
 from mindspeed_mem import requirements
 
 DESCRIPTION = """\
-Builds what lets torch's allocator, where device memory runs out, have activations moved to the host and try again,
-inside any operator; --survive-oom and --adaptive-memory-optimization use it where it is there. It is built for the
-torch that is installed, of whatever device, takes seconds, and needs a C++ compiler. With --output, set
-MINDSPEED_MEM_ALLOCATOR to that folder where you train. It has not been run on a GPU or NPU yet.
+Builds an extension by which torch's allocator, when device memory runs out inside any operator, has activations moved
+to the host and tries again; --survive-oom and --adaptive-memory-optimization use it if it is there. It is built for
+the installed torch, for whatever device, takes seconds, and needs a C++ compiler. With --output, set
+MINDSPEED_MEM_ALLOCATOR to that folder when you train. It has not been run on a GPU or NPU yet.
 
     python -m mindspeed_mem build-allocator
 """

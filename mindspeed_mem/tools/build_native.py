@@ -8,10 +8,10 @@ import sys
 from mindspeed_mem import requirements
 
 DESCRIPTION = """\
-Builds in C++ what the engine does around each operator and for each saved tensor: the host then needs less time for it.
-Training uses it where it is there, with the same results, and does without it elsewhere. It is built for the torch and
-the Python that are installed, into the user's cache folder, in a minute or two; it needs a C++ compiler and Python's
-headers. MINDSPEED_MEM_NATIVE=0 leaves it aside; with 1 it is said where it is missing.
+Builds a C++ version of the engine's work around each operator and for each saved tensor, which takes less host time.
+Training uses it if it is there, with the same results. It is built for the installed torch and Python, into the
+user's cache folder, in a minute or two, and needs a C++ compiler and Python's headers. MINDSPEED_MEM_NATIVE=0 makes
+training ignore it; with 1, training says so where it is missing.
 
     python -m mindspeed_mem build-native
 """

@@ -54,7 +54,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     names = ", ".join(PUBLISHED)
     what = f"a published model, with the tensors that Hugging Face's transformers gives it: {names}"
     command.add_argument("--model", metavar="NAME", help=what)
-    model = command.add_argument_group("or a model as Megatron builds it, without pipeline stages (Megatron's options)")
+    model = command.add_argument_group(
+        "or a model as Megatron builds it, without pipeline stages (Megatron's options; defaults in parentheses)"
+    )
     add_options(model, _NUMBERS, MODEL_SWITCHES, MODEL_CHOICES)
     search = command.add_argument_group("the search")
     search.add_argument("--data-parallel-size", metavar="N", help="ranks that share each chunk (1)")

@@ -38,29 +38,35 @@ found, or fixed by --fix tp=4,pp=8. The exit status is 1 if nothing fits.
 """
 TABLE = "--device-table"
 SPEEDS = plan_options.SPEEDS | {
-    "inter_node_gbps": (20.0, "GB/s that a device has of what its node sends to other nodes"),
+    "inter_node_gbps": (20.0, "GB/s to other nodes, for each device"),
 }
 _NO_CHUNKS = ("fp8_param_gather", "use_precision_aware_optimizer")
 """Options of Megatron beside which chunks are refused."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    model = command.add_argument_group("the model (Megatron's options; those of its layout are found)")
+    model = command.add_argument_group(
+        "the model (Megatron's options, defaults in parentheses; those of its layout are searched)"
+    )
     machine = command.add_argument_group("the devices")
-    machine.add_argument("--devices", dest="device_count", metavar="N", help="how many there are")
-    machine.add_argument("--devices-per-node", metavar="N", help="of each node (8)")
+    machine.add_argument("--devices", dest="device_count", metavar="N", help="number of devices")
+    machine.add_argument("--devices-per-node", metavar="N", help="devices in each node (8)")
     plan_options.add_arguments(model, machine, TABLE, SPEEDS)
     plan_options.add_limits(machine, " (default with --trace: the limit the profile was made under)")
-    machine.add_argument("--latency-us", metavar="X", help=f"of each message between devices ({1e6 * LATENCY:g})")
+    machine.add_argument(
+        "--latency-us",
+        metavar="X",
+        help=f"latency of each message between devices, in microseconds ({1e6 * LATENCY:g})",
+    )
     search = command.add_argument_group("the search")
-    what = f"sizes that are not searched, such as tp=4,pp=8: {', '.join(NAMES)}"
+    what = f"sizes to keep fixed, such as tp=4,pp=8; known are {', '.join(NAMES)}"
     search.add_argument("--fix", metavar="SIZES", default="", help=what)
     what = f"orders of passes that pipelines may have ({','.join(SCHEDULES)}; of TransformerEngine's layers: 1f1b)"
     search.add_argument("--pipeline-schedules", metavar="LIST", help=what)
     what = f"what a plan may do ({','.join(ALLOWED)}); none: keep everything"
     search.add_argument("--allow", metavar="WHAT", default=",".join(ALLOWED), help=what)
-    search.add_argument("--top", metavar="N", default="10", help="layouts that are shown (10)")
-    what = "after so many no further layout is looked at (300); what may have been missed is said"
+    search.add_argument("--top", metavar="N", default="10", help="layouts to show (10)")
+    what = "stop looking at further layouts after this time (300), and say what may have been missed"
     search.add_argument("--seconds", metavar="N", default="300", help=what)
     files = command.add_argument_group("files")
     what = "a profile of this model, measured under any layout: seconds and bytes of all others are scaled from it"

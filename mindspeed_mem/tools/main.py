@@ -31,17 +31,17 @@ from mindspeed_mem.tools import (
 
 COMMANDS = (
     ("run", "run a training script with this package switched on by its flags", run),
-    ("ops", "print the operators of the model that a training script trains", ops),
-    ("plan", "find a memory plan", plan),
-    ("layout", "find how to split a model over devices, and the plan of that", layout),
-    ("schedule", "show a pipeline schedule", schedule),
-    ("chunks", "find a size of chunks", chunks),
-    ("trace", "put the traces of all ranks into one file", trace),
-    ("report", "make one page of what a run has left", report),
+    ("ops", "list the operators of a training script's model, and what each keeps", ops),
+    ("plan", "find a memory plan for a model, without a device", plan),
+    ("layout", "find how to split a model over devices, with its memory plan", layout),
+    ("schedule", "show a pipeline schedule: order, idle time, memory", schedule),
+    ("chunks", "find the chunk size for chunk ZeRO, and show the chunks", chunks),
+    ("trace", "merge the traces of all ranks into one file", trace),
+    ("report", "make an HTML page of a run, from its traces and metrics", report),
     ("demo", "train a small GPT without and with this package", demo),
     ("doctor", "check versions, devices and patches", doctor),
-    ("build-native", "build the engine's work on saved tensors in C++", build_native),
-    ("build-allocator", "build the delegating allocator", build_allocator),
+    ("build-native", "build the C++ version of the hot path, which takes less host time", build_native),
+    ("build-allocator", "build the allocator that makes room inside operators (experimental)", build_allocator),
 )
 
 

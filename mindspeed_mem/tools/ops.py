@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from mindspeed_mem.tools import run
 
 DESCRIPTION = """\
-Runs a training script for one step, watches what every operator keeps for backward, prints a table of the
-operators (with Megatron's and MindFormers' names, either of which a memory configuration may use) and ends:
+Runs a training script for one step, records what every operator keeps for backward, prints a table of the
+operators and exits. Operators are listed by Megatron's and by MindFormers' names; a memory plan may use either:
 
     python -m mindspeed_mem ops pretrain_gpt.py --num-layers 2 ...
 """

@@ -39,7 +39,7 @@ _WIDTH = 100  # where there is no terminal
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    model = command.add_argument_group("the model and its layout (Megatron's options)")
+    model = command.add_argument_group("the model and its layout (Megatron's options; defaults in parentheses)")
     machine = command.add_argument_group("the machine")
     plan_options.add_arguments(model, machine)
     plan_options.add_schedule(model)
@@ -48,14 +48,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     machine.add_argument("--measure", action="store_true", help=what)
     plan_options.add_limits(machine, " (default with --trace: the limit the profile was made under, without a reserve)")
-    what = "say what the best plan takes with a GiB more and with one less: two more searches"
+    what = "also find the best plans with a GiB more and with one less (two more searches)"
     machine.add_argument("--next-gib", action="store_true", help=what)
     files = command.add_argument_group("files")
     files.add_argument("--trace", metavar="FILE", help="plan from this profile instead of from a shape")
-    what = "no search: the plan that does what these flags of Megatron do, all in one argument; printed, or --output"
+    what = "no search: translate these flags of Megatron (one argument) into a plan; printed, or written to --output"
     files.add_argument("--from-megatron", metavar="FLAGS", help=what)
     files.add_argument("--output", metavar="FILE", help="write the plan: a YAML file for --memory-config")
-    files.add_argument("--write-trace", metavar="FILE", help="write what was planned from as a profile")
+    files.add_argument("--write-trace", metavar="FILE", help="write the problem that was planned for, as a profile")
     files.add_argument("--picture", metavar="FILE", help="draw step time over memory limits: .svg, .png or .pdf")
 
 

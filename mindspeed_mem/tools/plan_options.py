@@ -28,50 +28,50 @@ from mindspeed_mem.tools import hugging_face, megatron_line
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")
 _EXPERTS = {
-    "num_experts": "experts of each layer that has some",
-    "moe_router_topk": "experts of each token (2)",
-    "moe_ffn_hidden_size": "of each expert (--ffn-hidden-size)",
-    "moe_shared_expert_intermediate_size": "of the experts that all tokens take, together",
-    "expert_model_parallel_size": "ranks that experts are spread over (1)",
+    "num_experts": "experts of each layer that has any",
+    "moe_router_topk": "experts that each token goes to (2)",
+    "moe_ffn_hidden_size": "feed-forward width of each expert (--ffn-hidden-size)",
+    "moe_shared_expert_intermediate_size": "total feed-forward width of the shared experts",
+    "expert_model_parallel_size": "ranks over which experts are spread (1)",
     "expert_tensor_parallel_size": "ranks that split each expert (--tensor-model-parallel-size)",
 }
 _LATENT = {
-    "q_lora_rank": "of latent attention (no latent queries)",
-    "kv_lora_rank": "32",
-    "qk_head_dim": "128",
-    "qk_pos_emb_head_dim": "64",
-    "v_head_dim": "128",
+    "q_lora_rank": "rank of latent queries (queries are not latent)",
+    "kv_lora_rank": "rank of latent keys and values (32)",
+    "qk_head_dim": "width of a query or key head, without positions (128)",
+    "qk_pos_emb_head_dim": "width of its part with positions (64)",
+    "v_head_dim": "width of a value head (128)",
 }
 NUMBERS = (
     MODEL_NUMBERS
     | {
-        "seq_length": None,
-        "micro_batch_size": None,
-        "global_batch_size": None,
-        "tensor_model_parallel_size": "1",
+        "seq_length": "tokens of a sequence",
+        "micro_batch_size": "sequences of a micro-batch",
+        "global_batch_size": "sequences of a step, over all ranks",
+        "tensor_model_parallel_size": "ranks that split each layer (1)",
         "context_parallel_size": "ranks that split each sequence (1)",
-        "pipeline_model_parallel_size": "1",
-        "num_layers_per_virtual_pipeline_stage": "no virtual stages",
-        "data_parallel_size": "ranks that share the global batch (1); Megatron has no such option, and divides",
+        "pipeline_model_parallel_size": "pipeline stages (1)",
+        "num_layers_per_virtual_pipeline_stage": "layers of a virtual stage (no virtual stages)",
+        "data_parallel_size": "ranks that share the global batch (1); Megatron computes it instead",
     }
     | _EXPERTS
     | _LATENT
     | {
-        "mtp_num_layers": "layers that predict further tokens",
-        "chunk_zero_stage": "1, 2 or 3: what chunks split over data-parallel ranks",
+        "mtp_num_layers": "extra layers that predict further tokens (0)",
+        "chunk_zero_stage": "what chunk ZeRO splits: 1 optimizer states, 2 gradients too, 3 parameters too",
     }
 )
 SWITCHES = MODEL_SWITCHES | {
-    "sequence_parallel": "split what stands between the blocks over tensor-parallel ranks",
+    "sequence_parallel": "split norms and dropout over tensor-parallel ranks, too",
     "use_distributed_optimizer": "split optimizer states over data-parallel ranks",
-    "no_bias_gelu_fusion": "bias and GELU apart",
-    "no_bias_swiglu_fusion": "bias and SwiGLU apart",
+    "no_bias_gelu_fusion": "compute bias and GELU separately",
+    "no_bias_swiglu_fusion": "compute bias and SwiGLU separately",
     "multi_latent_attention": "keys and values from latents, as in DeepSeek's models",
     "qk_layernorm": "norms of queries and keys, or of latents",
-    "grad_reduce_in_bf16": "gradients of 2 bytes",
-    "fp8_param_gather": "weights in fp8 only",
-    "use_precision_aware_optimizer": "what follows with -dtype counts",
-    "chunk_reduce_each_microbatch": "fewer whole gradients at a time",
+    "grad_reduce_in_bf16": "gradients of 2 bytes per element",
+    "fp8_param_gather": "keep and gather weights in fp8 only",
+    "use_precision_aware_optimizer": "make the four options that end in -dtype count",
+    "chunk_reduce_each_microbatch": "reduce gradients in every micro-batch, which saves memory",
 }
 _PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 CHOICES = MODEL_CHOICES | {
@@ -84,13 +84,13 @@ CHOICES = MODEL_CHOICES | {
     "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
 TEXTS = {
-    "pipeline_stages": "layers of each stage, or of each chunk, such as 3,5,5,3 (equal); ours",
-    "moe_layer_freq": "which layers have experts: every so manieth, or a list such as [0]*3+[1]*58 (1)",
-    "window_size": "tokens before and after that each one attends to, such as 4096,0 (all before)",
+    "pipeline_stages": "layers of each stage, or of each virtual stage, such as 3,5,5,3 (equal); not Megatron's",
+    "moe_layer_freq": "which layers have experts: N for every N-th, or a list such as [0]*3+[1]*58 (1)",
+    "window_size": "tokens before and after it to which each token attends, such as 4096,0 (all before)",
     "placement_policy": "where chunks rest: device, host, static:0.5 (device)",
-    "attention_dropout": "share of the attention's scores; only an unfused attention keeps masks (0.1)",
-    "hidden_dropout": "share of what is added to the residual stream, and of embeddings (0.1)",
-    "expert_imbalance": "how many times as many tokens as on average the fullest rank's experts get (1); ours",
+    "attention_dropout": "dropout of attention scores; only unfused attention keeps masks (0.1)",
+    "hidden_dropout": "dropout before the residual stream, and of embeddings (0.1)",
+    "expert_imbalance": "tokens on the rank with most, relative to the average, for experts (1); not Megatron's",
 }
 _WINDOW = re.compile(r"\(?\s*(-?[0-9]{1,10})\s*(,\s*-?[0-9]{1,10}\s*)?\)?")
 _ELEMENTS = 2.0**54
@@ -98,7 +98,7 @@ _ELEMENTS = 2.0**54
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 _DROPOUT = 0.1  # Megatron's default of both
 SPEEDS = {
-    "link_gbps": (Machine.link_gbps, "host copies, GB/s each way while computing"),
+    "link_gbps": (Machine.link_gbps, "copies to and from the host, GB/s each way while computing"),
     "tflops": (Machine.tflops, "TFLOP/s that matrix products reach"),
     "memory_gbps": (Machine.memory_gbps, "GB/s that device memory reaches"),
     "tensor_gbps": (Machine.tensor_gbps, "GB/s of collectives between tensor-parallel ranks"),
@@ -108,8 +108,10 @@ _RANKS = (
 )
 """With any of these above 1, other devices of the node copy as well."""
 SCHEDULE_CHOICES = {"pipeline_schedule": SCHEDULES}
-SCHEDULE_NUMBERS = {"max_inflight_microbatches": "no cap, or with zb and v what the first stage of 1f1b holds"}
-SCHEDULE_SWITCHES = {"split_backward": "gradients of weights after the backward of their pass, as zb and v have it"}
+SCHEDULE_NUMBERS = {
+    "max_inflight_microbatches": "cap on micro-batches of a stage (none; with zb and v: that of 1f1b's first stage)"
+}
+SCHEDULE_SWITCHES = {"split_backward": "compute weight gradients after the backward of their pass, as zb and v do"}
 _OF_SCHEDULE = (*SCHEDULE_CHOICES, *SCHEDULE_NUMBERS, *SCHEDULE_SWITCHES)
 _NAMED = ("model", "hf_config", "megatron", "device_name", "devices")
 OF_A_SHAPE = (*_NAMED, *NUMBERS, *SWITCHES, *CHOICES, *TEXTS, *SPEEDS, *_OF_SCHEDULE)
@@ -145,14 +147,14 @@ def add_arguments(
         table: the option that names a file of more devices.
         speeds: options of the device's speeds, with their default and help.
     """
-    what = f"a published model, whatever other options say instead: {', '.join(PUBLISHED)}"
+    what = f"a published model; other options overrule it: {', '.join(PUBLISHED)}"
     model.add_argument("--model", metavar="NAME", help=what)
     what = f"the same from a config.json on Hugging Face: {', '.join(hugging_face.FAMILIES)}"
     model.add_argument("--hf-config", metavar="FILE", help=what)
-    what = "the same from a command line of Megatron, all in one argument; what is about no memory is skipped"
+    what = "the same from a Megatron command line, as one argument; options that do not matter for memory are skipped"
     model.add_argument("--megatron", metavar="FLAGS", help=what)
     add_options(model, NUMBERS, SWITCHES, CHOICES, TEXTS)
-    what = f"memory and speeds, whatever other options say instead: {', '.join(devices.table())}"
+    what = f"memory and speeds of a known device; other options overrule it: {', '.join(devices.table())}"
     machine.add_argument("--device-name", metavar="NAME", help=what)
     what = "more devices: JSON or YAML as --measure prints it and docs/planner.md describes it"
     machine.add_argument(table, dest="devices", metavar="FILE", help=what)
@@ -169,7 +171,7 @@ def add_limits(machine: argparse._ArgumentGroup, otherwise: str = "") -> None:
     """The options of memory. `otherwise`: what holds where the device's is not said."""
     machine.add_argument("--device-memory-gib", metavar="GIB", help=f"device memory of a rank{otherwise}")
     what = (
-        "of it, what is not planned with: for contexts (1, at most a 16th of the device), communicators (0.67 for each "
+        "how much of it to leave unplanned: for contexts (1, at most a 16th of the device), communicators (0.67 for each "
         "of tensor, pipeline, data, context and expert parallel groups, at most a 64th) and fragmentation (2 %%)"
     )
     machine.add_argument("--reserve-gib", metavar="GIB", help=what)

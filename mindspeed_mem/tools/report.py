@@ -9,17 +9,21 @@ from mindspeed_mem import output
 from mindspeed_mem.command_line import check_apart, check_file
 
 DESCRIPTION = """\
-Makes one HTML page of what a run has left: the folder of --memory-report, or files: traces of --memory-trace,
-a metrics file (--metrics-file of examples/pretrain_gpt.py), the profile beside a plan. The page needs no network.
-What of these is missing is left out, and the page says how to get it. What else lies in a folder, or lies
-there in pieces, is left out and named on the page.
+Makes one HTML page of a run, from its --memory-report folder or from files: traces of --memory-trace, a metrics
+file (--metrics-file of examples/pretrain_gpt.py), the profile beside an adaptive plan. The page needs no network.
+Where one of these is missing, the page says how to get it. Other files in a folder, and damaged ones, are left out
+and named on the page.
 """
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", nargs="+", metavar="RUN", help="a folder, or files of one run")
-    command.add_argument("--with", dest="other", nargs="+", metavar="RUN", help="of another run, to compare with")
-    command.add_argument("--names", nargs="+", metavar="NAME", help="what to call the run, or both (default: by file)")
+    command.add_argument("run", nargs="+", metavar="RUN", help="folder or files of one run")
+    command.add_argument(
+        "--with", dest="other", nargs="+", metavar="RUN", help="folder or files of another run, to compare with"
+    )
+    command.add_argument(
+        "--names", nargs="+", metavar="NAME", help="names for the run, or for both (default: from the files)"
+    )
     command.add_argument("--output", default="report.html", metavar="FILE", help="default: %(default)s")
 
 

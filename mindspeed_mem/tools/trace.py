@@ -11,14 +11,14 @@ from mindspeed_mem.command_line import check_apart, check_file
 from mindspeed_mem.report import trace_file
 
 DESCRIPTION = """\
-Puts the files that --memory-trace wrote, one per rank, together: one process per rank, by one clock.
+Merges the files that --memory-trace wrote, one per rank, into one: a process for each rank, on one clock.
 Open the result at https://ui.perfetto.dev or in chrome://tracing.
 """
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("files", nargs="+", metavar="FILE", help="of one rank each, of one run")
-    command.add_argument("--output", required=True, metavar="FILE", help="where to write the one file")
+    command.add_argument("files", nargs="+", metavar="FILE", help="traces of one run, one file per rank")
+    command.add_argument("--output", required=True, metavar="FILE", help="the merged file to write")
 
 
 def main(given: argparse.Namespace) -> int:

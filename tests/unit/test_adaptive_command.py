@@ -315,8 +315,8 @@ def test_models_and_devices_go_by_name(plan):
     )
     assumed = (
         "Assumed for h100: 635.6 TFLOP/s (80 % of 794.5 measured), 2680 GB/s device memory (80 % of 3350 on its "
-        "sheet), 35.4 GB/s to the host with all devices of a node copying (measured), 360 GB/s to its neighbours (80 % of "
-        "450 on its sheet).\n"
+        "sheet), 35.4 GB/s to the host with all devices of a node copying (measured), 360 GB/s to its neighbours (80 "
+        "% of 450 on its sheet).\n"
     )
     assert named.startswith(assumed) and "35.4 GB/s to the host, 360 GB/s between tensor-parallel ranks" in named
     assert plan(words + spelt + "--data-parallel-size 2") == (0, named.replace(assumed, ""), "")
