@@ -171,7 +171,7 @@ def add_limits(machine: argparse._ArgumentGroup, otherwise: str = "") -> None:
     """The options of memory. `otherwise`: what holds where the device's is not said."""
     machine.add_argument("--device-memory-gib", metavar="GIB", help=f"device memory of a rank{otherwise}")
     what = (
-        "how much of it to leave unplanned: for contexts (1, at most a 16th of the device), communicators (0.67 for each "
+        "what of it to leave unplanned: for contexts (1, at most a 16th of the device), communicators (0.67 for each "
         "of tensor, pipeline, data, context and expert parallel groups, at most a 64th) and fragmentation (2 %%)"
     )
     machine.add_argument("--reserve-gib", metavar="GIB", help=what)
