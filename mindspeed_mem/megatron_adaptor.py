@@ -171,6 +171,7 @@ def refuse(error: Exception) -> NoReturn:
 
 def _read_command_line(arguments: list[str]) -> None:
     """At import: apply what the flags ask for, before Megatron is imported; the engine waits for `configure`."""
+    unknown = features.misspelt(arguments)
     try:
         rank = os.environ.get("RANK", "0")
         if not rank.isdecimal():
@@ -179,8 +180,12 @@ def _read_command_line(arguments: list[str]) -> None:
         _State.given = features.scan(arguments)
         _State.wants_help = not {"-h", "--help"}.isdisjoint(arguments)
         _apply(_check(_State.given))
+    except FeatureError as error:
+        refuse(FeatureError([*error.problems, *unknown]))
     except (ValueError, PatchError) as error:
         refuse(error)
+    for word in unknown if rank == "0" else ():  # a parser that does not know them may ignore them
+        logger.warning(word)
 
 
 def _check(args: Namespace | Mapping[str, Any]) -> Settings:

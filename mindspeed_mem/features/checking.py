@@ -23,6 +23,7 @@ from mindspeed_mem.plan.layers import as_ranges
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
 
 GROUP = "mindspeed_mem"
+_NEAR_OURS = ("recompute_num_layers", "recompute_modules")  # they are Megatron's
 _TRACED = (5, 7)  # by then shapes are known, and what is only done once is behind
 
 
@@ -388,10 +389,23 @@ def _device(name: str, wanted: bool, problems: list[str]) -> Backend | None:
         return None
 
 
+def misspelt(arguments: Iterable[str]) -> list[str]:
+    """What to say of words of a command line that look very much like one of our flags, and are nobody's."""
+    ours, known = [f.flag for f in FEATURES], _known()
+    words = dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith("--"))
+    others = [word for word in words if dest_of(word) not in known]
+    near = {word: difflib.get_close_matches(word, ours, n=1, cutoff=0.85) for word in others}
+    return [f"{word} is no flag of mindspeed_mem; did you mean {match[0]}?" for word, match in near.items() if match]
+
+
 def _misspelt(args: Mapping[str, Any]) -> list[str]:
     """Keys that look like one of ours; others belong to the caller."""
-    ours = [f.dest for f in FEATURES]
-    theirs = ("recompute_num_layers", "recompute_modules")  # Megatron's, and near ours
-    known = {*ours, *theirs, *(option.dest for f in FEATURES for option in (*f.needs, *f.bars))}
+    ours, known = [f.dest for f in FEATURES], _known()
     near = {key: difflib.get_close_matches(str(key), ours, n=1, cutoff=0.8) for key in args if key not in known}
     return [f"{key!r} is not a setting; did you mean {match[0]!r}?" for key, match in near.items() if match]
+
+
+def _known() -> set[str]:
+    """Our settings, and those of others that we know."""
+    theirs = (option.dest for f in FEATURES for option in (*f.needs, *f.bars))
+    return {*(f.dest for f in FEATURES), *_NEAR_OURS, *theirs}

@@ -95,6 +95,16 @@ def test_run_without_a_flag_changes_nothing(folder):
     assert "mindspeed_mem" not in out and out.endswith(" []\n")
 
 
+def test_a_misspelt_flag_is_said_with_what_is_wrong_and_also_where_the_script_ignores_it(folder):
+    (folder / "plain.py").write_text("print('ran')")
+    near = "--survive-omm is no flag of mindspeed_mem; did you mean --survive-oom?\n"
+    out, errors = mem("run", folder / "plain.py", "--survive-omm")
+    assert out == "ran\n" and f"WARNING mindspeed_mem: {near}" in errors
+    out, errors = mem("run", folder / "plain.py", "--survive-omm", "--recompute-layers", "x", status=2)
+    assert out == "" and errors.startswith("mindspeed_mem: 2 problems with the options\n  --recompute-layers: got 'x'")
+    assert errors.endswith(f"\n  {near}")
+
+
 def test_run_under_torchrun(folder):
     (folder / "ranks.py").write_text(
         "import os, sys, torch, torch.distributed as dist\n"

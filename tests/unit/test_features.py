@@ -416,6 +416,23 @@ def test_the_options_of_megatron_near_ours_are_no_mistake():
     assert check(names) == Settings()
 
 
+def test_flags_that_look_like_ours_are_named():
+    words = [
+        "--survive-omm",
+        "--memory-confg=a.yaml",
+        "--survive-oom",
+        "--recompute-num-layers",
+        "1",
+        "--lr",
+        "--",
+        "-x",
+    ]
+    assert features.misspelt(words) == [
+        "--survive-omm is no flag of mindspeed_mem; did you mean --survive-oom?",
+        "--memory-confg is no flag of mindspeed_mem; did you mean --memory-config?",
+    ]
+
+
 def test_a_v_has_bars_of_its_own(monkeypatch):
     for schedule, expected in (("zb", 0), ("v", 3)):
         asked = {"device": "cpu", "pipeline_schedule": schedule, "mtp_num_layers": 1, "is_hybrid_model": True}
