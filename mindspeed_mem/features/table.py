@@ -30,8 +30,8 @@ FEATURES = (
         flag="--device",
         choices=("auto", *sorted(device_names())),
         default="auto",
-        help="device to train on; auto (default) takes what MINDSPEED_MEM_DEVICE says, else the first present of "
-        f"{', '.join(device_names())}. On cpu, megatron-core is made to train on host memory with gloo",
+        help="device to train on; auto (default) takes the one that MINDSPEED_MEM_DEVICE names, else the first "
+        f"present of {', '.join(device_names())}. With cpu, megatron-core trains on host memory with gloo",
         same_plan="the device that was chosen is compared by itself",
         each_rank=True,
     ),
@@ -40,7 +40,7 @@ FEATURES = (
         read=at_least_one,
         metavar="N",
         help="micro-batches (with virtual stages: passes of one chunk) whose activations a pipeline stage may hold; "
-        "fewer than the schedule would hold cost time in which stages idle",
+        "fewer than the schedule would hold make stages idle longer",
         patches=("pipeline_cap",),
         since="0.14",
         before_that="its passes take no number of a stage",
@@ -51,8 +51,8 @@ FEATURES = (
         flag="--split-backward",
         read=bool,
         default=False,
-        help="linear layers compute gradients of their weights apart from the backward pass; by "
-        "itself that changes nothing but when: right after the backward of the pass",
+        help="linear layers compute the gradients of their weights apart from the backward pass; by itself, this only "
+        "moves them to right after the backward of the pass",
         patches=("pipeline_split", "pipeline_delayed"),
         since="0.14",
         before_that="its linear layers do not know their process groups",
@@ -63,10 +63,10 @@ FEATURES = (
         flag="--pipeline-schedule",
         choices=("1f1b", "zb", "v"),
         default="1f1b",
-        help="1f1b (default): Megatron's own; zb: gradients of weights, put off as with --split-backward, run where a "
-        "pipeline stage would idle, with as many micro-batches in flight as stages, or as --max-inflight-microbatches "
-        "allows; v: the same with two virtual stages whose second half comes back, so that the first rank has the "
-        "first part and the last",
+        help="1f1b (default): Megatron's own; zb: weight gradients, put off as with --split-backward, are computed "
+        "where a pipeline stage would idle, with as many micro-batches in flight as there are stages, or as "
+        "--max-inflight-microbatches allows; v: the same with two virtual stages, the second placed in reverse, so "
+        "that the first rank has the first and the last part of the model",
         patches=("pipeline_cap", "pipeline_split", "pipeline_delayed"),
         since="0.14",
         before_that="its passes take no number of a stage",
@@ -112,7 +112,8 @@ FEATURES = (
         read=by_pattern,
         many=True,
         metavar="PATTERN[=LAYERS]",
-        help=r"the same for operators that communicate, and the norms that feed them, such as '.*\.norm'",
+        help=r"the same as --select-recompute, for operators that communicate and the norms that feed them, such as "
+        r"'.*\.norm'",
         section="select_comm_recompute",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES),
         bars=incompatible.RECOMPUTING,
@@ -141,7 +142,8 @@ FEATURES = (
         flag="--chunk-zero-stage",
         read=zero_stage,
         metavar="STAGE",
-        help="split over the data-parallel ranks, in chunks: 1 optimizer states, 2 gradients too, 3 parameters too",
+        help="what to split over the data-parallel ranks, in chunks: 1 optimizer states, 2 gradients too, 3 parameters "
+        "too",
         patches=("chunk_*",),
         since="0.14",
         before_that="its reduction of gradients takes no groups",
@@ -160,16 +162,16 @@ FEATURES = (
     Feature(
         flag="--host-optimizer-step",
         choices=("device", "host"),
-        help="where the optimizer steps chunks that rest on the host: device (default) brings their states there and "
-        "keeps its arithmetic; host runs Adam on the host's cores",
+        help="where the optimizer updates chunks that rest on the host: device (default) copies their states to the "
+        "device and keeps its arithmetic; host runs Adam on the host's cores",
         needs_features=("--chunk-zero-stage",),
     ),
     Feature(
         flag="--chunk-reduce-each-microbatch",
         read=bool,
         default=False,
-        help="with stages 2 and 3, reduce gradients in every micro-batch, so that whole ones are there for few chunks "
-        "only; sums are then in another order than Megatron's",
+        help="with stages 2 and 3, reduce gradients in every micro-batch, so that only few chunks have whole "
+        "gradients at a time; gradients are then summed in another order than Megatron's",
         needs_features=("--chunk-zero-stage",),
     ),
     Feature(
@@ -184,22 +186,22 @@ FEATURES = (
         flag="--min-chunk-size-mib",
         read=gib,
         metavar="MIB",
-        help="MiB of bf16 parameters that a chunk holds at least (default: 64; 2 bytes per element are counted for any "
-        "type)",
+        help="smallest chunk size to try, in MiB of bf16 parameters (default: 64; every type counts as 2 bytes per "
+        "element)",
         needs_features=("--chunk-zero-stage",),
     ),
     Feature(
         flag="--chunk-search-range-mib",
         read=gib,
         metavar="MIB",
-        help="MiB above that minimum among which the size with the smallest chunks is searched (default: 64)",
+        help="how far above the minimum chunk sizes are tried, in MiB (default: 64)",
         needs_features=("--chunk-zero-stage",),
     ),
     Feature(
         flag="--chunk-hidden-dim",
         read=at_least_one,
         metavar="N",
-        help="step of that search in elements (default: the model's hidden size)",
+        help="step between the chunk sizes that are tried, in elements (default: the model's hidden size)",
         needs_features=("--chunk-zero-stage",),
     ),
     Feature(
@@ -217,7 +219,7 @@ FEATURES = (
         read=bool,
         default=False,
         help="survive the first steps as with --survive-oom, profile them, find out what to keep, swap and recompute "
-        "for the shortest step within the device's memory, and go on with that",
+        "for the shortest step that fits the device's memory, and go on with that plan",
         patches=(*MEMORY_PATCHES, *RECOMPUTE_PATCHES, "survive_*", "adaptive_*"),
         bars=incompatible.ADAPTIVE,
         same_plan="without it there is none",
@@ -226,8 +228,8 @@ FEATURES = (
         flag="--adaptive-plan-file",
         read=new_file,
         metavar="FILE",
-        help="where the plan of --adaptive-memory-optimization is kept, to be used again by the same job, to be read "
-        "and edited as a --memory-config (default: it is not kept)",
+        help="file to keep the plan of --adaptive-memory-optimization in; the same job uses it again, and it can be "
+        "read and edited as a --memory-config (default: the plan is not kept)",
         needs_features=("--adaptive-memory-optimization",),
         same_plan="where a plan is kept changes nothing about it",
         each_rank=True,
@@ -236,9 +238,9 @@ FEATURES = (
         flag="--memory-trace",
         read=new_file,
         metavar="FILE",
-        help="write what happens in a few steps, with times, for Perfetto or chrome://tracing: trace.json becomes "
-        "trace.rank0.json and so on (python -m mindspeed_mem trace puts them together); beside it the last step for "
-        "torch's memory viewer",
+        help="write a timeline of a few steps for Perfetto or chrome://tracing: trace.json becomes trace.rank0.json "
+        "and so on (python -m mindspeed_mem trace merges them); the last step is also written for torch's memory "
+        "viewer",
         patches=MEMORY_PATCHES,
         bars=incompatible.MEMORY,
         same_plan="looking on changes nothing",
@@ -258,8 +260,8 @@ FEATURES = (
         flag="--memory-report",
         read=new_folder,
         metavar="DIR",
-        help="make one page of the run, DIR/index.html: memory over a step, the plan, copies, the pipeline, figures "
-        "and settings; a few steps are traced for it",
+        help="make a page about the run, DIR/index.html: memory over a step, the plan, copies, the pipeline, "
+        "figures and settings; a few steps are traced for it",
         patches=MEMORY_PATCHES,
         bars=incompatible.MEMORY,
         same_plan="looking on changes nothing",
@@ -268,8 +270,8 @@ FEATURES = (
     Feature(
         flag="--optimizer-parallel",
         choices=MODES,
-        help="each data-parallel rank keeps the optimizer's states for its part only, updates that and hands it out: "
-        "grouping by whole parameters, sharding by a slice of each",
+        help="each data-parallel rank keeps the optimizer states of its part only, updates that part and sends it "
+        "to the others: grouping gives each rank whole parameters, sharding a slice of each",
         patches=("optimizer_parallel",),
         bars=incompatible.OPTIMIZER_PARALLEL,
     ),
@@ -277,7 +279,7 @@ FEATURES = (
         flag="--sdpa-attention",
         read=bool,
         default=False,
-        help="run core attention of the local layer spec by torch's scaled_dot_product_attention",
+        help="compute core attention in the local layer spec with torch's scaled_dot_product_attention",
         patches=("sdpa_*",),
         needs=(
             incompatible.of_core(
