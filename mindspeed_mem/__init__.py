@@ -1,6 +1,8 @@
 """Train models that do not fit in device memory, at nearly the speed of those that do.
 
-Start a Megatron pretrain script with ``import mindspeed_mem.megatron_adaptor``; this package alone changes nothing.
+For Megatron, ``import mindspeed_mem.megatron_adaptor`` first in the pretrain script; importing ``mindspeed_mem`` alone
+changes nothing. For other torch models, `attach` applies a memory plan, `trainer_callback` does so in Hugging Face's
+Trainer, and `recompute` and `swap` add single modules to it.
 """
 
 from pathlib import Path

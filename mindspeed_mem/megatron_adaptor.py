@@ -3,7 +3,7 @@
     import mindspeed_mem.megatron_adaptor as mem
 
 Megatron-LM's own scripts need no more than that line. A script built on megatron-core alone also calls
-``mem.add_arguments(parser)`` and ``mem.configure(args)``. With none of our flags given, nothing anywhere is replaced.
+``mem.add_arguments(parser)`` and ``mem.configure(args)``. If none of our flags is given, nothing is patched.
 """
 
 from __future__ import annotations
@@ -69,14 +69,18 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def configure(args: Namespace | Mapping[str, Any]) -> None:
-    """Put `args` into force: check them, apply the patches they ask for, start the engine.
+    """Put `args` into force: check them, apply the patches that they ask for, start the engine.
+
+    Call it on every rank, after the device is chosen and before the model is built. Calling it again with the same
+    settings does nothing; other settings replace the earlier ones.
 
     Args:
-        args: a parser's namespace, or a mapping with our settings (``memory_config``: a file or what it contains,
-            ``swap_host_memory_gib``, ``device``, ``sdpa_attention``); what is missing is taken from the command line.
+        args: a parser's namespace, or a mapping from our flags' names (``memory_config``, ``swap_host_memory_gib``,
+            ``survive_oom``, ...) to values; ``memory_config`` may be a file or a mapping with the contents of one.
+            Flags that are not in `args` are taken from the command line.
 
-    To be called on every rank, after the device is chosen and before the model is built. The same settings again do
-    nothing; others replace the earlier ones. Raises FeatureError with everything that is wrong.
+    Raises:
+        FeatureError: a ValueError that lists everything that is wrong.
     """
     given = vars(_State.given)
     merged = {**given, **args} if isinstance(args, Mapping) else Namespace(**{**given, **vars(args)})
@@ -87,13 +91,14 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
 
 
 def report(page: str | os.PathLike | None = None) -> str:
-    """Print, on rank 0, what was moved so far on all ranks; returns that text, "" where there is none.
+    """Print, on rank 0, what was swapped and recomputed so far on all ranks; returns that text ("" if there is none).
 
     Collective: every rank of the default process group must call it.
 
     Args:
-        page: a folder where rank 0 puts what is known of the run, and a page that shows it (default: that of
-            --memory-report); with several ranks the page when its process ends. What cannot be written there is told.
+        page: a folder where rank 0 writes a page about the run, and the data that it shows (default: that of
+            --memory-report). With several ranks, the page is written when rank 0's process ends. If something cannot be
+            written there, a message says so.
     """
     from mindspeed_mem.activation import engine as engines
     from mindspeed_mem.report.chunk_report import format_chunks
@@ -122,8 +127,8 @@ def report(page: str | os.PathLike | None = None) -> str:
 
 
 def activation_meter(backend: Backend) -> ActivationMeter:
-    """Something to be entered around forward and backward, which counts the activations that backward keeps, with or
-    without a plan."""
+    """A context manager, for around forward and backward, that counts the bytes of activations kept for backward, with
+    or without a plan."""
     _State.metered = True
     modules = patch_modules([_FOR_METER])
     for module in modules:

@@ -67,7 +67,7 @@ Plan = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class Attached:
-    """A plan in force on a model. As a context manager it is detached at the end."""
+    """A memory plan in force on a model; `attach` returns it. Used as a context manager, it detaches at the end."""
 
     def __init__(
         self, model: nn.Module, engine: Engine, layers: Mapping[str, Sequence[nn.Module]], limited: bool = False
@@ -97,22 +97,25 @@ class Attached:
 
     @property
     def operators(self) -> dict[int, tuple[str, ...]]:
-        """The names of the operators of each layer, by its number: what a plan can name."""
+        """The names of each layer's operators, by the layer's number: what a plan can name."""
         return {index: tuple(sorted(paths)) for index, paths in regions.tagged_layers().items()}
 
     def report(self) -> str:
-        """What was moved and made again so far, on all ranks; empty on ranks other than 0, and with no plan and no
-        survival. Collective."""
+        """A table of what was swapped and recomputed so far, with a row for each rank. Collective.
+
+        Empty on ranks other than 0, and if there is neither a plan nor survival."""
         everyone = ranks.gather(self.engine.report())
         text = format_report(everyone) if ranks.number() == 0 else ""
         return f"{text}\n{_UNSEEN}" if text and not self.engine.passes.alone_so_far else text
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around what may run out of device memory: forwards with their loss and backwards, the optimizer's step.
+        """Put this around a training step: forwards with their loss, backwards, and the optimizer's step.
 
-        With ``survive`` what operators lack inside is made room for, and with the plan "auto" it is one of the steps
-        that are profiled and planned for; otherwise this does nothing.
+        With ``survive``, an operator inside that finds no device memory runs again after activations have moved to the
+        host. With the plan "auto", this is a step that is profiled and planned for. Otherwise it does nothing.
+
+        Raises NoRoomError, a torch.OutOfMemoryError that says what holds the memory, if no room can be made.
         """
         if self._is_off():
             yield
@@ -130,16 +133,17 @@ class Attached:
             raise failed from error
 
     def run_step(self, call: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-        """Run ``call(*args, **kwargs)`` as a `step`, which may run twice: what finds no memory is tried again as a
-        whole, with everything swapped.
+        """Run ``call(*args, **kwargs)`` as a `step`. If it runs out of memory, it runs once more as a whole, with
+        everything swapped.
 
-        That takes a step whose gradients are None when it begins, whose optimizer has not begun its own and that has
-        taken part in no collective. What it trains on has to come from its arguments: iterators among these are
-        rewound for the second run, and so are random numbers and buffers, but nothing else that it changes.
+        A second run is possible only if all gradients were None when the step began, no optimizer has begun to step,
+        and the step has taken part in no collective. The step must take its data from its arguments: iterators among
+        them are rewound for the second run. Random numbers and buffers are restored, too, but nothing else that the
+        step changes.
 
-        Returns what it returns.
+        Returns what ``call`` returns.
 
-        Raises NoRoomError, a torch.OutOfMemoryError, which says why it was not tried again.
+        Raises NoRoomError, a torch.OutOfMemoryError that says why the step was not tried again.
         """
         survival = self.engine.survival
         if survival is None or self._is_off():
@@ -171,9 +175,9 @@ class Attached:
             yield
 
     def detach(self) -> None:
-        """Take everything off the model. Not in the middle of a step. What has left still comes back for a backward.
+        """Remove the plan from the model, between two steps. Activations that have left still come back for a backward.
 
-        Raises RuntimeError where somebody has wrapped a forward after us: it has to be taken off first.
+        Raises RuntimeError if a forward was wrapped after `attach`: remove that wrapper first.
         """
         for module, forward in self._ours.items():
             if module.__dict__.get("forward") is not forward and not _is_below(module, forward):
@@ -414,22 +418,29 @@ def attach(
     """Swap and recompute activations of any torch model by a plan. Losses and gradients stay bit-identical.
 
     Call it when the model is on the current device, before or after wrapping it (DistributedDataParallel,
-    `fully_shard`); with ranks, on all of them. One model at a time: for several, attach an `nn.ModuleList` of them.
+    `fully_shard`); in a distributed job, on all ranks. Only one model can be attached at a time: to attach several,
+    put them into an `nn.ModuleList`.
 
     Args:
-        model: its forward is a micro-batch of the plan.
-        plan: a YAML file or what such a file contains, as for ``--memory-config``; None: nothing leaves by a plan. Its
-            layers are the members of the model's lists of blocks; its operators are modules by their names in a layer.
-            "auto": steps (`Attached.step`) survive, some are profiled, and the fastest plan that fits is found.
-        layers: names of lists and of modules that are the layers instead, in the order in which they run.
-        host_memory_gib: host memory that activations may fill, in GiB; None: as much as there is.
+        model: the model. Each of its forwards is one micro-batch of the plan.
+        plan: a YAML file, or a mapping with the contents of one, as for ``--memory-config``. Its layers are the members
+            of the model's lists of blocks, numbered from 0; its operators are the modules in a layer, by name. None:
+            no plan, for ``survive`` or single modules (`swap`, `recompute`). "auto": steps (`Attached.step`) survive a
+            lack of memory, some are profiled, and the fastest plan that fits is found.
+        layers: names of lists of blocks, and of single modules, to use as layers instead, in the order in which they
+            run.
+        host_memory_gib: host memory that activations may fill on this rank, in GiB; None: no limit.
         device_memory_gib: device memory that this process may use from now on, in GiB; None: all there is.
-        survive: where an operator inside `Attached.step` lacks device memory, activations move to the host, and it
-            runs again. The plan "auto" always does.
-        adaptive_plan_file: where the plan that "auto" settles on is kept; one that was made for the same is used.
+        survive: when an operator inside `Attached.step` finds no device memory, move activations to the host and run it
+            again. The plan "auto" always does this.
+        adaptive_plan_file: file to keep the plan in that "auto" settles on. A plan that is there already is used if it
+            was made for the same model, input, device, limits, ranks and versions.
+
+    Returns:
+        The plan in force; `Attached.detach` removes it.
 
     Raises:
-        MemoryConfigError: a ValueError with all that is wrong with the model, the plan, or the two together.
+        MemoryConfigError: a ValueError that lists everything wrong with the model, the plan, or the two together.
     """
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise MemoryConfigError(

@@ -23,21 +23,21 @@ _DATA_PARALLEL = (
 def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) -> Any:
     """A transformers.TrainerCallback that attaches the model when training begins, and detaches it at the end.
 
-    What runs out of memory in a step, the optimizer included, is made room for as in `Attached.step`; no step is tried
-    again as a whole. At the end the report is logged.
+    Each training step, the optimizer's included, runs in an `Attached.step`; no step is tried again as a whole. When
+    training ends, the report is logged.
 
     Args:
-        plan: as for `attach`; with "auto" one is found.
-        arguments: the others of `attach`.
+        plan: as for `attach`; with "auto", a plan is found.
+        arguments: the other arguments of `attach`.
 
-    Returns the callback, for ``Trainer(..., callbacks=[...])``; while it trains, its ``attached`` is what `attach`
+    Returns the callback, for ``Trainer(..., callbacks=[...])``. During training, its ``attached`` is what `attach`
     returned.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
         TypeError: `attach` has no such argument.
-        MemoryConfigError: the plan is none by itself; on the model it is checked when training begins, and so is
-            that the Trainer does not train by DataParallel.
+        MemoryConfigError: the plan itself is wrong. Whether it fits the model, and whether the Trainer uses
+            DataParallel, which is refused, is checked when training begins.
     """
     from transformers import TrainerCallback
 

@@ -26,13 +26,14 @@ from mindspeed_mem.zero.plain.construction import Construction, Disguise, Record
 
 
 class lazy_init(contextlib.ContextDecorator):
-    """Inside, what modules are built of has no memory; what would fill it is noted.
+    """A context in which modules are built without memory; the operations that would fill them are recorded.
 
-    Code inside may do anything with the new tensors but ask for their memory (`data_ptr()`); asking for values
-    (`item()`, `tolist()`) computes them. Random numbers are the host's; what code asks for on another device is made.
+    Code inside may do anything with the new tensors except ask for their memory (`data_ptr()`); asking for values
+    (`item()`, `tolist()`) computes them. Random numbers are drawn on the host. Tensors that code explicitly asks for on
+    another device are allocated there.
 
     Args:
-        dtype: to which floating-point parameters are rounded when they are computed; None: they stay as they are.
+        dtype: the type to which floating-point parameters are rounded when they are computed; None: no rounding.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:

@@ -27,24 +27,29 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GeminiAdamOptimizer(torch.optim.Optimizer):
-    """Adam with decoupled weight decay (AdamW), or with `adamw_mode` False with the decay in the gradient.
+    """Adam for a `ZeroDDP` or `GeminiDDP`: with decoupled weight decay (AdamW), or as plain Adam if not `adamw_mode`.
 
-    Its groups hold the model's parameters, so that learning rate schedulers work on it. Gradients are unscaled, then
-    clipped, then stepped, all in fp32, wherever a chunk rests. A parameter without gradient on any rank is not stepped.
+    Call its `backward(loss)` instead of ``loss.backward()``. Gradients are unscaled, clipped and applied in fp32,
+    wherever a chunk rests. A parameter without a gradient on any rank is not updated. Its groups hold the model's
+    parameters, so learning rate schedulers work on it.
 
     Args:
         model: a ZeroDDP or GeminiDDP.
-        params: some of its parameters, or groups of them with settings of their own; None: all that are trained.
-        initial_scale: of the loss; None: 2^16 in fp16, no scaling in other types. With a number the loss is scaled in
-            any type: a step with a gradient that is not finite is skipped on all ranks, and the scale adapts.
-        max_norm: clip gradients to this 2-norm over all parameters of all ranks; 0: do not.
-        tensor_parallel_group: ranks that the model is split over, for the norm; see `_global_norm`. None: those of
-            the model's `ProcessGroup`, if it was given one.
-        step_on_host: step what rests on the host there; False: bring it to the device for its step, in parts.
+        lr, betas, eps, weight_decay: as for torch.optim.AdamW.
+        params: some of its parameters, or groups of them with settings of their own; None: all trained parameters.
+        initial_scale: the loss scale to begin with; None: 2^16 in fp16, no scaling in other types. With a number, the
+            loss is scaled in any type: a step with a gradient that is not finite is skipped on all ranks, and the scale
+            adapts.
+        max_norm: clip gradients to this 2-norm over all parameters of all ranks; 0: do not clip.
+        tensor_parallel_group: the ranks over which the model itself is split, for the norm. None: those of the model's
+            `ProcessGroup`, if it was given one.
+        step_on_host: update parameters that rest on the host there; False: copy them to the device for the update, in
+            parts.
         growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale: see `LossScaler`.
-        gpu_margin_mem_ratio: ColossalAI's; has no effect.
+        gpu_margin_mem_ratio: accepted for ColossalAI's scripts; has no effect.
 
-    Raises OptionError with all that is wrong.
+    Raises:
+        OptionError: a ValueError that lists everything that is wrong.
     """
 
     def __init__(
@@ -135,21 +140,23 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
     # ---- training
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
         self.model.zero_grad()
         self._norm = self._clip = None
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """The backward of `loss`, scaled. Several of them before a step add up; the first after one begins anew."""
+        """Run the backward of `loss`, multiplied by the loss scale. Gradients of several backwards before a step are
+        summed; the first backward after a step begins anew."""
         self._norm = self._clip = None
         self.model.backward(loss, retain_graph)
 
     def clip_grad_norm(
         self, model: ZeroDDP | None = None, max_norm: float | None = None, norm_type: float = 2.0
     ) -> float:
-        """Let the coming step clip gradients to `max_norm` (None: the optimizer's); returns their norm, unscaled.
+        """Make the next step clip gradients to `max_norm` (None: the optimizer's); returns their unscaled 2-norm.
 
-        After the last backward. Collective. Not finite if a gradient is not. Raises OptionError for another norm.
+        Call it after the last backward of a step. Collective. The norm is not finite if a gradient is not. Raises
+        OptionError for another norm or another model.
         """
         if norm_type != 2.0 or model not in (None, self.model):
             raise OptionError("clip_grad_norm: it is the 2-norm of this optimizer's own model")
@@ -159,7 +166,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce what is not reduced, step, and bring parameters up to date. Collective."""
+        """Reduce the gradients that are left, update the masters, and copy them to the parameters. Collective."""
         if closure is not None:
             raise OptionError("step takes no closure: gradients come from optimizer.backward(loss)")
         model, scale = self.model, self.model.loss_scale

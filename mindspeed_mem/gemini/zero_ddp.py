@@ -44,14 +44,19 @@ PRECISIONS = (*TRAINED, None)
 
 
 class ZeroDDP(torch.nn.Module):
-    """Args:
-        module: built plainly, on any device, or inside `lazy_init`; the same on all ranks.
-        gemini_manager: with a ChunkManager that has no parameters yet.
+    """A plain torch model whose parameters, gradients and fp32 masters lie in chunks, split over the ranks.
+
+    Gradients are averaged over the ranks and accumulated in fp32. Parameters that are frozen now have to stay frozen.
+
+    Args:
+        module: the model, built as usual on any device, or inside `lazy_init`; the same on all ranks.
+        gemini_manager: a manager with a ChunkManager that has no parameters yet.
         force_outputs_fp32: cast floating-point outputs to fp32.
         mixed_precision: the type of floating-point parameters, buffers and inputs; fp32 masters keep the values that
-            the module came with. None: types stay as they are. The default is ColossalAI's.
+            the module came with. None: types stay as they are. The default, fp16, is ColossalAI's.
 
-    Gradients are averaged over the ranks and added up in fp32. What is frozen now stays frozen.
+    Raises:
+        OptionError: a ValueError that lists everything that is wrong.
     """
 
     def __init__(
@@ -138,7 +143,7 @@ class ZeroDDP(torch.nn.Module):
         return tree_map(_to_fp32, outputs) if self.force_outputs_fp32 else outputs
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """`loss.backward()`, of the loss multiplied by `loss_scale`; the optimizer's `backward` calls it.
+        """Run `loss.backward()`, with the loss multiplied by `loss_scale`; the optimizer's `backward` calls it.
 
         Then all its gradients are reduced, of incomplete chunks as well: of parameters that have none on any rank.
         """
@@ -167,7 +172,7 @@ class ZeroDDP(torch.nn.Module):
             self._accumulates = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
         self.gradients.begin_step()
         self.touched.clear()
         self._unreduced.clear()
@@ -340,20 +345,22 @@ def _sharing_memory(module: torch.nn.Module) -> list[str]:
 
 
 class GeminiDDP(ZeroDDP):
-    """`ZeroDDP` that makes its managers itself.
+    """A `ZeroDDP` that makes its managers itself: chunk ZeRO for a plain torch model.
 
     Args:
-        device: where the model computes; None: the accelerator, or the CPU.
+        module: the model, see `ZeroDDP`.
+        device: where the model computes; None: the accelerator, or the CPU if there is none.
         placement_policy, shard_param_frac, offload_optim_frac, offload_param_frac, gather_budget_mb, max_prefetch: see
             `GeminiManager`.
         pin_memory: host memory is always pinned where that exists; False is refused on an accelerator.
         search_range_mb, hidden_dim, min_chunk_size_mb: see `init_chunk_manager`; search_range_m and min_chunk_size_m
             are newer names.
-        process_group: the data-parallel ranks; None: those that the parameters name (`tensor_spec`), or all. A
-            `ProcessGroup` names the tensor-parallel ones as well.
+        process_group: the data-parallel ranks; None: those that the parameters name (`tensor_spec`), or else all. A
+            `ProcessGroup` also names the tensor-parallel ranks.
         force_outputs_fp32, mixed_precision: see `ZeroDDP`.
 
-    Raises OptionError with all that is wrong.
+    Raises:
+        OptionError: a ValueError that lists everything that is wrong.
     """
 
     def __init__(

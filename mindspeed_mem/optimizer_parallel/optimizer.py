@@ -298,18 +298,18 @@ def parallelize(
     assume_independent: bool = False,
     message_bytes: int = MESSAGE_BYTES,
 ) -> ParallelOptimizer:
-    """`optimizer`, of which each rank does its part; to be used in its place. Collective.
+    """Split the work and the states of `optimizer` over ranks. Use the returned optimizer in its place. Collective.
 
     Args:
-        optimizer: any of torch.optim but LBFGS; it is taken over, with the states it has. Elementwise ones only for
-            ``sharding``: see `support`.
-        process_group: the ranks that share the work (None: all). They hold the same parameters, with any layout or
+        optimizer: any optimizer of torch.optim except LBFGS; it is taken over, with the states that it has.
+            ``sharding`` takes elementwise ones only: see `support`.
+        process_group: the ranks that share the work (None: all). They must hold the same parameters, with any layout or
             dtype, and at each step the same gradients. Of DTensors they hold the same parts: ``mesh.get_group("dp")``.
         mode: ``grouping`` (each rank has whole parameters, balanced by size) or ``sharding`` (a slice of each; scalars
             and parameters with gaps in memory stay whole on one rank).
         assume_independent: the caller's word that a class unknown here updates each parameter (``sharding``: element)
             without looking at others.
-        message_bytes: at most so much is received at once, in a buffer of its own.
+        message_bytes: the most that is received at once, in a buffer of its own.
 
     Bit-identical to `optimizer` on one rank. (A CPU with several threads rounds some fused and 16-bit updates of
     parameters beyond 32768 elements as the threads share them, and so differently for a slice.) Raises

@@ -21,13 +21,15 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def recompute(module: Module, active: bool = True) -> Module:
-    """Have `module` run again in backward instead of keeping what its operators save; ``active=False``: no longer.
+    """Recompute `module` in backward instead of keeping what its operators save; ``active=False`` undoes that.
 
-    Its second run draws the same random numbers, finds its buffers as the first did, and leaves them (running
-    statistics) as they are. Returns `module`. In an attached model between two steps only.
+    The second run draws the same random numbers, sees the buffers that the first run saw, and leaves them (running
+    statistics) as they are. In an attached model, call it only between two steps.
+
+    Returns `module`.
 
     Raises:
-        ValueError: the attached model has no plan that this could join, or an argument is of another kind.
+        ValueError: the attached model's plan cannot be changed ("auto"), or `active` is not a bool.
     """
     if not isinstance(active, bool):
         raise ValueError(f"recompute: active: got {active!r}; allowed: True, or False")
@@ -45,19 +47,21 @@ def recompute(module: Module, active: bool = True) -> Module:
 
 
 def swap(module: Module, ahead: int | None = 1) -> Module:
-    """Have what `module`, in a layer of an attached model, makes for backward moved to the host until it is needed.
+    """Swap what `module` produces for backward: it moves to the host, and comes back before backward needs it.
 
-    It may be asked for before or after `mindspeed_mem.attach`, whose plan may be None, between two steps.
+    `module` has to be in a layer of an attached model; elsewhere this does nothing. Call it before or after
+    `mindspeed_mem.attach`, whose plan may be None, and between two steps.
 
     Args:
-        module: of what is in it, everything is moved.
-        ahead: operators: it leaves once so many more have run, and comes back so many before it is needed; None: it is
-            no longer moved.
+        module: everything inside it is swapped.
+        ahead: the distance in operators: an activation leaves once so many more operators have run, and starts to come
+            back so many before it is needed. None: no longer swap the module.
 
     Returns `module`.
 
     Raises:
-        ValueError: `ahead` is no such number, or the attached model has no plan that this could join.
+        ValueError: `ahead` is neither None nor a whole number from 1 on, or the attached model's plan cannot be changed
+            ("auto").
     """
     if not (ahead is None or (isinstance(ahead, int) and not isinstance(ahead, bool) and ahead > 0)):
         raise ValueError(f"swap: ahead: got {ahead!r}; allowed: a whole number from 1 on, or None")
