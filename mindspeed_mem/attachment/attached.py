@@ -473,7 +473,7 @@ def attach(
         except ValueError as error:
             raise MemoryConfigError([f"device_memory_gib: {error}"], config.source) from error
     if searches and backend.limit() is None:
-        why = "got None, and nobody knows how much memory the device has; with plan='auto' it has to be said"
+        why = "got None, and this device does not say how much memory it has; with plan='auto', give it in GiB"
         raise MemoryConfigError([f"device_memory_gib: {why}"], config.source)
     engine = engines.start(config, backend, host_bytes, survive=survive or searches, wording=ATTACH)
     attached = Attached(model, engine, found, device_bytes is not None)

@@ -262,7 +262,7 @@ def test_all_that_is_wrong_is_said_at_once():
         (Net, {"plan": 5}, "plan: got 5"),
         (Net, {"plan": "Auto"}, "did you mean 'auto'?"),
         (Net, {"plan": {"swap_config": {"swap": True}}}, "say what is to be swapped by layer_swap or op_swap"),
-        pytest.param(Net, {"plan": "auto"}, "nobody knows how much memory the device has", marks=pytest.mark.host),
+        pytest.param(Net, {"plan": "auto"}, "this device does not say how much memory it has", marks=pytest.mark.host),
         (Net, {"plan": {"swap_config": {"swp": True}}}, "did you mean 'swap'"),
     ],
 )

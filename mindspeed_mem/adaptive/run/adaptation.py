@@ -203,7 +203,7 @@ class Adaptation:
             self._stop("no layer is known")
             return
         if None in self._ranks.gather(self.engine.backend.limit()):
-            self._stop(f"nobody knows how much memory the device has ({self.engine.wording.device_memory} says it)")
+            self._stop(f"this device does not say how much memory it has: give {self.engine.wording.device_memory}")
             return
         self._facts = facts()
         found = None
