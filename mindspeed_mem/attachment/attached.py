@@ -101,9 +101,8 @@ class Attached:
         return {index: tuple(sorted(paths)) for index, paths in regions.tagged_layers().items()}
 
     def report(self) -> str:
-        """A table of what was swapped and recomputed so far, with a row for each rank. Collective.
-
-        Empty on ranks other than 0, and if there is neither a plan nor survival."""
+        """A table of what was swapped and recomputed so far, a row for each rank; empty on ranks other than 0, and if
+        there is neither a plan nor survival. Collective."""
         everyone = ranks.gather(self.engine.report())
         text = format_report(everyone) if ranks.number() == 0 else ""
         return f"{text}\n{_UNSEEN}" if text and not self.engine.passes.alone_so_far else text
@@ -141,9 +140,8 @@ class Attached:
         them are rewound for the second run. Random numbers and buffers are restored, too, but nothing else that the
         step changes.
 
-        Returns what ``call`` returns.
-
-        Raises NoRoomError, a torch.OutOfMemoryError that says why the step was not tried again.
+        Returns what ``call`` returns. Raises NoRoomError, a torch.OutOfMemoryError that says why the step was not
+        tried again.
         """
         survival = self.engine.survival
         if survival is None or self._is_off():
@@ -427,8 +425,7 @@ def attach(
             of the model's lists of blocks, numbered from 0; its operators are the modules in a layer, by name. None:
             no plan, for ``survive`` or single modules (`swap`, `recompute`). "auto": steps (`Attached.step`) survive a
             lack of memory, some are profiled, and the fastest plan that fits is found.
-        layers: names of lists of blocks, and of single modules, to use as layers instead, in the order in which they
-            run.
+        layers: names of lists of blocks, and of single modules, to use as layers instead, in the order they run in.
         host_memory_gib: host memory that activations may fill on this rank, in GiB; None: no limit.
         device_memory_gib: device memory that this process may use from now on, in GiB; None: all there is.
         survive: when an operator inside `Attached.step` finds no device memory, move activations to the host and run it
@@ -436,8 +433,7 @@ def attach(
         adaptive_plan_file: file to keep the plan in that "auto" settles on. A plan that is there already is used if it
             was made for the same model, input, device, limits, ranks and versions.
 
-    Returns:
-        The plan in force; `Attached.detach` removes it.
+    Returns the plan in force; `Attached.detach` removes it.
 
     Raises:
         MemoryConfigError: a ValueError that lists everything wrong with the model, the plan, or the two together.
