@@ -416,6 +416,8 @@ def replace(
 ) -> None:
     """Declare that ``target`` becomes ``value`` (a class, an object or a function that does not call the original).
 
+    ``value`` is to be an object of its own: undoing puts the original back wherever ``value`` is bound, but for the
+    module that declares this.
     ``create``: a module-level name that is missing is created, and removed by undoing.
     """
     how: dict[str, Any] = {"optional": optional, "create": create, "since": since}
