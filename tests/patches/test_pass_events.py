@@ -161,6 +161,8 @@ def evaluated_within():
     heard = []
 
     class Follows:
+        is_over = False
+
         def begin(self, *unused):
             heard.append("begins")
 

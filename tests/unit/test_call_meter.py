@@ -25,7 +25,7 @@ def test_retries_of_the_allocator_count_in_the_call_in_which_they_happen():
     for retries in (0, 2, 1):
         meter.begin()
         backend.retries += retries
-        meter.end(stage=3)
+        meter.end(stage=3, micro_batches=1)
         backend.retries += 1  # between calls: the optimizer's
         found.append(meter.measured().retries)
     assert found == [0, 2, 2] and meter.measured().stage == 3
