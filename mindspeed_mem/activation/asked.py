@@ -119,8 +119,7 @@ def runs_again(module: nn.Module) -> bool:
     engine, tag = engines.current(), module.__dict__.get(regions.TAG)
     if engine is None or tag is None or engine.in_force.plan is None:
         return False
-    stack = engine.position.stack
-    there = bool(module_rerun.running()) or bool(stack and stack[-1][:2] == tag)
+    there = bool(module_rerun.running()) or any(one[:2] == tag for one in engine.position.stack)
     return there and engine.in_force.plan.recompute(*tag) is not None
 
 

@@ -24,6 +24,8 @@ STACK = "_mindspeed_mem_stack"
 """On a stack of layers: how many the model has in it, on all ranks."""
 SHARED = "_mindspeed_mem_shared"
 """On a layer: paths of modules that it shares with others. Plain data, so that copies have theirs."""
+WHOLE = "_mindspeed_mem_whole"
+"""On a layer of which no part runs by itself: the name of the one operator in it."""
 
 _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -79,6 +81,7 @@ def untag(module: nn.Module) -> None:
     inside = set(module.modules())
     for one in inside:
         one.__dict__.pop(TAG, None)
+        one.__dict__.pop(WHOLE, None)
     _tagged[:] = [known for known in _tagged if known[1]() not in inside]
 
 
@@ -145,7 +148,8 @@ def tagged_layers() -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     _tagged[:] = [one for one in _tagged if one[1]() is not None]
     for index, layer in alive():
-        paths = {m.__dict__[TAG][1] for m in layer.modules() if TAG in m.__dict__}
+        whole = layer.__dict__.get(WHOLE)
+        paths = {m.__dict__[TAG][1] for m in layer.modules() if TAG in m.__dict__} if whole is None else {whole}
         found.setdefault(index, set()).update(paths - {""})
     return found
 

@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import logging
-import math
 import os
 import types
 import weakref
@@ -34,12 +33,11 @@ from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.activation.wording import ATTACH
 from mindspeed_mem.activation.wrappers import region_forward
-from mindspeed_mem.attachment import blocks, compiled, gathering, optimizers, second_attempt, shared
-from mindspeed_mem.device import Backend, DeviceError, get_backend
+from mindspeed_mem.attachment import blocks, checks, compiled, gathering, optimizers, second_attempt, shared
 from mindspeed_mem.nested import tensors_in
 from mindspeed_mem.parallel.recompute import recompute
 from mindspeed_mem.patching import REGISTRY
-from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
+from mindspeed_mem.plan import MemoryConfig, MemoryConfigError
 from mindspeed_mem.plan.checks import given
 from mindspeed_mem.report import log
 from mindspeed_mem.report.swap_report import format_report
@@ -59,11 +57,8 @@ _REPLICATE = "_replicate_for_data_parallel"
 """By which torch copies a module to another device. Our forward on the copy would be that of the original."""
 _PATCHES = ("mindspeed_mem.patches.activation_saved_tensors", "mindspeed_mem.patches.activation_transforms")
 """Under saved-tensor hooks custom functions read what they saved through the first; the second lets torch.func run."""
-_GIB = 2**30
-_SHOWN = 12  # operators in a message
 
 _Result = TypeVar("_Result")
-Plan = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class Attached:
@@ -223,7 +218,9 @@ class Attached:
         for line in shared.note(everything, blocks.in_layer):
             if ranks.number() == 0:
                 logger.warning(line)
-        for layer in everything:
+        for number, layer in enumerate(everything):
+            if compiled.is_compiled(layer):
+                self._wrap(layer, compiled.as_operator(layer, number))
             if regions.SHARED in layer.__dict__:
                 self._wrap(layer, shared.layer_forward)
         for module in blocks.outside(self.model, everything):
@@ -405,7 +402,7 @@ _DATA_PARALLEL = "use torch's DistributedDataParallel, a process for each device
 
 def attach(
     model: nn.Module,
-    plan: Plan | MemoryConfig | None,
+    plan: checks.Plan | MemoryConfig | None,
     *,
     layers: Sequence[str] | None = None,
     host_memory_gib: float | None = None,
@@ -444,9 +441,9 @@ def attach(
         )
     log.set_up(ranks.number())
     problems = _why_not(model)
-    backend = _backend_of(model, problems)
+    backend = checks.backend_of(model, problems)
     host_bytes, device_bytes = (
-        _bytes(name, value, problems)
+        checks.bytes_of(name, value, problems)
         for name, value in (("host_memory_gib", host_memory_gib), ("device_memory_gib", device_memory_gib))
     )
     if layers is not None and (isinstance(layers, str) or not layers):
@@ -454,7 +451,7 @@ def attach(
         layers = None
     found = blocks.lists_of_blocks(model) if layers is None else blocks.named_layers(model, layers, problems)
     searches = isinstance(plan, str) and plan == "auto"
-    config = _checked(None if searches else plan, found, problems)
+    config = checks.config_of(None if searches else plan, found, problems)
     if searches:
         problems += _why_no_search(model)
     elif adaptive_plan_file is not None:
@@ -476,18 +473,11 @@ def attach(
     if searches:
         attached._search(None if adaptive_plan_file is None else Path(adaptive_plan_file))
     everything = [layer for members in found.values() for layer in members]
-    idle = [] if engine.in_force.plan is None else compiled.notices(model, everything, engine.in_force.plan)
+    idle = [compiled.AS_ONE] if compiled.are_one(model, everything) else []
     at_once = [_AT_ONCE] if config.swap.swap and config.swap.output_gradients else []
     for notice in [*config.notices, *at_once, *idle] if ranks.number() == 0 else ():
         logger.warning(notice)
     return attached
-
-
-def _bytes(name: str, gib: float | None, problems: list[str]) -> int | None:
-    if gib is None or (isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 < gib < math.inf):
-        return None if gib is None else int(gib * _GIB)
-    problems.append(f"{name}: got {given(gib)}; allowed: a number above 0, or None")
-    return None
 
 
 def _why_not(model: nn.Module) -> list[str]:
@@ -523,76 +513,6 @@ def _why_no_search(model: nn.Module) -> list[str]:
     no_solver = requirements.without_solver()
     problems += [f"plan: got 'auto', which decides itself about {name}" for name in asked.marked(model)]
     return problems + ([f"plan: got 'auto'; {no_solver}"] if no_solver else [])
-
-
-def _backend_of(model: nn.Module, problems: list[str]) -> Backend | None:
-    devices = {one.device for one in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
-    kinds = sorted({one.type for one in devices})
-    if "meta" in kinds:
-        problems.append("model: it is on meta; allowed: a model on its device (model.to_empty, then its weights)")
-        return None
-    if len(kinds) > 1:
-        problems.append(f"model: it is on {' and '.join(kinds)}; allowed: one kind of device")
-        return None
-    try:
-        usual = get_backend()
-        backend = usual if usual.tensor_type == kinds[0] else get_backend(kinds[0])
-    except DeviceError as error:
-        problems.append(f"model: {error}")
-        return None
-    _check_numbers(kinds[0], {one.index for one in devices if one.index is not None}, backend.index(), problems)
-    return backend
-
-
-def _check_numbers(kind: str, numbers: set[int], current: int | None, problems: list[str]) -> None:
-    """The model has to be on the one device of its kind that is current: there streams are made and memory counted."""
-    found = " and ".join(f"{kind}:{number}" for number in sorted(numbers))
-    if len(numbers) > 1:
-        problems.append(
-            f"model: it is on {found}; allowed: one device for each process; use FSDP2 (fully_shard) or "
-            "DistributedDataParallel, a process for each device, or put the whole model on one device (Hugging Face: "
-            "without device_map)"
-        )
-    elif current is not None and numbers and current not in numbers:
-        problems.append(
-            f"model: it is on {found}, and the current device is {kind}:{current}; call "
-            f"torch.{kind}.set_device({min(numbers)}) before attach, each process for a device of its own"
-        )
-
-
-def _checked(
-    plan: Plan | MemoryConfig | None, layers: Mapping[str, Sequence[nn.Module]], problems: list[str]
-) -> MemoryConfig | None:
-    """The plan, or None; what is wrong with it, and with it on these layers, is added to ``problems``."""
-    try:
-        if isinstance(plan, MemoryConfig):
-            config = plan
-        elif isinstance(plan, str) and plan.lower() == "auto":
-            problems.append(f"plan: got {plan!r}; did you mean 'auto'?")
-            return None
-        elif plan is None or isinstance(plan, (str, os.PathLike, Mapping)):
-            config = load_memory_config(plan)
-        else:
-            problems.append(f"plan: got {given(plan)}; allowed: a YAML file, or a mapping with what it contains")
-            return None
-    except MemoryConfigError as error:
-        problems += error.problems
-        return None
-    members = [layer for found in layers.values() for layer in found]
-    operators = {
-        index: list(dict.fromkeys(name for path, _ in layer.named_modules() if (name := blocks.in_layer(path))))
-        for index, layer in enumerate(members)
-    }
-    first, stacks = 0, {}
-    for name, found in layers.items():
-        stacks[name] = range(first, first := first + len(found))
-    try:
-        resolve(config, operators, len(members), None, {name: one for name, one in stacks.items() if name})
-    except MemoryConfigError as error:
-        names = list(dict.fromkeys(path for paths in operators.values() for path in paths))
-        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-        problems += [one.replace("what `python -m mindspeed_mem ops` prints", shown) for one in error.problems]
-    return config
 
 
 def _nodes_of(value: Any) -> dict[Any, None]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
-from mindspeed_mem.plan import MemoryPlan
-from mindspeed_mem.plan.layers import in_words
+from mindspeed_mem.activation import regions
+from mindspeed_mem.activation.wrappers import region_forward
 
 INNER = "_orig_mod"
 """By which name a wrapper has its module."""
@@ -19,7 +20,9 @@ _CALL = "_compiled_call_impl"
 """What the calls of a module are that is compiled in place."""
 _OWN = "_mindspeed_mem_compiled"
 """On ours around it: that."""
-_AS_ONE = (
+OPERATOR = "compiled"
+"""What a plan calls a compiled layer, as the one operator in it."""
+AS_ONE = (
     "the plan has no effect: the model is compiled as a whole, and runs as it is; compile parts of its layers instead"
 )
 
@@ -51,22 +54,32 @@ def inside(model: nn.Module) -> set[nn.Module]:
     return {inner for module in model.modules() if call_of(module) is not None for inner in _below(module)}
 
 
-def notices(model: nn.Module, layers: Sequence[nn.Module], plan: MemoryPlan) -> list[str]:
-    """Where the plan has no effect because all that it names is compiled with other things."""
-    compiled = [module for module in model.modules() if _is_compiled(module)]
-    if any(_below(module).issuperset(layers) for module in compiled):
-        return [_AS_ONE]
-    whole = {index for index, layer in enumerate(layers) if _is_compiled(layer)} & plan.layers_touched()
-    idle = [index for index in whole if plan.decision(index, "") is None and plan.recompute(index, "") is None]
-    if not idle:
-        return []
-    return [
-        f"the plan has no effect in {in_words(idle)}, compiled as a whole: name whole layers (recompute, layer_swap), "
-        "or compile parts of a layer"
-    ]
+def are_one(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Whether all layers are compiled together, with a module that holds them."""
+    return any(is_compiled(module) and _below(module).issuperset(layers) for module in model.modules())
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def as_operator(layer: nn.Module, index: int) -> Callable[[Callable], Callable]:
+    """What goes around the calls of a compiled layer, which have to be an operator for a plan to name: `OPERATOR`."""
+    layer.__dict__[regions.WHOLE] = OPERATOR
+    whole = nn.Module()
+    whole.__dict__[regions.TAG] = index, OPERATOR
+    whole._modules["layer"] = layer  # what runs again is looked at with all modules in it
+
+    def around(original: Callable) -> Callable:
+        run = region_forward.make(lambda _, *args, **kwargs: original(layer, *args, **kwargs))
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not layer:  # a copy
+                return original(module, *args, **kwargs)
+            return run(whole, *args, **kwargs)
+
+        return forward
+
+    return around
+
+
+def is_compiled(module: nn.Module) -> bool:
     return INNER in module._modules or call_of(module) is not None
 
 

@@ -9,7 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_mem.attachment.attached import Attached, Plan, attach
+from mindspeed_mem.attachment.attached import Attached, attach
+from mindspeed_mem.attachment.checks import Plan
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config
 
 logger = logging.getLogger(__name__)

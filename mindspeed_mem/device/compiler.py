@@ -15,7 +15,7 @@ from types import ModuleType
 import wrapt
 
 _ROOMS = ("mindspeed_mem.activation", "mindspeed_mem.zero", "mindspeed_mem.gemini")
-_CALLED = ("mindspeed_mem.device", "mindspeed_mem.nested", "mindspeed_mem.plan")
+_OTHERS = ("mindspeed_mem.device", "mindspeed_mem.nested", "mindspeed_mem.plan", "mindspeed_mem.parallel.recompute")
 _INLINED = {"mindspeed_mem.activation.wrappers"}
 """Stands between a model's modules, and is compiled with them."""
 
@@ -29,5 +29,5 @@ def keep_out() -> None:
 def _skip(trace_rules: ModuleType) -> None:
     paths = [(room, found.submodule_search_locations) for room in _ROOMS if (found := find_spec(room)) is not None]
     inside = [f"{room}.{one.name}" for room, path in paths for one in pkgutil.iter_modules(path)]
-    for name in (*(one for one in inside if one not in _INLINED), *_CALLED):
+    for name in (*(one for one in inside if one not in _INLINED), *_OTHERS):
         trace_rules.add(name)

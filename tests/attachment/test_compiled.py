@@ -52,7 +52,18 @@ def test_training_a_model_that_is_seen_or_another_one_tells_nothing(caplog):
     assert "has no effect" not in caplog.text
 
 
-@pytest.mark.parametrize("plan", ["swap", "whole"])
+OPERATOR = {
+    "swap_config": {
+        "swap": True,
+        "smallest_bytes": 0,
+        "op_swap": [{"op_name": "compiled", "backward_prefetch": 2, "layers": [1, 2]}],
+    },
+    "recompute_config": {"select_recompute": {"compiled": [0]}},
+}
+"""What plans call a compiled layer."""
+
+
+@pytest.mark.parametrize("plan", [PLANS["swap"], PLANS["whole"], OPERATOR], ids=["swap", "whole", "operator"])
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
 def test_compiled_layers_are_moved_and_made_again_as_a_whole(plan, compiled, caplog):
     model = Net()
@@ -61,22 +72,40 @@ def test_compiled_layers_are_moved_and_made_again_as_a_whole(plan, compiled, cap
         for index, block in enumerate(one.blocks):
             one.blocks[index] = compiled(block)
     expected, calls = results(plain, accumulated), [vars(block).get("_compiled_call_impl") for block in model.blocks]
-    with mindspeed_mem.attach(model, PLANS[plan]) as attached:
+    names = list(model.state_dict())
+    with mindspeed_mem.attach(model, plan) as attached:
         assert same(results(model, accumulated), expected)
         figures = attached.engine.report()
-    assert (figures.bytes_out if plan == "swap" else figures.recomputed_bytes) > 0
+        assert list(model.state_dict()) == names and attached.operators[0] == ("compiled",)
+    assert bool(figures.bytes_out) == (plan is not PLANS["whole"])
+    assert bool(figures.recomputed_bytes) == (plan is not PLANS["swap"])
     assert [vars(block).get("_compiled_call_impl") for block in model.blocks] == calls
+    assert not any("mindspeed_mem" in key for one in model.modules() for key in vars(one))
     assert "no effect" not in caplog.text
 
 
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
-def test_plans_for_what_is_in_a_compiled_layer_are_told_at_once(compiled, caplog):
+def test_plans_for_what_is_in_compiled_layers_are_refused(compiled):
     model = Net()
-    for index in (0, 1):
-        model.blocks[index] = compiled(model.blocks[index])
-    with mindspeed_mem.attach(model, {"recompute_config": {"select_recompute": {"fc1": True}}}):
-        said = [line for line in caplog.messages if "the plan has no effect in layers 0-1, compiled as a whole" in line]
-        assert len(said) == 1
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = compiled(block)
+    with pytest.raises(ValueError, match="'fc1', which matches no operator in layers 0-2; allowed: compiled"):
+        mindspeed_mem.attach(model, {"recompute_config": {"select_recompute": {"fc1": True}}})
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_compiled_module_runs_again_where_it_is_asked_to(attached):
+    model = Net()
+    plain = copy.deepcopy(model)
+    expected = results(plain, accumulated)
+    mindspeed_mem.recompute(model.blocks[1])
+    model.blocks[1].compile(backend="aot_eager")
+    if not attached:
+        assert same(results(model, accumulated), expected)
+        return
+    with mindspeed_mem.attach(model, None) as found:
+        assert same(results(model, accumulated), expected)
+        assert "recomputed: the whole of layer 1" in found.report()
 
 
 def test_layers_that_are_compiled_later_are_told_once(caplog):

@@ -258,18 +258,16 @@ def test_what_cannot_be_seen_is_left_as_it_is(caplog):
 
 
 @pytest.mark.needs_torch("2.7", "nothing of a compiled layer can leave")
-def test_of_compiled_layers_what_has_no_room_is_evicted(caplog):
-    caplog.set_level(logging.INFO)
+def test_compiled_layers_are_planned_for_as_a_whole():
     torch.manual_seed(0)
     model = Net(3, 24)
     with counted() as memory:
-        expected, peak = expected_of(model, memory, 12)
+        expected, peak = expected_of(model, memory, 18)
         for block in model.blocks:
             block.compile(backend="eager")
         with mindspeed_mem.attach(model, "auto", device_memory_gib=0.85 * peak / 2**30) as attached:
             assert settled_within(attached, Training(model), expected)
-            assert attached.engine.mover.evicted_bytes
-    assert "until then activations are evicted" in caplog.text
+            assert attached.engine.report().bytes_out > attached.engine.mover.evicted_bytes
 
 
 def on_rank(wrapper, steps):
