@@ -84,6 +84,17 @@ def test_compiled_layers_are_moved_and_made_again_as_a_whole(plan, compiled, cap
     assert "no effect" not in caplog.text
 
 
+def test_what_the_compiler_works_on_keeps_no_layer_from_running_again(caplog):
+    """It compiles while a layer is tried out."""
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    with mindspeed_mem.attach(model, PLANS["whole"]) as attached:
+        results(model, accumulated)
+        assert "recomputed: the whole of layers 0-2" in attached.report()
+    assert "no effect" not in caplog.text
+
+
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
 def test_plans_for_what_is_in_compiled_layers_are_refused(compiled):
     model = Net()

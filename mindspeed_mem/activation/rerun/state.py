@@ -34,6 +34,7 @@ from mindspeed_mem.activation.rerun.changeable import PLAIN_KINDS, REBOUND, Chan
 from mindspeed_mem.activation.rerun.settings import ABSENT, OF_ANY_MODULE
 from mindspeed_mem.activation.storage import marks
 
+_MODEL, _OTHERS, _COMPILER = range(3)
 _DEPTH, _MANY = 3, 256  # how deep in containers and objects; larger containers are taken as they are
 _ATTRIBUTE = re.compile(r"\.(\w+)(?:\[[^\]]*\])*$")
 _FOREIGN = {"torch", "torch_npu", "numpy", "mindspeed_mem", *sys.stdlib_module_names}
@@ -59,7 +60,9 @@ class Called:
     """Notes which Python functions run while it is entered; not under a profiler, which it would replace."""
 
     def __init__(self) -> None:
-        self._foreign: dict[int, tuple[bool, CodeType]] = {}  # by identity: codes of two files may be equal
+        # of whom a code is (see `_whose`), by its identity: codes of two files may be equal
+        self._whose: dict[int, tuple[int, CodeType]] = {}
+        self._compiles: FrameType | None = None  # under which nothing of the model runs
         self.found: dict[tuple[int, ...], tuple[CodeType, dict[str, Any], list[Any]]] = {}
         """Code, globals, and what its closure held and its arguments were."""
 
@@ -74,13 +77,19 @@ class Called:
             sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if self._compiles is not None:
+            if event == "return" and frame is self._compiles:
+                self._compiles = None
+            return
         if event != "call":
             return
         code = frame.f_code
-        known = self._foreign.get(id(code))
+        known = self._whose.get(id(code))
         if known is None:
-            known = self._foreign[id(code)] = _foreign(frame.f_globals.get("__name__")), code
-        if not known[0]:
+            known = self._whose[id(code)] = _whose(frame.f_globals.get("__name__")), code
+        if known[0] == _COMPILER:
+            self._compiles = frame
+        elif known[0] == _MODEL:
             there = frame.f_locals
             held = [there[name] for name in code.co_freevars if name in there]
             held = [value for value in held if not issubclass(type(value), _NOT_LOOKED_INTO)]
@@ -90,6 +99,12 @@ class Called:
             held += [value for value in taken if not issubclass(type(value), _NO_ARGUMENTS)]
             key = id(code), *map(id, held)
             self.found[key] = code, frame.f_globals, held
+
+
+def _whose(module: Any) -> int:
+    if module == "torch._dynamo.convert_frame":
+        return _COMPILER
+    return _OTHERS if _foreign(module) else _MODEL
 
 
 def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> tuple[list[Changeable], str]:
