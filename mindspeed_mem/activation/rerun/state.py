@@ -45,7 +45,7 @@ _CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
 _OBJECTS = {SimpleNamespace, Namespace, threading.local}
 _BYTES = {bytearray, array.array}
 _NOT_LOOKED_INTO = (*PLAIN_KINDS, type, torch.autograd.function.FunctionCtx)
-_NO_ARGUMENTS = (*_NOT_LOOKED_INTO, torch.Tensor, tuple, Iterator)
+_NO_ARGUMENTS = (*_NOT_LOOKED_INTO, torch.Tensor, tuple)
 _SHALLOW, _FEW = 2, 64  # how deep in modules tensors count whoever has written to them; modules of others
 
 
@@ -96,7 +96,7 @@ class Called:
             taken = [
                 there[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if name in there
             ]
-            held += [value for value in taken if not issubclass(type(value), _NO_ARGUMENTS)]
+            held += [value for value in taken if not _left_out(type(value))]
             key = id(code), *map(id, held)
             self.found[key] = code, frame.f_globals, held
 
@@ -105,6 +105,11 @@ def _whose(module: Any) -> int:
     if module == "torch._dynamo.convert_frame":
         return _COMPILER
     return _OTHERS if _foreign(module) else _MODEL
+
+
+def _left_out(kind: type) -> bool:
+    """Nothing is looked for in such arguments. (Iterators' abstract class would run Python, which dynamo may compile.)"""
+    return issubclass(kind, _NO_ARGUMENTS) or (hasattr(kind, "__next__") and hasattr(kind, "__iter__"))
 
 
 def places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -> tuple[list[Changeable], str]:
