@@ -72,7 +72,7 @@ class Attached:
         self.layers = {name: list(members) for name, members in layers.items()}
         """The layers of each list by its name; the plan counts on from list to list."""
         self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
-        self._traced = compiled.inside(model)
+        self._traced, self._changed = compiled.inside(model), set[nn.Module]()  # inside what is compiled; that we wrap
         self._limited = limited  # the device's memory, by us
         self._detached = self._said = False  # the latter: to whoever goes on as before
         self._steps: Steps | None = None  # where a plan is searched
@@ -177,7 +177,7 @@ class Attached:
                 who = type(module).__name__
                 raise RuntimeError(f"the forward of a {who} was replaced after attach: take that off, then detach")
         _undo_patches()
-        for module in (self.model, *(self._ours.keys() - set(self.model.modules()))):  # those too that have left it
+        for module in (self.model, *(self._changed - set(self.model.modules()))):  # those too that have left it
             _take_off(module)
         self._ours.clear()
         self._detached = True
@@ -246,8 +246,8 @@ class Attached:
         """Go around its forward: on the module, since its class may look at what its own forward is."""
         if module in self._traced:
             return
-        call = compiled.call_of(module)
-        if call is not None:
+        self._changed.add(module)
+        if (call := compiled.call_of(module)) is not None:
             compiled.go_around(module, around, _of_compiled(call))
             return
         original = _of_class
@@ -331,21 +331,21 @@ def _gather(module: nn.Module) -> None:
         gathering.for_second_run(module, engine.attached_to())
 
 
-def _looks() -> bool:
+def _looks(module: nn.Module) -> bool:
     """Whether to ask if this is a second run. Compiled code would be compiled anew for it; only FSDP2 needs to know."""
-    return not torch.compiler.is_dynamo_compiling() or ranks.is_initialized()
+    return not torch.compiler.is_dynamo_compiling() or (ranks.is_initialized() and gathering.is_split(module))
 
 
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of its class, which may be another one since (`fully_shard`)."""
-    if _looks() and under_way:
+    if _looks(module) and under_way:
         _gather(module)
     return type(module).forward(module, *args, **kwargs)
 
 
 def _of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that somebody had put on it."""
-    if _looks() and under_way:
+    if _looks(module) and under_way:
         _gather(module)
     return module.__dict__[_OWN](*args, **kwargs)
 
@@ -354,7 +354,7 @@ def _of_compiled(call: Callable) -> Callable:
     """Its compiled calls; copies of a module have none."""
 
     def calls(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _looks() and under_way:
+        if _looks(module) and under_way:
             _gather(module)
         return call(*args, **kwargs)
 

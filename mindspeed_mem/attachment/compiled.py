@@ -28,8 +28,9 @@ AS_ONE = (
 
 
 def call_of(module: nn.Module) -> Callable | None:
-    """What its calls are compiled to; None: nothing, or a wrapper does that."""
-    call = module.__dict__.get(_CALL)
+    """What its calls are compiled to; None: nothing, a wrapper does that, or nobody calls it (a list of modules)."""
+    is_called = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+    call = module.__dict__.get(_CALL) if is_called else None
     return getattr(call, _OWN, call)
 
 

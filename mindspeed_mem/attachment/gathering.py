@@ -12,16 +12,19 @@ from typing import Any
 
 from torch import nn
 
-from mindspeed_mem.activation.storage.records import local_of
-
 _units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None] = weakref.WeakKeyDictionary()
 """Modules that were asked for, and what gathers their weights."""
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether ranks have parts of its weights. (What torch compiles may ask this, without a break in its graph.)"""
+    return any(hasattr(one, "_local_tensor") for one in module.parameters())
 
 
 def for_second_run(module: nn.Module, model: nn.Module | None) -> None:
     """Gather what ``module`` of ``model`` reads, if it is not there. FSDP2 lets it go after the module's backward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or model is None or all(local_of(one) is one for one in module.parameters()):
+    if fsdp is None or model is None or not is_split(module):
         return
     if module not in _units:
         of = _unit_of(module, model, None, fsdp.FSDPModule)

@@ -153,3 +153,57 @@ def test_compiled_parts_are_operators():
     expected = results(plain, accumulated)
     with mindspeed_mem.attach(model, SWAP):
         assert same(results(model, accumulated), expected)
+
+
+def test_compiled_layers_that_have_left_the_model_are_as_they_were():
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    left, call = model.blocks[2], vars(model.blocks[2])["_compiled_call_impl"]
+    with mindspeed_mem.attach(model, SWAP):
+        del model.blocks[2]
+    assert vars(left)["_compiled_call_impl"] is call
+
+
+def test_compiling_a_list_of_modules_compiles_none_of_them(caplog):
+    model = Net()
+    for child in model.children():
+        child.compile(backend="eager")
+    expected = results(copy.deepcopy(model), accumulated)
+    with mindspeed_mem.attach(model, SWAP) as attached:
+        assert same(results(model, accumulated), expected)
+        assert attached.engine.report().bytes_out
+    assert "no effect" not in caplog.text
+
+
+class Wave(torch.nn.Module):
+    """Not torch's own, which torch compiles nowhere in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.sin(self.linear(torch.sin(x)))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_whole_graphs_run_again_beside_ranks(is_wrapped, caplog):
+    """Where there are ranks, second runs ask whether these have parts of the weights."""
+    how = {"backend": "eager", "fullgraph": True}
+    model = Net()
+    for block in model.blocks:
+        block.norm = Wave()
+        if is_wrapped:
+            block.norm = torch.compile(block.norm, **how)
+        else:
+            block.norm.compile(**how)
+    expected = results(copy.deepcopy(model), accumulated)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with mindspeed_mem.attach(model, {"recompute_config": {"select_recompute": {"norm": True}}}) as attached:
+            assert same(results(model, accumulated), expected)
+            assert attached.engine.report().recomputed_bytes
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "no effect" not in caplog.text
