@@ -108,7 +108,7 @@ def _whose(module: Any) -> int:
 
 
 def _left_out(kind: type) -> bool:
-    """Nothing is looked for in such arguments. (Iterators' abstract class would run Python, which dynamo may compile.)"""
+    """Nothing is looked for in such arguments. (Iterators' abstract class would run Python, which dynamo compiles.)"""
     return issubclass(kind, _NO_ARGUMENTS) or (hasattr(kind, "__next__") and hasattr(kind, "__iter__"))
 
 
