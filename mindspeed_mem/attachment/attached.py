@@ -333,7 +333,7 @@ def _gather(module: nn.Module) -> None:
 
 def _looks(module: nn.Module) -> bool:
     """Whether to ask if this is a second run. Compiled code would be compiled anew for it; only FSDP2 needs to know."""
-    return not torch.compiler.is_dynamo_compiling() or (ranks.is_initialized() and gathering.is_split(module))
+    return not torch.compiler.is_dynamo_compiling() or (ranks.is_initialized() and compiled.is_split(module))
 
 
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -55,6 +55,11 @@ def inside(model: nn.Module) -> set[nn.Module]:
     return {inner for module in model.modules() if call_of(module) is not None for inner in _below(module)}
 
 
+def is_split(module: nn.Module) -> bool:
+    """Whether ranks have parts of its weights. What is compiled may ask this without a break in its graph."""
+    return any(hasattr(one, "_local_tensor") for one in module.parameters())
+
+
 def are_one(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
     """Whether all layers are compiled together, with a module that holds them."""
     return any(is_compiled(module) and _below(module).issuperset(layers) for module in model.modules())

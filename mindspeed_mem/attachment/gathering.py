@@ -12,24 +12,24 @@ from typing import Any
 
 from torch import nn
 
-_units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None] = weakref.WeakKeyDictionary()
-"""Modules that were asked for, and what gathers their weights."""
+from mindspeed_mem.activation.storage.records import local_of
 
-
-def is_split(module: nn.Module) -> bool:
-    """Whether ranks have parts of its weights. (What torch compiles may ask this, without a break in its graph.)"""
-    return any(hasattr(one, "_local_tensor") for one in module.parameters())
+_units: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[nn.Module] | None]] = {}
+"""By identity, modules that were asked for, and what gathers their weights. (A dictionary of weak keys runs Python,
+which dynamo compiles where it is at work.)"""
 
 
 def for_second_run(module: nn.Module, model: nn.Module | None) -> None:
     """Gather what ``module`` of ``model`` reads, if it is not there. FSDP2 lets it go after the module's backward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or model is None or not is_split(module):
+    if fsdp is None or model is None or all(local_of(one) is one for one in module.parameters()):
         return
-    if module not in _units:
+    key = id(module)
+    if key not in _units:
         of = _unit_of(module, model, None, fsdp.FSDPModule)
-        _units[module] = weakref.ref(of) if of is not None else None
-    reference = _units[module]
+        known = weakref.ref(module, lambda _: _units.pop(key, None))
+        _units[key] = known, None if of is None else weakref.ref(of)
+    reference = _units[key][1]
     unit: Any = reference() if reference is not None else None
     if unit is not None:
         unit.unshard()

@@ -15,7 +15,10 @@ from types import ModuleType
 import wrapt
 
 _ROOMS = ("mindspeed_mem.activation", "mindspeed_mem.zero", "mindspeed_mem.gemini")
-_OTHERS = ("mindspeed_mem.device", "mindspeed_mem.nested", "mindspeed_mem.plan", "mindspeed_mem.parallel.recompute")
+_OTHERS = (
+    *("mindspeed_mem.device", "mindspeed_mem.nested", "mindspeed_mem.plan"),
+    *("mindspeed_mem.attachment.gathering", "mindspeed_mem.parallel.recompute"),
+)
 _INLINED = {"mindspeed_mem.activation.wrappers"}
 """Stands between a model's modules, and is compiled with them."""
 

@@ -23,6 +23,13 @@ def test_bits_are_the_same(wrapper, plan, first):
         assert same and moved and left == 0 and names == ["blocks"] and trains
 
 
+@pytest.mark.distributed
+@pytest.mark.needs_torch("2.7", "FSDP2 does not run on a CPU")
+def test_compiled_blocks_gather_for_their_second_runs():
+    for same, again in on_ranks(2, rank_cases.equal_compiled):
+        assert same and again
+
+
 SWAP = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 2, "layers": True}]}}
 WHOLE = {"recompute_config": {"recompute": True}}
 PARTS = {
