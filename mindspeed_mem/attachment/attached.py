@@ -331,21 +331,21 @@ def _gather(module: nn.Module) -> None:
         gathering.for_second_run(module, engine.attached_to())
 
 
-def _looks(module: nn.Module) -> bool:
-    """Whether to ask if this is a second run. Compiled code would be compiled anew for it; only FSDP2 needs to know."""
-    return not torch.compiler.is_dynamo_compiling() or (ranks.is_initialized() and compiled.is_split(module))
+def _again() -> bool:
+    """Whether this is a second run. Compiled code would be compiled anew for it: who calls it gathers for all in it."""
+    return not torch.compiler.is_dynamo_compiling() and bool(under_way)
 
 
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of its class, which may be another one since (`fully_shard`)."""
-    if _looks(module) and under_way:
+    if _again():
         _gather(module)
     return type(module).forward(module, *args, **kwargs)
 
 
 def _of_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that somebody had put on it."""
-    if _looks(module) and under_way:
+    if _again():
         _gather(module)
     return module.__dict__[_OWN](*args, **kwargs)
 
@@ -354,7 +354,7 @@ def _of_compiled(call: Callable) -> Callable:
     """Its compiled calls; copies of a module have none."""
 
     def calls(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _looks(module) and under_way:
+        if _again():
             _gather(module)
         return call(*args, **kwargs)
 

@@ -55,11 +55,6 @@ def inside(model: nn.Module) -> set[nn.Module]:
     return {inner for module in model.modules() if call_of(module) is not None for inner in _below(module)}
 
 
-def is_split(module: nn.Module) -> bool:
-    """Whether ranks have parts of its weights. What is compiled may ask this without a break in its graph."""
-    return any(hasattr(one, "_local_tensor") for one in module.parameters())
-
-
 def are_one(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
     """Whether all layers are compiled together, with a module that holds them."""
     return any(is_compiled(module) and _below(module).issuperset(layers) for module in model.modules())
@@ -86,6 +81,7 @@ def as_operator(layer: nn.Module, index: int) -> Callable[[Callable], Callable]:
 
 
 def is_compiled(module: nn.Module) -> bool:
+    """In place, or it is the wrapper."""
     return INNER in module._modules or call_of(module) is not None
 
 

@@ -1,22 +1,24 @@
 """Weights that FSDP2 (`fully_shard`) has split are gathered for second runs.
 
 FSDP2 gathers them when a gradient reaches what their module has returned. Backward may ask before that for what an
-operator in the module has made: whoever comes next has saved it.
+operator in the module has made: whoever comes next has saved it. Nothing in compiled code asks by itself: what that
+reads is gathered before it runs.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from mindspeed_mem.activation.storage.records import local_of
+from mindspeed_mem.attachment import compiled
 
-_units: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[nn.Module] | None]] = {}
-"""By identity, modules that were asked for, and what gathers their weights. (A dictionary of weak keys runs Python,
-which dynamo compiles where it is at work.)"""
+_units: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
+"""Modules that were asked for, and what gathers their weights."""
 
 
 def for_second_run(module: nn.Module, model: nn.Module | None) -> None:
@@ -24,15 +26,23 @@ def for_second_run(module: nn.Module, model: nn.Module | None) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or model is None or all(local_of(one) is one for one in module.parameters()):
         return
-    key = id(module)
-    if key not in _units:
+    if module not in _units:
         of = _unit_of(module, model, None, fsdp.FSDPModule)
-        known = weakref.ref(module, lambda _: _units.pop(key, None))
-        _units[key] = known, None if of is None else weakref.ref(of)
-    reference = _units[key][1]
-    unit: Any = reference() if reference is not None else None
-    if unit is not None:
-        unit.unshard()
+        units = dict.fromkeys(([] if of is None else [of]) + list(_in_compiled(module, fsdp.FSDPModule, False)))
+        _units[module] = [weakref.ref(one) for one in units]
+    for reference in _units[module]:
+        unit: Any = reference()
+        if unit is not None:
+            unit.unshard()
+
+
+def _in_compiled(module: nn.Module, kind: type, inside: bool) -> Iterator[nn.Module]:
+    """Those of FSDP2's in it that run in compiled code, however deep."""
+    inside = inside or compiled.is_compiled(module)
+    if inside and isinstance(module, kind):
+        yield module
+    for one in module.children():
+        yield from _in_compiled(one, kind, inside)
 
 
 def _unit_of(module: nn.Module, below: nn.Module, unit: nn.Module | None, kind: type) -> nn.Module | None:

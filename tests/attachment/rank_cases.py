@@ -1,5 +1,6 @@
 """What ranks run: plain models under DistributedDataParallel and both FSDPs, with a plan and without."""
 
+import contextlib
 import copy
 import gc
 
@@ -94,6 +95,27 @@ def equal(wrapper, plan, first):
     left = LEDGER.held.now
     again = local(results(wrapped, step, times=1))
     return same(found, plain), bool(figures.bytes_out or figures.recomputed_bytes), left, names, len(again) > 0
+
+
+@torch._dynamo.config.patch(disable=False)  # which ranks on a CPU set
+def made_again_compiled(wrapper):
+    """Whether all is the same where compiled layers are made again, how many of them were, and how often dynamo has
+    compiled more than it does without."""
+    counts, made = [], []
+    for planned in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = Net()
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch._dynamo.optimize("aot_eager")(block)
+        wrapped = WRAPPERS[wrapper](model)
+        with mindspeed_mem.attach(model, PLANS["whole"]) if planned else contextlib.nullcontext() as plan:
+            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            made.append(local(results(wrapped, step, times=2)))
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+            again = 0 if plan is None else len(plan.engine.report().recomputed_by_operator)
+    torch._dynamo.reset()
+    return same(*made), again, counts[1] - counts[0]
 
 
 def split_steps(model, batches):

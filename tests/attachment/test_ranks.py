@@ -24,10 +24,13 @@ def test_bits_are_the_same(wrapper, plan, first):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", pytest.param("fsdp", marks=pytest.mark.sweep), pytest.param("nested", marks=pytest.mark.sweep)]
+)
 @pytest.mark.needs_torch("2.7", "FSDP2 does not run on a CPU")
-def test_compiled_blocks_gather_for_their_second_runs():
-    for same, again in on_ranks(2, rank_cases.equal_compiled):
-        assert same and again
+def test_compiled_layers_are_made_again_by_what_was_compiled(wrapper):
+    for same, again, compiled in on_ranks(2, rank_cases.made_again_compiled, wrapper):
+        assert same and again == 3 and compiled <= (wrapper == "nested")  # for FSDP2's own hooks in it
 
 
 SWAP = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 2, "layers": True}]}}
