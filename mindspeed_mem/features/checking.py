@@ -391,9 +391,9 @@ def _device(name: str, wanted: bool, problems: list[str]) -> Backend | None:
 
 def misspelt(arguments: Iterable[str]) -> list[str]:
     """What to say of words of a command line that look very much like one of our flags, and are nobody's."""
-    ours, known = [f.flag for f in FEATURES], _known()
+    ours, theirs = [f.flag for f in FEATURES], _known() - {f.dest for f in FEATURES}
     words = dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith("--"))
-    others = [word for word in words if dest_of(word) not in known]
+    others = [word for word in words if word not in ours and dest_of(word) not in theirs]
     near = {word: difflib.get_close_matches(word, ours, n=1, cutoff=0.85) for word in others}
     return [f"{word} is no flag of mindspeed_mem; did you mean {match[0]}?" for word, match in near.items() if match]
 

@@ -419,6 +419,7 @@ def test_the_options_of_megatron_near_ours_are_no_mistake():
 def test_flags_that_look_like_ours_are_named():
     words = [
         "--survive-omm",
+        "--split_backward",
         "--memory-confg=a.yaml",
         "--survive-oom",
         "--recompute-num-layers",
@@ -429,6 +430,7 @@ def test_flags_that_look_like_ours_are_named():
     ]
     assert features.misspelt(words) == [
         "--survive-omm is no flag of mindspeed_mem; did you mean --survive-oom?",
+        "--split_backward is no flag of mindspeed_mem; did you mean --split-backward?",
         "--memory-confg is no flag of mindspeed_mem; did you mean --memory-config?",
     ]
 
