@@ -60,6 +60,14 @@ def test_parts_are_compiled():
     train_both(odd_model("linear"), model, squared)
 
 
+def test_parts_with_parameters_that_a_wrapper_compiles():
+    plain, model = odd_model("linear"), odd_model("linear")
+    for one in (plain, model):
+        for index, layer in enumerate(one.layers):
+            one.layers[index] = torch.compile(layer, backend="aot_eager")
+    train_both(plain, model, squared)
+
+
 @pytest.mark.parametrize("way", ["a forward before the step", "through the module inside"])
 def test_no_forward_leaves_parameters_that_a_step_changes(way: str):
     data = batches(4)

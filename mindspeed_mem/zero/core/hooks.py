@@ -188,7 +188,8 @@ class ForeignReads:
     def watch(self, model: torch.nn.Module) -> None:
         """From now on the attributes of `model` and its submodules are watched."""
         for module in model.modules():
-            module._parameters = _Watched(module._parameters, self._seen)
+            own = vars(module)  # what is set on a wrapper of torch.compile goes to what it is around
+            own["_parameters"] = _Watched(own["_parameters"], self._seen)
 
     def returned(self, reading: Reading, output: Any) -> None:
         """What a module that has read ``reading`` returns: its caller goes on to read the parameters in there, but for
