@@ -41,10 +41,10 @@ from mindspeed_mem.activation.storage.staying import smallest_worth
 from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.survival import Survival, ask_before_failing
 from mindspeed_mem.activation.wording import MEGATRON, Wording
-from mindspeed_mem.device import Backend, compiler
+from mindspeed_mem.device import Backend
 from mindspeed_mem.device.extensions import unheeded
 from mindspeed_mem.device.slabs import HostSlabs
-from mindspeed_mem.patching import REGISTRY
+from mindspeed_mem.patching import REGISTRY, dynamo
 from mindspeed_mem.plan import MemoryConfig
 from mindspeed_mem.plan.config import SwapConfig
 
@@ -263,7 +263,7 @@ def start(
 ) -> Engine:
     """Make this process's engine, replacing an earlier one (whose handles stay valid)."""
     _say_what_is_unheeded(hot_path.native is not None)
-    compiler.keep_out()
+    dynamo.keep_out()
     engine = Engine(config, backend, host_limit_bytes, watch_only, survive, wording)
     LEDGER.forget()
     use(engine)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_mem.activation import asked
 from mindspeed_mem.activation.rerun.model_buffers import Buffer
-from mindspeed_mem.device import compiler
+from mindspeed_mem.patching import dynamo
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -39,7 +39,7 @@ def recompute(module: Module, active: bool = True) -> Module:
         return module
     forward = module.__dict__.get("forward")
     if active and not isinstance(forward, Recomputed):
-        compiler.keep_out()
+        dynamo.keep_out()
         module.forward = Recomputed(module)
     elif not active and isinstance(forward, Recomputed):
         module.__dict__.pop("forward")

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mindspeed_mem.device import compiler
 from mindspeed_mem.nested import tensors_in
+from mindspeed_mem.patching import dynamo
 from mindspeed_mem.zero.core.chunk import storage_of
 from mindspeed_mem.zero.core.gathering import Gathering, Reading
 
@@ -44,7 +44,7 @@ def attach(
     running: is kept to what the modules read whose forward is under way, the innermost last.
     returned: called with what a module has read, and what it returns.
     """
-    compiler.keep_out()
+    dynamo.keep_out()
     handles = []
     running = [] if running is None else running
     for module in model.modules():
