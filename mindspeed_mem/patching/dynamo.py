@@ -8,19 +8,15 @@ call. It would compile them as parts of the model.
 from __future__ import annotations
 
 import functools
-import pkgutil
-from importlib.util import find_spec
-from types import ModuleType
+from pathlib import Path
+from typing import Any
 
 import wrapt
 
-_ROOMS = ("mindspeed_mem.activation", "mindspeed_mem.zero", "mindspeed_mem.gemini")
-_OTHERS = (
-    *("mindspeed_mem.device", "mindspeed_mem.nested", "mindspeed_mem.plan"),
-    *("mindspeed_mem.attachment.gathering", "mindspeed_mem.parallel.recompute"),
-)
-_INLINED = {"mindspeed_mem.activation.wrappers"}
-"""Stands between a model's modules, and is compiled with them."""
+_PACKAGE = Path(__file__).parents[1]
+_SKIPPED = ("device", "gemini", "nested.py", "plan", "zero", "attachment/gathering.py", "parallel/recompute.py")
+_INLINED = "wrappers.py"
+"""Of `activation`: stands between a model's modules, and is compiled with them."""
 
 
 @functools.cache
@@ -29,8 +25,9 @@ def keep_out() -> None:
     wrapt.register_post_import_hook(_skip, "torch._dynamo.trace_rules")
 
 
-def _skip(trace_rules: ModuleType) -> None:
-    paths = [(room, found.submodule_search_locations) for room in _ROOMS if (found := find_spec(room)) is not None]
-    inside = [f"{room}.{one.name}" for room, path in paths for one in pkgutil.iter_modules(path)]
-    for name in (*(one for one in inside if one not in _INLINED), *_OTHERS):
-        trace_rules.add(name)
+def _skip(trace_rules: Any) -> None:
+    """As `trace_rules.add` does for one module, which imports what that is in; and dynamo is not there yet."""
+    engine = [one for one in (_PACKAGE / "activation").iterdir() if one.name != _INLINED]
+    paths = [*engine, *(_PACKAGE / name for name in _SKIPPED)]
+    trace_rules.SKIP_DIRS += [str(one) if one.suffix else f"{one}/" for one in paths]
+    trace_rules._recompile_re()

@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -207,3 +209,17 @@ def test_whole_graphs_run_again_beside_ranks(is_wrapped, caplog):
     finally:
         torch.distributed.destroy_process_group()
     assert "no effect" not in caplog.text
+
+
+def test_dynamo_is_imported_after_the_package_and_imports_nothing_of_it():
+    program = """
+import sys, torch, mindspeed_mem
+from mindspeed_mem.patching import dynamo
+assert "torch._dynamo" not in sys.modules
+dynamo.keep_out()
+before = {name for name in sys.modules if name.startswith("mindspeed_mem")}
+import torch._dynamo
+assert {name for name in sys.modules if name.startswith("mindspeed_mem")} == before
+assert any("saved_tensors.py" in one for one in torch._dynamo.trace_rules.SKIP_DIRS)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
