@@ -72,7 +72,8 @@ class Attached:
         self.layers = {name: list(members) for name, members in layers.items()}
         """The layers of each list by its name; the plan counts on from list to list."""
         self._ours: dict[nn.Module, types.MethodType] = {}  # the forwards that we have put on modules
-        self._traced, self._changed = compiled.inside(model), set[nn.Module]()  # inside what is compiled; that we wrap
+        self._changed: set[nn.Module] = set()  # what we go around, compiled or not
+        self._traced = compiled.inside(model)
         self._limited = limited  # the device's memory, by us
         self._detached = self._said = False  # the latter: to whoever goes on as before
         self._steps: Steps | None = None  # where a plan is searched
