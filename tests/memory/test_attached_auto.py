@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import mindspeed_mem
+from mindspeed_mem.adaptive.run import adaptation
 from mindspeed_mem.adaptive.run.planner import Planner
+from mindspeed_mem.device.link_speed import measure_link
 from tests.attachment.plain_models import TEXT, Net, loss_of, same
 from tests.limited_runs import counted
 from tests.worlds import on_ranks
@@ -257,17 +259,29 @@ def test_what_cannot_be_seen_is_left_as_it_is(caplog):
     assert "attach's plan='auto' plans no more" in caplog.text
 
 
+def on_a_slow_link(backend):
+    """What a device's link would measure that is so many times as slow."""
+    found = measure_link(backend)
+    return found._replace(**{name: 1e-3 * getattr(found, name) for name in ("out", "back", "out_alone", "back_alone")})
+
+
 @pytest.mark.needs_torch("2.7", "nothing of a compiled layer can leave")
-def test_compiled_layers_are_planned_for_as_a_whole():
+@pytest.mark.parametrize("link", [measure_link, on_a_slow_link], ids=["swapped", "recomputed"])
+def test_compiled_layers_are_planned_for_as_a_whole(link, monkeypatch):
+    monkeypatch.setattr(adaptation, "measure_link", link)
     torch.manual_seed(0)
-    model = Net(3, 24)
+    model = Net(4, 24)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
     with counted() as memory:
         expected, peak = expected_of(model, memory, 18)
-        for block in model.blocks:
-            block.compile(backend="eager")
         with mindspeed_mem.attach(model, "auto", device_memory_gib=0.85 * peak / 2**30) as attached:
             assert settled_within(attached, Training(model), expected)
-            assert attached.engine.report().bytes_out > attached.engine.mover.evicted_bytes
+            figures = attached.engine.report()
+            if link is measure_link:
+                assert figures.bytes_out > attached.engine.mover.evicted_bytes
+            else:
+                assert figures.recomputed_bytes and not attached.engine.in_force.config.swap.op_swap
 
 
 def on_rank(wrapper, steps):

@@ -134,19 +134,20 @@ class Forward:
     def _second_run(self, one: _Operator) -> Again:
         if one.runs:
             return self._run_again(one.runs)
-        return self._taped(one, self.saved.keys())
+        return self._taped(one, self.saved.keys() - self._returned_by_layers())
 
     def _run_again(self, runs: list[Run]) -> Again:
         """What a `ModuleRerun` of each of these runs does."""
         dropped, taken, flops = set(), set(), 0
+        stays = self._returned_by_layers()
         begins = [run.begin for run in self.runs] if runs else []
         for run in runs:
             if self._changes_its_input(run):
                 continue  # it cannot start from there again
             last = 0
             for key, saved in self._saved_of(run):
-                if key in run.outputs and not run.node[1]:
-                    continue  # what a whole layer returns stays
+                if key in stays:
+                    continue
                 if saved < run.end or key in run.outputs:
                     dropped.add(key)
                     if saved < run.end:  # what an operator inside takes is there before it runs
@@ -174,6 +175,10 @@ class Forward:
         of_fused = {key for key in needed if self._in_any(one.fused, key)}
         return Again(dropped | wanted, taken | (needed - made - of_fused), flops)
 
+    def _returned_by_layers(self) -> set[int]:
+        """What a layer returns stays, whatever in it runs again."""
+        return {key for run in self.runs if not run.node[1] for key in run.outputs}
+
     def _in_any(self, runs: list[Run], key: int) -> bool:
         return any(run.begin <= self.born[key] < run.end for run in runs)
 
@@ -200,8 +205,8 @@ class Forward:
             reads |= run.inputs
             inside = {key for key, saved in self._saved_of(run) if saved < run.end}
             outputs = {key for key in run.outputs if run.begin <= self.born[key]}
-            makes |= inside | outputs if one.node[1] else inside - outputs
-        return reads, makes
+            makes |= inside | outputs
+        return reads, makes - self._returned_by_layers()
 
     def _inline_flow(self, one: _Operator, users: dict[int, set[Node]]) -> tuple[set[int], set[int]]:
         """A tape is ready to make all that outlives it, and each function in it holds what it was given."""

@@ -81,6 +81,10 @@ class PartView:
         listed = dict.fromkeys(one.op for one in self.profile.operators if one.layer == layer)
         return tuple(listed | dict.fromkeys(self._operators[layer]))
 
+    def is_one(self, layer: int) -> bool:
+        """Whether all that runs in the layer is one operator: a layer that is compiled."""
+        return len(self._operators[layer].keys() - {""}) == 1
+
     def kept_of(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What each operator of a layer produced and backward keeps."""
         found: dict[str, list[KeptStorage]] = {}
@@ -92,9 +96,12 @@ class PartView:
     def passed_on(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What those operators of a layer produced of which something is kept for later layers alone.
 
-        All that such an operator produced leaves the device together, so all of it belongs to the layer after.
+        All that such an operator produced leaves the device together, so all of it belongs to the layer after; but what
+        the only operator of a layer produced is decided about in that layer, where it can be made again.
         """
         kept = self.kept_of(layer)
+        if self.is_one(layer):
+            return {}
         return {op: some for op, some in kept.items() if not all(one.saved_in(layer) for one in some)}
 
     def received(self, layer: int) -> dict[str, list[KeptStorage]]:
