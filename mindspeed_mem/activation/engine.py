@@ -189,7 +189,13 @@ class Engine:
         """Run a function that may be compiled, inside an inline operator."""
         if self.survival is None:
             return self.operators.run_fused(call, args, kwargs)
-        return self.survival.run_fused(self.operators.run_fused, call, args, kwargs)
+        return self.survival.run_compiled(self.operators.run_fused, call, args, kwargs)
+
+    def run_compiled(self, module: torch.nn.Module, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run what the calls of a module are that is compiled, and that is an operator or in one."""
+        if self.survival is None:
+            return call(*args, **kwargs)
+        return self.survival.run_compiled(lambda call, args, kwargs: call(*args, **kwargs), call, args, kwargs, module)
 
     @property
     def manages(self) -> bool:

@@ -249,13 +249,15 @@ class Attached:
             return
         self._changed.add(module)
         if (call := compiled.call_of(module)) is not None:
-            compiled.go_around(module, around, _of_compiled(call))
+            compiled.go_around(module, around, compiled.finding_room(_of_compiled(call)))
             return
         original = _of_class
         if module in self._ours:
             original = self._ours[module].__func__
         elif "forward" in module.__dict__:
             module.__dict__[_OWN], original = module.__dict__["forward"], _of_module
+        if module not in self._ours and compiled.is_compiled(module):  # by a wrapper, which it is
+            original = compiled.finding_room(original)
         forward = functools.update_wrapper(around(original), module.__dict__.get(_OWN, type(module).forward))
         forward.__dict__[_OURS] = True
         if _OWN in module.__dict__:

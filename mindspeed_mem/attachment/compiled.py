@@ -5,12 +5,15 @@ Each is one operator, or a layer as a whole, whatever is in it.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.wrappers import region_forward
 
@@ -42,6 +45,21 @@ def go_around(module: nn.Module, around: Callable[[Callable], Callable], call: C
     ours = around(before.__func__ if hasattr(before, _OWN) else call)
     ours.__dict__[_OWN] = call_of(module)
     module.__dict__[_CALL] = types.MethodType(ours, module)
+
+
+def finding_room(call: Callable) -> Callable:
+    """Around the compiled calls of modules: while memory is tight, room is made before they begin."""
+    compiling = torch.compiler.is_compiling
+
+    def calls(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        engine = engines.in_use
+        if engine is None or compiling():
+            return call(module, *args, **kwargs)
+        inner = module._modules.get(INNER)
+        of = module if inner is None else inner
+        return engine.run_compiled(of, functools.partial(call, module), args, kwargs)
+
+    return calls
 
 
 def take_off(module: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import _disable_current_modes
 
+import mindspeed_mem
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.plan import load_memory_config
+from tests.attachment.plain_models import TEXT, Net, loss_of
+from tests.limited_runs import counted
 
 pytestmark = pytest.mark.usefixtures("limited_memory")
 
@@ -36,10 +41,13 @@ def out_of_sight(graph, _):
     return run
 
 
+BACKEND = aot_autograd(fw_compiler=out_of_sight)
+
+
 @pytest.fixture(scope="module")
 def compiled():
     torch.compiler.reset()
-    function = torch.compile(product, backend=aot_autograd(fw_compiler=out_of_sight))
+    function = torch.compile(product, backend=BACKEND)
     x = torch.randn(N, requires_grad=True)
     function(x.sin(), x.cos()).square().sum().backward()
     yield function
@@ -117,3 +125,46 @@ def test_while_memory_is_not_tight_nothing_is_looked_at(engine, compiled):
     with pytest.raises(torch.OutOfMemoryError):
         gradient(engine, memory, run, N)
     assert engine.survival.guard.lacks == engine.mover.evictions == 0
+
+
+def trained(model, around=None) -> list[torch.Tensor]:
+    """Losses of two steps, and what parameters are then."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(3)
+    found = []
+    for _ in range(2):
+        with contextlib.nullcontext() if around is None else around.step():
+            loss = loss_of(model, TEXT.repeat(16, 1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *(one.detach().clone() for one in model.parameters())]
+
+
+@pytest.mark.parametrize("share", [0.9, 0.65])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.needs_torch("2.7", "compiled backwards allocate otherwise")
+def test_room_is_made_before_compiled_layers(in_place, share):
+    """In the first step, too: nobody has seen what they take."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Net(6, 32)
+    for number, block in enumerate(model.blocks):
+        if in_place:
+            block.compile(backend=BACKEND)
+        else:
+            model.blocks[number] = torch.compile(block, backend=BACKEND)
+    with counted() as memory:
+        plain = copy.deepcopy(model)
+        expected = trained(plain)
+        del plain
+        gc.collect()
+        memory.reset_peak()
+        trained(copy.deepcopy(model))
+        gc.collect()
+        limit = share * memory.peak / 2**30
+        with mindspeed_mem.attach(model, None, survive=True, device_memory_gib=limit) as attached:
+            found = trained(model, attached)
+            assert attached.engine.mover.evictions
+    assert all(map(torch.equal, found, expected))

@@ -21,6 +21,7 @@ from mindspeed_mem.activation.storage.mover import COMPUTE_AFTER_IN, RELEASE_AFT
 from mindspeed_mem.activation.storage.records import (
     COPYING,
     DEVICE,
+    DROPPED,
     HOST,
     KEPT,
     LOADED,
@@ -85,6 +86,13 @@ class EvictingMover(Mover):
             if record.state in _ON_DEVICE:
                 found[record.layer, record.op] += record.nbytes
         return found
+
+    def away(self, micro_batch: InFlight, number: int) -> tuple[int, int]:
+        """Of what its operator ``number`` produced and backward needs yet: bytes on the host, and bytes to be made
+        again."""
+        mine = [one for one in list(self.known) if one.number == number and one.micro_batch is micro_batch]
+        on_host, to_make = (sum(one.nbytes for one in mine if one.state == where) for where in (HOST, DROPPED))
+        return on_host, to_make
 
     def _in_order(self) -> list[Record]:
         """What could leave: what is copied already, then passes whose backward is furthest, and in each what was saved

@@ -7,26 +7,25 @@ operator waits. The guard that notices a lack of memory runs only in steps in wh
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.plan_in_force import PlanInForce
 from mindspeed_mem.activation.position import Position
-from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.saved_tensors import SavedTensors
+from mindspeed_mem.activation.survive.compiled_code import CompiledCode
 from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
 from mindspeed_mem.activation.wording import Wording
 from mindspeed_mem.device import Backend, delegation, onednn
 from mindspeed_mem.device.op_guard import OpGuard
-from mindspeed_mem.device.op_rules import storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +49,7 @@ class Survival:
         self._position, self._in_force, self._saved = position, in_force, saved
         self.guard = OpGuard(self.backend, self.make_room, self.no_room)
         self.policy = GuardPolicy(self.backend)
+        self._compiled = CompiledCode(self.guard, self.policy, mover, position, lambda: self._tight)
         self.forwards = 0
         """How many forwards of micro-batches have begun."""
         self.advises_recompute = True
@@ -109,7 +109,8 @@ class Survival:
     def _tighten(self, inside: contextlib.ExitStack) -> None:
         inside.enter_context(self.guard)
         self._tight, self.guarded_steps = True, self.guarded_steps + 1
-        self.mover.spare = lambda: self.guard.needs.margin
+        self._compiled.reserved = 0
+        self.mover.spare = lambda: self.guard.needs.margin + self._compiled.reserved
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
         """A model begins to run on these. The rest of a step that is not guarded is, if they are more than ever."""
@@ -150,27 +151,14 @@ class Survival:
         finally:
             self._in_force.everything = False
 
-    def run_fused(self, run: Callable, call: Callable, args: tuple, kwargs: dict) -> Any:
-        """``run(call, args, kwargs)`` a function that may be compiled: what that allocates, in forward and in backward,
-        no guard sees. While memory is tight it finds room for about as much as it is given."""
+    def run_compiled(
+        self, run: Callable, call: Callable, args: tuple, kwargs: dict, module: nn.Module | None = None
+    ) -> Any:
+        """``run(call, args, kwargs)`` a function that may be compiled, or what the calls of ``module`` are: what that
+        allocates, in forward and in backward, no guard sees."""
         if not self._tight:
             return run(call, args, kwargs)
-        given = {storage_of(one): one.nbytes for one in tensors_in((args, kwargs)) if self.backend.owns(one)}
-        nbytes = sum(given.values())
-
-        def with_room(*args: Any, **kwargs: Any) -> Any:  # where nobody records what an operator consists of
-            self.guard.room_for(nbytes, args, kwargs)
-            return call(*args, **kwargs)
-
-        result = run(with_room, args, kwargs)
-        for leaf in tensors_in(result):
-            if leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(functools.partial(self._room_in_backward, nbytes))
-        return result
-
-    def _room_in_backward(self, nbytes: int, gradients: tuple) -> None:
-        if self._tight:
-            self.guard.room_for(2 * nbytes, gradients)  # what it was given may have to come back first
+        return self._compiled.run(run, call, args, kwargs, module)
 
     def make_room(self, nbytes: int, pinned: set[int]) -> int | None:
         """As `EvictingMover.make_room`, a good deal at a time."""

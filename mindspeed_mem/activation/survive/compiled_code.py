@@ -1,0 +1,116 @@
+"""Room for compiled code while memory is tight: nobody sees what it allocates, and it cannot run again.
+
+So it finds room made for what code of its kind has taken before, in each pass. At first that is a guess: forward takes
+as much as it is given, backward as much as forward, and gradients of weights and inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mindspeed_mem.activation.position import Position
+from mindspeed_mem.activation.rerun.arguments import tensors_in
+from mindspeed_mem.activation.survive.eviction import EvictingMover
+from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
+from mindspeed_mem.device.op_guard import OpGuard
+from mindspeed_mem.device.op_rules import storage_of
+
+
+@dataclass
+class _Needs:
+    """Bytes that code of one kind has taken at most, for each byte that it was given; None: it has not run yet."""
+
+    forward: float | None = None
+    backward: float | None = None
+    """Beside what it starts from."""
+
+
+class CompiledCode:
+    """What is known of compiled functions and modules. Modules of one class are alike.
+
+    Args:
+        guard: makes room, while memory is tight, before what cannot run again.
+        policy: knows the highest peak before somebody resets it.
+        is_tight: whether memory is.
+    """
+
+    def __init__(
+        self,
+        guard: OpGuard,
+        policy: GuardPolicy,
+        mover: EvictingMover,
+        position: Position,
+        is_tight: Callable[[], bool],
+    ):
+        self._guard, self._policy, self._mover, self._position = guard, policy, mover, position
+        self._backend, self._is_tight = mover.backend, is_tight
+        self._needs: dict[Any, _Needs] = {}
+        self.reserved = 0
+        """Bytes of the room that are for the backward that runs: nothing is to be copied back into them."""
+
+    def run(self, run: Callable, call: Callable, args: tuple, kwargs: dict, module: nn.Module | None = None) -> Any:
+        """``run(call, args, kwargs)`` a function that may be compiled, or what the calls of ``module`` are."""
+        tensors = [one for one in tensors_in((args, kwargs)) if self._backend.owns(one)]
+        given = max(sum({storage_of(one): one.nbytes for one in tensors}.values()), 1)
+        needs = self._needs.setdefault(call if module is None else type(module), _Needs())
+
+        def with_room(*args: Any, **kwargs: Any) -> Any:  # where nobody records what an operator consists of
+            self._guard.room_for(given if needs.forward is None else int(needs.forward * given), args, kwargs)
+            before = self._begins(needs.forward)
+            result = call(*args, **kwargs)
+            needs.forward = self._took(needs.forward, given, *before)
+            return result
+
+        result = run(with_room, args, kwargs)
+        weights = () if module is None else module.parameters()
+        gradients = sum(one.nbytes for one in weights if one.requires_grad)
+        micro_batch = self._position.micro_batch
+        for node in dict.fromkeys(leaf.grad_fn for leaf in tensors_in(result)):
+            if node is not None and micro_batch is not None:
+                away = functools.partial(self._mover.away, micro_batch, micro_batch.count)
+                self._watch_backward(node, needs, given, gradients, away)
+        return result
+
+    def _watch_backward(
+        self, node: Any, needs: _Needs, given: int, of_weights: int, away: Callable[[], tuple[int, int]]
+    ) -> None:
+        """``given``: the bytes of its inputs, ``of_weights``: of gradients of its weights. ``away``: of what it starts
+        from, bytes on the host, and bytes to be made again."""
+        begun: list[tuple[int, int]] = []
+
+        def begins(gradients: tuple) -> None:
+            if self._is_tight():
+                on_host, to_make = away()
+                guess = int((needs.forward or 0) * given) + given + of_weights
+                takes = guess if needs.backward is None else int(needs.backward * given)
+                self._guard.room_for(on_host + to_make + takes, gradients)
+                self.reserved = to_make + takes
+                allocated, peak = self._begins(needs.backward)
+                begun[:] = [(allocated + to_make - self._mover.bytes_in, peak)]  # what comes back is none that it takes
+
+        def ends(*_: Any) -> None:
+            if begun:
+                self.reserved = 0
+                allocated, peak = begun.pop()
+                needs.backward = self._took(needs.backward, given, allocated + self._mover.bytes_in, peak)
+
+        node.register_prehook(begins)
+        node.register_hook(ends)
+
+    def _begins(self, known: float | None) -> tuple[int, int]:
+        """What is allocated, and the most that has been since the peak was reset last."""
+        if known is None:
+            self._policy.note_peak()
+            self._backend.reset_peak()
+        return self._backend.allocated() or 0, self._backend.peak() or 0
+
+    def _took(self, known: float | None, given: int, allocated: int, peak: int) -> float:
+        """The most that has been allocated beyond what was then, as far as the peak shows it, by what was given."""
+        highest = self._backend.peak() or 0
+        seen = highest - allocated if highest > peak or known is None else 0
+        return max(known or 0.0, seen / given)
