@@ -18,7 +18,8 @@ from mindspeed_mem import __version__, features, ranks
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine, FollowsCalls
-from mindspeed_mem.adaptive.run.adaptation import Call, Ranks
+from mindspeed_mem.adaptive.run.adaptation import Ranks
+from mindspeed_mem.adaptive.run.training_call import Call
 from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patches import _agreement
 from mindspeed_mem.patching import REGISTRY, join

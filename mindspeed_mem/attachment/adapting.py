@@ -22,7 +22,8 @@ from mindspeed_mem import __version__, ranks
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.storage.records import local_of
-from mindspeed_mem.adaptive.run.adaptation import SETTLED, Adaptation, Call, Ranks
+from mindspeed_mem.adaptive.run.adaptation import SETTLED, Adaptation, Ranks
+from mindspeed_mem.adaptive.run.training_call import Call
 from mindspeed_mem.attachment.optimizers import before_step_of
 from mindspeed_mem.nested import tensors_in
 

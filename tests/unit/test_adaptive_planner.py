@@ -10,9 +10,9 @@ import pytest
 from mindspeed_mem.activation.observe.rank_profile import HostCost
 from mindspeed_mem.adaptive import simulate
 from mindspeed_mem.adaptive.problem.checks import problems_of
-from mindspeed_mem.adaptive.run.adaptation import Call
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.run.planner import ROUNDS, Planner
+from mindspeed_mem.adaptive.run.training_call import Call
 from mindspeed_mem.adaptive.search.search import Search
 from mindspeed_mem.schedule import peak
 from tests.planning import MB, small_problem
@@ -73,7 +73,8 @@ def test_a_plan_serves_calls_that_hold_no_more(line):
             assert no_more or not call.serves(other)
             assert call.serves(other) or number > planned
     assert calls[2 * stages].serves(calls[4 * stages])
-    assert not call.serves(call._replace(micro_batch_size=2)) and not call.serves(call._replace(seq_length=4))
+    larger = call._replace(micro_batch_size=2), call._replace(seq_length=9), call._replace(seq_length=16)
+    assert not any(map(call.serves, larger)) and all(one.serves(call) for one in larger)
 
 
 @either

@@ -113,6 +113,10 @@ class Profiler:
         self._now.untold = self._untold
         self._mover.copying = self._now.copying
 
+    def skips_call(self) -> None:
+        """One begins that is not to be measured, nor what lies between that and others."""
+        self._ended = None
+
     def begin_again(self) -> None:
         """The call that runs is run once more from its beginning: only that is measured."""
         if self._now is not None:

@@ -30,6 +30,7 @@ from mindspeed_mem.adaptive.problem.profile_file import Facts
 from mindspeed_mem.adaptive.run import kept_plan
 from mindspeed_mem.adaptive.run.call_meter import CallMeter
 from mindspeed_mem.adaptive.run.planner import Decision, Planner
+from mindspeed_mem.adaptive.run.training_call import Call, Sizes
 from mindspeed_mem.adaptive.search import plan_file
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.device.link_speed import measure_link
@@ -63,37 +64,6 @@ _SIZES = {
     "chunk_zero_stage": "chunk_zero_stage",
 }
 """What a profile calls facts of a job that other layouts are estimated from."""
-
-
-class Call(NamedTuple):
-    """What a training call is, as far as a plan depends on it."""
-
-    stages: int
-    virtual_stages: int
-    group_size: int | None
-    cap: int | None
-    seq_length: int
-    micro_batch_size: int
-    micro_batches: int
-    schedule: str = "1f1b"
-    """``--pipeline-schedule``, where there is a pipeline."""
-    split_backward: bool = False
-
-    def same_shapes(self, other: Call) -> bool:
-        """Whether the two differ in the number of micro-batches at most."""
-        return other._replace(micro_batches=self.micro_batches) == self
-
-    def serves(self, other: Call) -> bool:
-        """Whether a plan that was made for this one is one for the other: nothing more is held at once there.
-
-        That grows with the micro-batches until the pipeline is full; twice the stages, or a group, fill any. (In an
-        order found by simulation it may be a pass more or less with any number: then eviction corrects the plan.)
-        """
-        if self.virtual_stages == 1 and self.schedule == "1f1b":
-            full = self.stages
-        else:
-            full = 2 * max(self.stages, self.group_size or 1)
-        return self.same_shapes(other) and min(other.micro_batches, full) <= self.micro_batches
 
 
 class _Settled(NamedTuple):
@@ -133,8 +103,8 @@ class Adaptation:
         self.planner: Planner | None = None  # on rank 0
         self.profiles: list[Any] = []  # on rank 0
         self.profiled = False
-        self._before: Call | None = None  # the last call, or the one that runs
-        self._planned: Call | None = None  # what the plan in force was made for; None: there is none
+        self._sizes = Sizes()
+        self._begun = self._follows = False  # any call; the one that runs is profiled, measured or watched
         self._facts: Facts = {}
         self._calls = 0  # in this state
         self._profiler: Profiler | None = None
@@ -150,14 +120,23 @@ class Adaptation:
     # ---- a training call
     def begin(self, call: Call, ranks: Ranks, facts: Callable[[], Facts]) -> None:
         """A training call begins on every rank. ``facts`` tells what a kept plan must have been made for."""
-        before, self._before = self._before, call
         self._call, self._ranks = call, ranks
-        if before is None:
+        if not self._begun:
+            self._begun = True
             self._start(facts)
-        elif call != before:
-            self._changed(before, facts)
-        states = {SURVIVE: self._survive, PROFILE: self._profile, TRY: self._try, SETTLED: self._watch}
-        states.get(self.state, lambda: None)()
+        elif self.state == SURVIVE:
+            self._facts = facts()  # of this one
+        elif self.state != OFF:
+            self._sizes.begins(call)
+            self._follow_sizes(facts)
+        if self._is_of_the_size():
+            states = {SURVIVE: self._survive, PROFILE: self._profile, TRY: self._try, SETTLED: self._watch}
+            states.get(self.state, lambda: None)()
+        self._follows = self._is_of_the_size()  # or not any more
+        if not self._follows:
+            if self.state == PROFILE:
+                self._attached().skips_call()
+            return
         self._calls += 1
         if self.state == PROFILE:
             what = f"profiling training step {min(self._calls, profiler.CALLS)} of {profiler.CALLS} for a memory plan"
@@ -169,6 +148,8 @@ class Adaptation:
 
     def begin_again(self) -> None:
         """The call that runs found no memory, and is run once more from its beginning, perhaps on this rank alone."""
+        if not self._follows:
+            return
         if self.state == PROFILE:
             self._attached().begin_again()
         elif self.state == TRY:
@@ -178,6 +159,8 @@ class Adaptation:
         """It has ended; not ``completed``: by an exception. ``micro_batches``: how many it had, if not as many as were
         said when it began."""
         self._shown.close()
+        if not self._follows:
+            return
         if self.state == PROFILE:
             self._attached().end_call(completed)
         elif self.state == TRY and completed and self._calls > 1:
@@ -218,8 +201,13 @@ class Adaptation:
         if config is not None and self._adopt(config):
             self._settle()
 
+    def _is_of_the_size(self) -> bool:
+        """Whether what is profiled or tried is for calls like the one that runs; all others are no part of that."""
+        return self.state not in (PROFILE, TRY) or self._sizes.is_measured
+
     def _survive(self) -> None:
         if self._calls:
+            self._aim()
             self._go(PROFILE)
             self._profiler = Profiler(self.engine)
             self._say(f"the next {profiler.CALLS} training steps are profiled", logging.INFO)
@@ -249,7 +237,7 @@ class Adaptation:
         self._plan()
 
     def _plan(self) -> None:
-        limit, call = min(self._ranks.gather(self._limit())), self._call
+        limit, call = min(self._ranks.gather(self._limit())), self._aim()
         line = Pipeline(
             micro_batches=call.micro_batches,
             group_size=None if call.schedule == "v" else call.group_size,
@@ -263,12 +251,10 @@ class Adaptation:
             self.planner = Planner(problem, bool(self._facts["states_are_split"]), self.engine.wording)
             return self.planner.start()
 
-        self._planned = call
         self._go(TRY)
         try:
             self._follow(start)
         except BaseException:  # Ctrl-C: whoever goes on all the same gets there again
-            self._planned = None
             self._go(PROFILE)
             raise
 
@@ -299,35 +285,51 @@ class Adaptation:
         evicted = any(evicted for _, evicted, _ in everyone)
         what = "activations had to be evicted beyond" if evicted else "the allocator had to retry in every call under"
         self._say(f"{what} the plan: planning again")
-        if self._planned is not None:
-            self._settled.pop(self._planned, None)
+        self._settled.pop(self._aim(), None)
         if not self.profiled:  # the plan came from a file
             self._profile_again()
             return
         self._go(TRY)
         self._follow(lambda: self._planner().overrun(everyone))
 
-    def _changed(self, before: Call, facts: Callable[[], Facts]) -> None:
-        """Other shapes need another profile, more micro-batches in a pipeline that was not full only another plan."""
-        call = self._call
-        if self.state == OFF or (self._planned is not None and self._planned.serves(call)):
+    def _follow_sizes(self, facts: Callable[[], Facts]) -> None:
+        """Larger micro-batches need another profile, more of them in a pipeline that was not full only another plan.
+        Smaller ones run under what there is for larger ones, unless they stay."""
+        call, aim, settled = self._call, self._aim(), self.state == SETTLED
+        if aim.serves(call) and not (self._sizes.has_shrunk if settled else self._sizes.has_left):
+            return
+        made_for = self._settled_for(call, as_small=settled and aim.serves(call))
+        if made_for is None and aim.serves(call) and not settled:
             return
         self._facts = facts()
-        if (made_for := next((one for one in self._settled if one.serves(call)), None)) is not None:
+        if made_for is not None:
             self._go_back(made_for)
             return
-        if self.state == SURVIVE or (self.state == PROFILE and call.same_shapes(before)):
-            return
-        if self.profiled and call.same_shapes(before):
-            self._say(f"{call.micro_batches} micro-batches from now on: planning again")
-            self._plan()
+        if aim.is_as_large(call) and not aim.serves(call):
+            self._sizes.aim_at(aim._replace(micro_batches=call.micro_batches))
+            if self.state == PROFILE:
+                return
+            if self.profiled:
+                self._say(f"{call.micro_batches} micro-batches from now on: planning again")
+                self._plan()
+                return
+        self._sizes.aim_at(call)
+        again = f"sequences of {call.seq_length}, micro-batches of {call.micro_batch_size}: profiling again"
+        if self.state == PROFILE:  # nothing is lost but this
+            self._say(again, logging.INFO)
+            self._profile_again()
             return
         self._reshaped += 1
         if self._reshaped > _AGAIN:
             self._stop("shapes keep changing")
             return
-        self._say(f"sequences of {call.seq_length}, micro-batches of {call.micro_batch_size}: profiling again")
+        self._say(again)
         self._profile_again()
+
+    def _settled_for(self, call: Call, as_small: bool) -> Call | None:
+        """The smallest for which a plan was settled on that serves this one; ``as_small``: and that is no larger."""
+        found = [one for one in self._settled if one.serves(call) and (call.is_as_large(one) or not as_small)]
+        return min(found, key=lambda one: (one.seq_length * one.micro_batch_size, one.micro_batches), default=None)
 
     def _go_back(self, made_for: Call) -> None:
         """To the plan that was settled on for this."""
@@ -335,23 +337,28 @@ class Adaptation:
             self._profiler.detach()
         config, self.planner, self.profiles, self.profiled = self._settled[made_for]
         if self._adopt(config):
-            self._planned = made_for
+            self._sizes.aim_at(made_for)
             self._go(SETTLED)
 
     def _settle(self) -> None:
         """The plan in force is the one for calls like this."""
-        self._planned = self._planned or self._call
-        self._settled[self._planned] = _Settled(self._config, self.planner, self.profiles, self.profiled)
+        self._settled[self._aim()] = _Settled(self._config, self.planner, self.profiles, self.profiled)
         self._go(SETTLED)
 
     def _profile_again(self) -> None:
         if self._profiler is not None:
             self._profiler.detach()
-        self._planned = None
         self._adopt(None)
         self._go(SURVIVE)
         self._calls = 1
         self._survive()
+
+    def _aim(self) -> Call:
+        """What is profiled or planned for; where there was nothing yet, calls like the one that runs."""
+        if self._sizes.aim is None:
+            self._sizes.aim_at(self._call)
+        assert self._sizes.aim is not None
+        return self._sizes.aim
 
     # ---- deciding together
     def _follow(self, decide: Callable[[], Decision]) -> None:
@@ -408,7 +415,7 @@ class Adaptation:
         machine = {key: value for key, value in described if isinstance(value, str | int | float)}
         planner = self._planner()
         kept = planner.kept or planner.tries[-1]
-        shapes = (self._planned or self._call)._asdict() | {
+        shapes = self._aim()._asdict() | {
             name: self._facts[fact] for name, fact in _SIZES.items() if fact in self._facts
         }
         profile = profile_file.Profile(problem=planner.problem, shapes=shapes, machine=machine)
