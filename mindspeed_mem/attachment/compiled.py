@@ -26,7 +26,8 @@ _OWN = "_mindspeed_mem_compiled"
 OPERATOR = "compiled"
 """What a plan calls a compiled layer, as the one operator in it."""
 AS_ONE = (
-    "the plan has no effect: the model is compiled as a whole, and runs as it is; compile parts of its layers instead"
+    "the plan has no effect: the model, or a part of it with all layers, is compiled as a whole, and runs as it is; "
+    "compile the layers instead, or parts of them"
 )
 
 
