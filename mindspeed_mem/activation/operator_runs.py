@@ -60,7 +60,7 @@ class OperatorRuns:
             return self._run_module(layer, path, original, module, args, kwargs)
         in_force, second_runs = self._in_force, self._second_runs
         if path or in_force.idle or not regions.may_save():
-            if not path and in_force.recomputes and torch.is_grad_enabled():
+            if not path and in_force.recomputes and torch.is_grad_enabled() and not regions.is_traced():
                 second_runs.under_another_checkpoint(layer)  # before its backward, or again in it
             return original(module, *args, **kwargs)
         if not (in_force.agreed or in_force.is_current()):

@@ -30,6 +30,8 @@ WHOLE = "_mindspeed_mem_whole"
 _CHECKPOINT = "torch.utils.checkpoint"
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+is_traced: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` writes down what runs."""
 _hooks_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 _NO_OPERATOR = {"IdentityOp", "IdentityFuncOp"}
 
@@ -192,11 +194,12 @@ def may_save() -> bool:
 
     Not without grad; not inside backward, where a recompute's activations are needed at once; not under a
     non-reentrant checkpoint, whose own hooks must stay innermost or it silently keeps everything; not under a
-    transform of torch.func, whose tensors have no storages and which lets nobody have hooks.
+    transform of torch.func, whose tensors have no storages and which lets nobody have hooks; not while
+    ``torch.jit.trace`` writes down what runs, as what second runs need would be part of the program.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
-    return not in_transform() and not _under_checkpoint()
+    return not in_transform() and not is_traced() and not _under_checkpoint()
 
 
 def hooks_are_ours_alone() -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mindspeed_mem
-from tests.attachment.plain_models import PLANS, SWAP, Net, accumulated, results, same
+from tests.attachment.plain_models import PLANS, SWAP, TEXT, Net, accumulated, results, same
 
 
 def in_place(model):
@@ -212,6 +212,17 @@ def test_whole_graphs_run_again_beside_ranks(is_wrapped, caplog):
             assert attached.engine.report().recomputed_bytes
     finally:
         torch.distributed.destroy_process_group()
+    assert "no effect" not in caplog.text
+
+
+@pytest.mark.parametrize("plan", ["whole", "mixed"])
+def test_a_trace_is_of_the_model_alone(plan, caplog):
+    model = Net().eval()
+    with mindspeed_mem.attach(model, PLANS[plan]) as attached:
+        traced = torch.jit.trace(model, (TEXT,), check_trace=False)
+        assert torch.equal(traced(TEXT), model(TEXT))
+        results(model, accumulated)
+        assert attached.engine.report().recomputed_bytes
     assert "no effect" not in caplog.text
 
 

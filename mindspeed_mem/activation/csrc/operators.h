@@ -5,6 +5,7 @@
 #include "moves.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/TracerMode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -84,7 +85,7 @@ inline bool in_transform() {
 
 inline bool may_save() {
   if (!at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1) return false;
-  return !in_transform() && !is_under_checkpoint();
+  return !in_transform() && !at::tracer::impl::is_dispatch_enabled() && !is_under_checkpoint();
 }
 
 inline PyObject* regions_hooks_are_ours_alone(PyObject*, PyObject*) {
