@@ -28,6 +28,7 @@ from mindspeed_mem.parallel.regions import local
 from mindspeed_mem.parallel.report import Move, Report, recording
 from mindspeed_mem.parallel.semi_auto import report, semi_auto, shard
 from mindspeed_mem.parallel.strategy import Layout, StrategyError, placements, strategy_of
+from mindspeed_mem.patching import dynamo
 
 __all__ = [
     "Found",
@@ -58,3 +59,5 @@ __all__ = [
     "strategy_of",
     "swap",
 ]
+
+dynamo.keep_out()  # what compares ranks, and stands around each operator of a split model

@@ -14,7 +14,7 @@ from typing import Any
 import wrapt
 
 _PACKAGE = Path(__file__).parents[1]
-_SKIPPED = ("device", "gemini", "nested.py", "plan", "zero", "attachment/gathering.py", "parallel/recompute.py")
+_SKIPPED = ("device", "gemini", "nested.py", "parallel", "plan", "zero", "attachment/gathering.py")
 _INLINED = "wrappers.py"
 """Of `activation`: stands between a model's modules, and is compiled with them."""
 

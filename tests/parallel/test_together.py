@@ -134,6 +134,34 @@ def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
             assert torch.allclose(one, two, rtol=0, atol=1e-12)
 
 
+@torch._dynamo.config.patch(disable=False)  # which ranks on a CPU set, as they leave out torch.compile
+def compiled(how):
+    """Parameters after three steps of a split model that is compiled, and of one that is not."""
+    found, again = [], {**PLAN, "0": {**PLAN["0"], "recompute": True}}
+    for change in (lambda model: model, how):
+        torch._dynamo.reset()
+        model = parallel.semi_auto(built(), parallel.mesh("cpu", dp=1, tp=2), again)
+        train(change(model), range(3))
+        found.append(whole(model))
+    torch._dynamo.reset()
+    return all(map(torch.equal, *found))
+
+
+def as_one(model):
+    return torch._dynamo.optimize("eager")(model)
+
+
+def in_parts(model):
+    for number, part in enumerate(model):
+        model[number] = as_one(part)
+    return model
+
+
+@pytest.mark.parametrize("how", [as_one, in_parts])
+def test_a_split_model_may_be_compiled(how):
+    assert all(on_ranks(2, compiled, how))
+
+
 def shared(axes, modes):
     """How far off parameters are with optimizer parallelism over dp, after going on from its own state dict, too."""
     alone, found = built(), {}
