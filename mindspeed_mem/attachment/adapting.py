@@ -2,7 +2,7 @@
 
 No schedule says what a step will be. So a step is taken to be like those before it: as many micro-batches, of inputs
 as large as the largest so far, and as many steps of optimizers between them. A call ends where the last of these
-begins, or where the step ends without it.
+begins, or where the step ends without it. Once it has run, one of smaller inputs is no part of what is measured.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Steps:
     def __init__(self, model: nn.Module, engine: Engine, target: Path | None):
         self._model, self._engine = model, engine
         self._adaptation = Adaptation(engine, target)
-        self._seen = _Size()  # in all steps so far
+        self._seen = _Size()  # in all steps so far,
+        self._last = _Size()  # in the last, or the one that runs
         self._planned = _Size()  # what ranks have agreed on
         self._inside = self._warned = self._running = self._sizeless = False
         self._trains = False  # the step that runs, as far as it has shown
@@ -68,8 +69,8 @@ class Steps:
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Around a step."""
-        self._nothing_yet()
         self._begin()
+        self._nothing_yet()
         self._inside, completed = True, False
         try:
             with before_step_of(self._model, self._optimizer_begins):
@@ -80,7 +81,8 @@ class Steps:
             self._end(completed and self._trains)  # an evaluation is none
             if completed and self._parts:
                 self._parts_before = self._parts
-            self._seen = self._seen.beside(_Size(micro_batches=self._now))
+            self._last = self._last.beside(_Size(micro_batches=self._now))
+            self._seen = self._seen.beside(self._last)
 
     def begin_again(self) -> None:
         """The step that runs is tried once more: what it ran so far is no part of it."""
@@ -90,7 +92,7 @@ class Steps:
 
     def _nothing_yet(self) -> None:
         self._now = self._trained = self._parts = 0
-        self._trains = False
+        self._trains, self._last = False, _Size()
 
     def _optimizer_begins(self) -> None:
         """Not a call's end: one in the middle of a backward, or before the step's forwards (one that takes a closure
@@ -107,17 +109,16 @@ class Steps:
         adaptation = self._adaptation
         if self._number == 1 or adaptation.is_over:  # nothing is known of steps yet
             return
+        ran = None
         if adaptation.state != SETTLED or self._number % _ASKED == 0:
-            self._agree()
+            ran = self._agree()
         if not self._planned.micro_batches:
             return
-        size = self._planned
-        if not size.each and not self._sizeless:
+        if not self._planned.each and not self._sizeless:
             self._say_sizeless()
-        samples = max(size.samples, 1)
-        call = Call(1, 1, None, None, size.each // samples, samples, size.micro_batches)
+        call = _call(self._planned)
         here = Ranks(ranks.number(), 0, ranks.gather, ranks.to_first, self._engine.in_force.partners)
-        adaptation.begin(call, here, lambda: self._facts(call))
+        adaptation.begin(call, here, lambda: self._facts(call), ran)
         self._running = True
 
     def _end(self, completed: bool) -> None:
@@ -135,13 +136,15 @@ class Steps:
                 "or mappings, lists, tuples or dataclasses of them"
             )
 
-    def _agree(self) -> None:
-        """All ranks plan for the largest step that any has seen; a little more is no other size."""
-        seen = _Size()
-        for theirs in ranks.gather(self._seen):
-            seen = seen.beside(theirs)
+    def _agree(self) -> Call | None:
+        """All ranks plan for the largest step that any has seen; a little more is no other size. Returns the largest
+        that any has just run; None: that was an evaluation."""
+        seen = last = _Size()
+        for theirs, latest in ranks.gather((self._seen, self._last)):
+            seen, last = seen.beside(theirs), last.beside(latest)
         if seen.each > _GROWN * self._planned.each or seen.micro_batches > self._planned.micro_batches:
             self._planned = self._planned.beside(seen)
+        return _call(last) if last.micro_batches else None
 
     def _given(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """The model runs with gradients on this."""
@@ -154,7 +157,7 @@ class Steps:
         tensors = [one for one in tensors_in((args, kwargs)) if one.dim()]
         if tensors:
             largest = max(tensors, key=torch.numel)
-            self._seen = self._seen.beside(_Size(largest.numel(), largest.size(0)))
+            self._last = self._last.beside(_Size(largest.numel(), largest.size(0)))
 
     def _facts(self, call: Call) -> dict[str, Any]:
         """What a kept plan must have been made for."""
@@ -179,6 +182,11 @@ class Steps:
             "torch": torch.__version__,
             "mindspeed_mem": __version__,
         }
+
+
+def _call(size: _Size) -> Call:
+    samples = max(size.samples, 1)
+    return Call(1, 1, None, None, size.each // samples, samples, size.micro_batches)
 
 
 def _digest(*values: Any) -> str:

@@ -95,6 +95,27 @@ def test_larger_inputs_are_planned_for_again(caplog):
     assert caplog.text.count("profiling again") == 1
 
 
+def test_steps_with_shorter_inputs_are_no_part_of_what_is_measured(caplog):
+    caplog.set_level(logging.INFO)
+    torch.manual_seed(0)
+    model, short = Net(4, 24), TEXT.repeat(2, 4)
+    texts = [USUAL] * 2 + [short] * 3 + [USUAL, short] * 12
+    with counted() as memory:
+        plain = Training(copy.deepcopy(model))
+        expected = [plain.step(text=text) for text in texts]
+        gc.collect()
+        memory.reset_peak()
+        plain.step()
+        peak = memory.peak
+        del plain
+        with mindspeed_mem.attach(model, "auto", device_memory_gib=0.8 * peak / 2**30) as attached:
+            mine = Training(model)
+            for text, found in zip(texts, expected, strict=True):
+                assert same(mine.step(attached, text), found)
+            assert attached.engine.adaptation.state == "settled"
+    assert "evicted beyond the plan" not in caplog.text
+
+
 def test_what_a_step_ran_before_it_was_tried_again_is_no_part_of_it(caplog):
     def step(training, attached):
         calls.clear()

@@ -77,6 +77,11 @@ class Profiler:
         self._now: _Watch | None = None
         self._cutting: Temporaries | None = None
         self._ended: object = None
+        self._before: tuple[Census | None, Temporaries | None, int] = (
+            None,
+            None,
+            0,
+        )  # what there was before the last call
         self.unseen = 0
         """Calls that were completed and of whose backwards nobody told."""
         self._observation.profiler = self
@@ -98,7 +103,7 @@ class Profiler:
         self._stop()
         if self._ended is not None:
             self._between.append(self._backend.seconds_between(self._ended, self._backend.timestamp()))
-        self._ended = None
+        self._ended, self._before = None, (self._census, self._memory, len(self._timed))
         if self.done:
             return
         if self._census is None:
@@ -141,6 +146,12 @@ class Profiler:
             self._memory = self._memory or cut
             self._timed.append(now)
         self._ended = self._backend.timestamp()
+
+    def forget_last(self) -> None:
+        """The call that has ended was none to be measured: another one is."""
+        self._census, self._memory, calls = self._before
+        del self._timed[calls:]
+        self._ended = None
 
     def begin_pass(self, direction: str, key: tuple[int | None, int]) -> None:
         """A forward or backward of micro-batch and chunk ``key`` begins."""

@@ -118,16 +118,25 @@ class Adaptation:
         self._settled: dict[Call, _Settled] = {}
 
     # ---- a training call
-    def begin(self, call: Call, ranks: Ranks, facts: Callable[[], Facts]) -> None:
-        """A training call begins on every rank. ``facts`` tells what a kept plan must have been made for."""
+    def begin(self, call: Call, ranks: Ranks, facts: Callable[[], Facts], ran: Call | None = None) -> None:
+        """A training call begins on every rank.
+
+        Args:
+            call: what it is; where nobody knows that yet, the largest that is expected.
+            facts: tells what a kept plan must have been made for.
+            ran: what the call before was, on any rank, where that was not known.
+        """
         self._call, self._ranks = call, ranks
+        if ran is not None:
+            self._has_run(ran)
         if not self._begun:
             self._begun = True
             self._start(facts)
         elif self.state == SURVIVE:
             self._facts = facts()  # of this one
         elif self.state != OFF:
-            self._sizes.begins(call)
+            if ran is None:
+                self._sizes.begins(call)
             self._follow_sizes(facts)
         if self._is_of_the_size():
             states = {SURVIVE: self._survive, PROFILE: self._profile, TRY: self._try, SETTLED: self._watch}
@@ -145,6 +154,20 @@ class Adaptation:
         elif self.state == TRY:
             self._meter.begin()
         self._retries = self.engine.backend.allocation_retries()
+
+    def _has_run(self, ran: Call) -> None:
+        """The call before was this one. If it was none to be measured, what it brought is forgotten."""
+        self._sizes.runs(ran)
+        of_the_size, self._sizes.is_measured = self._is_of_the_size(), True  # the one that begins may be
+        if of_the_size or not self._follows:
+            return
+        if self.state == PROFILE:
+            self._attached().forget_last()
+        elif self._calls > 1:  # the first is not measured anyway
+            self._meter.forget_last()
+        else:
+            return
+        self._calls -= 1
 
     def begin_again(self) -> None:
         """The call that runs found no memory, and is run once more from its beginning, perhaps on this rank alone."""
@@ -167,6 +190,7 @@ class Adaptation:
             self._meter.end(self._ranks.stage, micro_batches or self._call.micro_batches)
         elif self.state == SETTLED:
             self._retried += self.engine.backend.allocation_retries() > self._retries
+        self._follows = completed
 
     @property
     def is_over(self) -> bool:

@@ -26,6 +26,10 @@ class CallMeter:
         """Forget the calls measured so far."""
         self._calls = []
 
+    def forget_last(self) -> None:
+        """The call that has ended was none to be measured."""
+        del self._calls[-1:]
+
     def begin(self) -> None:
         """A call begins. The backend's peak starts again."""
         backend = self._engine.backend

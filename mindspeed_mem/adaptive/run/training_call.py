@@ -78,6 +78,10 @@ class Sizes:
         last, self._last = self._last, call
         alike = last is not None and last.is_as_large(call) and call.is_as_large(last)
         self._steady = self._steady + 1 if alike else 1
+        self.runs(call)
+
+    def runs(self, call: Call) -> None:
+        """One runs, or has run, that was this: whether it is measured."""
         part = self.aim.part(call) if self.aim is not None else None
         self._is_smaller = part is not None and part < 1 / _ALIKE
         self.is_measured = part is None or part >= self._least
