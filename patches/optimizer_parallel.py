@@ -50,6 +50,9 @@ def built(original, config, model_chunks, *args, **kwargs):
                 "that are known to step each parameter, with sharding each element, by itself. Leave one of them out"
             ]
         ) from error
+    for part in optimizer.optimizer.parts:
+        if part.has_master:  # --log-params-norm reads them, and sums over ranks those that it is told are parts
+            part.target.main_param, part.target.main_param_sharded = part.piece, True
     optimizer.init_state_fn = _for_own_part(optimizer.init_state_fn)
     _say(logging.INFO, "%s: %s%s", _FLAG, what, optimizer.optimizer.figures())
     return optimizer

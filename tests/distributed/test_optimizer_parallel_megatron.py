@@ -215,6 +215,28 @@ def test_checkpoints_are_megatrons(model, layout, tmp_path):
                 assert histories[0] == before[rank][0] and differences(states[0], before[rank][1]) == []
 
 
+def squares(mode):
+    """What Megatron-LM's --log-params-norm sums: of whole masters, and of those that it is told are parts."""
+    with optimizer_parallel(mode), parallel():
+        chunks, optimizer = build(BF16, {})
+        run(chunks, optimizer, [0])
+        found = {False: 0.0, True: 0.0}
+        for parameter in chunks[0].parameters():
+            if parameter.main_param is not None:
+                is_part = getattr(parameter, "main_param_sharded", False)
+                found[is_part] += float(parameter.main_param.double().square().sum())
+    return found
+
+
+def test_the_norm_of_parameters_is_that_of_the_masters():
+    """It had been 0: what stands in the place of a whole master has no values."""
+    whole = on_ranks(2, squares, None)[0][False]
+    for mode in MODES[1:]:
+        ranks = on_ranks(2, squares, mode)
+        assert [rank[False] for rank in ranks] == [0.0, 0.0]
+        assert sum(rank[True] for rank in ranks) == pytest.approx(whole, rel=1e-12) and whole > 1
+
+
 def alone():
     with optimizer_parallel("grouping"), parallel():
         chunks, optimizer = build({}, {})
