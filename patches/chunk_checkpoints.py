@@ -13,8 +13,10 @@ from dataclasses import replace
 
 import torch
 
+from mindspeed_mem.patches import _async_saves
 from mindspeed_mem.patching import REGISTRY, around
 from mindspeed_mem.zero.buffers import gathered_states, runtime, whole_states
+from mindspeed_mem.zero.core.shard_memory import rests_on_host
 
 _MODULE = "torch.nn.modules.module:Module."
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
@@ -121,6 +123,12 @@ def get_parameter_state_dp_zero(original, self, *args, **kwargs):
     if state is None or not getattr(self, "gathers_for_parameters", False):
         return state
     return gathered_states.with_padding(state, self.buffers)
+
+
+@around(_SERIALIZATION + "save")
+def save(original, *args, **kwargs):
+    """What rests on the host may be written while the next steps change it."""
+    return _async_saves.save(original, rests_on_host, *args, **kwargs)
 
 
 @around(_SERIALIZATION + "load")

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from mindspeed_mem.device import get_backend
 from mindspeed_mem.device.cpu import CpuBackend
 from mindspeed_mem.zero.buffers import runtime
 from mindspeed_mem.zero.buffers.settings import ChunkSettings
@@ -40,13 +42,23 @@ MIXED = {"fp32_norms": True}
 
 
 @contextlib.contextmanager
-def job(stage, dtype=torch.bfloat16, policy="device", budget=None, layout=None, size=SIZE, fp32_norms=False, **model):
+def job(
+    stage,
+    dtype=torch.bfloat16,
+    policy="device",
+    budget=None,
+    layout=None,
+    size=SIZE,
+    fp32_norms=False,
+    sharded=True,
+    **model,
+):
     """A model and its optimizer as (chunks, make_optimizer), with chunks of about `size` elements."""
-    from tests.models import build_gpt, build_optimizer
+    from tests.models import DEVICE, build_gpt, build_optimizer
 
-    placed = Placement(policy, budget)
+    placed, backend = Placement(policy, budget), Watching() if DEVICE == "cpu" else get_backend(DEVICE)
     asked = ChunkSettings(
-        stage=stage, backend=Watching(), min_chunk_size=size, search_range=size, hidden_size=64, placement=placed
+        stage=stage, backend=backend, min_chunk_size=size, search_range=size, hidden_size=64, placement=placed
     )
     runtime.use(asked)
     own_apply = torch.nn.LayerNorm._apply
@@ -54,7 +66,7 @@ def job(stage, dtype=torch.bfloat16, policy="device", budget=None, layout=None, 
         with parallel(**(layout or {})), applied("chunk_*") if stage else contextlib.nullcontext():
             if fp32_norms:
                 torch.nn.LayerNorm._apply = lambda self, *unused: self
-            model = {"kind": "dense", "layers": 2, "ddp": {"use_distributed_optimizer": True}, **model}
+            model = {"kind": "dense", "layers": 2, "ddp": {"use_distributed_optimizer": sharded}, **model}
             chunks = build_gpt(dtype=dtype, **model)
             torch.nn.LayerNorm._apply = own_apply
             yield chunks, lambda: build_optimizer(chunks)
@@ -203,6 +215,65 @@ def test_a_checkpoint_by_buckets_needs_the_same_buckets(tmp_path):
         on_ranks(2, cases, tmp_path, (), [("buckets", SHARDED | {"size": 3 * SIZE})], BY_BUCKET)
     for said in ("saved bucket by bucket", "--min-chunk-size-mib", "--dist-ckpt-optim-fully-reshardable"):
         assert said in str(refused.value)
+
+
+# ---- written beside training
+
+
+def written_beside(folder, form, **given):
+    """What a checkpoint holds, by name, and one of the same moment that is written after the next step."""
+    from megatron.core import dist_checkpointing
+
+    with job(**given) as (chunks, make_optimizer):
+        optimizer = make_optimizer()
+        steps(chunks, optimizer, range(1))
+        for name in ("before", "beside"):
+            os.makedirs(folder / name)
+        dist_checkpointing.save(state(chunks, optimizer, form, is_loading=False), str(folder / "before"))
+        request = dist_checkpointing.save(
+            state(chunks, optimizer, form, is_loading=False), str(folder / "beside"), async_sharded_save=True
+        )
+        steps(chunks, optimizer, range(1, 2))
+        request.execute_sync()
+        return [read(folder / name) for name in ("before", "beside")]
+
+
+def read(folder):
+    """The tensors of a checkpoint, by name."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
+
+    found = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: value for _, name, value in nested_items_iter(found) if isinstance(value, torch.Tensor)}
+
+
+def handed_over(folder):
+    """Whether a step changes what the process that writes was given on the host, and whether that is anything."""
+    from megatron.core import dist_checkpointing
+
+    with job(**TIGHT) as (chunks, make_optimizer):
+        optimizer = make_optimizer()
+        steps(chunks, optimizer, range(1))
+        made = state(chunks, optimizer, BY_BUCKET, is_loading=False)
+        request = dist_checkpointing.save(made, str(folder), async_sharded_save=True)
+        given = [one for one in tree_leaves(request.async_fn_args) if isinstance(one, torch.Tensor)]
+        given = [one for one in given if one.device.type == "cpu"]
+        before = [one.clone() for one in given]
+        steps(chunks, optimizer, range(1, 2))
+        return all(map(torch.equal, given, before)), sum(one.numel() for one in given) > 4 * SIZE
+
+
+@pytest.mark.parametrize("given", [STOCK, STOCK | {"sharded": False}, TIGHT], ids=["stock", "plain", "tight"])
+def test_steps_that_follow_are_not_in_a_checkpoint_that_is_written_beside_them(given, tmp_path):
+    """On a CPU all of it is memory that training changes."""
+    [(before, beside)] = on_ranks(1, written_beside, tmp_path, BY_BUCKET, **given)
+    assert before.keys() == beside.keys() and len(before) > 4
+    assert [name for name in before if not torch.equal(before[name], beside[name])] == []
+
+
+def test_chunks_that_rest_on_the_host_are_copied_before_they_are_written_beside_training(tmp_path):
+    """On an accelerator, where Megatron copies the rest."""
+    assert on_ranks(1, handed_over, tmp_path, device="cuda") == [(True, True)]
 
 
 # ---- state dicts

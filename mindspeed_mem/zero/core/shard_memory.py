@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import weakref
 
 import torch
 
@@ -90,6 +91,7 @@ class HostStore(Store):
         if not tensor.numel():
             return torch.empty_like(tensor, device="cpu")
         held = self._backend.host_empty(tensor.numel() * tensor.element_size())
+        _made.add(held.untyped_storage())
         return held.view(tensor.dtype).view(tensor.shape)
 
     def bring(self, target: torch.Tensor, source: torch.Tensor) -> Event | None:
@@ -144,6 +146,12 @@ class HostStore(Store):
 
 
 DEVICE = Store()
+_made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+
+def rests_on_host(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` lies in memory of a `HostStore`, which is filled anew while it is kept."""
+    return tensor.untyped_storage() in _made
 
 
 def device_of(backend: Backend) -> torch.device:
