@@ -305,7 +305,8 @@ def conflicts(args: Any, on: Iterable[str], *, recomputes: bool = False) -> list
             if option.holds(args):
                 barred.setdefault(option, []).append(feature.flag)
     return found + [
-        f"{' and '.join(flags)} cannot be combined with {option}: {option.why}. Leave one of them out"
+        f"{' and '.join(flags)} cannot be combined with {option.given(args)}: {option.why}. Leave one of them out"
+        + (f", or give {option.flag} {option.off}" if option.off is not None else "")
         for option, flags in barred.items()
     ]
 

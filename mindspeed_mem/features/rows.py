@@ -41,6 +41,10 @@ class Option:
             return self.value in map(str, actual if isinstance(actual, list | tuple) else [actual])
         return bool(actual) and str(actual) not in ("False", "0", self.off)
 
+    def given(self, args: Any) -> str:
+        """What `args` have of it, as on a command line."""
+        return str(self) if self.off is None else f"{self.flag} {getattr(args, self.dest)}"
+
     def __str__(self) -> str:
         return self.flag if self.value is None else f"{self.flag} {self.value}"
 

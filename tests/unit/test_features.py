@@ -203,7 +203,8 @@ def test_each_barred_option_is_refused(flag, option):
     if option.origin == "mindspeed_mem":
         value = asked_by(option.flag)[option.dest]
     (problem,) = problems_of({**asked, option.dest: value})
-    assert problem.startswith(f"{flag} cannot be combined with {option}:") and option.why in problem
+    assert problem.startswith(f"{flag} cannot be combined with {option}") and f": {option.why}. " in problem
+    assert option.off is None or problem.endswith(f"Leave one of them out, or give {option.flag} {option.off}")
     # ... but not what means off, and not with nothing asked for
     off = None if option.origin == "mindspeed_mem" else option.off or ("selective" if option.value else False)
     check({**asked, option.dest: off})

@@ -190,7 +190,7 @@ def test_swap_goes_with_graphs_of_parts_of_layers_alone(ours, graphs, refused):
         return
     with pytest.raises(FeatureError) as error:
         check(given)
-    assert [problem.count("--cuda-graph-impl: ") for problem in error.value.problems] == [1]
+    assert [problem.count("with --cuda-graph-impl") for problem in error.value.problems] == [1]
 
 
 def test_graphs_of_parts_are_seen_on_a_command_line_and_in_a_checked_config():
