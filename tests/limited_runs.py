@@ -114,6 +114,8 @@ class Training:
         self.number = 0
         self.samples = 2
         """Of a micro-batch."""
+        self.length: int | None = SEQUENCE
+        """What schedules are told."""
         self.zero = True
         """Zero the gradients before each step."""
         self.peak = 0
@@ -149,7 +151,7 @@ class Training:
                 data_iterator=[iter(batches) for batches in texts],
                 model=self.chunks,
                 num_microbatches=self.micro_batches,
-                seq_length=SEQUENCE,
+                seq_length=self.length,
                 micro_batch_size=self.samples,
             )
             if isinstance(self.memory, DeviceMemory) and self.number == 1:  # or the states keep activations' segments

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -284,24 +285,31 @@ def test_ranks_that_plan_no_more_ask_each_other_nothing():
     assert all(plain == mine > 0 for plain, mine in on_ranks(2, collectives_of_a_step))
 
 
-def changing(what: str, numbers: tuple[int, ...]) -> tuple[list, list[str], list[str]]:
-    """Each step has another number of micro-batches, or of samples in each; the states, too."""
+def changing(
+    what: str, numbers: Sequence[Any], plan_file: str | None = None, **layout: int
+) -> tuple[list, list[str], list[str]]:
+    """Each step has another number of micro-batches, of samples in each, or other sizes that are told; the states, too.
+
+    ``what``: one attribute of `Training` or several, of which each of ``numbers`` has as many.
+    """
     from tests.adaptive_runs import adapting, told
     from tests.limited_runs import Training, counted, different
 
     def steps(mine: Training, each: Callable[[], None] = lambda: None) -> list:
         results = []
         for number in numbers:
-            setattr(mine, what, number)
+            names = what.split()
+            for name, value in zip(names, number if len(names) > 1 else (number,), strict=True):
+                setattr(mine, name, value)
             mine.number = 10 * len(results)
             results.append(mine.step())
             each()
         return results
 
-    with counted() as memory, parallel():
-        expected = steps(Training(memory, "dense", layers=1))
-        with adapting() as engine, told() as lines:
-            mine, states = Training(memory, "dense", layers=1), []
+    with counted() as memory, parallel(**layout):
+        expected = steps(Training(memory, "dense", layers=layout.get("pp", 1)))
+        with adapting(None if plan_file is None else Path(plan_file)) as engine, told() as lines:
+            mine, states = Training(memory, "dense", layers=layout.get("pp", 1)), []
             mine.total = memory.allocated + 2**27
             results = steps(mine, lambda: states.append(engine.adaptation.state))
             found = [name for one, other in zip(results, expected, strict=True) for name in different(one, other)]
@@ -334,6 +342,32 @@ def test_sizes_that_stay_smaller_get_a_plan_of_their_own():
     assert found == [] and states[7] == states[16] == "settled"
     assert states[17] == "profile" and states[25:] == ["settled"] * 14
     assert sum("profiling again" in line for line in lines) == 1, "and that plan returns with them"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([(8, 4), (16, 1)] * 12, id="longer or more"),
+        pytest.param([(None, 2)] * 9, id="no length"),
+        pytest.param([(size, 1) for size in (80, 70, 60, 50, 40, 30, 80) for _ in range(20)], id="ever smaller"),
+    ],
+)
+def test_sizes_do_not_keep_a_plan_from_being_found(sizes):
+    """Nor does one that has been found go."""
+    [(found, states, lines)] = on_ranks(1, changing, "length samples", sizes)
+    assert found == [] and states[-1] == "settled"
+    assert sum("profiling again" in line for line in lines) <= 3
+
+
+def test_a_kept_plan_says_what_it_was_made_for(tmp_path):
+    """Not the call that ran when that was decided."""
+    numbers, kept = [(2, 1)] * 3 + [(1, 2), *[(2, 2), (1, 1)] * 6], tmp_path / "plan.yaml"
+    for found, states, _ in on_ranks(2, changing, "samples micro_batches", numbers, str(kept), pp=2):
+        assert found == [] and states[-1] == "settled"
+    sizes = profile_file.read(kept.with_suffix(".profile.json")).shapes
+    assert (sizes["micro_batch_size"], sizes["micro_batches"]) == (2, 2)
+    (made_for,) = (line for line in kept.read_text().splitlines() if "made for: " in line)
+    assert '"micro_batch_size": 2' in made_for and '"micro_batches": 2' in made_for
 
 
 def one_rank_with_more() -> tuple[list, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 
 import pytest
@@ -12,7 +13,7 @@ from mindspeed_mem.adaptive import simulate
 from mindspeed_mem.adaptive.problem.checks import problems_of
 from mindspeed_mem.adaptive.run.correction import Measured, corrected, passes_seconds
 from mindspeed_mem.adaptive.run.planner import ROUNDS, Planner
-from mindspeed_mem.adaptive.run.training_call import Call
+from mindspeed_mem.adaptive.run.training_call import Call, Sizes
 from mindspeed_mem.adaptive.search.search import Search
 from mindspeed_mem.schedule import peak
 from tests.planning import MB, small_problem
@@ -75,6 +76,29 @@ def test_a_plan_serves_calls_that_hold_no_more(line):
     assert calls[2 * stages].serves(calls[4 * stages])
     larger = call._replace(micro_batch_size=2), call._replace(seq_length=9), call._replace(seq_length=16)
     assert not any(map(call.serves, larger)) and all(one.serves(call) for one in larger)
+
+
+def test_a_smaller_call_of_more_micro_batches_is_not_measured():
+    sizes, call = Sizes(), Call(4, 1, None, None, 8, 2, 1)
+    sizes.aim_at(call)
+    sizes.begins(call._replace(micro_batch_size=1, micro_batches=4))
+    assert not sizes.is_measured
+    sizes.aim_at(call._replace(micro_batches=4))
+    assert not sizes.is_measured
+    sizes.begins(sizes.aim)
+    assert sizes.is_measured
+
+
+def test_sizes_do_not_come_after_one_another_in_a_circle():
+    """However little they differ."""
+    calls = [Call(1, 1, None, None, *sizes, 1) for sizes in ((100, 60), (150, 39), (200, 28))]
+    for order in itertools.permutations(calls):
+        aims = [order[0]]
+        for call in (*order, *order, *order):
+            assert aims[-1].outranks(call) != call.outranks(aims[-1]) or call == aims[-1]
+            if aims[-1].part(call) is None:
+                aims.append(call)
+        assert len(set(aims)) == len(aims)
 
 
 @either

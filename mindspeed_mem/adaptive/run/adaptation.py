@@ -158,7 +158,8 @@ class Adaptation:
     def _has_run(self, ran: Call) -> None:
         """The call before was this one. If it was none to be measured, what it brought is forgotten."""
         self._sizes.runs(ran)
-        of_the_size, self._sizes.is_measured = self._is_of_the_size(), True  # the one that begins may be
+        of_the_size = self._is_of_the_size()
+        self._sizes.runs(None)  # of the one that begins nobody knows
         if of_the_size or not self._follows:
             return
         if self.state == PROFILE:
@@ -310,6 +311,7 @@ class Adaptation:
         what = "activations had to be evicted beyond" if evicted else "the allocator had to retry in every call under"
         self._say(f"{what} the plan: planning again")
         self._settled.pop(self._aim(), None)
+        self._sizes.aim_at(self._aim())  # it is waited for again, however rare it has become
         if not self.profiled:  # the plan came from a file
             self._profile_again()
             return
@@ -318,12 +320,13 @@ class Adaptation:
 
     def _follow_sizes(self, facts: Callable[[], Facts]) -> None:
         """Larger micro-batches need another profile, more of them in a pipeline that was not full only another plan.
-        Smaller ones run under what there is for larger ones, unless they stay."""
+        Others run under what there is for larger ones, unless they stay."""
         call, aim, settled = self._call, self._aim(), self.state == SETTLED
-        if aim.serves(call) and not (self._sizes.has_shrunk if settled else self._sizes.has_left):
+        stays = aim.serves(call) or (aim.outranks(call) and not aim.is_as_large(call))
+        if stays and not (self._sizes.has_shrunk if settled else self._sizes.has_left):
             return
-        made_for = self._settled_for(call, as_small=settled and aim.serves(call))
-        if made_for is None and aim.serves(call) and not settled:
+        made_for = self._settled_for(call, as_small=settled and stays)
+        if made_for is None and stays and (not settled or self._reshaped >= _AGAIN):
             return
         self._facts = facts()
         if made_for is not None:
@@ -353,7 +356,7 @@ class Adaptation:
     def _settled_for(self, call: Call, as_small: bool) -> Call | None:
         """The smallest for which a plan was settled on that serves this one; ``as_small``: and that is no larger."""
         found = [one for one in self._settled if one.serves(call) and (call.is_as_large(one) or not as_small)]
-        return min(found, key=lambda one: (one.seq_length * one.micro_batch_size, one.micro_batches), default=None)
+        return min(found, key=lambda one: (one.size, one.micro_batches), default=None)
 
     def _go_back(self, made_for: Call) -> None:
         """To the plan that was settled on for this."""
@@ -439,14 +442,14 @@ class Adaptation:
         machine = {key: value for key, value in described if isinstance(value, str | int | float)}
         planner = self._planner()
         kept = planner.kept or planner.tries[-1]
-        shapes = self._aim()._asdict() | {
-            name: self._facts[fact] for name, fact in _SIZES.items() if fact in self._facts
-        }
+        sizes = self._aim()._asdict()
+        facts = {name: sizes.get(name, fact) for name, fact in self._facts.items()}  # not of a smaller call
+        shapes = sizes | {name: facts[fact] for name, fact in _SIZES.items() if fact in facts}
         profile = profile_file.Profile(problem=planner.problem, shapes=shapes, machine=machine)
         try:
             beside = self.target.with_suffix(".profile.json")
             config = plan_file.by_name(kept.config, self.engine.in_force.stacks)
-            kept_plan.write(self.target, config, self._facts, [kept.line()], self.engine.wording.planning)
+            kept_plan.write(self.target, config, facts, [kept.line()], self.engine.wording.planning)
             profile_file.write(profile, beside)
             logger.info("the plan is kept in %s, the profile in %s", self.target, beside)
         except Exception as error:  # no reason to end a training

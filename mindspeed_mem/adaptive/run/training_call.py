@@ -19,8 +19,8 @@ class Call(NamedTuple):
     virtual_stages: int
     group_size: int | None
     cap: int | None
-    seq_length: int
-    micro_batch_size: int
+    seq_length: int | None
+    micro_batch_size: int | None
     micro_batches: int
     schedule: str = "1f1b"
     """``--pipeline-schedule``, where there is a pipeline."""
@@ -40,18 +40,36 @@ class Call(NamedTuple):
 
     def is_as_large(self, other: Call) -> bool:
         """Whether micro-batches of the other are not larger, and all else is the same."""
-        sizes = {name: getattr(self, name) for name in ("seq_length", "micro_batch_size", "micro_batches")}
-        return other._replace(**sizes) == self and self.part(other) is not None
+        return self._differs_in_sizes(other) and max(self._parts(other)) <= _ALIKE
+
+    def outranks(self, other: Call) -> bool:
+        """Whether this one is planned for rather than the other, where one has more tokens in a micro-batch, and one
+        longer sequences: the former counts, so that sizes do not come after one another in a circle."""
+        return self._differs_in_sizes(other) and self.size >= other.size
 
     def part(self, other: Call) -> float | None:
-        """How large a micro-batch of the other is for one of this: by its tokens or its sequence length, whichever is
-        less. None: it is larger, by either."""
-        sizes = (
-            (self.seq_length, other.seq_length),
-            (self.seq_length * self.micro_batch_size, other.seq_length * other.micro_batch_size),
-        )
-        parts = [theirs / max(mine, 1) if theirs != mine else 1.0 for mine, theirs in sizes]
-        return None if max(parts) > _ALIKE else min(parts)
+        """How much of this one a micro-batch of the other is: the less, the more differs its sequence length or the
+        number of its tokens. None: it is larger, and not outranked."""
+        parts = self._parts(other)
+        if max(parts) > _ALIKE and other.size > self.size:
+            return None
+        return min(min(one, 1 / max(one, 1.0)) for one in parts)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Of a micro-batch: its tokens, and its sequence length; loops without a pipeline need not tell."""
+        length = self.seq_length or 0
+        return length * (self.micro_batch_size or 0), length
+
+    def _parts(self, other: Call) -> list[float]:
+        return [
+            theirs / max(mine, 1) if theirs != mine else 1.0 for mine, theirs in zip(self.size, other.size, strict=True)
+        ]
+
+    def _differs_in_sizes(self, other: Call) -> bool:
+        """At most, and in the number of micro-batches."""
+        sizes = {name: getattr(self, name) for name in ("seq_length", "micro_batch_size", "micro_batches")}
+        return other._replace(**sizes) == self
 
 
 class Sizes:
@@ -60,16 +78,15 @@ class Sizes:
 
     def __init__(self) -> None:
         self.aim: Call | None = None
-        self.is_measured = True
-        """The call that runs."""
-        self._is_smaller = False
+        self._last: Call | None = None
+        self._part: float | None = None  # of the aim, the last call
         self._least = 1 / _ALIKE  # a part of the aim: smaller ones are not measured
         self._beside: list[float] = []  # the parts of the calls in a row that were not
         self._steady = 0  # calls in a row that are like the last
-        self._last: Call | None = None
 
     def aim_at(self, call: Call) -> None:
-        self.aim, self.is_measured = call, True
+        self.aim = call
+        self._part = None if self._last is None else call.part(self._last)
         self._least, self._steady = 1 / _ALIKE, 0
         self._beside.clear()
 
@@ -80,23 +97,29 @@ class Sizes:
         self._steady = self._steady + 1 if alike else 1
         self.runs(call)
 
-    def runs(self, call: Call) -> None:
-        """One runs, or has run, that was this: whether it is measured."""
-        part = self.aim.part(call) if self.aim is not None else None
-        self._is_smaller = part is not None and part < 1 / _ALIKE
-        self.is_measured = part is None or part >= self._least
-        if part is None or self.is_measured:
+    def runs(self, call: Call | None) -> None:
+        """One runs, or has run, that was this. None: one runs of which nobody knows that yet; it is measured."""
+        if call is None:
+            self._part = self._last = None
+            return
+        self._part = None if self.aim is None else self.aim.part(call)
+        if self._part is None or self.is_measured:
             self._beside.clear()
             return
-        self._beside.append(part)
+        self._beside.append(self._part)
         if len(self._beside) == _BESIDE:  # one as large as the aim is rare
             self._least = max(self._beside) / _ALIKE
             self._beside.clear()
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the call that runs is."""
+        return self._part is None or self._part >= self._least
+
+    @property
     def has_shrunk(self) -> bool:
         """Smaller calls have come in a row that are alike."""
-        return self._is_smaller and self._steady >= _BESIDE
+        return self._part is not None and self._part < 1 / _ALIKE and self._steady >= _BESIDE
 
     @property
     def has_left(self) -> bool:
