@@ -114,6 +114,25 @@ def test_room_is_made_before_compiled_code(engine, compiled, forward, backward):
     assert torch.equal(found, expected) and engine.mover.evictions
 
 
+AROUND = {
+    "a view": lambda compiled: lambda x, y: compiled(x, y).view(2, -1),
+    "an operator": lambda compiled: lambda x, y: compiled(x, y) + 0,
+    "two graphs": lambda compiled: lambda x, y: compiled(compiled(x, y), y),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.needs_torch("2.7", "compiled backwards allocate otherwise")
+def test_what_a_backward_takes_is_known_wherever_compiled_code_is(engine, compiled, around):
+    """What it takes is guessed first, known then; what it is given may leave to make that room."""
+    engine, memory = engine
+    call = around(compiled)
+    expected = gradient(engine, memory, call)
+    for _ in range(2):
+        found = gradient(engine, memory, lambda *args: engine.run_fused(call, args, {}), None, N)
+        assert torch.equal(found, expected)
+
+
 def test_while_memory_is_not_tight_nothing_is_looked_at(engine, compiled):
     engine, memory = engine
 

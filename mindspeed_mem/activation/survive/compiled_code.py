@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from mindspeed_mem.activation.position import Position
 from mindspeed_mem.activation.rerun.arguments import tensors_in
@@ -19,6 +21,8 @@ from mindspeed_mem.activation.survive.eviction import EvictingMover
 from mindspeed_mem.activation.survive.guard_policy import GuardPolicy
 from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import storage_of
+
+_sequence_nr = torch._C._autograd._get_sequence_nr
 
 
 @dataclass
@@ -66,12 +70,13 @@ class CompiledCode:
             needs.forward = self._took(needs.forward, given, *before)
             return result
 
+        first = _sequence_nr()
         result = run(with_room, args, kwargs)
         weights = () if module is None else module.parameters()
         gradients = sum(one.nbytes for one in weights if one.requires_grad)
         micro_batch = self._position.micro_batch
-        for node in dict.fromkeys(leaf.grad_fn for leaf in tensors_in(result)):
-            if node is not None and micro_batch is not None:
+        if micro_batch is not None:
+            for node in _unseen_of(result, first):
                 away = functools.partial(self._mover.away, micro_batch, micro_batch.count)
                 self._watch_backward(node, needs, given, gradients, away)
         return result
@@ -85,10 +90,13 @@ class CompiledCode:
 
         def begins(gradients: tuple) -> None:
             if self._is_tight():
+                least = given + of_weights
+                guess = int((needs.forward or 0) * given) + least
+                takes = guess if needs.backward is None else max(int(needs.backward * given), least)
                 on_host, to_make = away()
-                guess = int((needs.forward or 0) * given) + given + of_weights
-                takes = guess if needs.backward is None else int(needs.backward * given)
                 self._guard.room_for(on_host + to_make + takes, gradients)
+                if (on_host, to_make) != (now := away()):  # for that, some of it has left
+                    self._guard.room_for(sum(now) + takes, gradients)
                 self.reserved = to_make + takes
                 allocated, peak = self._begins(needs.backward)
                 begun[:] = [(allocated + to_make - self._mover.bytes_in, peak)]  # what comes back is none that it takes
@@ -114,3 +122,18 @@ class CompiledCode:
         highest = self._backend.peak() or 0
         seen = highest - allocated if highest > peak or known is None else 0
         return max(known or 0.0, seen / given)
+
+
+def _unseen_of(result: Any, first: int) -> list[Any]:
+    """The nodes of the graph of ``result`` whose backward is code that no guard sees, of those made since ``first``.
+
+    Others may come after them: views, and what runs between compiled graphs where code breaks into several.
+    """
+    ends = dict.fromkeys(one.grad_fn for one in tensors_in(result) if one.grad_fn is not None)
+    made, left = dict[Any, None](), list(ends)
+    while left:
+        node = left.pop()
+        if node not in made and first <= node._sequence_nr() and node.next_functions:
+            made[node] = None
+            left += [before for before, _ in node.next_functions if before is not None]
+    return [node for node in made if isinstance(node, BackwardCFunction)] or [node for node in ends if node in made]

@@ -88,9 +88,10 @@ class EvictingMover(Mover):
         return found
 
     def away(self, micro_batch: InFlight, number: int) -> tuple[int, int]:
-        """Of what its operator ``number`` produced and backward needs yet: bytes on the host, and bytes to be made
+        """Of what its operator ``number`` has saved, whoever produced it: bytes on the host, and bytes to be made
         again."""
-        mine = [one for one in list(self.known) if one.number == number and one.micro_batch is micro_batch]
+        known = [one for one in list(self.known) if one.state in (HOST, DROPPED) and one.micro_batch is micro_batch]
+        mine = [one for one in known if _is_saved_by(one, number)]
         on_host, to_make = (sum(one.nbytes for one in mine if one.state == where) for where in (HOST, DROPPED))
         return on_host, to_make
 
@@ -199,6 +200,12 @@ class EvictingMover(Mover):
             if record.state == HOST:
                 super().load((record,))
             super().bring_back(record)
+
+
+def _is_saved_by(record: Record, number: int) -> bool:
+    """Whether operator ``number`` of its micro-batch has saved it; outside the layers nobody knows but that it may."""
+    numbers = [handle.number if handle.micro_batch is not None else record.last_use for handle in record.live_handles()]
+    return number in numbers
 
 
 def _held_elsewhere(storage: torch.UntypedStorage, ours: int) -> bool:
