@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional
 
 import mindspeed_mem
 from mindspeed_mem import parallel
@@ -526,6 +527,39 @@ def test_beside_recompute_on_single_modules_and_autocast(attach):
     attach(model, MIXED)
     assert same(results(model, step), plain)
     assert same(results(copy.deepcopy(model), step, times=1), results(model, step, times=1))
+
+
+class Gated(nn.Module):
+    """Autocast casts its input twice: it is no leaf, whose cast would be kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return functional.silu(self.gate(x)) * self.up(x)
+
+
+@pytest.mark.parametrize("with_backward", [False, True])
+def test_what_takes_its_input_twice_is_recomputed_under_autocast(with_backward, attach):
+    model = Net()
+    for block in model.blocks:
+        block.fc1, block.fc2 = Gated(), nn.Linear(16, 16)
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model)
+            if with_backward:
+                loss.backward()
+        if not with_backward:
+            loss.backward()
+        assert torch.is_autocast_cache_enabled()
+        return [loss]
+
+    plain = results(copy.deepcopy(model), step)
+    attached = attach(model, {"recompute_config": {"select_recompute": {"fc1": True}}})
+    assert same(results(model, step), plain)
+    assert attached.engine.report().recomputed_bytes
 
 
 @pytest.mark.parametrize("plan", ["swap", "mixed"])

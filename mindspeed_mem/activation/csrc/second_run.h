@@ -131,6 +131,9 @@ inline Own call_again(PyObject* self, PyObject* leaves) {
   Own given = joined(second_run.given.get(self), leaves), context = own(PyContext_New());
   Own pack = refill.of(self), unpack = no_backward.of(self);
   const c10::AutoGradMode with_graph(true);
+  const bool keeps_casts = at::autocast::is_autocast_cache_enabled();  // as `second_run.no_shared_casts`
+  at::autocast::set_autocast_cache_enabled(false);
+  const Afterwards with_casts([&] { at::autocast::set_autocast_cache_enabled(keeps_casts); });
   call(engine.push_hooks, pack.get(), unpack.get());
   const Afterwards without_hooks([] { call(engine.pop_hooks); });
   must(PyContext_Enter(context.get()));

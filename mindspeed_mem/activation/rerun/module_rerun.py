@@ -28,7 +28,7 @@ from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_
 from mindspeed_mem.activation.rerun.bits import alike, nearly_same
 from mindspeed_mem.activation.rerun.changeable import GENERATORS, Changeable, given, put_back
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
-from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun
+from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun, no_shared_casts
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.ledger import LEDGER
@@ -342,6 +342,7 @@ class ModuleRerun(Rerun):
         for then in () if now == self._around[0] else self._around[0]:
             if then not in now:
                 stack.enter_context(torch.autocast(*then))
+        stack.enter_context(no_shared_casts())
         if not settings.are(self.settings):
             stack.enter_context(settings.as_of(self.settings))
         if self.state is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -27,6 +28,18 @@ GUARDS: list[Callable[[], AbstractContextManager]] = []
 READERS: list[Callable[[list[torch.nn.Module], list[torch.Tensor]], AbstractContextManager]] = []
 """Who frees weights between their uses. Each is entered around a second run with the modules whose `forward` runs
 without their hooks, and with the tensors that are read besides, weights among them."""
+
+
+@contextlib.contextmanager
+def no_shared_casts() -> Iterator[None]:
+    """Autocast casts anew what it casts again. It keeps casts of leaves, as weights are, and in a second run its inputs
+    are leaves, too."""
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
 
 
 class Rerun(abc.ABC):
