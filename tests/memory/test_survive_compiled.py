@@ -101,16 +101,25 @@ def gradient(engine, memory, run, forward_room=None, backward_room=None) -> torc
     return leaf.grad
 
 
+@pytest.mark.parametrize("ran_before", [False, True])
 @pytest.mark.parametrize(("forward", "backward"), [(N, None), (None, N)], ids=["forward", "backward"])
 @pytest.mark.needs_torch("2.7", "compiled backwards allocate otherwise")
-def test_room_is_made_before_compiled_code(engine, compiled, forward, backward):
+def test_room_is_made_before_compiled_code(engine, compiled, forward, backward, ran_before):
     engine, memory = engine
-    expected = gradient(engine, memory, compiled)
+
+    def viewed(*args):
+        """As Megatron's SwiGLU is."""
+        return compiled(*args).view(1, -1)
+
+    def run(*args):
+        return engine.run_fused(viewed, args, {})
+
+    expected = gradient(engine, memory, run if ran_before else viewed)
     assert not engine.mover.evictions
     with pytest.raises(torch.OutOfMemoryError):
-        gradient(engine, memory, compiled, forward, backward)
+        gradient(engine, memory, viewed, forward, backward)
     gc.collect()
-    found = gradient(engine, memory, lambda *args: engine.run_fused(compiled, args, {}), forward, backward)
+    found = gradient(engine, memory, run, forward, backward)
     assert torch.equal(found, expected) and engine.mover.evictions
 
 
