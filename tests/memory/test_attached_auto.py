@@ -305,6 +305,16 @@ def test_compiled_layers_are_planned_for_as_a_whole(link, monkeypatch):
                 assert figures.recomputed_bytes and not attached.engine.in_force.config.swap.op_swap
 
 
+def test_of_layers_of_one_operator_nothing_may_be_kept_but_for_the_next():
+    torch.manual_seed(0)
+    model = Net(1, 24)
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24)) for _ in range(6))
+    with counted() as memory:
+        expected, peak = expected_of(model, memory, 14)
+        with mindspeed_mem.attach(model, "auto", device_memory_gib=0.85 * peak / 2**30) as attached:
+            assert settled_within(attached, Training(model), expected)
+
+
 def on_rank(wrapper, steps):
     """Steps whose bits differ, the state at the end, bytes that left because memory had run out, and what was moved."""
     from tests.attachment.rank_cases import WRAPPERS, local

@@ -81,10 +81,6 @@ class PartView:
         listed = dict.fromkeys(one.op for one in self.profile.operators if one.layer == layer)
         return tuple(listed | dict.fromkeys(self._operators[layer]))
 
-    def is_one(self, layer: int) -> bool:
-        """Whether all that runs in the layer is one operator: a layer that is compiled."""
-        return len(self._operators[layer].keys() - {""}) == 1
-
     def kept_of(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What each operator of a layer produced and backward keeps."""
         found: dict[str, list[KeptStorage]] = {}
@@ -97,12 +93,13 @@ class PartView:
         """What those operators of a layer produced of which something is kept for later layers alone.
 
         All that such an operator produced leaves the device together, so all of it belongs to the layer after; but what
-        the only operator of a layer produced is decided about in that layer, where it can be made again.
+        the only operator of a layer produced, as where it is compiled, is decided about in that layer if that keeps
+        some of it: there it can be made again.
         """
-        kept = self.kept_of(layer)
-        if self.is_one(layer):
-            return {}
-        return {op: some for op, some in kept.items() if not all(one.saved_in(layer) for one in some)}
+        ops = self._operators[layer].keys() - {""}
+        kept = {op: [one.saved_in(layer) for one in some] for op, some in self.kept_of(layer).items()}
+        stay = {op for op, here in kept.items() if all(here) or (ops == {op} and any(here))}
+        return {op: some for op, some in self.kept_of(layer).items() if op not in stay}
 
     def received(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What operators of the layer before passed on to this one."""
