@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-KINDS = ("read of another module", "returned view", "in a dataclass")
+KINDS = ("read of another module", "returned view", "returned bias", "in a dataclass")
 HIDDEN = 64
 
 
@@ -55,14 +55,33 @@ class Positions(torch.nn.Module):
         return self.weight[:length]
 
 
+class Linear(torch.nn.Linear):
+    """Returns its bias besides, as Megatron's do."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.nn.Parameter]:
+        return torch.nn.functional.linear(x, self.weight), self.bias
+
+
+class Biased(torch.nn.Module):
+    """Backward reads one of two biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Linear(HIDDEN, HIDDEN), Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, bias = self.inner(x)
+        y, outer = self.outer(torch.tanh(y) * bias.view(1, -1))
+        return y + outer
+
+
 class OddModel(torch.nn.Module):
     """[batch, length, hidden] to the same."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        make = {"read of another module": Convolution, "in a dataclass": Scaled}.get(
-            kind, lambda: torch.nn.Linear(HIDDEN, HIDDEN)
-        )
+        kinds = {"read of another module": Convolution, "returned bias": Biased, "in a dataclass": Scaled}
+        make = kinds.get(kind, lambda: torch.nn.Linear(HIDDEN, HIDDEN))
         self.positions = Positions() if kind == "returned view" else None
         self.layers = torch.nn.ModuleList(make() for _ in range(6))
 

@@ -153,6 +153,7 @@ OPTIONS = {
     "fused gradients": Case(model=BARE),
     "frozen": Case(around=(functools.partial(altered, frozen),), ddp=OVERLAP, stages=(3,)),
     "shared": Case("swiglu_gqa_rope", around=(functools.partial(altered, shared),), ddp=OVERLAP, micro_batches=1),
+    "fused activation": Case(model={"bias_activation_fusion": True}, budget=60000, chunk=256, stages=(3,)),
     "small chunks": Case("swiglu_gqa_rope", chunk=64, micro_batches=1, stages=(3,)),
 }
 MORE = {
@@ -223,6 +224,8 @@ def test_beside_our_own_swap_and_recompute():
     cases = {name: ours("dropout", OURS[name], stages=(3,)) for name in ("operators", "operators swapped")}
     few = functools.partial(altered, tokens_for_few)
     cases["fused gradients"] = ours("dropout", OURS["mix"], model=BARE, ddp=OVERLAP)
+    fused = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+    cases["fused"] = ours("dropout", OURS["operators swapped"], model=fused, stages=(3,))
     for name in ("whole layers", "everything"):
         cases[f"experts, {name}"] = ours("moe", OURS[name], few, stages=(3,))
     assert on_ranks(2, differences, cases, timeout=500) == [[], []]

@@ -38,7 +38,7 @@ class Counts:
 class Reading:
     """Parameters that somebody reads at once, from `Gathering.acquire` to `Gathering.done`."""
 
-    __slots__ = ("params", "others", "open", "over")
+    __slots__ = ("params", "others", "open", "over", "biases", "first")
 
     def __init__(self, params: Iterable[torch.nn.Parameter], others: Iterable[torch.Tensor] = ()) -> None:
         self.params = tuple(dict.fromkeys(params))
@@ -48,6 +48,10 @@ class Reading:
         """Tensors that may share a parameter's memory."""
         self.over = False
         """Whether it has been done with."""
+        self.biases: list[torch.nn.Parameter] = []
+        """What modules that were called meanwhile have returned of their own, to be added to something."""
+        self.first = 0
+        """The number of the first node that autograd can have made meanwhile."""
 
 
 def no_notes(chunk: Chunk, arrived: bool) -> None:

@@ -3,7 +3,8 @@
 A module reads its own parameters and those that it is called with (an output layer the embedding's). In forward they
 are read until it returns; in backward from the first gradient of an output until the gradients of its inputs are
 there, or to the end of the pass if a graph of that backward is made. A bias that a module returns is read after that:
-what is no longer read stays until its room is needed.
+what is no longer read stays until its room is needed. If the caller does more with it than add it (Megatron's fused
+activations), the bias counts as one of the caller's in its backward.
 
 Some code reads parameters without calling the module that owns them: torch.nn.MultiheadAttention its output projection,
 many models a weight that is used twice. Hooks on modules do not see it; the dictionary that an attribute is found in
@@ -66,6 +67,10 @@ def uses(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, ...]]:
 
 
 _TAKEN_BY = "_mem_chunk_taken_by"
+_VIEWS = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Expand", "Alias")}
+_READS_NOTHING = {*_VIEWS, "AddBackward0", "ToCopyBackward0"}
+"""Nodes whose backward does not read what went into them."""
+_sequence_nr = torch._C._autograd._get_sequence_nr
 
 
 class _Followed:
@@ -87,6 +92,7 @@ class _Followed:
             while calls and calls[-1].over:  # left by something that is no Exception, without the hook behind
                 calls.pop()
         reading = Reading(_read(module, args, kwargs))
+        reading.first = _sequence_nr()
         self._calls.append(reading)
         self._running.append(reading)
         self._gathering.acquire(reading)
@@ -99,10 +105,21 @@ class _Followed:
         if self._returned is not None:
             self._returned(reading, output)
         self._gathering.done(reading)
-        inside = module.parameters() if _held_whole(module) else ()
+        inside = tuple(module.parameters()) if _held_whole(module) else ()
+        if reading.biases and torch.is_grad_enabled():
+            inside += self._kept(module, reading, output)
         again = Reading((*reading.params, *inside))
         if torch.is_grad_enabled() and again.params:
             self._follow_backward(again, reading.params, list(_tensors((args, kwargs))), list(_tensors(output)))
+
+    def _kept(self, module: torch.nn.Module, reading: Reading, output: Any) -> tuple[torch.nn.Parameter, ...]:
+        """Which of the biases that were returned to the module its backward reads."""
+        kept = _read_in_backward(set(reading.biases), output, reading.first)
+        if kept and self._gathering.budget is not None:  # as in `ForeignReads`
+            around = (*kept, *(param for one in self._running for param in one.params))
+            needed = self._gathering.largest_use((*around, *read) for read in uses(module))
+            self._gathering.budget = max(self._gathering.budget, needed)
+        return kept
 
     def _follow_backward(
         self,
@@ -167,6 +184,26 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
+def _read_in_backward(params: set[torch.nn.Parameter], output: Any, first: int) -> tuple[torch.nn.Parameter, ...]:
+    """Those of ``params`` that the nodes from number ``first`` on may read by which gradients of ``output`` go."""
+    found: dict[torch.nn.Parameter, None] = {}
+    waiting: list[Any] = [one.grad_fn for one in _tensors(output)]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            waiting.append(before)
+            while before is not None and before.name() in _VIEWS:
+                before = before.next_functions[0][0]
+            param = getattr(before, "variable", None)
+            if param in params and node.name() not in _READS_NOTHING:
+                found[param] = None
+    return tuple(found)
+
+
 def _storage(tensor: torch.Tensor) -> int | None:
     try:
         return storage_of(tensor)
@@ -192,16 +229,21 @@ class ForeignReads:
             own["_parameters"] = _Watched(own["_parameters"], self._seen)
 
     def returned(self, reading: Reading, output: Any) -> None:
-        """What a module that has read ``reading`` returns: its caller goes on to read the parameters in there, but for
-        biases, which it adds at once."""
+        """What a module that has read ``reading`` returns: its caller goes on to read the parameters in there. Biases
+        it mostly adds at once: whether its backward reads them is seen once it has ended."""
         if not self._running or not reading.params:
             return
-        there = {
-            _storage(one) for one in tensors_in(output) if not (isinstance(one, torch.nn.Parameter) and one.dim() == 1)
-        }
+        there, biases = set(), set()
+        for one in tensors_in(output):
+            if isinstance(one, torch.nn.Parameter) and one.dim() == 1:
+                biases.add(one)
+            else:
+                there.add(_storage(one))
         for param in reading.params:
             if storage_of(param) in there:
                 self._seen(param)
+            elif param in biases and self._gathering.manages(param):
+                self._running[-1].biases.append(param)
 
     def _seen(self, param: torch.nn.Parameter) -> None:
         if not self._running or any(param in reading.open for reading in reversed(self._running)):
