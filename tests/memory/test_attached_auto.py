@@ -305,6 +305,42 @@ def test_compiled_layers_are_planned_for_as_a_whole(link, monkeypatch):
                 assert figures.recomputed_bytes and not attached.engine.in_force.config.swap.op_swap
 
 
+class Gate(nn.Module):
+    """A third of what its backward keeps is what the layer before returned."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return torch.tanh(y) + x * y
+
+
+@pytest.mark.needs_torch("2.7", "nothing of a compiled layer can leave")
+def test_plans_for_compiled_layers_count_what_the_next_keeps():
+    torch.manual_seed(0)
+    model, text = Net(1, 32), torch.arange(32 * 65).view(32, 65) * 7 % 31
+    model.blocks = nn.ModuleList(Gate(32) for _ in range(6))
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    with counted() as memory:
+        plain = Training(copy.deepcopy(model))
+        expected = [plain.step(text=text) for _ in range(16)]
+        gc.collect()
+        floor = memory.allocated
+        memory.reset_peak()
+        plain.step(text=text)
+        limit = floor + 0.75 * (memory.peak - floor)
+        del plain
+        with mindspeed_mem.attach(model, "auto", device_memory_gib=limit / 2**30) as attached:
+            mine = Training(model)
+            assert all(same(mine.step(attached, text), found) for found in expected)
+            assert attached.engine.adaptation.state == "settled"
+            [line] = [one for one in attached.engine.report().adaptive if "(settled)" in one]
+            assert "beyond the plan" not in line
+
+
 def test_of_layers_of_one_operator_nothing_may_be_kept_but_for_the_next():
     torch.manual_seed(0)
     model = Net(1, 24)

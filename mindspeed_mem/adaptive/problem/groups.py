@@ -58,8 +58,8 @@ class Grouping:
     def __init__(self, view: PartView, layer: int):
         self.view, self.layer = view, layer
         self.names = view.names(layer)
-        passed_on = view.passed_on(layer)
-        kept = {op: some for op, some in view.kept_of(layer).items() if op not in passed_on}
+        kept = view.own(layer)
+        passed_on = view.passed_on(layer).keys() - kept.keys()
         self.seen = view.operators(layer)
         containers = {op for op in kept if any(within(other, op) for other in kept)}
         merged = {op for op in containers if self._is_named(op) and self._is_one(op, kept)}
@@ -74,8 +74,8 @@ class Grouping:
             if outer not in self.operators.setdefault(name, []):
                 self.operators[name].append(outer)
             self.inner.setdefault(name, set()).add(op)
-        producers = {op for some in self.operators.values() for op in some} | passed_on.keys()
-        self.runs = RecomputeSets(view, layer, self.names, producers, self.fixed | passed_on.keys())
+        producers = {op for some in self.operators.values() for op in some} | passed_on
+        self.runs = RecomputeSets(view, layer, self.names, producers, self.fixed | passed_on)
 
     def _is_named(self, op: str) -> bool:
         return op in self.seen and self.seen[op].named
@@ -178,7 +178,7 @@ class Grouping:
         before = self.view.layers[self.view.layers.index(self.layer) - 1]
         one = self.view.operators(before).get(op)
         inside = any(within(other, op) for other in self.view.kept_of(before))
-        return one is not None and one.named and not inside
+        return one is not None and one.named and not inside and op not in self.view.own(before)
 
     def _users(self, storages: list[KeptStorage]) -> tuple[str, ...]:
         users = {op for one in storages for layer, op in one.savers if layer == self.layer}

@@ -92,14 +92,25 @@ class PartView:
     def passed_on(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What those operators of a layer produced of which something is kept for later layers alone.
 
-        All that such an operator produced leaves the device together, so all of it belongs to the layer after; but what
-        the only operator of a layer produced, as where it is compiled, is decided about in that layer if that keeps
-        some of it: there it can be made again.
+        All that such an operator produced leaves the device together, so all of it belongs to the layer after; but of
+        what the only operator of a layer produced, as where it is compiled, the layer's own part is decided about in
+        that layer, where it can be made again.
         """
-        ops = self._operators[layer].keys() - {""}
-        kept = {op: [one.saved_in(layer) for one in some] for op, some in self.kept_of(layer).items()}
-        stay = {op for op, here in kept.items() if all(here) or (ops == {op} and any(here))}
-        return {op: some for op, some in self.kept_of(layer).items() if op not in stay}
+        kept, only = self.kept_of(layer), self._operators[layer].keys() - {""}
+        found = {}
+        for op, some in kept.items():
+            later = [one for one in some if not one.saved_in(layer)]
+            if later:
+                found[op] = later if only == {op} else some
+        return found
+
+    def own(self, layer: int) -> dict[str, list[KeptStorage]]:
+        """What operators of a layer produced and do not pass on."""
+        passed_on = self.passed_on(layer)
+        own = {
+            op: [one for one in some if one not in passed_on.get(op, ())] for op, some in self.kept_of(layer).items()
+        }
+        return {op: some for op, some in own.items() if some}
 
     def received(self, layer: int) -> dict[str, list[KeptStorage]]:
         """What operators of the layer before passed on to this one."""
