@@ -15,6 +15,8 @@ from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_conf
 
 logger = logging.getLogger(__name__)
 
+_in_step: set[Any] = set()
+"""Callbacks in a step that survives, which keeps its model alive. Nobody tells them of a training that fails."""
 _DATA_PARALLEL = (
     "args.n_gpu: got {0}, with which the Trainer wraps the model in DataParallel; allowed: 1; start a process for each "
     "device (torchrun --nproc-per-node {0}), or let it see one device only (CUDA_VISIBLE_DEVICES=0)"
@@ -51,7 +53,8 @@ def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) 
         _step: contextlib.ExitStack | None = None
 
         def on_train_begin(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
-            self._stop()  # of a training that failed
+            for callback in {self, *_in_step}:  # of a training that failed
+                callback._stop()
             quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
             if args.n_gpu > 1 and not quantized:  # as the Trainer asks
                 raise MemoryConfigError([_DATA_PARALLEL.format(args.n_gpu)], "trainer_callback")
@@ -62,6 +65,8 @@ def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) 
             if self.attached is not None:
                 self._step = contextlib.ExitStack()
                 self._step.enter_context(self.attached.step())
+                if self.attached.engine.survival is not None:
+                    _in_step.add(self)
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self._end_step()
@@ -75,6 +80,7 @@ def trainer_callback(plan: Plan | MemoryConfig | None = None, **arguments: Any) 
             self._stop()
 
         def _end_step(self) -> None:
+            _in_step.discard(self)
             step, self._step = self._step, None
             if step is not None:
                 step.close()

@@ -133,7 +133,8 @@ def test_a_trainer_that_takes_data_parallel_is_refused(tmp_path, monkeypatch):
     assert callback.attached is None
 
 
-def test_trainer_after_a_training_that_failed(tmp_path, caplog):
+@pytest.mark.parametrize("new", [False, True])  # as the cell of a notebook has, run again
+def test_trainer_after_a_training_that_failed(new, tmp_path, caplog):
     pytest.importorskip("accelerate")
     caplog.set_level(logging.INFO, "mindspeed_mem")
     settings = {"use_cpu": True, "disable_tqdm": True}
@@ -142,6 +143,8 @@ def test_trainer_after_a_training_that_failed(tmp_path, caplog):
     with pytest.raises(ArithmeticError):
         trained(tmp_path, [callback], fails=3, **settings)
     assert "are profiled" in caplog.text and callback.attached is not None
+    if new:
+        callback = mindspeed_mem.trainer_callback("auto", device_memory_gib=0.5)
     found, model = trained(tmp_path, [callback], **settings)
     assert same(found, plain)
     assert "settled on plan" in caplog.text
