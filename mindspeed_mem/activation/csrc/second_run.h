@@ -38,6 +38,14 @@ inline bool is_autocast_as_in(PyObject* then) {
   return true;
 }
 
+// For any device.
+inline bool is_autocast_on(PyObject* then) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(then); ++i) {
+    if (PyTuple_GET_ITEM(PyList_GET_ITEM(then, i), 2) == Py_True) return true;
+  }
+  return false;
+}
+
 inline bool is_as_then(PyObject* self) {
   static Name readers("READERS");
   if (!second_run.random.is_none(self) || !second_run.state.is_none(self) || !module_rerun.untried.is_none(self) ||
@@ -132,7 +140,9 @@ inline Own call_again(PyObject* self, PyObject* leaves) {
   Own pack = refill.of(self), unpack = no_backward.of(self);
   const c10::AutoGradMode with_graph(true);
   const bool keeps_casts = at::autocast::is_autocast_cache_enabled();  // as `second_run.no_shared_casts`
-  at::autocast::set_autocast_cache_enabled(false);
+  if (is_autocast_on(PyTuple_GET_ITEM(second_run.around.get(self), 0))) {
+    at::autocast::set_autocast_cache_enabled(false);
+  }
   const Afterwards with_casts([&] { at::autocast::set_autocast_cache_enabled(keeps_casts); });
   call(engine.push_hooks, pack.get(), unpack.get());
   const Afterwards without_hooks([] { call(engine.pop_hooks); });

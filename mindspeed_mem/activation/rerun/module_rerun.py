@@ -342,7 +342,7 @@ class ModuleRerun(Rerun):
         for then in () if now == self._around[0] else self._around[0]:
             if then not in now:
                 stack.enter_context(torch.autocast(*then))
-        stack.enter_context(no_shared_casts())
+        stack.enter_context(no_shared_casts(self._around[0]))
         if not settings.are(self.settings):
             stack.enter_context(settings.as_of(self.settings))
         if self.state is not None:
