@@ -32,7 +32,7 @@ from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 
 logger = logging.getLogger(__name__)
 
-_FORWARDS = 10  # without a schedule, until what has not run counts as never running
+_FORWARDS = 10  # or training steps of a schedule, until what has not run counts as never running
 
 
 class Passes:
@@ -67,6 +67,7 @@ class Passes:
         self._alone = 0  # forwards without a schedule so far
         self._thread: int | None = None  # in which one of them runs
         self._entered: set[int] | None = None  # the layers that ran in the first of them
+        self._trains, self._trained = False, 0  # whether the call of a schedule does; how many did so far
 
     def enter_layer(self, layer: int) -> None:
         """A layer is about to run."""
@@ -169,6 +170,18 @@ class Passes:
         self._no_effect.flush()
 
     # ---- calls of a schedule
+    def _say_what_was_not_seen(self) -> None:
+        """A call has trained: layers of which nothing is ever seen are told once."""
+        self._trained += 1
+        plan, entered = self._in_force.plan, self._entered
+        if self._trained < _FORWARDS or entered is None or plan is None:
+            return
+        self._entered = None
+        for layer in plan.layers_touched() & regions.tagged_layers().keys() - entered:
+            why = f"nothing of it was seen in {_FORWARDS} training steps: it does not run, or is compiled as a whole"
+            self._no_effect.add("the plan has no effect", layer, why)
+        self._no_effect.flush()
+
     def begin_schedule(
         self,
         key: tuple,
@@ -187,8 +200,11 @@ class Passes:
         self._abandon()
         self._auto.next_call()
         self.scheduled, self._stage = True, stage
+        self._trains = any(one[0] == BACKWARD for one in passes or ())
+        if self._trains and not self._trained:
+            self._entered = set()
         self._in_flight.order.begin(key, passes)
-        if stage is None and any(one[0] == BACKWARD for one in passes or ()):
+        if stage is None and self._trains:
             self._idle_time.say_without()
         self._at_once = {one[1:] for one, after in pairwise(passes or ()) if after == (BACKWARD, *one[1:])}
         if stage is not None and self._in_force.pp_aware and self.balance.begin(key) and gather is not None:
@@ -202,6 +218,8 @@ class Passes:
             logger.warning("the schedule left its known order (%s): what runs next is taken from records", departed)
         if completed and any(self.operators_of.values()):
             self._second_runs.say_what_never_ran()
+        if completed and self._trains:
+            self._say_what_was_not_seen()
         if completed and self._stage is not None and self._in_force.pp_aware:
             peak = self._mover.backend.peak()
             self.balance.end(self._stage, LEDGER.held.highest if peak is None else peak)

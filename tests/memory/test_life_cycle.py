@@ -298,3 +298,24 @@ def under_torchs_checkpoint() -> tuple[int, bool]:
 @pytest.mark.distributed
 def test_a_checkpointed_layer_is_left_to_the_checkpoint():
     assert on_ranks(1, under_torchs_checkpoint) == [(0, True)]
+
+
+def compiled_layer() -> list[str]:
+    """What is said of a plan for two layers of which the second is compiled."""
+    from tests.models import build_gpt, train_step
+    from tests.swap_runs import EVERYTHING, listening, swap
+
+    with parallel(), swap(EVERYTHING), torch._dynamo.config.patch(disable=False), listening(logging.WARNING) as said:
+        chunks = build_gpt("dense", layers=2)
+        layer = chunks[0].module.decoder.layers[1]
+        layer._compiled_call_impl = torch._dynamo.optimize("eager")(layer._call_impl)  # as `layer.compile()`
+        for _ in range(12):
+            train_step(chunks, micro_batches=1)
+        torch.compiler.reset()
+        return said
+
+
+def test_a_plan_for_a_compiled_layer_is_told_to_have_no_effect():
+    [said] = on_ranks(1, compiled_layer)
+    [line] = [line for line in said if "the plan has no effect" in line]
+    assert "in layer 1: " in line and "nothing of it was seen in 10 training steps" in line
