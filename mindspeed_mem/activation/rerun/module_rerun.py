@@ -339,10 +339,12 @@ class ModuleRerun(Rerun):
         if self._random is not None:
             stack.enter_context(rng.as_of(self._random))
         now = _autocast_now()
-        for then in () if now == self._around[0] else self._around[0]:
+        for then in self._around[0]:
             if then not in now:
                 stack.enter_context(torch.autocast(*then))
-        stack.enter_context(no_shared_casts(self._around[0]))
+        for then in self._around[0]:
+            if then[2]:  # it is on
+                stack.enter_context(no_shared_casts())
         if not settings.are(self.settings):
             stack.enter_context(settings.as_of(self.settings))
         if self.state is not None:
@@ -354,8 +356,7 @@ class ModuleRerun(Rerun):
     # ---- once: whether it repeats itself
     def given(self) -> AbstractContextManager[None]:
         """Around what looks at what it changes."""
-        args, kwargs, _ = self._given
-        return given(args, kwargs)
+        return given(*self._given[:2])
 
     def input_changed(self) -> bool:
         """Whether the first run, of which nobody knew whether it repeats itself, has changed an input in place."""
@@ -590,9 +591,7 @@ def _autocast_now() -> list[tuple]:
     if hot_path.native is not None:
         return hot_path.native.autocast_now()
     keeps = torch.is_autocast_cache_enabled()
-    return [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), keeps) for kind in _autocast_kinds()
-    ]
+    return [(one, torch.get_autocast_dtype(one), torch.is_autocast_enabled(one), keeps) for one in _autocast_kinds()]
 
 
 @functools.cache

@@ -31,15 +31,10 @@ without their hooks, and with the tensors that are read besides, weights among t
 
 
 @contextlib.contextmanager
-def no_shared_casts(autocast: Sequence[tuple]) -> Iterator[None]:
-    """Where autocast is on, by what it is for each device (type, dtype, whether it is on, ...), it casts anew what it
-    casts again. It keeps casts of leaves, as weights are, and in a second run its inputs are leaves, too.
-
-    Elsewhere the cache stays on: code that dynamo has compiled is for one state of it.
+def no_shared_casts() -> Iterator[None]:
+    """Autocast casts anew what it casts again. It keeps casts of leaves, as weights are, and in a second run its inputs
+    are leaves, too. Where autocast is off the cache stays on: code that dynamo has compiled is for one state of it.
     """
-    if not any([one[2] for one in autocast]):
-        yield
-        return
     keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
