@@ -77,11 +77,8 @@ class Profiler:
         self._now: _Watch | None = None
         self._cutting: Temporaries | None = None
         self._ended: object = None
-        self._before: tuple[Census | None, Temporaries | None, int] = (
-            None,
-            None,
-            0,
-        )  # what there was before the last call
+        # What there was before the last call, and how many had been timed.
+        self._before: tuple[Census | None, Temporaries | None, int] = None, None, 0
         self.unseen = 0
         """Calls that were completed and of whose backwards nobody told."""
         self._observation.profiler = self
