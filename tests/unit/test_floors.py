@@ -2,6 +2,7 @@
 small."""
 
 import ast
+import re
 import statistics
 from pathlib import Path
 
@@ -256,6 +257,14 @@ def test_each_room_has_a_floor_and_each_floor_is_of_a_room():
         if path.suffix == ".py" or (path / "__init__.py").is_file()
     }
     assert rooms - {"__init__"} | {"patches"} == set(FLOORS)
+
+
+def test_the_page_on_the_architecture_has_these_floors():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d|below) \| (.+?) \|", page, re.MULTILINE)
+    names = {name: floor for floor, names in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", names)}
+    expected = {room: "below" if floor < 0 else str(floor) for room, floor in FLOORS.items() if room != "__main__"}
+    assert names == expected
 
 
 def test_no_circle_of_imports():
