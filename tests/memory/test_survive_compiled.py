@@ -142,6 +142,39 @@ def test_what_a_backward_takes_is_known_wherever_compiled_code_is(engine, compil
         assert torch.equal(found, expected)
 
 
+TABLE = torch.randn(7 * N, requires_grad=True)
+
+
+def more_in_forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x * y] * 5).view(5, -1).sum(0)
+
+
+def more_in_backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * y + TABLE[:9].sum()
+
+
+@pytest.mark.parametrize(("function", "forward", "backward"), [(more_in_forward, N, None), (more_in_backward, None, N)])
+@pytest.mark.needs_torch("2.7", "compiled backwards allocate otherwise")
+def test_code_that_takes_more_than_was_guessed_finds_that_in_another_attempt(engine, function, forward, backward):
+    engine, memory = engine
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend=BACKEND)
+
+    def run(*args):
+        return engine.run_fused(compiled, args, {})
+
+    expected = gradient(engine, memory, compiled)
+    found = []
+    for _ in range(5):
+        TABLE.grad = None
+        try:
+            found.append(gradient(engine, memory, run, forward, backward))
+        except torch.OutOfMemoryError:
+            found.append(None)
+        gc.collect()
+    assert found[0] is None and all(one is not None and torch.equal(one, expected) for one in found[-2:])
+
+
 def test_while_memory_is_not_tight_nothing_is_looked_at(engine, compiled):
     engine, memory = engine
 

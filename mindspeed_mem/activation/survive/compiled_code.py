@@ -1,14 +1,15 @@
 """Room for compiled code while memory is tight: nobody sees what it allocates, and it cannot run again.
 
 So it finds room made for what code of its kind has taken before, in each pass. At first that is a guess: forward takes
-as much as it is given, backward as much as forward, and gradients of weights and inputs.
+as much as it is given, backward as much as forward, and gradients of weights and inputs. Where that was too little, a
+step that is tried again finds more.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,14 +24,23 @@ from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import storage_of
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
+_MORE = 2  # times the room in which code has failed
+
+
+@dataclass
+class _Need:
+    """What code of one kind takes in one pass."""
+
+    most: float = 0.0
+    """Bytes for each byte that it is given."""
+    known: bool = False
+    """Whether it has taken them, and not only failed with less."""
 
 
 @dataclass
 class _Needs:
-    """Bytes that code of one kind has taken at most, for each byte that it was given; None: it has not run yet."""
-
-    forward: float | None = None
-    backward: float | None = None
+    forward: _Need = field(default_factory=_Need)
+    backward: _Need = field(default_factory=_Need)
     """Beside what it starts from."""
 
 
@@ -54,8 +64,20 @@ class CompiledCode:
         self._guard, self._policy, self._mover, self._position = guard, policy, mover, position
         self._backend, self._is_tight = mover.backend, is_tight
         self._needs: dict[Any, _Needs] = {}
+        self._running: list[tuple[_Need, float]] = []  # the innermost last, with the room that it found
         self.reserved = 0
         """Bytes of the room that are for the backward that runs: nothing is to be copied back into them."""
+
+    def begins_anew(self) -> None:
+        """What ran in a step before runs no more."""
+        self._running.clear()
+        self.reserved = 0
+
+    def ran_short(self) -> None:
+        """A step has failed for lack of memory: what ran needs more than it found."""
+        if self._running:
+            need, room = self._running[-1]
+            need.most, need.known = _MORE * room, False
 
     def run(self, run: Callable, call: Callable, args: tuple, kwargs: dict, module: nn.Module | None = None) -> Any:
         """``run(call, args, kwargs)`` a function that may be compiled, or what the calls of ``module`` are."""
@@ -64,10 +86,12 @@ class CompiledCode:
         needs = self._needs.setdefault(call if module is None else type(module), _Needs())
 
         def with_room(*args: Any, **kwargs: Any) -> Any:  # where nobody records what an operator consists of
-            self._guard.room_for(given if needs.forward is None else int(needs.forward * given), args, kwargs)
-            before = self._begins(needs.forward)
+            need = needs.forward
+            takes = max(int(need.most * given), 0 if need.known else given)
+            self._guard.room_for(takes, args, kwargs)
+            before = self._begins(need, takes, given)
             result = call(*args, **kwargs)
-            needs.forward = self._took(needs.forward, given, *before)
+            self._ends(given, *before)
             return result
 
         first = _sequence_nr()
@@ -90,38 +114,40 @@ class CompiledCode:
 
         def begins(gradients: tuple) -> None:
             if self._is_tight():
-                least = given + of_weights
-                guess = int((needs.forward or 0) * given) + least
-                takes = guess if needs.backward is None else max(int(needs.backward * given), least)
+                need, least = needs.backward, given + of_weights
+                guess = 0 if need.known else int(needs.forward.most * given)
+                takes = max(int(need.most * given), guess + least)
                 on_host, to_make = away()
                 self._guard.room_for(on_host + to_make + takes, gradients)
                 if (on_host, to_make) != (now := away()):  # for that, some of it has left
                     self._guard.room_for(sum(now) + takes, gradients)
                 self.reserved = to_make + takes
-                allocated, peak = self._begins(needs.backward)
+                allocated, peak = self._begins(need, takes, given)
                 begun[:] = [(allocated + to_make - self._mover.bytes_in, peak)]  # what comes back is none that it takes
 
         def ends(*_: Any) -> None:
             if begun:
                 self.reserved = 0
                 allocated, peak = begun.pop()
-                needs.backward = self._took(needs.backward, given, allocated + self._mover.bytes_in, peak)
+                self._ends(given, allocated + self._mover.bytes_in, peak)
 
         node.register_prehook(begins)
         node.register_hook(ends)
 
-    def _begins(self, known: float | None) -> tuple[int, int]:
+    def _begins(self, need: _Need, takes: int, given: int) -> tuple[int, int]:
         """What is allocated, and the most that has been since the peak was reset last."""
-        if known is None:
+        if not need.known:
             self._policy.note_peak()
             self._backend.reset_peak()
+        self._running.append((need, takes / given))
         return self._backend.allocated() or 0, self._backend.peak() or 0
 
-    def _took(self, known: float | None, given: int, allocated: int, peak: int) -> float:
-        """The most that has been allocated beyond what was then, as far as the peak shows it, by what was given."""
+    def _ends(self, given: int, allocated: int, peak: int) -> None:
+        """Notes the most that has been allocated beyond what was then, as far as the peak shows it."""
+        need, _ = self._running.pop()
         highest = self._backend.peak() or 0
-        seen = highest - allocated if highest > peak or known is None else 0
-        return max(known or 0.0, seen / given)
+        seen = highest - allocated if highest > peak or not need.known else 0
+        need.most, need.known = max(need.most if need.known else 0.0, seen / given), True
 
 
 def _unseen_of(result: Any, first: int) -> list[Any]:

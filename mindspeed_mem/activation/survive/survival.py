@@ -97,6 +97,10 @@ class Survival:
                     self._rest = inside, *_here()
                 yield
             completed = True
+        except (RuntimeError, MemoryError) as error:
+            if self.backend.is_out_of_memory(error):
+                self._compiled.ran_short()
+            raise
         finally:
             self._guarding = self._tight = False
             self.mover.spare = self._rest = None
@@ -109,7 +113,7 @@ class Survival:
     def _tighten(self, inside: contextlib.ExitStack) -> None:
         inside.enter_context(self.guard)
         self._tight, self.guarded_steps = True, self.guarded_steps + 1
-        self._compiled.reserved = 0
+        self._compiled.begins_anew()
         self.mover.spare = lambda: self.guard.needs.margin + self._compiled.reserved
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
