@@ -16,6 +16,7 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.idle_time import IdleTime
 from mindspeed_mem.activation.in_flight import MicroBatchesInFlight
 from mindspeed_mem.activation.native_operators import NativeOperators
+from mindspeed_mem.activation.never_seen import NeverSeen
 from mindspeed_mem.activation.no_effect_log import NoEffectLog
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.plan_in_force import PlanInForce
@@ -31,8 +32,6 @@ from mindspeed_mem.activation.storage.records import Record
 from mindspeed_mem.passes import BACKWARD, FORWARD, Pass
 
 logger = logging.getLogger(__name__)
-
-_FORWARDS = 10  # or training steps of a schedule, until what has not run counts as never running
 
 
 class Passes:
@@ -66,13 +65,14 @@ class Passes:
         """Whoever wants to know what forwards without a schedule are given."""
         self._alone = 0  # forwards without a schedule so far
         self._thread: int | None = None  # in which one of them runs
-        self._entered: set[int] | None = None  # the layers that ran in the first of them
-        self._trains, self._trained = False, 0  # whether the call of a schedule does; how many did so far
+        self._never_seen = NeverSeen(in_force, second_runs, no_effect)
+        self._trains = False  # whether the call of a schedule does
 
     def enter_layer(self, layer: int) -> None:
         """A layer is about to run."""
-        if self._entered is not None:
-            self._entered.add(layer)
+        entered = self._never_seen.entered
+        if entered is not None:
+            entered.add(layer)
         micro_batch = self._position.micro_batch
         if micro_batch is None or (not self.scheduled and layer <= micro_batch.last_layer):
             micro_batch = self._new((None, 0))
@@ -113,8 +113,6 @@ class Passes:
         if self.scheduled or self._in_force.idle or not regions.may_save():
             return call()
         self._alone += 1
-        if self._alone == 1:
-            self._entered = set()
         self.begin_forward(self._alone, 0)
         self.scheduled, self._thread = True, threading.get_ident()
         try:
@@ -125,7 +123,8 @@ class Passes:
                 begins = self._beginning(micro_batch)
                 for node in nodes(output):
                     node.register_prehook(begins)
-            self._say_what_never_ran()
+            self._idle_time.say_without()
+            self._never_seen.alone_ended()
             return output
         finally:
             self._abandon()
@@ -153,35 +152,7 @@ class Passes:
             profiler.begin_pass(BACKWARD, micro_batch.key)
             torch.autograd.Variable._execution_engine.queue_callback(profiler.end_pass)
 
-    def _say_what_never_ran(self) -> None:
-        self._idle_time.say_without()
-        if self._entered is None:
-            return
-        unseen, at_once = self._in_force.the_plan.layers_touched() - self._entered, self._alone >= _FORWARDS
-        if unseen and not at_once:
-            return  # it may be another model's turn, or a layer's that does not always run
-        self._second_runs.say_what_never_ran(at_once)
-        if not at_once and self._second_runs.looks:
-            return
-        self._entered = None
-        for layer in unseen:
-            why = f"it did not run in {_FORWARDS} forwards, or runs under another checkpoint, or is compiled as a whole"
-            self._no_effect.add("the plan has no effect", layer, why)
-        self._no_effect.flush()
-
     # ---- calls of a schedule
-    def _say_what_was_not_seen(self) -> None:
-        """A call has trained: layers of which nothing is ever seen are told once."""
-        self._trained += 1
-        plan, entered = self._in_force.plan, self._entered
-        if self._trained < _FORWARDS or entered is None or plan is None:
-            return
-        self._entered = None
-        for layer in plan.layers_touched() & regions.tagged_layers().keys() - entered:
-            why = f"nothing of it was seen in {_FORWARDS} training steps: it does not run, or is compiled as a whole"
-            self._no_effect.add("the plan has no effect", layer, why)
-        self._no_effect.flush()
-
     def begin_schedule(
         self,
         key: tuple,
@@ -201,8 +172,6 @@ class Passes:
         self._auto.next_call()
         self.scheduled, self._stage = True, stage
         self._trains = any(one[0] == BACKWARD for one in passes or ())
-        if self._trains and not self._trained:
-            self._entered = set()
         self._in_flight.order.begin(key, passes)
         if stage is None and self._trains:
             self._idle_time.say_without()
@@ -219,7 +188,7 @@ class Passes:
         if completed and any(self.operators_of.values()):
             self._second_runs.say_what_never_ran()
         if completed and self._trains:
-            self._say_what_was_not_seen()
+            self._never_seen.call_trained()
         if completed and self._stage is not None and self._in_force.pp_aware:
             peak = self._mover.backend.peak()
             self.balance.end(self._stage, LEDGER.held.highest if peak is None else peak)
@@ -261,6 +230,8 @@ class Passes:
         micro_batch.ahead = None
         micro_batch.finish_forward()
         as_expected = self._natives.finish(micro_batch)
+        if self._never_seen.entered is not None and self._in_force.config.swap.swap:
+            self._never_seen.forward_ended(micro_batch)
         self.operators_of[micro_batch.key[1]] = micro_batch.count
         first = first_of(output)
         if isinstance(first, torch.Tensor):

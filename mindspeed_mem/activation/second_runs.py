@@ -74,9 +74,10 @@ class SecondRuns:
         if self._ran is not None:
             self._ran.add(wanted.entry)
         if not regions.may_save():
-            self._no_effect.add(
-                f"{wanted.entry} has no effect on {path or 'the layer'}", layer, "it is under another checkpoint there"
-            )
+            stack = self._position.stack
+            if not stack or in_force.recompute(*stack[-1][:2]) is None:  # else what contains it has been told
+                why = "it is under another checkpoint there"
+                self._no_effect.add(f"{wanted.entry} has no effect on {path or 'the layer'}", layer, why)
             return False
         return True
 
@@ -249,23 +250,15 @@ class SecondRuns:
         self._position.rerun = tape
 
     # ---- what came of it
-    @property
-    def looks(self) -> bool:
-        """Whether something that is to run again has not run yet, as far as that has been looked at."""
-        return self._in_force.recomputes and self._ran is not None
-
-    def say_what_never_ran(self, at_once: bool = True) -> None:
-        """After a training step: which entries name only operators that these layers turned out not to run. Not
-        ``at_once``: something may run yet, so only if there is nothing to say."""
+    def say_what_never_ran(self) -> None:
+        """After training: which entries name only operators that these layers turned out not to run."""
         in_force = self._in_force
         if not in_force.recomputes or self._ran is None or in_force.plan is None:
             return
         layers = {layer for layer, _ in in_force.modules}
-        unseen = [(layer, entry) for layer in layers for entry in in_force.plan.recompute_entries(layer) - self._ran]
-        if unseen and not at_once:
-            return
-        for layer, entry in unseen:
-            self._no_effect.add(f"{entry} has no effect", layer, "none of the operators that it names has run")
+        for layer in layers:
+            for entry in in_force.plan.recompute_entries(layer) - self._ran:
+                self._no_effect.add(f"{entry} has no effect", layer, "none of the operators that it names has run")
         self._ran = None
         self._no_effect.flush()
 

@@ -118,6 +118,11 @@ class MemoryPlan:
         found = (self.recompute(layer, op) for op in ("", *self._layers.get(layer, ())))
         return {answer.entry for answer in found if answer is not None}
 
+    def swap_entries(self, layer: int) -> set[str]:
+        """Who asked for what leaves in this layer."""
+        found = (self.decision(layer, op) for op in ("", *self._layers.get(layer, ())))
+        return {swap.entry for swap in found if swap is not None}
+
     def fingerprint(self) -> str:
         """Short and equal for equal plans, to compare ranks: who asked and which layers a rank knows do not count."""
         return self._fingerprint

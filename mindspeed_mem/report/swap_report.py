@@ -94,6 +94,10 @@ def _remarks(row: EngineFigures) -> list[str]:
             where + f"{row.passes_kept} of {row.passes} forwards, since that was decided, kept their activations "
             "on the device: swapping them lowers no peak of the job (swap_config.pp_aware)"
         )
+    pinned: dict[tuple[str, int, str], set[int]] = {}
     for pin in row.pinned:
-        remarks.append(where + f"layer {pin.layer} {pin.op or 'layer'}: {mib(pin.bytes)} MiB pinned by {pin.by}")
+        pinned.setdefault((pin.op, pin.bytes, pin.by), set()).add(pin.layer)
+    for (op, nbytes, by), layers in pinned.items():
+        each = " in each" if len(layers) > 1 else ""
+        remarks.append(where + f"{op and f'{op} in '}{in_words(layers)}: {mib(nbytes)} MiB{each} pinned by {by}")
     return remarks

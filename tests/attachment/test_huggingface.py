@@ -61,6 +61,22 @@ def test_with_checkpoints_of_its_own(name, reentrant, plan):
     check(model, accumulated(given), PLANS[plan] or {"recompute_config": {"select_recompute": {NORMS[name]: True}}})
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_plan_that_such_checkpoints_leave_nothing_to_do_is_told(reentrant, caplog):
+    model, given = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    entry = {"op_name": "mlp", "backward_prefetch": 1, "layers": True}
+    recompute = {"select_recompute": {"self_attn": True}}
+    plan = {"swap_config": {"swap": True, "op_swap": [entry]}, "recompute_config": recompute}
+    with caplog.at_level(logging.WARNING), mindspeed_mem.attach(model, plan):
+        for _ in range(3):
+            results(model, accumulated(given))
+    told = sorted(one for one in caplog.messages if "has no effect" in one)
+    assert len(told) == 2, told
+    assert told[0].startswith("recompute_config.select_recompute.self_attn has no effect on self_attn in layers 0-")
+    assert told[1].startswith("swap_config.op_swap[0] has no effect in layers 0-")
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["swap", "whole"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -57,11 +57,14 @@ def test_remarks_only_about_what_is_configured():
     assert len(lines({**nothing, "swaps": False, "recomputes": True, "recomputed_bytes": MIB})) == 3
     only = lines({**nothing, "swaps": False, "recomputes": True})
     assert len(only) == 4 and only[-1].startswith("rank 0: nothing was recomputed: ")
-    both = lines({"stayed_bytes": MIB, "pinned": [PinnedFigures(layer=2, op="", bytes=MIB, by="a list")]})[3:]
+    places = [(2, "", "a list"), (3, "mlp", "the cache"), (4, "mlp", "the cache")]
+    pinned = [PinnedFigures(layer=layer, op=op, bytes=MIB, by=by) for layer, op, by in places]
+    both = lines({"stayed_bytes": MIB, "pinned": pinned})[3:]
     assert both == [
         "rank 0: 1.00 MiB in all stayed on the device: the host budget was used up "
         "(--swap-host-memory-gib, attach: host_memory_gib)",
-        "rank 0: layer 2 layer: 1.00 MiB pinned by a list",
+        "rank 0: layer 2: 1.00 MiB pinned by a list",
+        "rank 0: mlp in layers 3-4: 1.00 MiB in each pinned by the cache",
     ]
 
 

@@ -141,6 +141,12 @@ class MicroBatch:
         """What has left in this pass and is needed yet."""
         return [record for ref in list(self.moved.values()) if (record := ref()) is not None]
 
+    def layers_of_those_moved(self) -> set[int]:
+        """The layers that made, or save, what has left."""
+        moved = self.those_moved()
+        used = {record.last_use for record in moved}
+        return {one.layer for one in moved} | {layer for layer, _, number in self.running if number in used}
+
     def release_due(self, until: int | None = None) -> None:
         """Release what is due once operator ``until`` has run (None: everything)."""
         while self.due and (until is None or self.due[0][0] <= until):

@@ -12,6 +12,7 @@ import torch
 from mindspeed_mem.activation.figures import PinnedFigures
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import COPYING, HOST, Record
+from mindspeed_mem.plan.layers import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +45,15 @@ class PinnedWatch:
             return
         # by type, not isinstance: that would wake lazy objects and stumble over dead proxies
         modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+        alike: dict[tuple[int, str, str], set[int]] = {}
         for record, storage in new:
             if (record.layer, record.op) not in self._seen:
                 who = _holder(storage, output, modules)
                 self._seen[record.layer, record.op] = record.nbytes, who
-                logger.warning(
-                    "swap has no effect on %d bytes of %s in layer %d: the memory is pinned by %s",
-                    record.nbytes,
-                    record.op or "the layer",
-                    record.layer,
-                    who,
-                )
+                alike.setdefault((record.nbytes, record.op or "the layer", who), set()).add(record.layer)
+        line = "swap has no effect on %d bytes of %s in %s: the memory is pinned by %s"
+        for (nbytes, op, who), layers in alike.items():
+            logger.warning(line, nbytes, op, in_words(layers), who)
 
     def rows(self) -> tuple[PinnedFigures, ...]:
         return tuple(
