@@ -83,6 +83,18 @@ def test_a_plan_is_found_and_kept(tmp_path, caplog):
             assert settled_within(attached, Training(start), expected[:3]) == 2
 
 
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+def test_where_checkpoints_of_the_model_leave_nothing_to_plan_is_told(checkpointed, caplog):
+    caplog.set_level(logging.INFO)
+    training = Training(Net(3, 16, checkpointed=checkpointed))
+    with mindspeed_mem.attach(training.model, "auto", device_memory_gib=0.5) as attached:
+        for _ in range(15):
+            training.step(attached)
+        assert attached.engine.adaptation.state == "settled"
+        for text in (caplog.text, attached.report()):
+            assert ("there is nothing to plan in layers 0-2" in text) == (checkpointed is not None)
+
+
 def test_larger_inputs_are_planned_for_again(caplog):
     caplog.set_level(logging.INFO)
     model = Net(2, 16)

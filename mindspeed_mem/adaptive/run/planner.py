@@ -17,6 +17,7 @@ from mindspeed_mem.adaptive.search.plan_table import engine_time, grid, otherwis
 from mindspeed_mem.adaptive.search.search import Found, Search
 from mindspeed_mem.adaptive.search.simulation import Simulated
 from mindspeed_mem.plan import MemoryConfig
+from mindspeed_mem.plan.layers import in_words
 
 ROUNDS = 4
 """Plans tried before the best of them is kept."""
@@ -86,7 +87,7 @@ class Planner:
         """The first plan, or the first after the problem has changed."""
         found, why = self._searched()  # which may be interrupted
         self.tries, self.kept = [], None
-        return self._try(found, why)
+        return self._try(found, why, self._nothing_to_plan())
 
     def judge(self, measured: Sequence[Measured]) -> Decision:
         """The plan in force took that much: correct the problem by it, then try another plan or stay with the best."""
@@ -124,9 +125,23 @@ class Planner:
         return [
             f"adaptive memory plan ({kind}): " + now.line(),
             *engine_time(now.problem),
+            *filter(None, [self._nothing_to_plan()]),
             *grid(now.problem, now.found.plan, width),
             *of_each,
         ]
+
+    def _nothing_to_plan(self) -> str:
+        """A line on layers of which backward keeps nothing that they made."""
+        empty = {one.name for one in self.problem.classes if all(group.from_previous for group in one.groups)}
+        parts = [part for stage in self.problem.stages for part in stage.parts]
+        numbered = (row for part in parts for row in enumerate(part.layers, part.first_layer))
+        layers = {layer for layer, name in numbered if name in empty}
+        if not layers:
+            return ""
+        return (
+            f"besides what they are given there is nothing to plan in {in_words(layers)}: they keep nothing, as under "
+            "checkpoints that a model has itself (Hugging Face's gradient_checkpointing), or where no gradient passes"
+        )
 
     def _corrected(self, problem: Problem, plan: Plan, simulated: Simulated, measured: Sequence[Measured]) -> Problem:
         """A plan that fits after one that did not shows no more than that: the next is not to lack memory again."""
