@@ -114,8 +114,11 @@ def _twice(survival: Survival, call: ScheduleCall, run: Run) -> Any:
 
 
 def _outgrown(survival: Survival, call: ScheduleCall) -> bool:
+    """Stages hold several micro-batches at once, at most all."""
     length = call.seq_length or 0
-    return survival.policy.outgrown((call.micro_batch_size or 0) * length, length, not call.forward_only)
+    tokens = (call.micro_batch_size or 0) * length
+    held = tokens * (call.micro_batches if call.stages > 1 and not call.forward_only else 1)
+    return survival.policy.outgrown(tokens, length, held, keeps=not call.forward_only)
 
 
 def _recorded(call: ScheduleCall) -> tuple[RecordedIterator | None, ScheduleCall]:

@@ -213,28 +213,31 @@ def test_one_rank_alone_lacks_memory(layout, share, micro_batches):
     assert rescued_there == 0 < rescued
 
 
-def grows() -> tuple[list[str], int]:
-    """After steps that had ample memory, one with four times the samples."""
+def grows(what: str, share: float) -> tuple[list[str], int]:
+    """After steps that had ample memory, one with four times the samples, or micro-batches."""
+    from mindspeed_mem.ranks import gather
     from tests.limited_runs import Training, counted, different, surviving
 
     def run(memory, above=None):
         training, found = Training(memory, "swiglu_gqa_rope", micro_batches=4, layers=4), []
-        for training.samples in (1, 1, 1, 4):
+        for number in (1, 1, 1, 4):
+            setattr(training, what, number)
             found.append(training.step(above))
         return found, training.peak
 
     with counted() as memory, parallel(pp=2):
         expected, peak = run(memory)
         with surviving() as engine:
-            found, _ = run(memory, int(0.6 * peak))
+            found, _ = run(memory, int(share * max(gather(peak))))
         return [name for one, other in zip(found, expected, strict=True) for name in different(one, other)], (
             engine.survival.guard.lacks
         )
 
 
-def test_larger_micro_batches_than_ever_are_guarded():
-    """Stages cannot try a step again."""
-    (first, lacks), (last, _) = on_ranks(2, grows, timeout=60)
+@pytest.mark.parametrize(("what", "share"), [("samples", 0.6), ("micro_batches", 0.85)])
+def test_larger_micro_batches_and_more_than_ever_are_guarded(what, share):
+    """Stages cannot try a step again, and hold several at once."""
+    (first, lacks), (last, _) = on_ranks(2, grows, what, share, timeout=60)
     assert first == last == [] and lacks
 
 

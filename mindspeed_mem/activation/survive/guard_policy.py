@@ -34,7 +34,7 @@ class GuardPolicy:
         self._lacked = False
         self._calm_after = _CALM
         self._retries: int | None = None  # of the allocator, when last looked at
-        self._given: dict[bool, tuple[int, int]] = {}  # the most that models were given; see `outgrown`
+        self._given: dict[bool, tuple[int, ...]] = {}  # the most that models were given; see `outgrown`
         self._in_use = 0  # at most, when a part began
 
     def forget(self, planned: bool = False) -> None:
@@ -49,11 +49,12 @@ class GuardPolicy:
         """Device memory has been at this peak (None: at the backend's, which somebody is about to reset)."""
         self._highest = max(self._highest, (self._backend.peak() if nbytes is None else nbytes) or 0)
 
-    def outgrown(self, elements: int, longest: int, keeps: bool = True) -> bool:
-        """In one part models are given this many elements so far, ``longest`` along a dimension other than the batch's;
-        whether that is more than ever before. ``keeps``: for a backward. The first is not: nothing is known by then."""
-        first, before = not self._given, self._given.get(keeps, (0, 0))
-        self._given[keeps] = max(before[0], elements), max(before[1], longest)
+    def outgrown(self, *sizes: int, keeps: bool = True) -> bool:
+        """In one part models are given this much so far, in each of these measures (their elements, the longest
+        dimension, what is held at once); whether any is more than ever before. ``keeps``: for a backward. The first is
+        not: nothing is known by then."""
+        first, before = not self._given, self._given.get(keeps, (0,) * len(sizes))
+        self._given[keeps] = tuple(map(max, before, sizes))
         return not first and self._given[keeps] != before
 
     def begins(self, parts: int = 1, outgrown: bool = False) -> bool:

@@ -124,7 +124,7 @@ class Survival:
         longest = max((size for one in dense for size in one.shape[1:]), default=0)
         keeps = torch.is_grad_enabled()
         self._given[keeps] += sum(one.numel() for one in dense)
-        if not self.policy.outgrown(self._given[keeps], longest, keeps) or self._rest is None:
+        if not self.policy.outgrown(self._given[keeps], longest, keeps=keeps) or self._rest is None:
             return
         inside, *there = self._rest
         if there == [*_here()] and not regions.in_transform():  # else it would not be the first to be left
