@@ -12,12 +12,17 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.patching import Direct, around
 
 _FUSED = (
+    "megatron.core.activations:squared_relu",
+    "megatron.core.activations:quick_gelu",
+    "megatron.core.activations:fast_gelu",
     "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
     "megatron.core.fusions.fused_bias_geglu:bias_geglu_impl",
     "megatron.core.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl",
     "megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl",
     "megatron.core.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl",
     "megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train",
+    "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy",
+    "megatron.core.fusions.fused_weighted_squared_relu:weighted_squared_relu_impl",
     "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.plan import load_memory_config
 from tests.attachment.plain_models import TEXT, Net, loss_of
 from tests.limited_runs import counted
+from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.usefixtures("limited_memory")
 
@@ -146,7 +148,7 @@ TABLE = torch.randn(7 * N, requires_grad=True)
 
 
 def more_in_forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x * y] * 5).view(5, -1).sum(0)
+    return torch.cat([x * y] * 9).view(9, -1).sum(0)
 
 
 def more_in_backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -229,3 +231,50 @@ def test_room_is_made_before_compiled_layers(in_place, share):
             found = trained(model, attached)
             assert attached.engine.mover.evictions
     assert all(map(torch.equal, found, expected))
+
+
+FUSED = {
+    "activations": ("squared_relu",),
+    "fusions.fused_cross_entropy": (
+        *("calculate_logits_max", "calculate_predicted_logits"),
+        *("calculate_cross_entropy_loss", "calculate_gradients"),
+    ),
+}
+
+
+def beside_fused(module: str) -> tuple[list[str], int]:
+    """What differs in any bit where Megatron's functions of this module are compiled, as they are on a device, and less
+    memory is there; and how often some of it left."""
+    from tests.limited_runs import Training, different, surviving
+
+    home = importlib.import_module(f"megatron.core.{module}")
+    compiles, patched = torch._dynamo.config.patch(disable=False), pytest.MonkeyPatch.context()
+    with counted() as memory, parallel(pp=2), compiles, patched as patch:
+        for name in FUSED[module]:
+            patch.setattr(home, name, torch._dynamo.optimize(BACKEND)(getattr(home, name)))
+        activations = importlib.import_module("megatron.core.activations")
+
+        def training() -> Training:
+            of_model = {"layers": 4, "cross_entropy_loss_fusion": True, "tied": False}
+            return Training(memory, "dense", 4, activation_func=activations.squared_relu, **of_model)
+
+        plain = training()
+        expected = [plain.step() for _ in range(3)]
+        room = int(0.7 * plain.peak)
+        del plain
+        with surviving() as engine:
+            mine = training()
+            found = different(mine.step(), expected[0])
+            for one in expected[1:]:
+                found += different(mine.step(room), one)
+            torch.compiler.reset()
+            return found, engine.mover.evictions
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("module", FUSED)
+@pytest.mark.needs_torch("2.7", "compiled backwards allocate otherwise")
+def test_room_is_made_before_what_megatron_fuses(module):
+    """In a pipeline, where no step is tried again."""
+    results = on_ranks(2, beside_fused, module, timeout=60)
+    assert [found for found, _ in results] == [[], []] and any(evictions for _, evictions in results)

@@ -1,8 +1,8 @@
 """Room for compiled code while memory is tight: nobody sees what it allocates, and it cannot run again.
 
 So it finds room made for what code of its kind has taken before, in each pass. At first that is a guess: forward takes
-as much as it is given, backward as much as forward, and gradients of weights and inputs. Where that was too little, a
-step that is tried again finds more.
+several times what it is given, backward as much as forward, and gradients of weights and inputs. Where that was too
+little, a step that is tried again finds more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mindspeed_mem.device.op_guard import OpGuard
 from mindspeed_mem.device.op_rules import storage_of
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
+_GUESS = 4  # times what it is given: a loss makes two of logits in 16 bits, in 32 bits
 _MORE = 2  # times the room in which code has failed
 
 
@@ -87,7 +88,7 @@ class CompiledCode:
 
         def with_room(*args: Any, **kwargs: Any) -> Any:  # where nobody records what an operator consists of
             need = needs.forward
-            takes = max(int(need.most * given), 0 if need.known else given)
+            takes = int((need.most if need.known else max(need.most, _GUESS)) * given)
             self._guard.room_for(takes, args, kwargs)
             before = self._begins(need, takes, given)
             result = call(*args, **kwargs)
