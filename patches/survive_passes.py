@@ -22,6 +22,7 @@ from torch import nn
 from mindspeed_mem import ranks
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.rerun import second_run
+from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.survive.step_retry import BeforeStep, RecordedIterator, forget_frames
 from mindspeed_mem.activation.survive.survival import NoRoomError, Survival
 from mindspeed_mem.passes import Listener, Precedence, Run, ScheduleCall
@@ -42,9 +43,10 @@ class SurvivePasses(Listener):
     precedence = Precedence.SURVIVE
 
     def around_call(self, call: ScheduleCall, run: Run) -> Any:
-        survival = _survival()
-        if survival is None:
+        engine, survival = engines.current(), _survival()
+        if engine is None or survival is None:
             return run(call)
+        engine.passes.layer_given = lambda args, kwargs: survival.given(tensors_in((args, kwargs)))
         _take_back()
         if call.schedule != "forward_backward_no_pipelining" or call.forward_only:
             return _once(survival, call, run)

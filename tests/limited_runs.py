@@ -114,6 +114,8 @@ class Training:
         self.number = 0
         self.samples = 2
         """Of a micro-batch."""
+        self.tokens = SEQUENCE
+        """Of a sample."""
         self.length: int | None = SEQUENCE
         """What schedules are told."""
         self.zero = True
@@ -166,8 +168,8 @@ class Training:
         return found | {"norm": numpy.array(float(norm))}
 
     def forward(self, batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        text = next(batches)
-        positions = torch.arange(SEQUENCE, device=DEVICE).unsqueeze(0).expand(len(text), -1)
+        text = next(batches)[:, : self.tokens + 1]
+        positions = torch.arange(self.tokens, device=DEVICE).unsqueeze(0).expand(len(text), -1)
         output = model(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -63,6 +63,8 @@ class Passes:
         """How many operators run forward in each model chunk, as far as one has run."""
         self.given: Callable[[tuple, Mapping[str, Any]], None] | None = None
         """Whoever wants to know what forwards without a schedule are given."""
+        self.layer_given: Callable[[tuple, Mapping[str, Any]], None] | None = None
+        """Whoever wants to know what layers are given in a schedule."""
         self._alone = 0  # forwards without a schedule so far
         self._thread: int | None = None  # in which one of them runs
         self._never_seen = NeverSeen(in_force, second_runs, no_effect)

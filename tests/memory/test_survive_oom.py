@@ -214,13 +214,14 @@ def test_one_rank_alone_lacks_memory(layout, share, micro_batches):
 
 
 def grows(what: str, share: float) -> tuple[list[str], int]:
-    """After steps that had ample memory, one with four times the samples, or micro-batches."""
+    """After steps that had ample memory, one with more samples, micro-batches or tokens than ever."""
     from mindspeed_mem.ranks import gather
     from tests.limited_runs import Training, counted, different, surviving
 
     def run(memory, above=None):
-        training, found = Training(memory, "swiglu_gqa_rope", micro_batches=4, layers=4), []
-        for number in (1, 1, 1, 4):
+        of_any_length = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+        training, found = Training(memory, "swiglu_gqa_rope", micro_batches=4, layers=4, **of_any_length), []
+        for number in (8, 8, 8, 32) if what == "tokens" else (1, 1, 1, 4):
             setattr(training, what, number)
             found.append(training.step(above))
         return found, training.peak
@@ -234,9 +235,9 @@ def grows(what: str, share: float) -> tuple[list[str], int]:
         )
 
 
-@pytest.mark.parametrize(("what", "share"), [("samples", 0.6), ("micro_batches", 0.85)])
+@pytest.mark.parametrize(("what", "share"), [("samples", 0.6), ("micro_batches", 0.85), ("tokens", 0.75)])
 def test_larger_micro_batches_and_more_than_ever_are_guarded(what, share):
-    """Stages cannot try a step again, and hold several at once."""
+    """Stages cannot try a step again, and hold several at once. Schedules are not told how many tokens there are."""
     (first, lacks), (last, _) = on_ranks(2, grows, what, share, timeout=60)
     assert first == last == [] and lacks
 

@@ -34,7 +34,7 @@ class GuardPolicy:
         self._lacked = False
         self._calm_after = _CALM
         self._retries: int | None = None  # of the allocator, when last looked at
-        self._given: dict[bool, tuple[int, ...]] = {}  # the most that models were given; see `outgrown`
+        self._given: dict[tuple[str, bool], tuple[int, ...]] = {}  # the most that models were given; see `outgrown`
         self._in_use = 0  # at most, when a part began
 
     def forget(self, planned: bool = False) -> None:
@@ -49,13 +49,19 @@ class GuardPolicy:
         """Device memory has been at this peak (None: at the backend's, which somebody is about to reset)."""
         self._highest = max(self._highest, (self._backend.peak() if nbytes is None else nbytes) or 0)
 
-    def outgrown(self, *sizes: int, keeps: bool = True) -> bool:
+    def outgrown(self, *sizes: int, keeps: bool = True, told_by: str = "") -> bool:
         """In one part models are given this much so far, in each of these measures (their elements, the longest
-        dimension, what is held at once); whether any is more than ever before. ``keeps``: for a backward. The first is
-        not: nothing is known by then."""
-        first, before = not self._given, self._given.get(keeps, (0,) * len(sizes))
-        self._given[keeps] = tuple(map(max, before, sizes))
-        return not first and self._given[keeps] != before
+        dimension, what is held at once); whether any is more than ever before. ``keeps``: for a backward. ``told_by``:
+        who measures. Its first is not: nothing is known by then."""
+        key, first = (told_by, keeps), all(told_by != by for by, _ in self._given)
+        before = self._given.get(key, (0,) * len(sizes))
+        self._given[key] = tuple(map(max, before, sizes))
+        return not first and self._given[key] != before
+
+    @property
+    def is_first(self) -> bool:
+        """What runs began first, of those that tell anything: nothing is more than ever yet."""
+        return self._parts == self._running
 
     def begins(self, parts: int = 1, outgrown: bool = False) -> bool:
         """A part begins, or several at once; whether memory may run out in it. ``outgrown``: of what they are given."""

@@ -117,14 +117,17 @@ class Survival:
         self.mover.spare = lambda: self.guard.needs.margin + self._compiled.reserved
 
     def given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A model begins to run on these. The rest of a step that is not guarded is, if they are more than ever."""
+        """A model, or a layer in a schedule, whose caller may be wrong about sizes, begins to run on these. The rest of
+        a step that is not guarded is, if they are more than ever."""
         if not self._guarding:  # as in an evaluation outside of steps
             return
         dense = [one for one in tensors if not one.is_nested and one.layout is torch.strided]
         longest = max((size for one in dense for size in one.shape[1:]), default=0)
         keeps = torch.is_grad_enabled()
-        self._given[keeps] += sum(one.numel() for one in dense)
-        if not self.policy.outgrown(self._given[keeps], longest, keeps=keeps) or self._rest is None:
+        here = sum(one.numel() for one in dense)
+        self._given[keeps] += here
+        outgrown = self.policy.outgrown(self._given[keeps], longest, here, keeps=keeps, told_by="models")
+        if not outgrown or self._rest is None or self.policy.is_first:
             return
         inside, *there = self._rest
         if there == [*_here()] and not regions.in_transform():  # else it would not be the first to be left
