@@ -89,7 +89,10 @@ def _link(ranks: Sequence[RankProfile]) -> Link:
 def _part(view: PartView, classes: LayerClasses) -> Part:
     after = view.profile.after
     if not view.layers:
-        raise UnplannableError("a pipeline stage has a part without layers, which cannot be planned: give each a layer")
+        raise UnplannableError(
+            "a part of a pipeline stage has no layers, or none that is seen as its layers are compiled, and cannot be "
+            "planned; give each part a layer, and compile none of them as a whole"
+        )
     first, last = view.layers[0], view.layers[-1]
     if skipped := set(range(first, last)) - set(view.layers):
         raise IncompleteError(f"{in_words(sorted(skipped))} did not run in a step, or nothing inside could be seen")
