@@ -319,6 +319,18 @@ def test_a_version_that_nobody_has_looked_at_is_said_once(upstreams, applied, ca
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
+@pytest.mark.parametrize("module", ["megatron.training.training", "megatron.training.arguments"])
+def test_sources_of_megatron_lm_are_known_for_each_version_of_which_there_are_any(module):
+    """The wheel lacks them: a table made without a checkout would call every checkout changed."""
+    table = upstream.table()["megatron"]
+    targets = {target: known for target, known in table["symbols"].items() if target.startswith(module + ":")}
+    assert targets
+    for version, files in table["files"].items():
+        assert module in files, version
+        for target, known in targets.items():
+            assert any(version in versions.split() for versions in known.values()), (version, target)
+
+
 def test_a_source_of_another_version_is_a_change(upstreams, applied):
     """Of a version in the table that version's source counts, of any other each."""
     installed = upstream.version_of("megatron")
