@@ -22,7 +22,9 @@ def block_init(original, self, *args, **kwargs):
 @around("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__", optional=True, since="0.18")
 def hybrid_init(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
-    tag_stack(self, getattr(self, "final_norm", None), self.config.num_layers, (self.pp_group.rank(), 0), __name__)
+    group = getattr(self, "pp_group", None)  # since 0.13
+    place = _place(self) if group is None else (group.rank(), 0)
+    tag_stack(self, getattr(self, "final_norm", None), self.config.num_layers, place, __name__)
 
 
 @around("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock.__init__")
