@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import sys
+from pathlib import Path
 
 from mindspeed_mem import features
 from mindspeed_mem.patching import REGISTRY, around
@@ -20,16 +22,33 @@ _lifted: list = []
 
 
 def join() -> bool:
-    """Import MindSpeed's adaptor with our features in its list; False where MindSpeed or torch_npu is missing."""
+    """Import MindSpeed's adaptor with our features in its list; False where MindSpeed or torch_npu is missing.
+
+    In a script of MindSpeed-LLM it is that package's own adaptor, which applies MindSpeed's patches by itself: after
+    MindSpeed's, some names would keep what MindSpeed alone has put there. What has been applied already stays: again,
+    MindSpeed would raise, as nobody may replace a symbol twice.
+    """
     if not all(map(importlib.util.find_spec, ("mindspeed", "torch_npu"))):
         return False
     from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
+    from mindspeed.patch_utils import MindSpeedPatchesManager
 
     _append(MindSpeedFeaturesManager)
     REGISTRY.apply([__name__])
-    if "mindspeed.megatron_adaptor" not in sys.modules:
-        import mindspeed.megatron_adaptor  # noqa: F401
+    if not MindSpeedPatchesManager.patches_info and "mindspeed.megatron_adaptor" not in sys.modules:
+        importlib.import_module("mindspeed_llm" if _of_mindspeed_llm(sys.argv[0]) else "mindspeed.megatron_adaptor")
     return True
+
+
+def _of_mindspeed_llm(script: str) -> bool:
+    """Whether the script imports MindSpeed-LLM by name, as all of its own do."""
+    if importlib.util.find_spec("mindspeed_llm") is None:
+        return False
+    try:
+        text = Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # of an interactive session, or none at all
+        return False
+    return re.search(r"^\s*(from|import)\s+mindspeed_llm\b", text, re.MULTILINE) is not None
 
 
 @functools.cache
