@@ -95,9 +95,12 @@ _ALWAYS = (
     of_mindspeed("--moe-zero-memory", _SAME, off="disable"),
     of_mindspeed("--moe-unperm2-mem-optim-swap", _SAME),
     of_mindspeed("--compress-dense", _SAME, off="disable"),
+    of_mindspeed("--compress-activation", _SAME),
+    of_mindspeed("--swap-layer-input", _SAME),
     of_mindspeed("--automated-pipeline", _SAME),
     of_mindspeed("--schedules-method", _OWN_PASSES, value="dualpipev"),
     of_mindspeed("--use-multiparameter-pipeline-model-parallel", _OWN_PASSES),
+    of_mindspeed("--layerwise-disaggregated-training", _OWN_PASSES),
 )
 MEMORY = (*_ALWAYS, *_graphs(_GRAPH, _graphs_of_parts))
 RECOMPUTE = (
@@ -137,6 +140,8 @@ PIPELINE_STAGES = (
     of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_mindspeed("--noop-layers", "it finds its layers where an even split has them"),
+    of_mindspeed("--pipeline-num-transformer-layers", _TWO_SPLITS),
+    of_mindspeed("--num-layer-list", _TWO_SPLITS),
     of_mindspeed("--automated-pipeline", _TWO_SPLITS),
     of_mindspeed("--schedules-method", "each stage has a part of both halves of the model", value="dualpipev"),
 )
@@ -162,6 +167,8 @@ INFLIGHT_CAP = (
     of_mindspeed("--moe-fb-overlap", "both decide about the order of passes"),
     of_mindspeed("--schedules-method", "both decide about the order of passes", value="dualpipev"),
     of_mindspeed("--use-multiparameter-pipeline-model-parallel", "stages send each other one tensor"),
+    of_mindspeed("--layerwise-disaggregated-training", "both decide about the order of passes"),
+    of_mindspeed("--dist-train", "its models run on other stages, with passes of their own"),
 )
 
 _BOTH_PUT_OFF = "both put gradients of weights off"
@@ -217,12 +224,23 @@ ADAPTIVE = (
     of_mindspeed("--adaptive-recompute-device-size", _SAME),
     of_mindspeed("--recompute-activation-function", _SAME),
     of_mindspeed("--recompute-norm", _SAME),
+    of_mindspeed("--recompute-mla-up-proj", _SAME),
+    of_mindspeed("--mla-zero-memory", _SAME),
     of_mindspeed("--memory-fragmentation", "both manage memory"),
 )
 
+_SAME_STATES = "both decide where optimizer states lie"
+_OWN_FORMATS = "it keeps optimizer states or gradients in formats of its own"
+_OWN_STATES = (
+    of_mindspeed("--compress-optimizer", _SAME_STATES),
+    of_mindspeed("--quant-states", _OWN_FORMATS),
+    of_mindspeed("--quant-grads", _OWN_FORMATS),
+    of_mindspeed("--o2-optimizer", _OWN_FORMATS),
+)
+"""Of MindSpeed and MindSpeed-LLM."""
+
 _LATE_GRADIENTS = "gradients of weights come after the backward pass that its chunks are reduced in"
 _OWN_MEMORY = "it keeps parameters or gradients in memory of its own"
-_SAME_STATES = "both decide where optimizer states lie"
 
 
 def _stage(args: Any) -> str:
@@ -277,7 +295,9 @@ CHUNKS = (
     of_mindspeed("--swap-optimizer", _SAME_STATES),
     of_mindspeed("--virtual-optimizer", _SAME_STATES),
     of_mindspeed("--reuse-fp32-param", "both decide where the fp32 masters lie"),
+    *_OWN_STATES,
     of_mindspeed("--layerzero", _OWN_MEMORY),
+    of_mindspeed("--layerwise-disaggregated-training", _NOT_YET),
     of_mindspeed("--moe-fb-overlap", _NOT_YET),
     of_mindspeed("--schedules-method", _NOT_YET, value="dualpipev"),
 )
@@ -302,4 +322,5 @@ OPTIMIZER_PARALLEL = (
     of_mindspeed("--swap-optimizer", _SAME_STATES),
     of_mindspeed("--virtual-optimizer", _SAME_STATES),
     of_mindspeed("--reuse-fp32-param", "both decide where the fp32 masters lie"),
+    *_OWN_STATES,
 )

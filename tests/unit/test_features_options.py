@@ -47,6 +47,7 @@ EARLIER_MEGATRON_LM = {"--use-custom-fsdp"}
 MINDSPEED = {
     "--automated-pipeline",
     "--compress-dense",
+    "--dist-train",
     "--layerzero",
     "--moe-allgather-overlap-comm",
     "--moe-alltoall-overlap-comm",
@@ -54,6 +55,9 @@ MINDSPEED = {
     "--moe-unperm2-mem-optim-swap",
     "--moe-zero-memory",
     "--noop-layers",
+    "--pipeline-num-transformer-layers",
+    "--quant-grads",
+    "--quant-states",
     "--recompute-in-advance",
     "--recompute-activation-function",
     "--recompute-in-bubble",
@@ -73,6 +77,16 @@ EARLIER_MINDSPEED = {
     "--adaptive-recompute-device-swap",
     "--memory-fragmentation",
 }
+# Of its later versions, 26.0 and 26.1.
+LATER_MINDSPEED = {"--compress-activation", "--compress-optimizer", "--swap-layer-input"}
+MINDSPEED_LLM = {
+    "--layerwise-disaggregated-training",
+    "--mla-zero-memory",
+    "--num-layer-list",
+    "--o2-optimizer",
+    "--recompute-mla-up-proj",
+}
+"""Of 26.1.0."""
 
 LATER_MEGATRON = {"--moe-paged-stash"}
 """Of megatron-core 0.18 and 0.19."""
@@ -96,7 +110,8 @@ def test_every_option_named_exists(option):
         assert option.dest in fields or option.flag in LATER_MEGATRON
     else:
         of_megatron_lm = MEGATRON_LM | LATER_MEGATRON_LM | EARLIER_MEGATRON_LM
-        assert option.flag in (of_megatron_lm if option.origin == "megatron-lm" else MINDSPEED | EARLIER_MINDSPEED)
+        of_mindspeed = MINDSPEED | EARLIER_MINDSPEED | LATER_MINDSPEED | MINDSPEED_LLM
+        assert option.flag in (of_megatron_lm if option.origin == "megatron-lm" else of_mindspeed)
         assert option.dest not in fields
 
 
@@ -117,11 +132,35 @@ def test_the_list_of_megatron_lm_is_true_and_its_parser_knows_our_flags():
     assert known >= {feature.flag for feature in FEATURES}
 
 
-@pytest.mark.skipif("MINDSPEED" not in os.environ, reason="MINDSPEED names no checkout of MindSpeed")
-def test_the_list_of_mindspeed_is_true():
-    sources = [p.read_text() for p in Path(os.environ["MINDSPEED"], "mindspeed/features_manager").rglob("*.py")]
-    for flag in MINDSPEED:
+@pytest.mark.parametrize(
+    "variable, package, flags",
+    [("MINDSPEED", "mindspeed", MINDSPEED), ("MINDSPEED_LLM", "mindspeed_llm", MINDSPEED_LLM)],
+)
+def test_the_list_of_mindspeed_is_true(variable, package, flags):
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no checkout")
+    sources = [p.read_text() for p in Path(os.environ[variable], package, "features_manager").rglob("*.py")]
+    for flag in flags:
         assert any(f'"{flag}"' in source or f"'{flag}'" in source for source in sources), flag
+
+
+@pytest.mark.parametrize(
+    "line, refused",
+    [
+        ("--survive-oom --swap-layer-input", "--swap-layer-input: both decide about the same activations"),
+        ("--survive-oom --compress-activation 1-3", "--compress-activation: both decide about the same activations"),
+        ("--recompute-layers all --layerwise-disaggregated-training", "--layerwise-disaggregated-training: its"),
+        ("--adaptive-memory-optimization --mla-zero-memory", "--mla-zero-memory: both decide"),
+        ("--max-inflight-microbatches 1 --dist-train", "--dist-train: its models run on other stages"),
+        ("--pipeline-stages 1,3 --num-layers 4 --pipeline-num-transformer-layers [[1],[3]]", "both say which layers"),
+        ("--chunk-zero-stage 3 --use-distributed-optimizer --quant-states fp8", "--quant-states: it keeps optimizer"),
+        ("--optimizer-parallel sharding --o2-optimizer", "--o2-optimizer: it keeps optimizer states or gradients"),
+        ("--optimizer-parallel sharding --compress-optimizer", "both decide where optimizer states lie"),
+    ],
+)
+def test_what_only_some_versions_of_mindspeed_have_is_refused_too(line, refused):
+    with pytest.raises(FeatureError, match=f"cannot be combined with .*{refused}.*Leave one of them out"):
+        check(scan([*line.split(), "--device", "cpu"]))
 
 
 BESIDE_MINDSPEED = {
