@@ -35,8 +35,9 @@ OTHERS = {
     *("--decoupled-lr", "--dist-ckpt-optim-fully-reshardable", "--moe-shared-expert-overlap", "--mtp-num-layers"),
     *("--tensorboard-log-interval", "--wandb-project", "--moe-expert-capacity-factor", "--deterministic-mode"),
     *("--callbacks", "--external_plugins", "--gradient_checkpointing", "--recompute_granularity"),
+    "--stage",
 }
-"""Of torchrun and ColossalAI's example; of Megatron-LM; of ms-swift."""
+"""Of torchrun and ColossalAI's example; of Megatron-LM; of ms-swift; of MindSpeed-LLM."""
 
 
 def each(items):
