@@ -208,6 +208,7 @@ V = (
     of_megatron_lm("--hybrid-layer-pattern", _OWN_PLACES, unless=_no_v),
     of_megatron_lm("--ckpt-format", _BY_RANK, value="torch", unless=_no_v),
     of_megatron_lm("--ckpt-format", _BY_RANK, value="torch_dcp", unless=_no_v),
+    of_megatron_lm("--ckpt-convert-format", _BY_RANK, value="torch", unless=_no_v),
     of_mindspeed("--noop-layers", _OWN_PLACES, unless=_no_v),
 )
 ZERO_BUBBLE = (*{(bar.origin, bar.flag): bar for bar in (*INFLIGHT_CAP, *SPLIT_BACKWARD)}.values(), *V)
@@ -303,6 +304,7 @@ CHUNKS = (
 )
 
 _SPLITS = "it splits the optimizer by itself"
+_ONE_SAVES = "there one rank saves what lies on all of them"
 OPTIMIZER_PARALLEL = (
     of_megatron_lm("--use-distributed-optimizer", _SPLITS),
     of_megatron_lm("--use-megatron-fsdp", _SPLITS),
@@ -313,9 +315,8 @@ OPTIMIZER_PARALLEL = (
     of_megatron_lm("--optimizer-cpu-offload", _SAME_STATES),
     of_megatron_lm("--use-precision-aware-optimizer", "its masters are TransformerEngine's own"),
     of_megatron_lm("--rl-offload-optimizer-during-inference", _SAME_STATES),
-    of_megatron_lm(
-        "--ckpt-format", "there one rank saves what lies on all of them; torch_dist can be loaded", value="torch"
-    ),
+    of_megatron_lm("--ckpt-format", f"{_ONE_SAVES}; torch_dist can be loaded", value="torch"),
+    of_megatron_lm("--ckpt-convert-format", f"{_ONE_SAVES}; converting needs no split optimizer", value="torch"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_core("--fp8-param-gather", "fp8 parameters are made from whole fp32 masters", field="fp8_param"),
     of_core("--qk-clip", "it writes into whole fp32 masters"),

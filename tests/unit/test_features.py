@@ -442,12 +442,22 @@ def test_a_v_has_bars_of_its_own(monkeypatch):
         found = [] if not expected else problems_of({**asked, "ckpt_format": "torch"})
         assert len(found) == expected and all("--pipeline-schedule cannot be combined with" in one for one in found)
         assert check({**asked, "ckpt_format": "torch"}) if not expected else "--ckpt-format torch" in str(found)
-    arguments = ["--device", "cpu", "--pipeline-schedule", "v", "--ckpt-format", "torch"]
-    assert len(problems_of(scan(arguments))) == 1
+    for option in ("--ckpt-format", "--ckpt-convert-format"):
+        arguments = ["--device", "cpu", "--pipeline-schedule", "v", option, "torch"]
+        assert len(problems_of(scan(arguments))) == 1
     monkeypatch.setattr(upstream, "version_of", lambda _: "0.15.3")
     (problem,) = problems_of({"device": "cpu", "pipeline_schedule": "v"})
     assert "needs megatron-core 0.16 or newer" in problem and "give zb" in problem
     assert check({"device": "cpu", "pipeline_schedule": "zb"}).zero_bubble
+
+
+def test_no_split_optimizer_is_saved_in_a_format_that_one_rank_writes():
+    """Also at the end of a conversion: that rank waited for the others, which had gone on."""
+    for option in ("--ckpt-format", "--ckpt-convert-format"):
+        asked = ["--device", "cpu", "--optimizer-parallel", "sharding", option]
+        (problem,) = problems_of(scan([*asked, "torch"]))
+        assert f"--optimizer-parallel cannot be combined with {option} torch: there one rank saves" in problem
+        assert check(scan([*asked, "torch_dist"])).optimizer_parallel == "sharding"
 
 
 def test_a_cap_is_a_whole_number():

@@ -20,6 +20,7 @@ OPTIONS = [option for feature in FEATURES for option in (*feature.needs, *featur
 # core_r0.16.0; both are compared with the real parsers where those are there.
 MEGATRON_LM = {
     "--check-weight-hash-across-dp-replicas-interval",
+    "--ckpt-convert-format",
     "--ckpt-format",
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
