@@ -4,6 +4,8 @@ back after second runs, or there are none."""
 import argparse
 import contextlib
 import contextvars
+import copy
+import gc
 import itertools
 import random
 import sys
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 import mindspeed_mem
+from mindspeed_mem.activation.storage.ledger import LEDGER
 from tests.attachment.plain_models import same
 
 PARTS = {"recompute_config": {"select_recompute": {"part": True}}}
@@ -384,6 +387,53 @@ def test_it_counts_once(way, uses, caplog):
     again = "" if WAYS[way] is context_variable else "run again, it gives other values"  # from what it was then
     why_not = REFUSED.get(WAYS[way], again if uses else "")
     assert (why_not in caplog.text) if why_not else ("no effect" not in caplog.text)
+
+
+class Recurrent(nn.Module):
+    """Writes what it makes into a state that it is given, deep in there, as Hugging Face's linear attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, state):
+        made = self.linear(x).sin() + state.layers[0].kept[0]
+        state.layers[0].kept[0].copy_(made)
+        return made
+
+
+class GivesState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Recurrent()
+
+    def forward(self, x):
+        layer = types.SimpleNamespace(kept={0: torch.zeros_like(x)})
+        return self.part(x, types.SimpleNamespace(layers=[layer]))
+
+
+class Recurring(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([GivesState(), GivesState()])
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
+def test_what_stores_its_graph_in_what_it_is_given_leaves_nothing_behind(caplog):
+    """Also where no backward follows."""
+    model, x = Recurring(), torch.randn(64, 8)
+    plain = copy.deepcopy(model)
+    plain(x).sum().backward()
+    with mindspeed_mem.attach(model, PARTS):
+        for _ in range(2):
+            model(x)
+        model(x).sum().backward()
+        gc.collect()
+        assert LEDGER.held.now == 0
+    assert same([one.grad for one in model.parameters()], [one.grad for one in plain.parameters()])
+    assert "part in layers 0-1: it keeps what it computes in argument 1 (a SimpleNamespace)" in caplog.text
 
 
 class Counting(nn.Module):

@@ -77,6 +77,19 @@ def test_a_plan_that_such_checkpoints_leave_nothing_to_do_is_told(reentrant, cap
     assert told[1].startswith("swap_config.op_swap[0] has no effect in layers 0-")
 
 
+def test_a_cache_keeps_layers_from_running_again_which_is_told(caplog):
+    model, given = build("llama")
+    given = {**given, "use_cache": True}
+    check(model, accumulated(given), WHOLE)
+    with mindspeed_mem.attach(model, WHOLE):
+        for _ in range(2):
+            model(**given)  # which no backward follows
+        gc.collect()
+        assert LEDGER.held.now == 0
+    assert "recompute has no effect on the layer in layers 0-2: it keeps what it computes in " in caplog.text
+    assert "train with use_cache=False" in caplog.text
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", ["swap", "whole"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

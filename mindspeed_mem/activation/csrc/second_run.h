@@ -236,6 +236,7 @@ inline void remake(PyObject* self, PyObject* leaves) {
   if (remaining.number(self) != 0) differs.call(self, Py_None, Py_None);
   module_rerun.inputs.set_borrowed(self, Py_None);
   second_run.settings.set(self, own(PyTuple_New(0)));
+  second_run.given.set(self, own(Py_BuildValue("((){}O)", Py_None)));
 }
 
 inline PyObject* module_rerun_remakes(PyObject* self, PyObject*) {

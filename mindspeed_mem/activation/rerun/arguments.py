@@ -23,6 +23,11 @@ class Slot(NamedTuple):
     number: int
 
 
+NOTHING: tuple[tuple, dict[str, Any], None] = (), {}, None
+"""What is left of arguments and attributes once nobody runs on them any more: tensors of an operator's graph may
+lie in them by then, and that graph holds who runs it again."""
+
+
 def split(value: Any, take: Callable[[torch.Tensor], Any], taken: list[Any]) -> Any:
     """A copy of ``value`` with a `Slot` in place of each tensor for which ``take`` returned something.
 

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from operator import is_
 from types import CellType, MemberDescriptorType
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mindspeed_mem.activation.rerun import rng
+from mindspeed_mem.activation.rerun.arguments import attributes_of
 from mindspeed_mem.activation.rerun.bits import same_bits
 from mindspeed_mem.activation.rerun.settings import ABSENT, PLAIN
 
@@ -24,6 +25,7 @@ PLAIN_KINDS = tuple(PLAIN)
 REBOUND = (*PLAIN_KINDS, torch.Tensor, tuple, frozenset)
 """What changes by another being put in its place."""
 _BASES: tuple[Any, ...] = (OrderedDict, dict, set, deque, list)
+_DEPTH, _MANY = 5, 256  # how deep in arguments, and how many in each, what has been computed is looked for
 _given: list[dict[Any, Any]] = []
 """What operators were given of which places are looked at, by position or name; innermost last."""
 
@@ -261,6 +263,32 @@ def argument_or(value: Any) -> Callable[[], Any]:
     """As `reference`, but of each run its own where this is one of the operator's arguments."""
     at = next((key for key, one in _given[-1].items() if one is value), None) if _given else None
     return reference(value) if at is None else lambda: _given[-1].get(at) if _given else None
+
+
+def argument_with_graph(first: int) -> str:
+    """The first of the operator's arguments that is an object with a tensor in it that has been computed since
+    autograd's number ``first``; empty: there is none. Such a tensor holds the graph, which holds who runs the operator
+    again, and with it the object: where no backward follows, neither would ever go."""
+    seen: set[int] = set()
+
+    def has(value: Any, depth: int) -> bool:
+        if is_a(value, torch.Tensor):
+            return value.grad_fn is not None and value.grad_fn._sequence_nr() >= first
+        if depth > _DEPTH or id(value) in seen or is_a(value, (*PLAIN_KINDS, type, torch.nn.Module)):
+            return False
+        seen.add(id(value))
+        inside = list((attributes_of(value) or {}).values())[:_MANY]
+        if is_a(value, (*_BASES, tuple)):
+            items = tuple.__iter__(value) if is_a(value, tuple) else content_of(value)
+            inside += islice(items.values() if isinstance(items, dict) else items, _MANY)
+        return any(has(one, depth + 1) for one in inside)
+
+    for key, value in _given[-1].items():
+        if has(value, 0):
+            kind = type(value).__name__
+            hint = ", for generation: train with use_cache=False" if "Cache" in kind else ""
+            return f"{key if isinstance(key, str) else f'argument {key}'} (a {kind}{hint})"
+    return ""
 
 
 def _content(tensor: torch.Tensor) -> _Content:

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.rerun import rng, settings
-from mindspeed_mem.activation.rerun.arguments import Slot, join, split, tensors_in
+from mindspeed_mem.activation.rerun.arguments import NOTHING, Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.bits import alike, nearly_same
 from mindspeed_mem.activation.rerun.changeable import GENERATORS, Changeable, given, put_back
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
@@ -257,7 +257,7 @@ class ModuleRerun(Rerun):
             self._filled.clear()
         if self._remaining:
             self._differs(None, None)
-        self.inputs, self.settings = None, ()
+        self.inputs, self.settings, self._given = None, (), NOTHING
         self._then.clear()
 
     remake_slowly = remake  # where the other is in C++
@@ -451,7 +451,7 @@ class ModuleRerun(Rerun):
         untried, self.untried = self.untried, None
         self.why_not = why_not
         if why_not:
-            self.inputs = None
+            self.inputs, self._given = None, NOTHING
             return
         self._starts_with(places)
         for record in untried.kept if untried is not None else ():

@@ -63,8 +63,8 @@ class Called:
         # of whom a code is (see `_whose`), by its identity: codes of two files may be equal
         self._whose: dict[int, tuple[int, CodeType]] = {}
         self._compiles: FrameType | None = None  # under which nothing of the model runs
-        self.found: dict[tuple[int, ...], tuple[CodeType, dict[str, Any], list[Any]]] = {}
-        """Code, globals, and what its closure held and its arguments were."""
+        self.found: dict[tuple[int, ...], tuple[CodeType, dict[str, Any], list[tuple[str, Any]]]] = {}
+        """Code, globals, and by name what its closure held and its arguments were."""
 
     def __enter__(self) -> Called:
         self._mine = sys.getprofile() is None
@@ -91,13 +91,12 @@ class Called:
             self._compiles = frame
         elif known[0] == _MODEL:
             there = frame.f_locals
-            held = [there[name] for name in code.co_freevars if name in there]
-            held = [value for value in held if not issubclass(type(value), _NOT_LOOKED_INTO)]
-            taken = [
-                there[name] for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if name in there
-            ]
-            held += [value for value in taken if not _left_out(type(value))]
-            key = id(code), *map(id, held)
+            held = [(name, there[name]) for name in code.co_freevars if name in there]
+            held = [one for one in held if not issubclass(type(one[1]), _NOT_LOOKED_INTO)]
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            taken = [(name, there[name]) for name in names if name in there]
+            held += [one for one in taken if not _left_out(type(one[1]))]
+            key = id(code), *(id(value) for _, value in held)
             self.found[key] = code, frame.f_globals, held
 
 
@@ -140,13 +139,13 @@ def _places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -
             named.update(code.co_names, [one for one in code.co_consts if type(one) is str])
             known = {name: names[name] for name in _globals_in(code) if name in names}
             _names(known, names, found, seen)
-            for value in (*known.values(), *held):
+            for value in (*known.values(), *(value for _, value in held)):
                 if is_a(value, ModuleType) and not _foreign(value.__name__):
                     there = vars(value)
                     _names({name: there[name] for name in code.co_names if name in there}, there, found, seen)
             found += _cells(code)
-        for value in held:
-            _visit(changeable.argument_or(value), f"what {code.co_name} works on", found, seen, 0)
+        for name, value in held:
+            _visit(changeable.argument_or(value), f"{code.co_name}'s {name}", found, seen, 0)
     return [place for place in found if place.write is not changeable.never or _may_be_reached(place.name, named)]
 
 
