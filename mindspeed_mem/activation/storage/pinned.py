@@ -74,7 +74,7 @@ def _holder(storage: torch.UntypedStorage, output: Any, modules: list[torch.nn.M
                 for inner, tensor in getattr(value, "__dict__", {}).items():
                     if _is_view(tensor, storage):
                         return f"attribute {name}.{inner} of a {type(module).__name__}"
-    return "a reference outside the layers (a saved tensor of code that runs natively, or a Python variable)"
+    return "a reference outside the layers (a saved tensor of code that runs natively, a cache, or a Python variable)"
 
 
 def _is_view(value: Any, storage: torch.UntypedStorage) -> bool:
