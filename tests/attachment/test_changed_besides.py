@@ -436,6 +436,42 @@ def test_what_stores_its_graph_in_what_it_is_given_leaves_nothing_behind(caplog)
     assert "part in layers 0-1: it keeps what it computes in argument 1 (a SimpleNamespace)" in caplog.text
 
 
+class GivesViews(nn.Module):
+    """Gives views of what has been written to since: autograd numbers the node of one when that is asked for, and has
+    none for one of several."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.part, self.parts = Kept(), parts
+
+    def forward(self, x):
+        base = x * 2
+        views = [base[:8]] if self.parts == 1 else list(base.chunk(self.parts))
+        base.mul_(0.5)
+        return self.part(x, types.SimpleNamespace(views=views))
+
+
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, views):
+        return self.linear(x).sin()
+
+
+@pytest.mark.parametrize("parts, why_not", [(1, ""), (2, "what it may change cannot be looked at (RuntimeError: ")])
+def test_views_in_what_it_is_given_are_not_what_it_computes(parts, why_not, caplog):
+    x = torch.randn(16, 8, requires_grad=True)
+    model = nn.Sequential(GivesViews(parts))
+    plain = copy.deepcopy(model)
+    plain(x).sum().backward()
+    with mindspeed_mem.attach(model, PARTS, layers=["0"]):
+        model(x).sum().backward()
+        assert why_not in caplog.text if why_not else "no effect" not in caplog.text
+    assert same([one.grad for one in model.parameters()], [one.grad for one in plain.parameters()])
+
+
 class Counting(nn.Module):
     """Counts in what it is given, by its position or name."""
 

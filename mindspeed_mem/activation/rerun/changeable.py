@@ -20,12 +20,13 @@ from mindspeed_mem.activation.rerun import rng
 from mindspeed_mem.activation.rerun.arguments import attributes_of
 from mindspeed_mem.activation.rerun.bits import same_bits
 from mindspeed_mem.activation.rerun.settings import ABSENT, PLAIN
+from mindspeed_mem.activation.storage.records import version_of
 
 PLAIN_KINDS = tuple(PLAIN)
 REBOUND = (*PLAIN_KINDS, torch.Tensor, tuple, frozenset)
 """What changes by another being put in its place."""
 _BASES: tuple[Any, ...] = (OrderedDict, dict, set, deque, list)
-_DEPTH, _MANY = 5, 256  # how deep in arguments, and how many in each, what has been computed is looked for
+_DEPTH, _MANY, _IN_ALL = 5, 256, 2048  # how deep in arguments, how many in each object, and in how many, is looked
 _given: list[dict[Any, Any]] = []
 """What operators were given of which places are looked at, by position or name; innermost last."""
 
@@ -265,30 +266,55 @@ def argument_or(value: Any) -> Callable[[], Any]:
     return reference(value) if at is None else lambda: _given[-1].get(at) if _given else None
 
 
-def argument_with_graph(first: int) -> str:
-    """The first of the operator's arguments that is an object with a tensor in it that has been computed since
-    autograd's number ``first``; empty: there is none. Such a tensor holds the graph, which holds who runs the operator
-    again, and with it the object: where no backward follows, neither would ever go."""
-    seen: set[int] = set()
+def tensors_given() -> dict[int, tuple[weakref.ref[torch.Tensor], int]]:
+    """Those in objects among the operator's arguments, by identity, each with its version."""
+    found = (one for value in _given[-1].values() for one in _tensors_inside(value))
+    with torch._C.DisableTorchFunctionSubclass():
+        return {id(one): (weakref.ref(one), version_of(one)) for one in found}
 
-    def has(value: Any, depth: int) -> bool:
-        if is_a(value, torch.Tensor):
-            return value.grad_fn is not None and value.grad_fn._sequence_nr() >= first
-        if depth > _DEPTH or id(value) in seen or is_a(value, (*PLAIN_KINDS, type, torch.nn.Module)):
+
+def argument_with_graph(first: int, before: Mapping[int, tuple[weakref.ref[torch.Tensor], int]]) -> str:
+    """The first of the operator's arguments that is an object with a tensor in it that has been computed since
+    autograd's number ``first`` and the `tensors_given` of then; empty: there is none. Such a tensor holds the graph,
+    which holds who runs the operator again, and with it the object: where no backward follows, neither would ever
+    go."""
+
+    def is_new(tensor: torch.Tensor) -> bool:
+        then, version = before.get(id(tensor), (None, 0))
+        if then is not None and then() is tensor and version_of(tensor) == version:
+            return False  # a view of what was written to has a node of a later number
+        try:
+            node = tensor.grad_fn
+        except RuntimeError:  # of one of several views of what was written to, autograd has none
             return False
+        return node is not None and node._sequence_nr() >= first
+
+    for key, value in _given[-1].items():
+        with torch._C.DisableTorchFunctionSubclass():
+            if not any(map(is_new, _tensors_inside(value))):
+                continue
+        kind, hint = type(value).__name__, "which it is given; in a plain list or dict it may"
+        if "Cache" in kind:
+            hint = "which is for generation: train with use_cache=False"
+        return f"{key if isinstance(key, str) else f'argument {key}'} (a {kind}), {hint}"
+    return ""
+
+
+def _tensors_inside(argument: Any) -> Iterator[torch.Tensor]:
+    """The tensors in it, as far as they are looked for, the nearest first."""
+    seen, left = set[int](), deque([(argument, 0)])
+    while left and len(seen) < _IN_ALL:
+        value, depth = left.popleft()
+        if is_a(value, torch.Tensor):
+            yield value
+        if depth > _DEPTH or id(value) in seen or is_a(value, (torch.Tensor, type, torch.nn.Module)):
+            continue
         seen.add(id(value))
-        inside = list((attributes_of(value) or {}).values())[:_MANY]
+        inside = list(islice((attributes_of(value) or {}).values(), _MANY))
         if is_a(value, (*_BASES, tuple)):
             items = tuple.__iter__(value) if is_a(value, tuple) else content_of(value)
             inside += islice(items.values() if isinstance(items, dict) else items, _MANY)
-        return any(has(one, depth + 1) for one in inside)
-
-    for key, value in _given[-1].items():
-        if has(value, 0):
-            kind = type(value).__name__
-            hint = ", for generation: train with use_cache=False" if "Cache" in kind else ""
-            return f"{key if isinstance(key, str) else f'argument {key}'} (a {kind}{hint})"
-    return ""
+        left.extend((one, depth + 1) for one in inside if not is_a(one, PLAIN_KINDS))
 
 
 def _content(tensor: torch.Tensor) -> _Content:

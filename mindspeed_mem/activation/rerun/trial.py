@@ -20,7 +20,7 @@ from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.agreement import collectives_begun, highest
 from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import tensors_in
-from mindspeed_mem.activation.rerun.changeable import Changeable, argument_with_graph
+from mindspeed_mem.activation.rerun.changeable import Changeable, argument_with_graph, tensors_given
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import RAISES, ModuleRerun, modules_of
 from mindspeed_mem.activation.rerun.state import Called, places_of
@@ -161,6 +161,8 @@ class Trial(AbstractContextManager):
     def __enter__(self) -> None:
         self._begun = collectives_begun(self._partners)
         self._weights = [(one, one._version) for root in modules_of(self._rerun.call) for one in _weights_of(root)]
+        with self._rerun.given():
+            self._before = tensors_given()
         self._first = torch._C._autograd._get_sequence_nr()
         self._called.__enter__()
 
@@ -183,8 +185,8 @@ class Trial(AbstractContextManager):
         if any(weight._version != version for weight, version in self._weights):
             why_not = why_not or "it changes its parameters"
         self._weights.clear()
-        if argument := argument_with_graph(self._first):
-            why_not = why_not or f"it keeps what it computes in {argument}, which it is given"
+        if argument := argument_with_graph(self._first, self._before):
+            why_not = why_not or f"it keeps what it computes in {argument}"
         found: list[Changeable] = []
         if not why_not:
             found, why_not = places_of(roots, rerun.state, self._called)
