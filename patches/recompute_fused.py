@@ -11,10 +11,13 @@ import torch
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.patching import Direct, around
 
-_FUSED = (
+_ACTIVATIONS = (
     "megatron.core.activations:squared_relu",
     "megatron.core.activations:quick_gelu",
     "megatron.core.activations:fast_gelu",
+)
+"""What configurations and layers keep; layers compare what they keep with it."""
+_FUSED = (
     "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
     "megatron.core.fusions.fused_bias_geglu:bias_geglu_impl",
     "megatron.core.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl",
@@ -27,7 +30,6 @@ _FUSED = (
 )
 
 
-@Direct
 def _fused(original):
     compiling = torch.compiler.is_compiling
 
@@ -40,5 +42,7 @@ def _fused(original):
     return call
 
 
-for _name in _FUSED:
-    around(_name, optional=True)(_fused)
+for _names, _rest in ((_FUSED, True), (_ACTIVATIONS, False)):
+    _around_each = Direct(_fused, _rest)
+    for _name in _names:
+        around(_name, optional=True)(_around_each)

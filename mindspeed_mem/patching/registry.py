@@ -59,10 +59,11 @@ class _Move(NamedTuple):
 
 class Direct:
     """What goes around a symbol that is called all the time, given as what makes it from the original: that saves a
-    call and the packing of arguments each time. It rests while it has nothing to do: see `Registry.rest`."""
+    call and the packing of arguments each time. It rests while it has nothing to do: see `Registry.rest`. Unless
+    ``rests`` is False: upstream compares it with what it has kept, which has to stay the same."""
 
-    def __init__(self, make: Callable[[Callable], Callable]):
-        self.make, self.__module__ = make, make.__module__
+    def __init__(self, make: Callable[[Callable], Callable], rests: bool = True):
+        self.make, self.rests, self.__module__ = make, rests, make.__module__
 
     def __call__(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         return self.make(original)(*args, **kwargs)
@@ -304,7 +305,7 @@ class Registry:
     def rest(self) -> None:
         """Take what is `Direct` off until `wake`, or until it is applied again: it would do nothing. What others have
         patched on top of stays."""
-        direct = [p for p in self._applied if isinstance(p.function, Direct)]
+        direct = [p for p in self._applied if isinstance(p.function, Direct) and p.function.rests]
         self._undo(direct)
         for patch in direct:
             if patch.status == "undone":

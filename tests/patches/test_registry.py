@@ -15,12 +15,13 @@ import megatron.core.rerun_state_machine as rerun
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.attention as attention
 import megatron.core.transformer.mlp as mlp
+import megatron.core.transformer.moe.experts as experts
 import megatron.core.utils as megatron_utils
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from mindspeed_mem.patching import Direct, Patch, PatchError, Registry, upstream
+from mindspeed_mem.patching import REGISTRY, Direct, Patch, PatchError, Registry, upstream
 
 PUSH = "megatron.core.utils:nvtx_range_push"
 
@@ -189,6 +190,21 @@ def test_what_is_direct_rests_until_it_is_woken_or_applied(registry, applied, ca
     registry.undo()
     registry.wake()
     assert patch.status == "undone" and (mlp.nvtx_range_pop, mlp.nvtx_range_push) == (native, push)
+
+
+def test_what_layers_compare_with_what_they_keep_does_not_rest():
+    """An expert whose activation is not the one that it knows takes another way, with other bits."""
+    patches = importlib.import_module("mindspeed_mem.patches.recompute_fused").__name__
+    REGISTRY.apply([patches])
+    try:
+        of_model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+        config = TransformerConfig(**of_model, activation_func=megatron.core.activations.squared_relu)
+        for change in (REGISTRY.rest, REGISTRY.wake):
+            change()
+            assert config.activation_func is experts.squared_relu is megatron.core.activations.squared_relu
+            assert config.activation_func is not REGISTRY.originals()["megatron.core.activations:squared_relu"]
+    finally:
+        REGISTRY.undo([patches])
 
 
 def test_the_same_declaration_twice_is_one_patch(registry):
