@@ -91,8 +91,14 @@ class CompiledCode:
             takes = int((need.most if need.known else max(need.most, _GUESS)) * given)
             self._guard.room_for(takes, args, kwargs)
             before = self._begins(need, takes, given)
-            result = call(*args, **kwargs)
-            self._ends(given, *before)
+            depth = len(self._running)
+            try:
+                result = call(*args, **kwargs)
+            except BaseException as error:  # as of a second run that has all that was wanted
+                if not self._backend.is_out_of_memory(error):
+                    del self._running[depth - 1 :]
+                raise
+            self._ends(depth, given, *before)
             return result
 
         first = _sequence_nr()
@@ -111,7 +117,7 @@ class CompiledCode:
     ) -> None:
         """``given``: the bytes of its inputs, ``of_weights``: of gradients of its weights. ``away``: of what it starts
         from, bytes on the host, and bytes to be made again."""
-        begun: list[tuple[int, int]] = []
+        begun: list[tuple[int, int, int]] = []
 
         def begins(gradients: tuple) -> None:
             if self._is_tight():
@@ -124,13 +130,14 @@ class CompiledCode:
                     self._guard.room_for(sum(now) + takes, gradients)
                 self.reserved = to_make + takes
                 allocated, peak = self._begins(need, takes, given)
-                begun[:] = [(allocated + to_make - self._mover.bytes_in, peak)]  # what comes back is none that it takes
+                before = allocated + to_make - self._mover.bytes_in  # what comes back is none that it takes
+                begun[:] = [(len(self._running), before, peak)]
 
         def ends(*_: Any) -> None:
             if begun:
                 self.reserved = 0
-                allocated, peak = begun.pop()
-                self._ends(given, allocated + self._mover.bytes_in, peak)
+                depth, allocated, peak = begun.pop()
+                self._ends(depth, given, allocated + self._mover.bytes_in, peak)
 
         node.register_prehook(begins)
         node.register_hook(ends)
@@ -143,9 +150,12 @@ class CompiledCode:
         self._running.append((need, takes / given))
         return self._backend.allocated() or 0, self._backend.peak() or 0
 
-    def _ends(self, given: int, allocated: int, peak: int) -> None:
+    def _ends(self, depth: int, given: int, allocated: int, peak: int) -> None:
         """Notes the most that has been allocated beyond what was then, as far as the peak shows it."""
-        need, _ = self._running.pop()
+        if depth > len(self._running):  # of a step that has failed before
+            return
+        need, _ = self._running[depth - 1]
+        del self._running[depth - 1 :]
         highest = self._backend.peak() or 0
         seen = highest - allocated if highest > peak or not need.known else 0
         need.most, need.known = max(need.most if need.known else 0.0, seen / given), True
