@@ -15,6 +15,7 @@ _ACTIVATIONS = (
     "megatron.core.activations:squared_relu",
     "megatron.core.activations:quick_gelu",
     "megatron.core.activations:fast_gelu",
+    "megatron.core.fusions.fused_bias_geglu:quick_gelu",
 )
 """What configurations and layers keep; layers compare what they keep with it."""
 _FUSED = (

@@ -269,6 +269,7 @@ def test_what_compiled_code_takes_is_known_where_it_is_run_again():
 
 FUSED = {
     "activations": ("squared_relu",),
+    "fusions.fused_bias_geglu": ("quick_gelu",),
     "fusions.fused_cross_entropy": (
         *("calculate_logits_max", "calculate_predicted_logits"),
         *("calculate_cross_entropy_loss", "calculate_gradients"),
@@ -288,13 +289,19 @@ def beside_fused(module: str) -> tuple[list[str], int]:
             patch.setattr(home, name, torch._dynamo.optimize(BACKEND)(getattr(home, name)))
         activations = importlib.import_module("megatron.core.activations")
 
+        gated, share = module == "fusions.fused_bias_geglu", 0.7
+        of_model = {"layers": 4, "cross_entropy_loss_fusion": True, "tied": False}
+        if gated:
+            share = 0.6
+            of_model |= {"gated_linear_unit": True, "bias_activation_fusion": False, "ffn_hidden_size": 1024}
+
         def training() -> Training:
-            of_model = {"layers": 4, "cross_entropy_loss_fusion": True, "tied": False}
-            return Training(memory, "dense", 4, activation_func=activations.squared_relu, **of_model)
+            function = home.quick_gelu if gated else activations.squared_relu  # as it is by now
+            return Training(memory, "dense", 4, activation_func=function, **of_model)
 
         plain = training()
         expected = [plain.step() for _ in range(3)]
-        room = int(0.7 * plain.peak)
+        room = int(share * plain.peak)
         del plain
         with surviving() as engine:
             mine = training()

@@ -192,17 +192,20 @@ def test_what_is_direct_rests_until_it_is_woken_or_applied(registry, applied, ca
     assert patch.status == "undone" and (mlp.nvtx_range_pop, mlp.nvtx_range_push) == (native, push)
 
 
-def test_what_layers_compare_with_what_they_keep_does_not_rest():
+@pytest.mark.parametrize(
+    "target", ["megatron.core.activations:squared_relu", "megatron.core.fusions.fused_bias_geglu:quick_gelu"]
+)
+def test_what_layers_compare_with_what_they_keep_does_not_rest(target):
     """An expert whose activation is not the one that it knows takes another way, with other bits."""
     patches = importlib.import_module("mindspeed_mem.patches.recompute_fused").__name__
+    name = target.partition(":")[2]
     REGISTRY.apply([patches])
     try:
         of_model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-        config = TransformerConfig(**of_model, activation_func=megatron.core.activations.squared_relu)
+        config = TransformerConfig(**of_model, activation_func=getattr(experts, name))
         for change in (REGISTRY.rest, REGISTRY.wake):
             change()
-            assert config.activation_func is experts.squared_relu is megatron.core.activations.squared_relu
-            assert config.activation_func is not REGISTRY.originals()["megatron.core.activations:squared_relu"]
+            assert config.activation_func is getattr(experts, name) is not REGISTRY.originals()[target]
     finally:
         REGISTRY.undo([patches])
 
