@@ -388,6 +388,19 @@ def with_inline(operators: Collection[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*ordered, *inline]))
 
 
+def elsewhere(pattern: str, operators: Collection[str], count: int = 3) -> list[str]:
+    r"""Where `pattern` would match in other parents or, without regard to case, as patterns (with ``\.``)."""
+    parts = split_pattern(pattern)[::-1]
+    found = []
+    for node in nodes_of(operators):
+        ends = node.split(".")[::-1][: len(parts)]
+        if len(ends) == len(parts) and all(
+            re.fullmatch(*pair, re.IGNORECASE) for pair in zip(parts, ends, strict=True)
+        ):
+            found.append(node.replace(".", r"\."))
+    return found[:count]
+
+
 def near_patterns(pattern: str, operators: Collection[str], count: int = 3) -> list[str]:
     r"""Names that `pattern` may have been meant to be, as patterns (with ``\.``), the likeliest first."""
     known: dict[str, None] = {}
@@ -395,4 +408,4 @@ def near_patterns(pattern: str, operators: Collection[str], count: int = 3) -> l
         known.update(dict.fromkeys(module_names(node)))
     plain = ".".join(split_pattern(pattern))
     near = difflib.get_close_matches(plain, known, n=count, cutoff=0.5)
-    return [name.replace(".", r"\.") for name in near]
+    return [name.replace(".", r"\.") for name in near] or elsewhere(pattern, operators, count)

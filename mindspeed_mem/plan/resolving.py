@@ -12,7 +12,7 @@ from mindspeed_mem.plan.checks import MemoryConfigError, given
 from mindspeed_mem.plan.config import MemoryConfig, SwapConfig, SwapEntry
 from mindspeed_mem.plan.layers import Layers, among, as_ranges, in_words, numbered, numbers_in, out_of_range
 from mindspeed_mem.plan.memory_plan import DEFAULT_ENTRY, MemoryPlan, SwapRule, swap_rules
-from mindspeed_mem.plan.operators import fused, match, names_a_primitive, near_patterns, with_inline
+from mindspeed_mem.plan.operators import elsewhere, fused, match, names_a_primitive, near_patterns, with_inline
 from mindspeed_mem.plan.recomputation import Recomputation
 from mindspeed_mem.plan.recompute_config import Count, RecomputeRule, StageCounts
 
@@ -71,9 +71,12 @@ def resolve(
     ]
     notices += [f"{path}: no effect, since here it is part of {' and '.join(where)}" for path, where in part_of.items()]
     if unknown:
+        meant = list(dict.fromkeys(one for name in unknown for one in trees.elsewhere(name)))
+        hint = f"did you mean {' or '.join(meant)}? " if meant else ""
         notices.append(
             f"{', '.join(name.path for name in unknown)}: no effect, since no operator of this model stands for these "
-            "primitives of MindFormers; `python -m mindspeed_mem ops` prints the operators"
+            f"primitives of MindFormers; {hint}"
+            "`python -m mindspeed_mem ops` prints the operators"
         )
     if absent:
         entries = {name.path for name in absent}
@@ -275,10 +278,13 @@ class _Trees:
         found = (node for tree in sorted(self._of(name)) for node in fused(name.pattern or "", tree))
         return list(dict.fromkeys(found))
 
+    def elsewhere(self, name: _Name) -> list[str]:
+        """Operators that it would name in other parents, or in other case."""
+        return elsewhere(name.pattern or "", self._operators(name))
+
     def problem(self, name: _Name) -> str:
         """What to say of a name that matches nothing."""
-        operators = dict.fromkeys(op for tree in sorted(self._of(name)) for op in tree)
-        near = self._near(name.pattern or "", tuple(operators))
+        near = self._near(name.pattern or "", self._operators(name))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         if name.path == DEFAULT_ENTRY:
             hint = "say what is to be swapped by layer_swap or op_swap; "
@@ -286,6 +292,9 @@ class _Trees:
             f"{name.path}: got {name.pattern!r}, which matches no operator in "
             f"{in_words(among(self._known, name.layers))}; {hint}allowed: what `python -m mindspeed_mem ops` prints"
         )
+
+    def _operators(self, name: _Name) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(op for tree in sorted(self._of(name)) for op in tree))
 
     def _of(self, name: _Name) -> set[tuple[str, ...]]:
         if name.layers is True:

@@ -223,6 +223,7 @@ def test_near_patterns_can_be_pasted():
     assert near[0] == r"attention\.flash_attention"
     assert all(selected(pattern) for pattern in near)
     assert near_patterns("zzzzzz", DENSE) == []
+    assert near_patterns("fc[12]", ("mlp", "mlp.fc1", "mlp.fc2")) == [r"mlp\.fc1", r"mlp\.fc2"]
 
 
 @given(st.lists(st.sampled_from(with_inline(DENSE + MOE)), unique=True, min_size=1))

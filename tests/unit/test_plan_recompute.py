@@ -182,6 +182,19 @@ def test_primitives_that_no_operator_stands_for_give_one_notice():
     assert far.fingerprint() == plan.fingerprint()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "operators", "meant"),
+    [
+        (".*norm", ("output", "output.LayerNorm"), r"output\.LayerNorm"),
+        (".*norm", ("layer.0.layer_norm", "layer.1.layer_norm"), r"layer\.0\.layer_norm or layer\.1\.layer_norm"),
+    ],
+)
+def test_what_a_pattern_would_name_elsewhere_is_told(pattern, operators, meant):
+    """A primitive of MindFormers fits the pattern, too: it is no error."""
+    (notice,) = plan_of({"select_recompute": {pattern: True}}, model={0: operators}).notices
+    assert f"did you mean {meant}? " in notice
+
+
 def test_names_that_some_of_the_layers_lack():
     model = {0: LAYER, 1: EXPERTS}
     (notice,) = plan_of({"select_recompute": {r"mlp\.router": [0, 1]}}, model=model).notices
